@@ -1,0 +1,63 @@
+"""Spillway: the training-memory manager for PyTorch.
+
+Of everything that autograd saves for the backward pass it decides, tensor by tensor, what to keep on the device and
+what to offload to host memory or disk; the gradients are bit for bit those of plain PyTorch. Start with
+:class:`offload`.
+"""
+
+from spillway import policies
+from spillway.capture.inspection import saved_tensors
+from spillway.errors import (
+    BackendError,
+    CorruptError,
+    InplaceError,
+    PolicyError,
+    RaceError,
+    SessionError,
+    SizeError,
+    SpillPathError,
+    SpillwayError,
+    TierError,
+    TierFullError,
+    TransferError,
+    UnsupportedError,
+    UsageError,
+)
+from spillway.events import Event, EventKind, EventList
+from spillway.offloading import keep, keep_tensor, offload, offload_tensor
+from spillway.records import Decision, SavedTensor, SavedTensorReport, StepStats
+from spillway.session import Session
+
+__version__ = "0.1.0.dev0"
+
+__all__ = [
+    "BackendError",
+    "CorruptError",
+    "Decision",
+    "Event",
+    "EventKind",
+    "EventList",
+    "InplaceError",
+    "PolicyError",
+    "RaceError",
+    "SavedTensor",
+    "SavedTensorReport",
+    "Session",
+    "SessionError",
+    "SizeError",
+    "SpillPathError",
+    "SpillwayError",
+    "StepStats",
+    "TierError",
+    "TierFullError",
+    "TransferError",
+    "UnsupportedError",
+    "UsageError",
+    "__version__",
+    "keep",
+    "keep_tensor",
+    "offload",
+    "offload_tensor",
+    "policies",
+    "saved_tensors",
+]

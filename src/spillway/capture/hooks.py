@@ -1,0 +1,366 @@
+"""What autograd calls when it saves a tensor, and what it holds in its place.
+
+NOTE [ What autograd owns ]
+
+``pack`` gives autograd a *handle*; ``unpack`` turns it back into the tensor. Nothing else knows the handle: when
+autograd lets go of it (backward has used it, the graph is dropped, an exception unwinds), it dies, and what it stands
+for is given back. So there is no table to clear, no step to end, and any number of graphs may be alive. Unpacking
+changes nothing that a second unpacking would miss.
+
+A handle must not hold a tensor that has a ``grad_fn``: an output would hold its own node, which holds the handle.
+
+NOTE [ The check that hooks switch off ]
+
+Autograd compares the version of a saved tensor with the version at saving, and refuses to go on if it was changed in
+place. Under hooks it does not. So each handle has a *tracker*: an alias that shares the version counter and no storage
+(``tracker = t.detach(); tracker.data = nothing``), good also when the bytes are away. What is handed to backward is
+made from the tracker, so it counts on the same counter, as autograd's own would: a backward function that writes into
+a saved tensor is noticed by the next one that reads it.
+
+NOTE [ When a tensor may leave ]
+
+Not inside the call that saves it: an operator may pack a buffer before its kernel has written it (``rrelu`` packs its
+noise so, and no version tells). Autograd numbers its nodes, per thread, as it makes them, and a node is made before
+anything is packed for it: so all that an operator packs is packed under one number, and when a later pack finds a
+higher one, that operator has run. What was packed under the lower number leaves then; the last leaves when the context
+exits.
+
+NOTE [ Inside a backward ]
+
+Code that saves tensors while a backward runs is a re-run (a checkpoint's), whose tensors are used at once, or makes the
+graph of a double backward. These are kept. Hooks are pushed all the same, since ``torch.utils.checkpoint`` counts packs
+and would hand back another tensor if some were missing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from spillway.capture.identity import Identity, Known, Marks, Reach, ViewRecipe, is_parameter, reach, why_unmovable
+from spillway.capture.order import Course, Memory
+from spillway.errors import InplaceError, PolicyError
+from spillway.records import Decision, SavedTensor
+from spillway.runtime.device import DeviceRuntime
+from spillway.runtime.ledger import Ledger
+
+if TYPE_CHECKING:
+    from spillway.capture.location import Locator
+    from spillway.runtime.mover import Entry
+    from spillway.runtime.tiers import Tier
+
+Policy = Callable[[SavedTensor], Decision]
+
+_next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
+_graph_task: Callable[[], int] = torch._C._current_graph_task_id
+
+
+def in_backward() -> bool:
+    """Whether the calling thread is inside a backward. See NOTE [ Inside a backward ]."""
+    return _graph_task() != -1
+
+
+class KeptHandle:
+    """Holds the tensor itself, or an alias without its history."""
+
+    __slots__ = ("_alias", "_known", "_version")
+
+    def __init__(self, tensor: torch.Tensor, known: Known | None = None) -> None:
+        self._alias = tensor if tensor.grad_fn is None else tensor.detach()
+        self._version = tensor._version
+        self._known = known
+
+    def unpack(self) -> torch.Tensor:
+        check_version(self._alias, self._version, self._alias)
+        return self._alias
+
+
+class AwayHandle:
+    """Stands for a tensor whose storage is an entry of the mover. It owns one of the entry's handles."""
+
+    __slots__ = ("_entry", "_known", "_mover", "_recipe", "_round", "_tracker", "_version")
+
+    def __init__(self, tensor: torch.Tensor, known: Known, entry: Entry, runtime: DeviceRuntime) -> None:
+        # What the finaliser reads comes first: it runs also if what follows raises.
+        self._round = -1
+        self._entry = entry
+        self._mover = runtime.mover
+        self._known = known
+        self._version = tensor._version
+        self._recipe = ViewRecipe.of(tensor)
+        self._tracker = tensor.detach()
+        self._tracker.data = runtime.nothing
+
+    def unpack(self) -> torch.Tensor:
+        check_version(self._tracker, self._version, self._recipe)
+        entry, seat = self._entry, self._known.seat
+        # Whether it was caught before it left is a hint to the order: reading it without the lock does no harm.
+        caught = entry.round == 0 and entry.storage is not None
+        storage, low, self._round = self._mover.take(entry, self._round)
+        if seat is not None:
+            seat.course.ask(seat.place, caught=caught)
+            seat.course.fetched(self._mover.prefetch(seat.course.ahead(seat.place)))
+        tensor = self._tracker.detach()
+        tensor.data = self._recipe.rebuild(storage, low)
+        return tensor
+
+    def __del__(self) -> None:
+        self._mover.forget(self._entry, self._round)
+
+
+class PartsHandle:
+    """Stands for a wrapper subclass, by the handles of the tensors that it is made of."""
+
+    __slots__ = ("_context", "_owner", "_parts", "_size", "_stride", "_type", "_version")
+
+    def __init__(self, tensor: torch.Tensor, parts: dict[str, Handle], context: Any) -> None:
+        # No alias of a wrapper shares its counter and not its parts. Its owner is looked at while it lives; a view of
+        # it keeps it alive.
+        base = tensor._base
+        self._owner = weakref.ref(tensor if base is None else base)
+        self._version = tensor._version
+        self._type: Any = type(tensor)
+        self._parts = parts
+        self._context = context
+        self._size = tensor.size()
+        self._stride = tensor.stride() if tensor.layout is torch.strided else None
+
+    def unpack(self) -> torch.Tensor:
+        owner = self._owner()
+        if owner is not None:
+            check_version(owner, self._version, owner)
+        parts = {name: handle.unpack() for name, handle in self._parts.items()}
+        tensor: torch.Tensor = self._type.__tensor_unflatten__(parts, self._context, self._size, self._stride)
+        return tensor.detach() if tensor.requires_grad else tensor
+
+
+Handle = KeptHandle | AwayHandle | PartsHandle
+
+
+_TIERS = {Decision.OFFLOAD_HOST: "host", Decision.OFFLOAD_DISK: "disk"}
+
+
+class Owner(Protocol):
+    """Whose runtimes move the bytes: a session."""
+
+    identity: Identity
+    marks: Marks
+
+    def runtime(self, device: torch.device) -> DeviceRuntime: ...
+
+
+def unpack(handle: Handle) -> torch.Tensor:
+    """The hook: what autograd gets for what it holds."""
+    return handle.unpack()
+
+
+def pack_kept(tensor: torch.Tensor) -> KeptHandle:
+    """A hook that keeps everything."""
+    return KeptHandle(tensor)
+
+
+def check_version(tracker: torch.Tensor, version: int, like: torch.Tensor | ViewRecipe) -> None:
+    """Autograd's own check, in autograd's own words. See NOTE [ The check that hooks switch off ]."""
+    if tracker._version != version:
+        size = like.size if isinstance(like, ViewRecipe) else like.shape
+        raise InplaceError(
+            f"one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"[{type_name(like.dtype, like.device)} {list(size)}] is at version {tracker._version}; expected version "
+            f"{version} instead. Hint: enable anomaly detection to find the operation that failed to compute its "
+            f"gradient, with torch.autograd.set_detect_anomaly(True)."
+        )
+
+
+def type_name(dtype: torch.dtype, device: torch.device) -> str:
+    """``torch.FloatTensor``, ``torch.cuda.HalfTensor``: how autograd names a tensor's type."""
+    return torch.empty(0, dtype=dtype, device=device).type()
+
+
+class Pass:
+    """One time through an ``offload`` context: the pack hook, and what it has seen.
+
+    Args:
+        owner: whose runtimes move the bytes.
+        policy: decides.
+        memory: what is known of earlier passes of the same tag.
+        tag: for the policy to read.
+        tier: where :attr:`Decision.OFFLOAD` goes: ``"auto"``, ``"host"`` or ``"disk"``.
+        window: bytes that may be LEAVING at once, or ``None`` for the session's.
+        locator: knows module and operator, if the policy wants them.
+    """
+
+    def __init__(
+        self,
+        owner: Owner,
+        policy: Policy,
+        memory: Memory,
+        *,
+        tag: str | None,
+        tier: str,
+        window: int | None,
+        locator: Locator | None,
+    ) -> None:
+        self.ledger = Ledger()
+        self._owner = owner
+        self._policy = policy
+        self._memory = memory
+        self._tag = tag
+        self._tier = tier
+        self._window = window
+        self._locator = locator
+        self._count = 0
+        self._offloaded_bytes = 0
+        self._signature: tuple[object, ...] | None = None
+        self._total_bytes: int | None = None
+        self._courses: dict[torch.device, Course] = {}
+        self._waiting: list[_Departure] = []
+        self._waiting_node = 0
+
+    def pack(self, tensor: torch.Tensor) -> Handle:
+        """The hook: what autograd holds for ``tensor``."""
+        if in_backward():
+            return KeptHandle(tensor)
+        node = _next_node()
+        if self._waiting and node > self._waiting_node:
+            self._send()
+        self._waiting_node = node
+        return self._pack(tensor)
+
+    def end(self, *, completed: bool) -> None:
+        """The context exits: what still waits leaves, and if nothing was raised inside, the pass is remembered."""
+        if not completed:
+            self._waiting.clear()
+            return
+        self._send()
+        if self._signature is not None:
+            course = self._first_course()
+            course.total_bytes = self.ledger.saved_bytes
+            self._memory.keep(self._signature, course)
+
+    def _pack(self, tensor: torch.Tensor) -> Handle:
+        if is_parameter(tensor):
+            return KeptHandle(tensor)
+        if type(tensor) is not torch.Tensor and is_traceable_wrapper_subclass(tensor):
+            return self._pack_parts(tensor)
+        reason = why_unmovable(tensor)
+        if reason is not None:
+            return KeptHandle(tensor)
+        storage = tensor.untyped_storage()
+        if self._locator is not None and self._locator.is_parameter_storage(storage):
+            return KeptHandle(tensor)
+        runtime = self._owner.runtime(tensor.device)
+        wanted = reach(tensor, storage.nbytes())
+        known = self._owner.identity.find(storage, wanted)
+        if known is not None:
+            handle = self._pack_known(tensor, known, runtime)
+            if handle is not None:
+                return handle
+        return self._pack_new(tensor, storage, wanted, runtime)
+
+    def _pack_parts(self, tensor: torch.Tensor) -> Handle:
+        names, context = tensor.__tensor_flatten__()
+        parts: dict[str, Handle] = {}
+        for name in names:
+            part: torch.Tensor = getattr(tensor, name)
+            # The shape of a jagged tensor is known by its offsets, the very object: only its values may move.
+            moves = not tensor.is_nested or name == "_values"
+            parts[name] = self._pack(part) if moves else KeptHandle(part)
+        return PartsHandle(tensor, parts, context)
+
+    def _pack_known(self, tensor: torch.Tensor, known: Known, runtime: DeviceRuntime) -> Handle | None:
+        """A handle of bytes that another saved tensor has brought in already, if they may be shared."""
+        entry = known.entry
+        if entry is None:
+            return None if self._owner.marks.get(tensor.untyped_storage()) else KeptHandle(tensor, known)
+        if not runtime.mover.adopt(entry, same_content=known.is_content_of(tensor)):
+            return None
+        return AwayHandle(tensor, known, entry, runtime)
+
+    def _pack_new(
+        self, tensor: torch.Tensor, storage: torch.UntypedStorage, wanted: Reach, runtime: DeviceRuntime
+    ) -> Handle:
+        if self._signature is None:
+            self._begin(tensor)
+        decision = self._decide(tensor, storage, wanted)
+        self.ledger.saved_bytes += wanted.nbytes
+        # Bytes at an address that the allocator would not give cannot be put back as they were.
+        if decision is Decision.KEEP or storage.data_ptr() % runtime.backend.alignment:
+            self.ledger.kept_bytes += wanted.nbytes
+            known = Known(tensor, storage, wanted, None)
+            self._owner.identity.add(storage, known)
+            return KeptHandle(tensor, known)
+        self._offloaded_bytes += wanted.nbytes
+        entry = runtime.mover.enter(storage, wanted.start, wanted.nbytes, self.ledger)
+        known = Known(tensor, storage, wanted, entry)
+        self._owner.identity.add(storage, known)
+        handle = AwayHandle(tensor, known, entry, runtime)
+        known.seat = self._course(tensor.device).add(entry)
+        tier = runtime.tier(_TIERS.get(decision, self._tier))
+        self._waiting.append(_Departure(weakref.ref(entry), runtime, tier, known.seat.in_tail))
+        return handle
+
+    def _begin(self, tensor: torch.Tensor) -> None:
+        """The first tensor of the pass tells which earlier pass this one is like."""
+        self._signature = (tensor.shape, tensor.dtype, tensor.device)
+        previous = self._memory.recall(self._signature)
+        if previous is not None and previous.total_bytes:
+            self._total_bytes = previous.total_bytes
+        self._courses[tensor.device] = Course(previous)
+
+    def _first_course(self) -> Course:
+        return next(iter(self._courses.values()))
+
+    def _course(self, device: torch.device) -> Course:
+        return self._courses.setdefault(device, Course())
+
+    def _decide(self, tensor: torch.Tensor, storage: torch.UntypedStorage, wanted: Reach) -> Decision:
+        index = self._count
+        self._count += 1
+        marked = self._owner.marks.get(storage)
+        if marked is not None:
+            return Decision.OFFLOAD if marked else Decision.KEEP
+        module, operator = self._locator.here() if self._locator is not None else (None, None)
+        saved = SavedTensor(
+            wanted.nbytes,
+            tensor.shape,
+            tensor.dtype,
+            tensor.device,
+            index,
+            self._tag,
+            self._offloaded_bytes,
+            self._total_bytes,
+            module,
+            operator,
+        )
+        decision = self._policy(saved)
+        if not isinstance(decision, Decision):
+            raise PolicyError(
+                f"policy {self._policy!r}: got {decision!r} for {saved}, expected a spillway.Decision; return one of "
+                f"{', '.join(str(member) for member in Decision)}"
+            )
+        return decision
+
+    def _send(self) -> None:
+        """What waits leaves now. See NOTE [ When a tensor may leave ]."""
+        waiting, self._waiting = self._waiting, []
+        for (runtime, tier, hold), departures in itertools.groupby(waiting, key=_Departure.way):
+            entries = [entry for departure in departures if (entry := departure.entry()) is not None]
+            runtime.mover.put(entries, tier, window=self._window, hold=hold)
+
+
+class _Departure(NamedTuple):
+    """An entry that waits until its operator has run."""
+
+    entry: weakref.ref[Entry]
+    runtime: DeviceRuntime
+    tier: Tier
+    hold: bool
+
+    def way(self) -> tuple[DeviceRuntime, Tier, bool]:
+        """What entries that leave together have in common."""
+        return self.runtime, self.tier, self.hold

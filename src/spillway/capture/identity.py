@@ -1,0 +1,199 @@
+"""Which bytes a saved tensor is made of, and who has saved them before.
+
+NOTE [ One storage, many tensors ]
+
+A tenth to a quarter of what autograd saves is saved more than once: ``x`` by three projections, ``qkv`` by the chunks
+of it. The unit that moves is the storage, so an alias of bytes that are known already gets a handle of the same entry.
+
+An address does not name a storage, because the allocator hands it out again as soon as it is free; a weak reference to
+the storage does. And a storage does not name a content: it may have been written since. Two cases:
+
+* The copy out has not been taken yet. Then it will hold what all aliases see, as autograd itself would: share it.
+* It has. Then the alias must be known to see the same content: the same version *of the same counter*. Views share the
+  counter of their base, so base and version say it. A ``.data`` alias has a counter of its own, whose numbers mean
+  nothing to the other's: it gets an entry, and a copy, of its own. So does a ``detach()``, which shares the counter but
+  does not show it: right, only not free.
+
+NOTE [ What a view reaches ]
+
+Of a storage, only what the tensor reaches has to move. A broadcast tensor reaches one element of each row that it
+repeats; a row of a data set, that row. Where the tensor reaches half of the storage or more (the chunks of ``qkv`` do),
+all of it moves, so that the other half need not be moved apart. What moves starts at a multiple of ``ALIGNMENT``, as
+the allocator's own storages do, because kernels choose their code by the alignment of their operands, and their last
+bits with it. For the same reason a storage at an odd address (memory that came from elsewhere) is kept.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import NamedTuple
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils.weak import WeakIdKeyDictionary
+
+from spillway.capture.order import Seat
+from spillway.runtime.mover import Entry
+
+ALIGNMENT = 512
+"""The coarsest alignment that an allocator of torch gives (the CUDA caching allocator's)."""
+
+
+# Named tensors are gone from the newest torch.
+_HAS_NAMES = hasattr(torch.Tensor, "has_names")
+
+
+class Reach(NamedTuple):
+    """A range of bytes of a storage."""
+
+    start: int
+    nbytes: int
+
+    def covers(self, other: Reach) -> bool:
+        return self.start <= other.start and other.start + other.nbytes <= self.start + self.nbytes
+
+
+class Known:
+    """Bytes that autograd saved: alive as long as one of the handles that share them."""
+
+    __slots__ = ("__weakref__", "counter", "entry", "origin", "reach", "seat", "version")
+
+    def __init__(self, tensor: torch.Tensor, storage: torch.UntypedStorage, reach: Reach, entry: Entry | None) -> None:
+        self.origin = weakref.ref(storage)
+        self.reach = reach
+        self.version = tensor._version
+        self.counter = weakref.ref(version_owner(tensor))
+        self.entry = entry
+        """``None`` where it was decided to keep them."""
+        self.seat: Seat | None = None
+
+    def is_content_of(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor is known to see what this was made from. See NOTE [ One storage, many tensors ]."""
+        return tensor._version == self.version and self.counter() is version_owner(tensor)
+
+
+class Identity:
+    """Finds the bytes that are known already. One per session."""
+
+    def __init__(self) -> None:
+        self._known: weakref.WeakValueDictionary[int, Known] = weakref.WeakValueDictionary()
+
+    def find(self, storage: torch.UntypedStorage, reach: Reach) -> Known | None:
+        """What is known of these bytes, if all of them are."""
+        known = self._known.get(storage._cdata)
+        if known is None or known.origin() is not storage or not known.reach.covers(reach):
+            return None
+        return known
+
+    def add(self, storage: torch.UntypedStorage, known: Known) -> None:
+        self._known[storage._cdata] = known
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+
+class Marks:
+    """Storages that the user said something of, for as long as they live."""
+
+    def __init__(self) -> None:
+        self._marks: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+    def set(self, tensor: torch.Tensor, *, offload: bool) -> None:
+        for part in storage_parts(tensor):
+            self._marks[part.untyped_storage()] = offload
+
+    def get(self, storage: torch.UntypedStorage) -> bool | None:
+        """True: offload it; False: keep it; ``None``: nobody said."""
+        return self._marks.get(storage) if self._marks else None
+
+
+def version_owner(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor whose version counter this one shares: its base, if it is a view."""
+    base = tensor._base
+    return tensor if base is None else base
+
+
+def is_parameter(tensor: torch.Tensor) -> bool:
+    """Whether it is a parameter or buffer, or a view of one."""
+    owner = version_owner(tensor)
+    return isinstance(owner, (torch.nn.Parameter, torch.nn.Buffer)) or isinstance(
+        tensor, (torch.nn.Parameter, torch.nn.Buffer)
+    )
+
+
+def storage_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The plain tensors that a tensor is made of: itself, or the parts of a wrapper subclass."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    return [part for name in names for part in storage_parts(getattr(tensor, name))]
+
+
+def why_unmovable(tensor: torch.Tensor) -> str | None:
+    """Why the tensor cannot be rebuilt exactly from a storage and a view recipe, or ``None`` if it can."""
+    if type(tensor) is not torch.Tensor:
+        return f"its class is {type(tensor).__name__}, which only its own code can rebuild"
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return f"its layout is {'nested' if tensor.is_nested else tensor.layout}, not strided"
+    if tensor.is_quantized:
+        return "it is quantized, and its scales are not in its storage"
+    if tensor.numel() == 0:
+        return "it has no element"
+    if _HAS_NAMES and tensor.has_names():  # type: ignore[attr-defined]
+        return "its dimensions are named"
+    try:
+        address = tensor.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):
+        # Wrappers of functorch and of tracers raise one or the other.
+        return "it has no storage of its own"
+    if address == 0:
+        return "its storage has no memory"
+    return None
+
+
+def reach(tensor: torch.Tensor, storage_nbytes: int) -> Reach:
+    """The bytes that move for a tensor. See NOTE [ What a view reaches ]."""
+    itemsize = tensor.itemsize
+    if tensor.nbytes * 2 > storage_nbytes and 0 not in tensor.stride():
+        return Reach(0, storage_nbytes)
+    first = tensor.storage_offset()
+    last = first + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start = first * itemsize // ALIGNMENT * ALIGNMENT
+    end = (last + 1) * itemsize
+    if (end - start) * 2 >= storage_nbytes:
+        return Reach(0, storage_nbytes)
+    return Reach(start, end - start)
+
+
+class ViewRecipe(NamedTuple):
+    """What turns a storage back into the saved tensor."""
+
+    dtype: torch.dtype
+    device: torch.device
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    conj: bool
+    neg: bool
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> ViewRecipe:
+        return cls(
+            tensor.dtype,
+            tensor.device,
+            tensor.shape,
+            tensor.stride(),
+            tensor.storage_offset(),
+            tensor.is_conj(),
+            tensor.is_neg(),
+        )
+
+    def rebuild(self, storage: torch.UntypedStorage, low: int) -> torch.Tensor:
+        """The tensor over ``storage``, which lacks the first ``low`` bytes of the original."""
+        tensor = torch.empty(0, dtype=self.dtype, device=self.device)
+        tensor.set_(storage, self.offset - low // self.dtype.itemsize, self.size, self.stride)
+        if self.conj:
+            torch._C._set_conj(tensor, True)
+        if self.neg:
+            torch._C._set_neg(tensor, True)
+        return tensor

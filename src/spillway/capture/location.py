@@ -1,0 +1,108 @@
+"""Where in the model a tensor is saved: the module whose forward runs, and the operator that saves.
+
+A pack hook sees a tensor and nothing else. Whoever wants more pays for it:
+
+* The **module path** comes from hooks on the calls of all modules, for as long as the context lasts: some 2 us a
+  module call. Paths are dotted names below the first module that is called inside the context.
+* The **operator** comes from a ``TorchFunctionMode``, which sees the outermost call of a torch function: some 3 us a
+  call. (A dispatch mode would be too late: autograd saves an operator's inputs before any dispatch mode sees it.)
+
+``benchmarks/overhead.py`` measures both. A policy that wants them says so by its attributes ``wants_modules`` and
+``wants_operators``; without, none of this is installed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode, resolve_name
+from torch.utils.weak import WeakIdKeyDictionary
+
+Function = Callable[..., Any]
+
+
+class Locator:
+    """Knows, while it is entered, which module and which operator runs in the thread that entered it."""
+
+    def __init__(self, *, modules: bool, operators: bool) -> None:
+        self._wants_modules = modules
+        self._operators = _Operators() if operators else None
+        self._names: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._parameters: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._stack: list[str] = []
+        self._exit = ExitStack()
+        self._thread = 0
+
+    def here(self) -> tuple[str | None, str | None]:
+        """Path of the running module and name of the running operator; ``None`` for what was not asked for."""
+        module = (self._stack[-1] if self._stack else "") if self._wants_modules else None
+        operator = self._operators.name() if self._operators is not None else None
+        return module, operator
+
+    def is_parameter_storage(self, storage: torch.UntypedStorage) -> bool:
+        """Whether a parameter or buffer of a module that was called lives in it."""
+        return storage in self._parameters
+
+    def __enter__(self) -> Locator:
+        self._thread = threading.get_ident()
+        with ExitStack() as stack:
+            if self._wants_modules:
+                stack.callback(register_module_forward_pre_hook(self._before).remove)
+                stack.callback(register_module_forward_hook(self._after, always_call=True).remove)
+            if self._operators is not None:
+                stack.enter_context(self._operators)
+            self._exit = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._exit.__exit__(kind, error, trace)
+        self._stack.clear()
+
+    def _before(self, module: torch.nn.Module, args: Any) -> None:
+        if threading.get_ident() != self._thread:
+            return
+        if not self._stack:
+            for name, child in module.named_modules():
+                self._names[child] = name
+            self._note_parameters((*module.parameters(), *module.buffers()))
+        self._stack.append(self._names.get(module, type(module).__name__))
+
+    def _after(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        if threading.get_ident() == self._thread and self._stack:
+            self._stack.pop()
+
+    def _note_parameters(self, tensors: Iterable[torch.Tensor]) -> None:
+        for tensor in tensors:
+            if type(tensor.data) is torch.Tensor and tensor.layout is torch.strided:
+                self._parameters[tensor.untyped_storage()] = True
+
+
+class _Operators(TorchFunctionMode):
+    """Remembers the torch function that runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._running: list[Function] = []
+
+    def name(self) -> str:
+        """``torch.nn.functional.linear``, or ``""`` outside of any torch function (a custom autograd function)."""
+        if not self._running:
+            return ""
+        return resolve_name(self._running[-1]) or repr(self._running[-1])
+
+    def __torch_function__(
+        self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self._running.append(func)
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            self._running.pop()

@@ -1,0 +1,118 @@
+"""The order in which backward asks for what forward saved, learned from use.
+
+A *course* is the list of entries of one pass, in packing order, and the order in which they were asked for. The first
+pass knows nothing, and guesses: backward asks in reverse. A later pass over code of the same signature (the tag, and
+shape and dtype of the first tensor saved) knows the order of the one before, and what of its tail had not left when it
+was asked for: that is not sent the next time.
+
+All of this is a hint. A wrong guess fetches something too early; what is asked for is fetched all the same.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable, Iterator
+from typing import NamedTuple
+
+from spillway.runtime.mover import Entry
+
+Signature = Hashable
+
+_REMEMBERED = 64
+
+
+class Seat(NamedTuple):
+    """An entry's place in its course."""
+
+    course: Course
+    place: int
+    in_tail: bool
+    """Whether backward will ask for it before it could have left."""
+
+
+class Course:
+    """One pass: what was saved, and the order in which it was asked for.
+
+    Args:
+        previous: the last finished pass of the same signature.
+    """
+
+    def __init__(self, previous: Course | None = None) -> None:
+        self._entries: list[weakref.ref[Entry]] = []
+        self._asked: dict[int, None] = {}
+        self._caught: set[int] = set()
+        self._fetched = 0
+        self._sequence: list[int] | None = None
+        self._place: dict[int, int] = {}
+        self._expected = previous.sequence() if previous is not None else []
+        self._tail = previous.tail_to_come() if previous is not None else frozenset()
+        self.total_bytes = 0
+        """Distinct bytes saved, once the pass has ended."""
+
+    def add(self, entry: Entry) -> Seat:
+        """The next entry saved takes the next place in packing order."""
+        place = len(self._entries)
+        self._entries.append(weakref.ref(entry))
+        return Seat(self, place, place in self._tail)
+
+    def ask(self, place: int, *, caught: bool) -> None:
+        """Backward asked for the entry at ``place``; ``caught`` if it had not left yet."""
+        if place not in self._asked:
+            self._asked[place] = None
+            if caught:
+                self._caught.add(place)
+
+    def ahead(self, place: int) -> Iterator[Entry | None]:
+        """The entries that backward is expected to ask for after this one and that were not given here before."""
+        sequence = self._predicted()
+        position = self._place[place]
+        # Backward asks for the first of them again when it runs a second time over the same graph.
+        self._fetched = 1 if position == 0 else max(self._fetched, position + 1)
+        for following in sequence[self._fetched :]:
+            yield self._entries[following]()
+
+    def fetched(self, count: int) -> None:
+        """So many of what :meth:`ahead` gave need not be given again."""
+        self._fetched += count
+
+    def sequence(self) -> list[int]:
+        """Places in the order of asking; those that nobody asked for come last."""
+        rest = [place for place in reversed(range(len(self._entries))) if place not in self._asked]
+        return [*self._asked, *rest]
+
+    def tail_to_come(self) -> frozenset[int]:
+        """The tail for the next pass.
+
+        It is learned once: with the tail held back, what comes before it is in the window when backward begins, and
+        would be taken for the tail in its turn. Only a pass of another length is looked at anew.
+        """
+        if self._tail and len(self._expected) == len(self._entries):
+            return self._tail
+        return frozenset(self._caught)
+
+    def _predicted(self) -> list[int]:
+        if self._sequence is None or len(self._sequence) != len(self._entries):
+            learned = self._expected if len(self._expected) == len(self._entries) else None
+            self._sequence = learned if learned is not None else list(reversed(range(len(self._entries))))
+            self._place = {place: index for index, place in enumerate(self._sequence)}
+            self._fetched = 0
+        return self._sequence
+
+
+class Memory:
+    """The last finished course of each signature, for one tag. Old signatures are forgotten."""
+
+    def __init__(self) -> None:
+        self._courses: dict[Signature, Course] = {}
+
+    def recall(self, signature: Signature) -> Course | None:
+        return self._courses.get(signature)
+
+    def keep(self, signature: Signature, course: Course) -> None:
+        self._courses.pop(signature, None)
+        self._courses[signature] = course
+        if len(self._courses) > _REMEMBERED:
+            del self._courses[next(iter(self._courses))]
+
+    def __len__(self) -> int:
+        return len(self._courses)

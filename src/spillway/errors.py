@@ -1,0 +1,84 @@
+"""Everything that Spillway raises on purpose.
+
+::
+
+    SpillwayError
+    ├── UsageError (ValueError)            an argument that cannot be meant
+    │   ├── SizeError                      "12 parsecs" where a size belongs
+    │   └── PolicyError                    a policy answered with something that is no decision
+    ├── UnsupportedError (RuntimeError)    a place where Spillway cannot work: torch too old, torch.func
+    │   └── BackendError                   a device that no backend serves
+    ├── SessionError (RuntimeError)        a session that is closed, or that belongs to another process
+    ├── InplaceError (RuntimeError)        a saved tensor was changed in place: autograd's own message
+    ├── RaceError (RuntimeError)           an access without a happens-before edge (the checking backend only)
+    └── TierError (RuntimeError)           bytes that could not be stored or brought back
+        ├── TierFullError                  the cap, or the device behind the tier, is full
+        ├── SpillPathError                 a path where no spill file can be made
+        ├── TransferError                  a copy, a read or a write failed
+        └── CorruptError                   what came back is not what was stored
+
+Every message says what was got, what was expected and what to do. Nothing here is ever raised and then only logged:
+it reaches the caller at the step that needed the bytes.
+"""
+
+from __future__ import annotations
+
+
+class SpillwayError(Exception):
+    """The root: ``except spillway.SpillwayError`` catches what Spillway raises on purpose, and nothing else."""
+
+
+class UsageError(SpillwayError, ValueError):
+    """An argument that cannot be meant."""
+
+
+class SizeError(UsageError):
+    """A size that is neither a number of bytes nor a number with a unit."""
+
+
+class PolicyError(UsageError):
+    """A policy answered with something that is no :class:`~spillway.records.Decision`."""
+
+
+class UnsupportedError(SpillwayError, RuntimeError):
+    """A place where Spillway cannot work: too old a torch, inside ``torch.func`` transforms."""
+
+
+class BackendError(UnsupportedError):
+    """A device that no backend serves."""
+
+
+class SessionError(SpillwayError, RuntimeError):
+    """A session that is closed, or that belongs to the process this one was forked from."""
+
+
+class InplaceError(SpillwayError, RuntimeError):
+    """A tensor that backward needs was changed in place after it was saved.
+
+    It is a ``RuntimeError`` with autograd's own words, since this is autograd's own check: saved-tensor hooks switch
+    it off, and Spillway makes it again.
+    """
+
+
+class RaceError(SpillwayError, RuntimeError):
+    """Two accesses to the same bytes with nothing that orders them; raised by the adversary backend only."""
+
+
+class TierError(SpillwayError, RuntimeError):
+    """Bytes that could not be stored or brought back."""
+
+
+class TierFullError(TierError):
+    """The byte cap of a tier, or the device behind it, is full."""
+
+
+class SpillPathError(TierError):
+    """A path where no spill file can be made."""
+
+
+class TransferError(TierError):
+    """A copy, a read or a write failed."""
+
+
+class CorruptError(TierError):
+    """What came back from a tier is not what was stored there."""

@@ -1,0 +1,237 @@
+"""The public contexts: what autograd saves inside goes out, or stays.
+
+They push saved-tensor hooks and pop them, whatever happens in between, and hold no state of their own but the passes
+that are under way: what is learned belongs to the session, by tag.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import ContextDecorator, ExitStack
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from spillway.capture.hooks import Pass, in_backward, pack_kept, unpack
+from spillway.capture.location import Locator
+from spillway.errors import UnsupportedError, UsageError
+from spillway.policies import AllOf, MinBytes, Policy, Ratio, check_tier, wants_modules, wants_operators
+from spillway.records import StepStats
+from spillway.runtime.ledger import Ledger
+from spillway.session import Session
+from spillway.units import parse_bytes
+
+
+class _ActivePasses(threading.local):
+    """How many ``offload`` contexts the thread is inside of."""
+
+    depth = 0
+
+
+_active = _ActivePasses()
+
+
+class offload(ContextDecorator):  # noqa: N801  (a verb: people write ``with spillway.offload():``)
+    """What autograd saves inside leaves the device, and is back in time for backward.
+
+    A context manager and a decorator. One object may be entered again, nested and from several threads; a new object
+    for every call is just as good, since what is learned (the order of backward, the bytes of a pass) belongs to the
+    session, by ``tag``. Backward may run inside or outside. Gradients are bit for bit those without it.
+
+    Parameters and buffers never move, nor do views of them, nor what cannot be rebuilt exactly (sparse, quantised,
+    nested); ``spillway.saved_tensors`` lists what would. Inside of a backward (a checkpoint's re-run) nothing moves.
+
+    Args:
+        ratio: offload the first tensors of a pass, up to this ratio of its bytes; the first pass under a tag
+            offloads all, and counts. From 0 to 1.
+        tag: names the code inside, for what is learned. ``None`` is a tag like any other.
+        min_bytes: leave smaller tensors where they are. Bytes, or a size like ``"1MiB"``.
+        tier: ``"host"``, ``"disk"``, or ``"auto"``: host memory for an accelerator's tensors, disk for the CPU's.
+        window: bytes that may be on their way out at once. ``None``: the session's.
+        policy: decides instead of ``ratio``, about tensors of at least ``min_bytes``: any callable from
+            :class:`~spillway.SavedTensor` to :class:`~spillway.Decision`. :mod:`spillway.policies` has some.
+        session: ``None``: the default one.
+
+    Raises:
+        UsageError: an argument that cannot be meant.
+        PolicyError: on saving, if the policy answers with something else than a decision.
+        UnsupportedError: on entering, inside of ``torch.func`` transforms, which allow no saved-tensor hooks.
+        TierError: on saving or in backward, if bytes cannot be stored or brought back.
+        InplaceError: in backward, if a saved tensor was changed in place: autograd's own error.
+
+    Example:
+        >>> with spillway.offload():  # doctest: +SKIP
+        ...     loss = model(batch)
+        >>> loss.backward()  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        *,
+        ratio: float = 1.0,
+        tag: str | None = None,
+        min_bytes: int | str = "1MiB",
+        tier: str = "auto",
+        window: int | str | None = None,
+        policy: Policy | None = None,
+        session: Session | None = None,
+    ) -> None:
+        if policy is not None and ratio != 1.0:
+            raise UsageError(f"got both ratio={ratio!r} and a policy, expected one of them; a policy can contain Ratio")
+        if policy is not None and not callable(policy):
+            raise UsageError(f"policy: got {policy!r}, expected a callable from SavedTensor to Decision")
+        if tag is not None and not isinstance(tag, str):
+            raise UsageError(f"tag: got {tag!r}, expected a string or None")
+        self._policy = AllOf(MinBytes(min_bytes), policy if policy is not None else Ratio(ratio))
+        self._tag = tag
+        self._tier = check_tier(tier)
+        self._window = None if window is None else parse_bytes(window, what="window")
+        self._session = session
+        self._local = threading.local()
+        self._last: tuple[Session, Ledger] | None = None
+
+    def __enter__(self) -> None:
+        session = self._session if self._session is not None else Session.default()
+        session.check_open()
+        locator = None
+        with ExitStack() as stack:
+            if wants_modules(self._policy) or wants_operators(self._policy):
+                locator = stack.enter_context(
+                    Locator(modules=wants_modules(self._policy), operators=wants_operators(self._policy))
+                )
+            current = Pass(
+                session,
+                self._policy,
+                session.memory(self._tag),
+                tag=self._tag,
+                tier=self._tier,
+                window=self._window,
+                locator=locator,
+            )
+            stack.enter_context(_hooks(pack_kept if in_backward() else current.pack))
+            self._passes().append((stack.pop_all(), session, current))
+        _active.depth += 1
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _active.depth -= 1
+        hooks, session, current = self._passes().pop()
+        try:
+            hooks.__exit__(kind, error, trace)
+        finally:
+            current.end(completed=kind is None)
+            self._last = session, current.ledger
+
+    def stats(self) -> StepStats:
+        """Bytes and seconds of the last pass through this object that has ended, as far as its backward has come."""
+        if self._last is None:
+            return StepStats()
+        session, ledger = self._last
+        return StepStats(
+            saved_bytes=ledger.saved_bytes,
+            kept_bytes=ledger.kept_bytes,
+            offloaded_bytes=ledger.offloaded_bytes,
+            reloaded_bytes=ledger.reloaded_bytes,
+            reused_bytes=ledger.reused_bytes,
+            host_bytes=session.host_bytes,
+            disk_bytes=session.disk_bytes,
+            stall_seconds=ledger.stall_seconds,
+            peak_bytes=session.peak_bytes,
+            notes=tuple(ledger.notes),
+        )
+
+    def _passes(self) -> list[tuple[ExitStack, Session, Pass]]:
+        if not hasattr(self._local, "passes"):
+            self._local.passes = []
+        passes: list[tuple[ExitStack, Session, Pass]] = self._local.passes
+        return passes
+
+
+class keep(ContextDecorator):  # noqa: N801  (a verb, like offload)
+    """What autograd saves inside stays on the device, whatever ``offload`` is around it.
+
+    For what backward wants first, such as an output head. Autograd's check of in-place changes is made as ever.
+
+    Raises:
+        UnsupportedError: on entering, inside of ``torch.func`` transforms.
+
+    Example:
+        >>> with spillway.offload():  # doctest: +SKIP
+        ...     hidden = body(batch)
+        ...     with spillway.keep():
+        ...         loss = head(hidden)
+    """
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+
+    def __enter__(self) -> None:
+        hooks = _hooks(pack_kept)
+        hooks.__enter__()
+        if not hasattr(self._local, "hooks"):
+            self._local.hooks = []
+        self._local.hooks.append(hooks)
+
+    def __exit__(self, *error: Any) -> None:
+        self._local.hooks.pop().__exit__(*error)
+
+
+def keep_tensor(tensor: torch.Tensor, *, session: Session | None = None) -> torch.Tensor:
+    """Whatever autograd saves of this tensor's storage stays on the device, for as long as the storage lives.
+
+    Args:
+        tensor: any tensor, or view: its whole storage is meant.
+        session: ``None``: the default one.
+
+    Returns:
+        The same tensor.
+
+    Example:
+        >>> hidden = spillway.keep_tensor(block(hidden))  # doctest: +SKIP
+    """
+    (session if session is not None else Session.default()).marks.set(tensor, offload=False)
+    return tensor
+
+
+def offload_tensor(tensor: torch.Tensor, *, session: Session | None = None) -> torch.Tensor:
+    """Whatever autograd saves of this tensor's storage leaves, whatever the policy and its size.
+
+    It takes an ``offload`` context to see what is saved: ``with spillway.offload(policy=Keep()):`` around the model
+    offloads marked tensors and nothing else.
+
+    Args:
+        tensor: any tensor, or view: its whole storage is meant.
+        session: ``None``: the default one.
+
+    Returns:
+        The same tensor.
+
+    Raises:
+        UsageError: outside of any ``offload`` context with gradients on, where it could do nothing.
+
+    Example:
+        >>> with spillway.offload(policy=spillway.policies.Keep()):  # doctest: +SKIP
+        ...     hidden = spillway.offload_tensor(first(batch))
+        ...     loss = second(hidden)
+    """
+    if _active.depth == 0 and torch.is_grad_enabled():
+        raise UsageError(
+            "offload_tensor: got a call outside of any spillway.offload context, expected one around the code that "
+            "saves the tensor, since nothing else sees what is saved; write `with "
+            "spillway.offload(policy=spillway.policies.Keep()):` around the model to offload marked tensors only"
+        )
+    (session if session is not None else Session.default()).marks.set(tensor, offload=True)
+    return tensor
+
+
+def _hooks(pack: Callable[[torch.Tensor], Any]) -> saved_tensors_hooks:
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise UnsupportedError(
+            "got a call inside of a torch.func transform (grad, vjp, jvp, vmap), expected plain autograd; torch.func "
+            "allows no saved-tensor hooks: call it around the transform's function only without Spillway"
+        )
+    return saved_tensors_hooks(pack, unpack)

@@ -1,0 +1,206 @@
+"""Policies: from what is known of a saved tensor to a decision.
+
+A policy is any callable from :class:`~spillway.records.SavedTensor` to :class:`~spillway.records.Decision`. Those here
+are frozen values and pure functions: what a pass has done so far is in the record that they read.
+
+A policy whose answer depends on the module that saves has an attribute ``wants_modules = True``, one that depends on
+the operator ``wants_operators = True``; both cost time (``spillway/capture/location.py`` says how much), so neither is
+looked up without. Parameters are never asked about.
+
+Example:
+    Offload what the MLPs save, and of the rest half of the bytes::
+
+        policy = Modules("*.mlp*", Offload(), Ratio(0.5))
+        with spillway.offload(policy=policy):
+            loss = model(batch)
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from spillway.errors import UsageError
+from spillway.records import Decision, SavedTensor
+from spillway.units import parse_bytes
+
+Policy = Callable[[SavedTensor], Decision]
+
+
+def wants_modules(policy: Policy) -> bool:
+    """Whether the policy reads :attr:`SavedTensor.module`."""
+    return bool(getattr(policy, "wants_modules", False))
+
+
+def wants_operators(policy: Policy) -> bool:
+    """Whether the policy reads :attr:`SavedTensor.operator`."""
+    return bool(getattr(policy, "wants_operators", False))
+
+
+_TO_TIER = {"auto": Decision.OFFLOAD, "host": Decision.OFFLOAD_HOST, "disk": Decision.OFFLOAD_DISK}
+
+
+def check_tier(tier: str) -> str:
+    """The name of a tier, or :class:`~spillway.errors.UsageError`."""
+    if tier not in _TO_TIER:
+        raise UsageError(f"tier: got {tier!r}, expected one of {', '.join(map(repr, _TO_TIER))}")
+    return tier
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Keep everything."""
+
+    def __call__(self, saved: SavedTensor) -> Decision:
+        return Decision.KEEP
+
+
+@dataclass(frozen=True)
+class Offload:
+    """Offload everything, to the tier of the context, or to the one named.
+
+    Args:
+        tier: ``"auto"``, ``"host"`` or ``"disk"``.
+    """
+
+    tier: str = "auto"
+
+    def __post_init__(self) -> None:
+        check_tier(self.tier)
+
+    def __call__(self, saved: SavedTensor) -> Decision:
+        return _TO_TIER[self.tier]
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Offload the first tensors of a pass, up to a ratio of all the bytes that such a pass saves.
+
+    The first pass offloads everything, and counts. Afterwards a tensor leaves if what left before it in the pass, and
+    it, are together at most ``ratio`` of the count; one that does not fit stays, and a smaller one after it may still
+    go. (The method of haiscale's ``CPUOffload``.)
+
+    Args:
+        ratio: from 0 to 1.
+    """
+
+    ratio: float
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.ratio, (int, float)) and 0 <= self.ratio <= 1):
+            raise UsageError(f"ratio: got {self.ratio!r}, expected a number from 0 (keep all) to 1 (offload all)")
+
+    def __call__(self, saved: SavedTensor) -> Decision:
+        fits = saved.total_bytes is None or saved.offloaded_bytes + saved.nbytes <= self.ratio * saved.total_bytes
+        return Decision.OFFLOAD if fits else Decision.KEEP
+
+
+@dataclass(frozen=True)
+class MinBytes:
+    """Offload what has at least so many bytes: a copy of fewer costs more than it gives.
+
+    Args:
+        nbytes: bytes, or a size like ``"1MiB"``.
+    """
+
+    nbytes: int | str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "nbytes", parse_bytes(self.nbytes, what="min_bytes"))
+
+    def __call__(self, saved: SavedTensor) -> Decision:
+        assert isinstance(self.nbytes, int)
+        return Decision.OFFLOAD if saved.nbytes >= self.nbytes else Decision.KEEP
+
+
+@dataclass(frozen=True)
+class Modules:
+    """One policy for tensors saved in modules whose dotted path matches a pattern, another for the rest.
+
+    Args:
+        pattern: as in a shell: ``"*.self_attn*"``. A path begins below the first module called inside the context.
+        then: for those that match.
+        otherwise: for the others.
+    """
+
+    pattern: str
+    then: Policy = Offload()
+    otherwise: Policy = Keep()
+    wants_modules = True
+
+    @property
+    def wants_operators(self) -> bool:
+        return wants_operators(self.then) or wants_operators(self.otherwise)
+
+    def __call__(self, saved: SavedTensor) -> Decision:
+        matches = fnmatch.fnmatchcase(saved.module or "", self.pattern)
+        return self.then(saved) if matches else self.otherwise(saved)
+
+
+@dataclass(frozen=True)
+class Operators:
+    """One policy for tensors saved by torch functions whose name matches a pattern, another for the rest.
+
+    Args:
+        pattern: as in a shell: ``"*.scaled_dot_product_attention"``.
+        then: for those that match.
+        otherwise: for the others.
+    """
+
+    pattern: str
+    then: Policy = Offload()
+    otherwise: Policy = Keep()
+    wants_operators = True
+
+    @property
+    def wants_modules(self) -> bool:
+        return wants_modules(self.then) or wants_modules(self.otherwise)
+
+    def __call__(self, saved: SavedTensor) -> Decision:
+        matches = fnmatch.fnmatchcase(saved.operator or "", self.pattern)
+        return self.then(saved) if matches else self.otherwise(saved)
+
+
+class _Combined:
+    """Several policies asked one after the other."""
+
+    def __init__(self, *policies: Policy) -> None:
+        if not policies:
+            raise UsageError(f"{type(self).__name__}: got no policy, expected at least one")
+        self.policies = policies
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(map(repr, self.policies))})"
+
+    @property
+    def wants_modules(self) -> bool:
+        return any(map(wants_modules, self.policies))
+
+    @property
+    def wants_operators(self) -> bool:
+        return any(map(wants_operators, self.policies))
+
+
+class AllOf(_Combined):
+    """Offload what all of them would offload, as the last says; keep the rest."""
+
+    def __call__(self, saved: SavedTensor) -> Decision:
+        decision = Decision.KEEP
+        for policy in self.policies:
+            decision = policy(saved)
+            if decision is Decision.KEEP:
+                break
+        return decision
+
+
+class AnyOf(_Combined):
+    """Offload what one of them would offload, as the first of those says; keep the rest."""
+
+    def __call__(self, saved: SavedTensor) -> Decision:
+        decision = Decision.KEEP
+        for policy in self.policies:
+            decision = policy(saved)
+            if decision is not Decision.KEEP:
+                break
+        return decision

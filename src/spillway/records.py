@@ -1,0 +1,102 @@
+"""The values that cross rooms. They hold no tensor, no stream and no file, and nothing in them changes."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+
+class Decision(enum.Enum):
+    """What becomes of one saved tensor."""
+
+    KEEP = "keep"
+    """It stays where it is."""
+    OFFLOAD = "offload"
+    """It leaves for the tier that the context was given."""
+    OFFLOAD_HOST = "offload-host"
+    """It leaves for host memory."""
+    OFFLOAD_DISK = "offload-disk"
+    """It leaves for the disk."""
+
+
+class SavedTensor(NamedTuple):
+    """What is known of a tensor at the moment autograd saves it: all that a policy decides from.
+
+    A named tuple rather than a frozen dataclass, because one is made for every saved tensor and a tuple is made four
+    times faster.
+    """
+
+    nbytes: int
+    """Bytes that would leave: of the whole storage, or of the part of it that the tensor reaches."""
+    shape: torch.Size
+    """Its shape."""
+    dtype: torch.dtype
+    """Its dtype."""
+    device: torch.device
+    """Where it is."""
+    index: int
+    """Its place among the distinct storages saved in this pass, from 0."""
+    tag: str | None
+    """The tag of the ``offload`` context."""
+    offloaded_bytes: int
+    """Bytes that left in this pass so far."""
+    total_bytes: int | None
+    """Bytes that the last pass like this one saved, or ``None`` in the first."""
+    module: str | None = None
+    """Dotted path of the module whose forward saved it, if the policy asked for locations (else ``None``)."""
+    operator: str | None = None
+    """Name of the torch function that saved it, if the policy asked for operators (else ``None``)."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTensorReport:
+    """One line of :func:`spillway.saved_tensors`: what autograd would save, and what would become of it."""
+
+    nbytes: int
+    """Bytes that would leave. 0 for an alias of bytes that are listed already."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    module: str
+    """Dotted path of the module whose forward saved it; ``""`` is the model itself."""
+    operator: str
+    """The torch function that saved it, as ``torch.nn.functional.linear``."""
+    moves: bool
+    """Whether Spillway would move it."""
+    reason: str
+    """Why, or why not."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """Bytes and seconds of one finished pass through an ``offload`` context, forward and backward.
+
+    A storage counts once, however many saved tensors share it.
+    """
+
+    saved_bytes: int = 0
+    """Distinct bytes that autograd saved, parameters left out."""
+    kept_bytes: int = 0
+    """Of these, what stayed by decision, or because no tier could take it."""
+    offloaded_bytes: int = 0
+    """Of these, what left."""
+    reloaded_bytes: int = 0
+    """What came back."""
+    reused_bytes: int = 0
+    """What had not left yet, or was still alive for another reason, when backward asked for it."""
+    recomputed_bytes: int = 0
+    """What was computed again in backward."""
+    host_bytes: int = 0
+    """Host memory reserved by the session, in use or free for use."""
+    disk_bytes: int = 0
+    """Disk space reserved by the session, in use or free for use."""
+    stall_seconds: float = 0.0
+    """Time that the host waited for a lane. (Waits inside an accelerator's own queue are not in it.)"""
+    peak_bytes: int = 0
+    """Peak of the device's allocated bytes, or of the process's resident bytes on the CPU, since the process began or
+    since the peak was last reset."""
+    notes: tuple[str, ...] = ()
+    """What was done otherwise than asked, and why: a tier that was full, a device where nothing is to be gained."""

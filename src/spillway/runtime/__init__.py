@@ -1,0 +1,1 @@
+"""The runtime moves bytes. It knows nothing of autograd."""

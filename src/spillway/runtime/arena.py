@@ -1,0 +1,143 @@
+"""Host memory for copies: slabs, cut in exact sizes, reused, with a cap in bytes.
+
+NOTE [ Given back is not free ]
+
+A block is given back when nobody needs its *content* any more. A copy that reads or writes it may still be queued: so
+whoever gives it back names the events after which it may be written. They travel with the bytes: the next owner of
+any part of them finds them in ``Block.after``, and waits for them before it writes. (A system that hands a pinned
+buffer out again as soon as the copy from it is *queued* delivers the next owner's bytes to the first.)
+
+Blocks are cut in multiples of a page, so that any of them can be read and written by direct I/O as it stands.
+"""
+
+from __future__ import annotations
+
+import bisect
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from spillway.errors import TierFullError
+from spillway.runtime.backend import Event
+from spillway.units import format_bytes
+
+PAGE = 4096
+SLAB_BYTES = 32 << 20
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Block:
+    """Bytes of a slab, owned until they are given back."""
+
+    bytes: torch.Tensor
+    """Flat ``torch.uint8``, page-aligned, a multiple of a page long."""
+    after: tuple[Event, ...]
+    """Wait for these before the first write."""
+    slab: _Slab
+    offset: int
+
+
+class _Slab:
+    """One piece of host memory. ``free`` holds (offset, nbytes, events), sorted, never two that touch."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory = memory
+        self.free: list[tuple[int, int, tuple[Event, ...]]] = [(0, memory.numel(), ())]
+
+    def smallest_fit(self, nbytes: int) -> int | None:
+        """Index of the smallest free range that takes ``nbytes``."""
+        fits = [(length, index) for index, (_, length, _) in enumerate(self.free) if length >= nbytes]
+        return min(fits)[1] if fits else None
+
+    def cut(self, index: int, nbytes: int) -> Block:
+        offset, length, after = self.free.pop(index)
+        if length > nbytes:
+            self.free.insert(index, (offset + nbytes, length - nbytes, after))
+        return Block(self.memory[offset : offset + nbytes], after, self, offset)
+
+    def mend(self, offset: int, nbytes: int, after: tuple[Event, ...]) -> None:
+        """Put a range back, joined with its free neighbours."""
+        index = bisect.bisect(self.free, offset, key=lambda item: item[0])
+        if index < len(self.free) and self.free[index][0] == offset + nbytes:
+            _, length, events = self.free.pop(index)
+            nbytes, after = nbytes + length, (*after, *events)
+        if index > 0 and sum(self.free[index - 1][:2]) == offset:
+            offset, length, events = self.free.pop(index - 1)
+            nbytes, after = nbytes + length, (*events, *after)
+            index -= 1
+        self.free.insert(index, (offset, nbytes, tuple(event for event in after if not event.query())))
+
+
+class Arena:
+    """Cuts blocks from slabs that the backend makes. All methods may be called from any thread.
+
+    Args:
+        make_slab: bytes in, host memory out (:meth:`Backend.host_slab`).
+        capacity: most bytes that all slabs together may have.
+        slab_bytes: least size of a slab.
+    """
+
+    def __init__(
+        self, make_slab: Callable[[int], torch.Tensor], *, capacity: int, slab_bytes: int = SLAB_BYTES
+    ) -> None:
+        self._make_slab = make_slab
+        self._slab_bytes = slab_bytes
+        self._slabs: list[_Slab] = []
+        self._lock = threading.RLock()
+        self.capacity = capacity
+        self.reserved_bytes = 0
+        self.used_bytes = 0
+
+    def allocate(self, nbytes: int) -> Block:
+        """A block of at least ``nbytes``, rounded up to a page.
+
+        Raises:
+            TierFullError: when it fits in no slab and another one would pass the cap.
+        """
+        nbytes = pages(nbytes)
+        with self._lock:
+            for slab in self._slabs:
+                index = slab.smallest_fit(nbytes)
+                if index is not None:
+                    break
+            else:
+                slab, index = self._grow(nbytes), 0
+            self.used_bytes += nbytes
+            return slab.cut(index, nbytes)
+
+    def free(self, block: Block, *after: Event) -> None:
+        """Give a block back; its bytes may be written again after the events. See NOTE [ Given back is not free ]."""
+        with self._lock:
+            self.used_bytes -= block.bytes.numel()
+            block.slab.mend(block.offset, block.bytes.numel(), after)
+
+    def trim(self) -> int:
+        """Give slabs that nobody uses back to the system; returns their bytes."""
+        with self._lock:
+            idle = [slab for slab in self._slabs if slab.free and slab.free[0][1] == slab.memory.numel()]
+            for slab in idle:
+                for event in slab.free[0][2]:
+                    event.synchronize()
+                self._slabs.remove(slab)
+            freed = sum(slab.memory.numel() for slab in idle)
+            self.reserved_bytes -= freed
+            return freed
+
+    def _grow(self, nbytes: int) -> _Slab:
+        room = self.capacity - self.reserved_bytes
+        if nbytes > room:
+            raise TierFullError(
+                f"host memory: got a request for {format_bytes(nbytes)} with {format_bytes(self.used_bytes)} of "
+                f"{format_bytes(self.capacity)} in use, expected it to fit; raise host_budget, or send more to disk"
+            )
+        slab = _Slab(self._make_slab(max(nbytes, min(self._slab_bytes, room // PAGE * PAGE))))
+        self._slabs.append(slab)
+        self.reserved_bytes += slab.memory.numel()
+        return slab
+
+
+def pages(nbytes: int) -> int:
+    """``nbytes`` rounded up to whole pages."""
+    return -(-nbytes // PAGE) * PAGE

@@ -1,0 +1,300 @@
+"""What the runtime asks of a device, and the CPU's answer.
+
+NOTE [ Lanes, events, waits ]
+
+A *lane* is an ordered queue of copies: what was queued first is done first, and lanes do not wait for each other
+unless told to. An *event* is a point in a lane. ``wait(lane, event)`` makes everything that is queued on the lane
+afterwards start after the event. That is the only order there is: two accesses to the same bytes from different lanes
+are ordered by a chain of recorded and awaited events, or they race.
+
+The *compute* lane is the caller's: on an accelerator the current stream of the calling thread, asked for at the time of
+use, since the user may have changed it; on the CPU the calling thread itself, so that waiting on it blocks.
+
+A *task* is host work (a read or a write of the spill file) done by one of a few threads. Its event is reached when the
+task is done and, if it returned an event itself (of a copy that it queued), when that one is. An error in a task is
+raised to whoever waits for its event.
+
+Memory that a backend hands out for copies is flat bytes (``torch.uint8``). Three backends exist: :class:`CpuBackend`
+here, the accelerator's in ``accelerator.py``, and the adversary in :mod:`spillway.testing`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
+
+import psutil
+import torch
+
+
+class Event(Protocol):
+    """A point in a lane, or the end of a task."""
+
+    def query(self) -> bool:
+        """Whether it has been reached."""
+        ...
+
+    def synchronize(self) -> None:
+        """Block the calling thread until it is reached; raises what the task raised."""
+        ...
+
+
+class Lane(Protocol):
+    """An ordered queue of copies. Equal lanes are the same queue."""
+
+    def __hash__(self) -> int: ...
+
+
+Task = Callable[[], Event | None]
+
+
+class Backend(ABC):
+    """One device, as the runtime sees it. See NOTE [ Lanes, events, waits ]."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    alignment: int
+    """Every address that the device's allocator gives for a storage is a multiple of this."""
+
+    @abstractmethod
+    def compute(self) -> Lane:
+        """The compute lane of the calling thread, now."""
+
+    @abstractmethod
+    def lane(self, name: str) -> Lane:
+        """A new lane for copies."""
+
+    @abstractmethod
+    def record(self, lane: Lane) -> Event:
+        """An event at the end of what is queued on ``lane``."""
+
+    @abstractmethod
+    def wait(self, lane: Lane, event: Event) -> None:
+        """Whatever is queued on ``lane`` from now on starts after ``event``."""
+
+    @abstractmethod
+    def copy(self, lane: Lane, destination: torch.Tensor, source: torch.Tensor) -> None:
+        """Queue a copy of flat bytes of equal length. Both must live until an event after it is reached."""
+
+    @abstractmethod
+    def run(self, task: Task) -> Event:
+        """Queue host work."""
+
+    @abstractmethod
+    def empty(self, nbytes: int) -> torch.Tensor:
+        """Unwritten bytes on the device, for use on the calling thread's compute lane."""
+
+    @abstractmethod
+    def host_slab(self, nbytes: int) -> torch.Tensor:
+        """Page-aligned host memory that lanes copy from and to at full rate. It is given back when it dies."""
+
+    def host_access(self, block: torch.Tensor, *, write: bool) -> None:  # noqa: B027  (nothing to do by default)
+        """Told before host code reads or writes a block itself, for a backend that checks."""
+
+    @abstractmethod
+    def peak_bytes(self) -> int:
+        """Peak of allocated device bytes (on the CPU: resident bytes of the process) since it was last reset."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stop the threads. What was queued is done first."""
+
+
+class HostTasks:
+    """A few threads for host work. They start with the first task."""
+
+    def __init__(self, threads: int) -> None:
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="spillway-task")
+
+    def run(self, task: Task) -> TaskEvent:
+        return TaskEvent(self._pool.submit(task))
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True)
+
+
+class TaskEvent:
+    """The end of a task, and of the copy that it queued."""
+
+    __slots__ = ("_future",)
+
+    def __init__(self, future: Future[Event | None]) -> None:
+        self._future = future
+
+    def query(self) -> bool:
+        if not self._future.done():
+            return False
+        inner = None if self._future.exception() else self._future.result()
+        return inner is None or inner.query()
+
+    def resolve(self) -> Event | None:
+        """Block until the task is done; the event of the copy that it queued, if it queued one."""
+        return self._future.result()
+
+    def synchronize(self) -> None:
+        inner = self.resolve()
+        if inner is not None:
+            inner.synchronize()
+
+
+def anonymous_pages(nbytes: int) -> torch.Tensor:
+    """Page-aligned zeroed host memory, given back to the system when the tensor dies."""
+    return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
+
+
+class _CpuLane:
+    """A thread that does what is queued, in order. An event is a number: how many copies were queued before it."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._queue: deque[Callable[[], None]] = deque()
+        self._changed = threading.Condition()
+        self._queued = 0
+        self.done = 0
+        self._closing = False
+        self._thread: threading.Thread | None = None
+
+    def submit(self, work: Callable[[], None]) -> None:
+        with self._changed:
+            self._queue.append(work)
+            self._queued += 1
+            if self._thread is None:
+                # A daemon: a lane that nobody closed must not keep the interpreter from ending.
+                self._thread = threading.Thread(target=self._serve, name=f"spillway-{self._name}", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def record(self) -> _CpuEvent:
+        return _CpuEvent(self, self._queued)
+
+    def wait_until(self, number: int) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self.done >= number)
+
+    def close(self) -> None:
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _serve(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: bool(self._queue) or self._closing)
+                if not self._queue:
+                    return
+                work = self._queue.popleft()
+            work()
+            # The work may hold the last reference to a tensor: let go of it before its event is seen as reached.
+            del work
+            with self._changed:
+                self.done += 1
+                self._changed.notify_all()
+
+
+class _CpuEvent:
+    __slots__ = ("_lane", "_number")
+
+    def __init__(self, lane: _CpuLane, number: int) -> None:
+        self._lane = lane
+        self._number = number
+
+    def query(self) -> bool:
+        return self._lane.done >= self._number
+
+    def synchronize(self) -> None:
+        if self._lane.done < self._number:
+            self._lane.wait_until(self._number)
+
+
+class _Compute:
+    """The calling thread as a lane: whatever it did is done."""
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        return None
+
+
+class CpuBackend(Backend):
+    """Lanes are threads, and compute is the caller.
+
+    Args:
+        device: ``torch.device("cpu")``.
+        threads: how many threads read and write the spill file.
+    """
+
+    alignment = 64
+
+    def __init__(self, device: torch.device, *, threads: int = 2) -> None:
+        super().__init__(device)
+        self._compute = _Compute()
+        self._lanes: list[_CpuLane] = []
+        self._tasks = HostTasks(threads)
+        self._process = psutil.Process()
+
+    def compute(self) -> Lane:
+        return self._compute
+
+    def lane(self, name: str) -> Lane:
+        self._lanes.append(_CpuLane(name))
+        return self._lanes[-1]
+
+    def record(self, lane: Lane) -> Event:
+        return lane.record() if isinstance(lane, _CpuLane) else self._compute
+
+    def wait(self, lane: Lane, event: Event) -> None:
+        if not isinstance(lane, _CpuLane):
+            event.synchronize()
+        elif not event.query():
+            lane.submit(event.synchronize)
+
+    def copy(self, lane: Lane, destination: torch.Tensor, source: torch.Tensor) -> None:
+        assert isinstance(lane, _CpuLane)
+
+        def work() -> None:
+            # memmove and not Tensor.copy_: one thread, without the interpreter's lock, and no second team of OpenMP
+            # threads beside the one that computes.
+            ctypes.memmove(destination.data_ptr(), source.data_ptr(), source.numel())
+
+        lane.submit(work)
+
+    def run(self, task: Task) -> Event:
+        return self._tasks.run(task)
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def host_slab(self, nbytes: int) -> torch.Tensor:
+        return anonymous_pages(nbytes)
+
+    def peak_bytes(self) -> int:
+        return resident_peak_bytes()
+
+    def close(self) -> None:
+        self._tasks.close()
+        for lane in self._lanes:
+            lane.close()
+
+
+def resident_peak_bytes() -> int:
+    """Peak resident bytes of this process, by the operating system."""
+    try:
+        with open("/proc/self/status", encoding="ascii") as status:
+            for line in status:
+                if line.startswith("VmHWM:"):
+                    return int(line.split()[1]) * 1024
+    except FileNotFoundError:
+        pass
+    # Where there is no /proc: what psutil knows, the peak on Windows and the present figure on macOS.
+    memory = psutil.Process().memory_info()
+    return int(getattr(memory, "peak_wset", memory.rss))

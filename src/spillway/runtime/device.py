@@ -1,0 +1,86 @@
+"""All that moves the bytes of one device: its backend, its arena, its mover and its tiers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from spillway.errors import BackendError
+from spillway.events import Recorder
+from spillway.runtime.accelerator import AcceleratorBackend
+from spillway.runtime.arena import Arena
+from spillway.runtime.backend import Backend, CpuBackend
+from spillway.runtime.disk import SpillFile
+from spillway.runtime.mover import Mover
+from spillway.runtime.tiers import DiskTier, HostTier, Tier
+
+MakeBackend = Callable[[torch.device], Backend]
+
+
+class DeviceRuntime:
+    """The runtime of one device.
+
+    Args:
+        backend: the device.
+        file: where the disk tier's bytes go. It is made when the first of them goes there.
+        window: bytes that may be LEAVING, and bytes that may be RETURNING, at once.
+        host_budget: most bytes of host memory.
+        recorder: told of everything that happens.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        file: Callable[[], SpillFile],
+        *,
+        window: int,
+        host_budget: int,
+        recorder: Recorder | None = None,
+    ) -> None:
+        self.backend = backend
+        self.window = window
+        self.arena = Arena(backend.host_slab, capacity=host_budget)
+        self.mover = Mover(backend, window=window, recorder=recorder)
+        self.nothing = torch.empty(0, device=backend.device)
+        """What a tracker's data is."""
+        self._file = file
+        self._tiers: dict[str, Tier] = {}
+
+    def tier(self, name: str) -> Tier:
+        """The tier ``"host"`` or ``"disk"``; ``"auto"`` is host memory for an accelerator, and disk for the CPU."""
+        if name == "auto":
+            name = "disk" if self.backend.device.type == "cpu" else "host"
+        if name not in self._tiers:
+            self._tiers[name] = self._make_tier(name)
+        return self._tiers[name]
+
+    def close(self) -> None:
+        """Stop. What is away is lost."""
+        self.mover.close()
+        self.backend.close()
+        self._tiers.clear()
+        self.arena.trim()
+
+    def _make_tier(self, name: str) -> Tier:
+        out, back = self.mover.lanes
+        if name == "host":
+            return HostTier(self.backend, self.arena, out=out, back=back)
+        return DiskTier(self.backend, self.arena, self._file(), out=out, back=back, staging=self.window)
+
+
+def backend_for(device: torch.device) -> Backend:
+    """The backend that serves a device.
+
+    Raises:
+        BackendError: if none does.
+    """
+    if device.type == "cpu":
+        return CpuBackend(device)
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is not None and accelerator.type == device.type:
+        return AcceleratorBackend(device)
+    raise BackendError(
+        f"got a saved tensor on {device}, expected the CPU or {accelerator or 'an accelerator that torch knows'}; "
+        f"leave it to spillway.keep(), or give Session a backend that serves {device.type}"
+    )

@@ -1,0 +1,462 @@
+"""Entries, and the queue of those that are on their way.
+
+NOTE [ One storage's life ]
+
+An :class:`Entry` is a storage that autograd saved, or the part of one that the saved tensors reach. ::
+
+    RESIDENT --put--> LEAVING --settle--> AWAY --fetch--> RETURNING --take--> RESIDENT
+        \\________________________ drop, from anywhere ________________________/
+
+While it is RESIDENT or LEAVING the entry holds the storage, so taking it costs nothing. It is *settled* when the
+window is full and it is the oldest: the compute lane waits for its copy, and only then is the storage let go, so that
+whoever gets those bytes next, gets them after the copy has read them. Settling goes by program order alone, never by
+what happens to be done: the peak of a step does not depend on timing.
+
+After RETURNING the entry holds the storage until each of its live handles has asked for it once: out once, back at
+most once per backward, with ``retain_graph`` too. Then it keeps only a weak reference, and the slot: should the
+storage die and be asked for again, it is fetched again. A storage that is still alive is simply used again.
+
+NOTE [ Whose stream ]
+
+The bytes of a storage go back to the stream on which they were allocated. The mover cannot know it, so it remembers
+every compute lane that it was called from (nearly always one), and makes all of them wait before it lets go of bytes
+that a copy reads or writes. A destination that was fetched ahead on one compute lane and is asked for on another is
+dropped, and fetched again for the lane that asks.
+
+NOTE [ Handles die anywhere ]
+
+A handle may die in any thread, and inside any allocation, since the collector runs there: also while this thread
+holds the mover's lock. So ``forget`` never blocks: if the lock is taken, it leaves a note, which the holder reads
+when it is done.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterable
+
+import torch
+
+from spillway.errors import SessionError, TierError, TierFullError
+from spillway.events import Event as Happening
+from spillway.events import EventKind, Recorder
+from spillway.runtime.backend import Backend, Event, Lane
+from spillway.runtime.ledger import Ledger
+from spillway.runtime.tiers import Slot, Tier
+
+
+class State(enum.Enum):
+    """Where the bytes of an entry are. See NOTE [ One storage's life ]."""
+
+    RESIDENT = enum.auto()
+    """On the device, and nothing is under way."""
+    LEAVING = enum.auto()
+    """On the device; the copy out is queued, or will be when the window wants the room."""
+    AWAY = enum.auto()
+    """In a slot of a tier only, as far as the entry knows."""
+    RETURNING = enum.auto()
+    """In the slot, and a copy back is queued."""
+
+
+class Entry:
+    """One storage's life. Made by :meth:`Mover.enter`, and changed by the mover alone."""
+
+    __slots__ = (
+        "__weakref__",
+        "alive",
+        "asked",
+        "copied",
+        "handles",
+        "lane",
+        "ledger",
+        "low",
+        "nbytes",
+        "number",
+        "round",
+        "slot",
+        "start",
+        "state",
+        "storage",
+        "tier",
+    )
+
+    def __init__(self, number: int, storage: torch.UntypedStorage, start: int, nbytes: int, ledger: Ledger) -> None:
+        self.number = number
+        self.nbytes = nbytes
+        self.start = start
+        """First byte of the storage that belongs to the entry."""
+        self.state = State.RESIDENT
+        self.storage: torch.UntypedStorage | None = storage
+        """Held while the bytes must not die."""
+        self.alive = weakref.ref(storage)
+        """Where the bytes were last seen on the device."""
+        self.low = 0
+        """Bytes of the original storage that come before the first byte of ``alive``: ``start`` once it came back."""
+        self.tier: Tier | None = None
+        self.slot: Slot | None = None
+        self.copied: Event | None = None
+        """The end of the copy under way."""
+        self.lane: Lane | None = None
+        """The compute lane that the destination was allocated on."""
+        self.ledger = ledger
+        self.handles = 1
+        """Handles alive."""
+        self.asked = 0
+        """Handles alive that asked since the storage last came back."""
+        self.round = 0
+        """How often it came back."""
+
+    def __repr__(self) -> str:
+        return f"Entry {self.number} ({self.nbytes} bytes, {self.state.name})"
+
+
+class _Guard:
+    """The mover's lock, and what belongs around it. A class, since a generator costs a microsecond more each time."""
+
+    __slots__ = ("_lock", "_mover", "depth")
+
+    def __init__(self, mover: Mover, lock: threading.RLock) -> None:
+        self._mover = weakref.ref(mover)
+        self._lock = lock
+        self.depth = 0
+        """How many calls of the thread that holds the lock are under way in each other."""
+
+    def __enter__(self) -> None:
+        mover = self._mover()
+        assert mover is not None
+        mover._check_open()
+        self._lock.acquire()
+        self.depth += 1
+
+    def __exit__(self, *error: object) -> None:
+        self.depth -= 1
+        self._lock.release()
+        mover = self._mover()
+        assert mover is not None
+        if mover._forgotten:
+            mover._read_notes()
+
+
+class Mover:
+    """Moves the entries of one device. All methods may be called from any thread.
+
+    Args:
+        backend: the device.
+        window: bytes that may be LEAVING at once, and bytes that may be fetched ahead.
+        recorder: told of everything that happens.
+    """
+
+    def __init__(self, backend: Backend, *, window: int, recorder: Recorder | None = None) -> None:
+        self.window = window
+        self._backend = backend
+        self._recorder = recorder
+        self._out = backend.lane("out")
+        self._back = backend.lane("back")
+        self._lock = threading.RLock()
+        self._numbers = itertools.count()
+        self._leaving: deque[Entry] = deque()
+        self._leaving_bytes = 0
+        self._ahead_bytes = 0
+        self._compute_lanes: dict[Lane, None] = {}
+        self._forgotten: deque[tuple[Entry, int]] = deque()
+        self._guard = _Guard(self, self._lock)
+        self._process = os.getpid()
+        self._closed = False
+
+    @property
+    def lanes(self) -> tuple[Lane, Lane]:
+        """The lanes ``out`` and ``back``, which the tiers queue their copies on."""
+        return self._out, self._back
+
+    def enter(self, storage: torch.UntypedStorage, start: int, nbytes: int, ledger: Ledger) -> Entry:
+        """An entry for ``nbytes`` of a storage, from byte ``start``. It is RESIDENT and has one handle: the caller's."""
+        return Entry(next(self._numbers), storage, start, nbytes, ledger)
+
+    def adopt(self, entry: Entry, *, same_content: bool) -> bool:
+        """One more handle for the entry, if it may have one: then True.
+
+        Args:
+            entry: the entry.
+            same_content: whether what the new handle saved is known to be what the entry's copy holds, if there is one
+                already. Where there is none yet, a copy taken later holds what both of them see.
+        """
+        with self._guard:
+            if entry.handles == 0 or not (same_content or (entry.slot is None and entry.round == 0)):
+                return False
+            entry.handles += 1
+            return True
+
+    def put(self, entries: Iterable[Entry], tier: Tier, *, window: int | None = None, hold: bool = False) -> None:
+        """Send entries away, in order.
+
+        What they hold must have been written by work that is queued on the compute lane by now. Entries that no tier
+        can take stay RESIDENT, and the ledger says so.
+
+        Args:
+            entries: entries; those that are not RESIDENT any more, or that nobody has a handle of, are passed over.
+            tier: where to.
+            window: bytes that may be LEAVING at once, instead of the mover's own.
+            hold: queue no copy yet. They take their place in the window, and are only copied if later ones need it:
+                for the tail of a forward, which backward asks for first.
+        """
+        with self._guard:
+            window = self.window if window is None else window
+            compute = self._compute()
+            ready: Event | None = None
+            for entry in entries:
+                if entry.state is not State.RESIDENT or entry.handles == 0 or entry.tier is not None:
+                    continue
+                while self._leaving and self._leaving_bytes + entry.nbytes > window:
+                    self._settle()
+                if not hold and ready is None:
+                    ready = self._backend.record(compute)
+                    self._backend.wait(self._out, ready)
+                entry.tier = tier
+                if hold or self._start(entry):
+                    entry.state = State.LEAVING
+                    self._leaving.append(entry)
+                    self._leaving_bytes += entry.nbytes
+
+    def prefetch(self, entries: Iterable[Entry | None]) -> int:
+        """Fetch entries ahead, in order, as far as the window goes.
+
+        Those that are not AWAY, or are alive for another reason, and ``None``, are passed over.
+
+        Returns:
+            How many were fetched or passed over.
+        """
+        count = 0
+        with self._guard:
+            for entry in entries:
+                if entry is not None and entry.state is State.AWAY and entry.handles > 0 and entry.alive() is None:
+                    if self._ahead_bytes + entry.nbytes > self.window:
+                        break
+                    self._fetch(entry)
+                count += 1
+        return count
+
+    def take(self, entry: Entry, asked_round: int) -> tuple[torch.UntypedStorage, int, int]:
+        """The entry's bytes, on the device, ready for the calling thread's compute lane.
+
+        Args:
+            entry: the entry.
+            asked_round: what this gave to the same handle the last time, or -1.
+
+        Returns:
+            A storage, how many bytes of the original storage come before its first, and the entry's round.
+        """
+        with self._guard:
+            compute = self._compute()
+            storage = self._usable(entry, compute)
+            if storage is not None:
+                self._tell(EventKind.REUSE, entry)
+                if entry.round == 0:
+                    entry.ledger.reuse(entry.number, entry.nbytes)
+            else:
+                storage = self._return(entry, compute)
+            if asked_round != entry.round:
+                entry.asked += 1
+                self._let_go_if_asked_by_all(entry)
+            return storage, entry.low, entry.round
+
+    def forget(self, entry: Entry, asked_round: int) -> None:
+        """A handle of the entry died. Never blocks: see NOTE [ Handles die anywhere ]."""
+        if os.getpid() != self._process:
+            return
+        self._forgotten.append((entry, asked_round))
+        self._read_notes()
+
+    def close(self) -> None:
+        """Give everything up: what is away is lost, and every later call but ``forget`` raises."""
+        self._read_notes()
+        with self._lock:
+            self._closed = True
+            while self._leaving:
+                copied = self._leaving.popleft().copied
+                if copied is not None:
+                    copied.synchronize()
+            self._leaving_bytes = 0
+
+    # All below is called with the lock held.
+
+    def _check_open(self) -> None:
+        if os.getpid() != self._process:
+            raise SessionError(
+                f"got a call in process {os.getpid()}, expected process {self._process}, which made this session; "
+                f"lanes and spill files do not survive a fork: make a new Session in the child"
+            )
+        if self._closed:
+            raise SessionError("got a call on a closed session, expected an open one; make a new Session")
+
+    def _read_notes(self) -> None:
+        # Whoever holds the lock comes by here after letting go of it: so a note is read by its writer or by the holder.
+        while self._forgotten and self._lock.acquire(blocking=False):
+            try:
+                if self._guard.depth > 0:
+                    return
+                self._guard.depth += 1
+                try:
+                    while self._forgotten:
+                        self._discount(*self._forgotten.popleft())
+                finally:
+                    self._guard.depth -= 1
+            finally:
+                self._lock.release()
+
+    def _discount(self, entry: Entry, asked_round: int) -> None:
+        if self._closed:
+            return
+        entry.handles -= 1
+        if asked_round == entry.round:
+            entry.asked -= 1
+        if entry.handles == 0:
+            self._drop(entry)
+        else:
+            self._let_go_if_asked_by_all(entry)
+
+    def _let_go_if_asked_by_all(self, entry: Entry) -> None:
+        if entry.state is State.RESIDENT and entry.slot is not None and entry.asked >= entry.handles:
+            entry.state = State.AWAY
+            entry.storage = None
+
+    def _compute(self) -> Lane:
+        lane = self._backend.compute()
+        self._compute_lanes.setdefault(lane)
+        return lane
+
+    def _usable(self, entry: Entry, compute: Lane) -> torch.UntypedStorage | None:
+        """The storage, if it is on the device and the calling thread may use it as it is."""
+        if entry.state is State.RETURNING or (entry.round > 0 and entry.lane != compute):
+            return None
+        return entry.storage if entry.storage is not None else entry.alive()
+
+    def _start(self, entry: Entry) -> bool:
+        """Queue the copy out; False if the tier has no room."""
+        assert entry.tier is not None and entry.storage is not None
+        try:
+            entry.slot = entry.tier.reserve(entry.nbytes)
+        except TierFullError as error:
+            self._refuse(entry, error)
+            return False
+        source = _flat(entry.storage)[entry.start - entry.low : entry.start - entry.low + entry.nbytes]
+        stored = False
+        try:
+            entry.copied = entry.tier.store(entry.slot, source)
+            stored = True
+        finally:
+            if not stored:
+                entry.tier.release(entry.slot)
+                entry.slot = entry.tier = None
+        entry.ledger.offloaded_bytes += entry.nbytes
+        self._tell(EventKind.LEAVE, entry)
+        return True
+
+    def _refuse(self, entry: Entry, error: TierFullError) -> None:
+        entry.state = State.RESIDENT
+        entry.ledger.kept_bytes += entry.nbytes
+        entry.ledger.note(f"kept on the device, since no tier could take it: {error}")
+        self._tell(EventKind.REFUSE, entry)
+
+    def _settle(self) -> None:
+        """Let go of the oldest entry that is leaving."""
+        entry = self._leaving.popleft()
+        self._leaving_bytes -= entry.nbytes
+        if entry.copied is None:
+            # It was held back in the hope that backward comes first.
+            entry.state = State.RESIDENT
+            self._backend.wait(self._out, self._backend.record(self._compute()))
+            if not self._start(entry):
+                return
+        self._release_after(entry)
+        entry.state = State.AWAY
+        self._tell(EventKind.RELEASE, entry)
+
+    def _release_after(self, entry: Entry) -> None:
+        """Let go of the bytes once the copy under way is done. See NOTE [ Whose stream ]."""
+        assert entry.copied is not None
+        copied, entry.copied = entry.copied, None
+        before = time.perf_counter()
+        for lane in self._compute_lanes:
+            self._backend.wait(lane, copied)
+        entry.ledger.stall_seconds += time.perf_counter() - before
+        entry.storage = None
+
+    def _give_up_return(self, entry: Entry) -> None:
+        """Forget a copy back that nobody wants any more."""
+        self._ahead_bytes -= entry.nbytes
+        entry.state = State.AWAY
+        try:
+            self._release_after(entry)
+        except TierError:
+            # The read failed, so no copy was queued, and nobody asks for these bytes.
+            entry.storage = None
+
+    def _fetch(self, entry: Entry) -> None:
+        assert entry.tier is not None and entry.slot is not None
+        compute = self._compute()
+        destination = self._backend.empty(entry.nbytes)
+        # The allocator may have handed out bytes that queued work on the compute lane still uses.
+        self._backend.wait(self._back, self._backend.record(compute))
+        entry.copied = entry.tier.load(entry.slot, destination)
+        entry.storage = destination.untyped_storage()
+        entry.alive = weakref.ref(entry.storage)
+        entry.low = entry.start
+        entry.lane = compute
+        entry.state = State.RETURNING
+        self._ahead_bytes += entry.nbytes
+        self._tell(EventKind.RETURN, entry)
+
+    def _return(self, entry: Entry, compute: Lane) -> torch.UntypedStorage:
+        if entry.state is State.RETURNING and entry.lane != compute:
+            self._give_up_return(entry)
+        if entry.state is not State.RETURNING:
+            self._fetch(entry)
+        assert entry.copied is not None and entry.storage is not None
+        self._ahead_bytes -= entry.nbytes
+        copied, entry.copied = entry.copied, None
+        entry.state = State.AWAY
+        before = time.perf_counter()
+        try:
+            self._backend.wait(compute, copied)
+            entry.state = State.RESIDENT
+        finally:
+            if entry.state is State.AWAY:
+                # The read failed, so no copy was queued: whoever asks again, tries again.
+                entry.storage = None
+        entry.ledger.stall_seconds += time.perf_counter() - before
+        entry.ledger.reloaded_bytes += entry.nbytes
+        entry.round += 1
+        entry.asked = 0
+        self._tell(EventKind.TAKE, entry)
+        return entry.storage
+
+    def _drop(self, entry: Entry) -> None:
+        """Give back all that the entry holds."""
+        if entry.state is State.LEAVING:
+            self._leaving.remove(entry)
+            self._leaving_bytes -= entry.nbytes
+            if entry.copied is not None:
+                self._release_after(entry)
+        elif entry.state is State.RETURNING:
+            self._give_up_return(entry)
+        entry.storage = None
+        if entry.slot is not None and entry.tier is not None:
+            entry.tier.release(entry.slot)
+            entry.slot = None
+        entry.state = State.AWAY
+        self._tell(EventKind.DROP, entry)
+
+    def _tell(self, kind: EventKind, entry: Entry) -> None:
+        if self._recorder is not None:
+            self._recorder(Happening(kind, entry.number, entry.nbytes))
+
+
+def _flat(storage: torch.UntypedStorage) -> torch.Tensor:
+    """A storage as flat bytes."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

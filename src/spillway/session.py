@@ -1,0 +1,204 @@
+"""The session: one object that owns what moves bytes in a process, and all that was learned.
+
+Nothing of Spillway's is global. A session owns lanes, tiers, the spill file, the orders learned per tag; several may
+live on one device and never meet. One default session exists for convenience, made on first use.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import ClassVar
+
+import psutil
+import torch
+
+from spillway.capture.identity import Identity, Marks
+from spillway.capture.order import Memory
+from spillway.errors import SessionError
+from spillway.events import Recorder
+from spillway.runtime.device import DeviceRuntime, MakeBackend, backend_for
+from spillway.runtime.disk import SpillFile
+from spillway.units import parse_bytes
+
+_HOST_SHARE = 0.7
+_CPU_WINDOW = 64 << 20
+_ACCELERATOR_WINDOW = 512 << 20
+
+
+class Session:
+    """Owns lanes, tiers and learned orders. Use it as a context manager, or close it.
+
+    Args:
+        window: bytes that may be on their way out of a device at once, and that may be on their way back ahead of
+            need: what the device holds beyond what compute itself needs. ``None``: 64 MiB on the CPU, 512 MiB on an
+            accelerator.
+        host_budget: most bytes of host memory per device. ``None``: 70 % of the machine's, divided by the local ranks.
+        disk_budget: most bytes in the spill file. ``None``: as much as the file system has.
+        disk_bytes_per_hour: most bytes written to the spill file in an hour, for the sake of the drive. ``None``: any.
+        spill_directory: where the spill file is. ``None``: ``$SPILLWAY_DIR``, or the first of the system's temporary
+            directory, ``/var/tmp`` and the working directory that is not held in memory.
+        allow_memory_filesystem: accept a ``spill_directory`` on tmpfs, which is host memory and saves none.
+        recorder: called with every :class:`~spillway.events.Event`.
+        backend: makes the backend of a device, instead of the ones that come with Spillway.
+
+    Raises:
+        SizeError: a size that is none.
+        SpillPathError: a ``spill_directory`` where no spill file can be made.
+
+    Example:
+        >>> with spillway.Session(host_budget="64GiB") as session:  # doctest: +SKIP
+        ...     with spillway.offload(session=session):
+        ...         loss = model(batch)
+        ...     loss.backward()
+    """
+
+    _default: ClassVar[Session | None] = None
+    _default_lock: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(
+        self,
+        *,
+        window: int | str | None = None,
+        host_budget: int | str | None = None,
+        disk_budget: int | str | None = None,
+        disk_bytes_per_hour: int | str | None = None,
+        spill_directory: str | os.PathLike[str] | None = None,
+        allow_memory_filesystem: bool = False,
+        recorder: Recorder | None = None,
+        backend: MakeBackend = backend_for,
+    ) -> None:
+        self.identity = Identity()
+        self.marks = Marks()
+        self._window = None if window is None else parse_bytes(window, what="window")
+        self._host_budget = (
+            _host_budget() if host_budget is None else parse_bytes(host_budget, what="host_budget")
+        )
+        capacity = None if disk_budget is None else parse_bytes(disk_budget, what="disk_budget")
+        per_hour = None if disk_bytes_per_hour is None else parse_bytes(disk_bytes_per_hour, what="disk_bytes_per_hour")
+        self._file_options = (spill_directory, capacity, per_hour, allow_memory_filesystem)
+        self._file: SpillFile | None = None if spill_directory is None else self._make_file()
+        self._recorder = recorder
+        self._make_backend = backend
+        self._runtimes: dict[torch.device, DeviceRuntime] = {}
+        self._memories: dict[str | None, Memory] = {}
+        self._lock = threading.RLock()
+        self._process = os.getpid()
+        self._closed = False
+
+    @classmethod
+    def default(cls) -> Session:
+        """The session that is used where none is given. A forked child gets one of its own."""
+        with cls._default_lock:
+            if cls._default is None or cls._default._closed or cls._default._process != os.getpid():
+                cls._default = cls()
+            return cls._default
+
+    def use_as_default(self) -> None:
+        """Make this the session that is used where none is given."""
+        self.check_open()
+        with Session._default_lock:
+            Session._default = self
+
+    def runtime(self, device: torch.device) -> DeviceRuntime:
+        """What moves the bytes of ``device``; made when first asked for.
+
+        Raises:
+            BackendError: if no backend serves the device.
+            SessionError: if the session is closed, or belongs to the parent of this process.
+        """
+        runtime = self._runtimes.get(device)
+        if runtime is None:
+            self.check_open()
+            with self._lock:
+                runtime = self._runtimes.get(device)
+                if runtime is None:
+                    runtime = self._runtimes[device] = self._make_runtime(device)
+        return runtime
+
+    def memory(self, tag: str | None) -> Memory:
+        """What was learned under a tag."""
+        with self._lock:
+            return self._memories.setdefault(tag, Memory())
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory reserved, in use or free for use."""
+        return sum(runtime.arena.reserved_bytes for runtime in self._runtimes.values())
+
+    @property
+    def disk_bytes(self) -> int:
+        """Disk space reserved, in use or free for use."""
+        return 0 if self._file is None else self._file.reserved_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """Sum over the session's devices of the peak of what is allocated there (on the CPU: resident)."""
+        return sum(runtime.backend.peak_bytes() for runtime in self._runtimes.values())
+
+    @property
+    def used_bytes(self) -> tuple[int, int]:
+        """Bytes in use on host and disk: both 0 when no graph that was offloaded is alive."""
+        host = sum(runtime.arena.used_bytes for runtime in self._runtimes.values())
+        return host, 0 if self._file is None else self._file.used_bytes
+
+    def trim(self) -> int:
+        """Give host memory that nobody uses back to the system; returns its bytes."""
+        return sum(runtime.arena.trim() for runtime in self._runtimes.values())
+
+    def close(self) -> None:
+        """Stop the threads, give back memory and disk. What is away is lost: close after the last backward."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            if self._process == os.getpid():
+                for runtime in self._runtimes.values():
+                    runtime.close()
+            if self._file is not None:
+                self._file.close()
+
+    def check_open(self) -> None:
+        """Raise :class:`~spillway.errors.SessionError` if the session cannot be used here."""
+        if self._closed:
+            raise SessionError("got a closed session, expected an open one; make a new Session")
+        if self._process != os.getpid():
+            raise SessionError(
+                f"got the session of process {self._process} in process {os.getpid()}, expected one made here; lanes "
+                f"and spill files do not survive a fork: make a new Session in the child"
+            )
+
+    def __enter__(self) -> Session:
+        self.check_open()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _make_runtime(self, device: torch.device) -> DeviceRuntime:
+        window = self._window
+        if window is None:
+            window = _CPU_WINDOW if device.type == "cpu" else _ACCELERATOR_WINDOW
+        return DeviceRuntime(
+            self._make_backend(device),
+            self._spill_file,
+            window=window,
+            host_budget=self._host_budget,
+            recorder=self._recorder,
+        )
+
+    def _spill_file(self) -> SpillFile:
+        with self._lock:
+            if self._file is None:
+                self._file = self._make_file()
+            return self._file
+
+    def _make_file(self) -> SpillFile:
+        directory, capacity, per_hour, allow = self._file_options
+        return SpillFile(directory, capacity=capacity, bytes_per_hour=per_hour, allow_memory_filesystem=allow)
+
+
+def _host_budget() -> int:
+    """The default cap on host memory: what the machine has, shared by the ranks that run on it."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return int(psutil.virtual_memory().total * _HOST_SHARE) // max(ranks, 1)

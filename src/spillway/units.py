@@ -1,0 +1,67 @@
+"""Bytes and seconds, to and from what people write.
+
+``parse_bytes("24GiB") == 24 * 2**30`` and ``format_bytes(24 * 2**30) == "24.0 GiB"``. Both families of units are
+understood, and mean what the standard says: ``GiB`` is 2**30 bytes, ``GB`` is 10**9.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+from spillway.errors import SizeError
+
+_UNITS = {"b": 1}
+for _power, _letter in enumerate("kmgtp", start=1):
+    _UNITS[_letter + "b"] = 1000**_power
+    _UNITS[_letter + "ib"] = 1024**_power
+
+_SIZE = re.compile(r"\s*(\d+(?:_\d+)*(?:\.\d*)?|\.\d+)\s*([a-z]*)\s*", re.IGNORECASE)
+
+
+def parse_bytes(size: int | str, *, what: str = "size") -> int:
+    """A size as a number of bytes.
+
+    Args:
+        size: bytes as an ``int``, or a number with a unit: ``"512"``, ``"1.5 GiB"``, ``"200MB"``. A fraction of a
+            byte is rounded up.
+        what: the name of the argument, for the message.
+
+    Raises:
+        SizeError: if ``size`` is neither, or is negative or not finite.
+
+    Example:
+        >>> parse_bytes("24GiB")
+        25769803776
+    """
+    if isinstance(size, int) and not isinstance(size, bool):
+        if size < 0:
+            raise SizeError(f"{what}: got {size}, expected at least 0 bytes")
+        return size
+    match = _SIZE.fullmatch(size) if isinstance(size, str) else None
+    factor = _UNITS.get((match[2] or "b").lower()) if match else None
+    if match is None or factor is None:
+        raise SizeError(
+            f'{what}: got {size!r}, expected bytes as an int or a number with a unit ({", ".join(sorted(_UNITS))}); '
+            f'write it like "512MiB" or "24GB"'
+        )
+    return math.ceil(float(match[1].replace("_", "")) * factor)
+
+
+def format_bytes(nbytes: float) -> str:
+    """Bytes for people, in binary units: ``format_bytes(1536) == "1.5 KiB"``."""
+    value = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(value) < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} PiB"
+
+
+def format_seconds(seconds: float) -> str:
+    """Seconds for people: ``format_seconds(0.0123) == "12.3 ms"``."""
+    if seconds == 0 or abs(seconds) >= 1:
+        return f"{seconds:.2f} s"
+    if abs(seconds) >= 1e-3:
+        return f"{seconds * 1e3:.1f} ms"
+    return f"{seconds * 1e6:.1f} us"
