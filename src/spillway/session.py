@@ -138,9 +138,15 @@ class Session:
 
     @property
     def used_bytes(self) -> tuple[int, int]:
-        """Bytes in use on host and disk: both 0 when no graph that was offloaded is alive."""
+        """Bytes in use on host and disk: both 0 when no graph that was offloaded is alive, and no write under way
+        (:meth:`synchronize`)."""
         host = sum(runtime.arena.used_bytes for runtime in self._runtimes.values())
         return host, 0 if self._file is None else self._file.used_bytes
+
+    def synchronize(self) -> None:
+        """Wait until every write that is under way has ended; raises what went wrong in one."""
+        for runtime in self._runtimes.values():
+            runtime.synchronize()
 
     def trim(self) -> int:
         """Give host memory that nobody uses back to the system; returns its bytes."""

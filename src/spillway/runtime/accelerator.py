@@ -34,12 +34,14 @@ class AcceleratorBackend(Backend):
     def __init__(self, device: torch.device, *, threads: int = 8) -> None:
         super().__init__(device)
         self._tasks = HostTasks(threads)
+        self._lanes: list[torch.Stream] = []
 
     def compute(self) -> Lane:
         return torch.accelerator.current_stream(self.device)
 
     def lane(self, name: str) -> Lane:
-        return torch.Stream(device=self.device)
+        self._lanes.append(torch.Stream(device=self.device))
+        return self._lanes[-1]
 
     def record(self, lane: Lane) -> Event:
         event = torch.Event(device=self.device)
@@ -73,6 +75,8 @@ class AcceleratorBackend(Backend):
 
     def close(self) -> None:
         self._tasks.close()
+        for lane in self._lanes:
+            lane.synchronize()
 
 
 def _touch(slab: torch.Tensor) -> None:

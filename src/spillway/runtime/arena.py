@@ -125,6 +125,12 @@ class Arena:
             self.reserved_bytes -= freed
             return freed
 
+    def close(self) -> None:
+        """Let go of all slabs, when nothing is queued any more. Blocks that somebody still holds keep theirs."""
+        with self._lock:
+            self._slabs.clear()
+            self.reserved_bytes = 0
+
     def _grow(self, nbytes: int) -> _Slab:
         room = self.capacity - self.reserved_bytes
         if nbytes > room:

@@ -55,12 +55,17 @@ class DeviceRuntime:
             self._tiers[name] = self._make_tier(name)
         return self._tiers[name]
 
+    def synchronize(self) -> None:
+        """Wait until every write that is under way has ended."""
+        for tier in self._tiers.values():
+            tier.synchronize()
+
     def close(self) -> None:
         """Stop. What is away is lost."""
         self.mover.close()
         self.backend.close()
         self._tiers.clear()
-        self.arena.trim()
+        self.arena.close()
 
     def _make_tier(self, name: str) -> Tier:
         out, back = self.mover.lanes

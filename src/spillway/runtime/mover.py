@@ -213,7 +213,7 @@ class Mover:
                 if entry.state is not State.RESIDENT or entry.handles == 0 or entry.tier is not None:
                     continue
                 while self._leaving and self._leaving_bytes + entry.nbytes > window:
-                    self._settle()
+                    self._settle(compute)
                 if not hold and ready is None:
                     ready = self._backend.record(compute)
                     self._backend.wait(self._out, ready)
@@ -277,10 +277,7 @@ class Mover:
         self._read_notes()
         with self._lock:
             self._closed = True
-            while self._leaving:
-                copied = self._leaving.popleft().copied
-                if copied is not None:
-                    copied.synchronize()
+            self._leaving.clear()
             self._leaving_bytes = 0
 
     # All below is called with the lock held.
@@ -363,14 +360,14 @@ class Mover:
         entry.ledger.note(f"kept on the device, since no tier could take it: {error}")
         self._tell(EventKind.REFUSE, entry)
 
-    def _settle(self) -> None:
+    def _settle(self, compute: Lane) -> None:
         """Let go of the oldest entry that is leaving."""
         entry = self._leaving.popleft()
         self._leaving_bytes -= entry.nbytes
         if entry.copied is None:
             # It was held back in the hope that backward comes first.
             entry.state = State.RESIDENT
-            self._backend.wait(self._out, self._backend.record(self._compute()))
+            self._backend.wait(self._out, self._backend.record(compute))
             if not self._start(entry):
                 return
         self._release_after(entry)

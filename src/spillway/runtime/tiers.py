@@ -50,6 +50,9 @@ class Tier(ABC):
     def release(self, slot: Slot) -> None:
         """Give the slot back, whatever is still queued for it."""
 
+    def synchronize(self) -> None:  # noqa: B027  (nothing to wait for by default)
+        """Wait until every write that is under way has ended."""
+
 
 class _HostSlot:
     __slots__ = ("block", "loaded", "nbytes", "stored")
@@ -139,8 +142,10 @@ class DiskTier(Tier):
         def write() -> None:
             try:
                 copied.synchronize()
-                self._backend.host_access(block.bytes, write=False)
-                self._file.write(slot.extent, memoryview(block.bytes.numpy()))
+                # A slot that was given back meanwhile needs no writing.
+                if not slot.released:
+                    self._backend.host_access(block.bytes, write=False)
+                    self._file.write(slot.extent, memoryview(block.bytes.numpy()))
             finally:
                 self._arena.free(block)
                 self._finish(slot)
@@ -184,6 +189,10 @@ class DiskTier(Tier):
             idle = slot.pending == 0
         if idle:
             self._file.free(slot.extent)
+
+    def synchronize(self) -> None:
+        while self._writes:
+            self._settle()
 
     def _finish(self, slot: _DiskSlot) -> None:
         """A read or the write of the slot has ended: the extent is free if nobody wants it any more.

@@ -1,0 +1,162 @@
+"""The values of the demo: what a child is told, what it says while it runs, and what comes out in the end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+
+from spillway.errors import SpillwayError, UsageError
+
+HEAD_WIDTH = 64
+"""Width of an attention head, where the model is at least that wide."""
+
+
+class DemoError(SpillwayError, RuntimeError):
+    """A way of the demo ended before its time. The message says which, and with what words."""
+
+
+class Settings(BaseModel):
+    """One training, the same for every way but for its name."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    way: str
+    device: str
+    layers: int
+    width: int
+    sequence: int
+    batch: int
+    steps: int
+    seconds: float | None = None
+    """Start no step after this long, if three are done."""
+    seed: int = 0
+    learning_rate: float = 1e-3
+    data: Path | None = None
+    """A file or folder to train on; ``None`` is the Python standard library's own source."""
+    window: str | None = None
+    """Bytes that may be leaving or returning at once, as Spillway is given them; ``None`` leaves it to Spillway."""
+
+    @property
+    def heads(self) -> int:
+        """Attention heads."""
+        return max(1, self.width // HEAD_WIDTH)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one step."""
+        return self.batch * self.sequence
+
+    def check(self) -> None:
+        """Refuse a shape that no model can have.
+
+        Raises:
+            UsageError: if the width cannot be divided among the heads, or a number is below 1.
+        """
+        for name in ("layers", "width", "sequence", "batch", "steps"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name}: got {getattr(self, name)}, expected at least 1")
+        if self.width % self.heads:
+            raise UsageError(f"width: got {self.width}, expected a multiple of {HEAD_WIDTH}, or less than that")
+
+
+class Started(BaseModel):
+    """The child is ready for its first step."""
+
+    kind: Literal["started"] = "started"
+    parameters: int
+    text_bytes: int
+    baseline_bytes: int
+    """What the process held just before its first step."""
+
+
+class Step(BaseModel):
+    """One step is done."""
+
+    kind: Literal["step"] = "step"
+    index: int
+    """From 0."""
+    loss: float
+    seconds: float
+
+
+class Outcome(BaseModel):
+    """All steps are done."""
+
+    kind: Literal["outcome"] = "outcome"
+    step_seconds: float
+    """Median over all steps but the first, in which pools and caches are made."""
+    all_step_seconds: list[float]
+    tokens_per_second: float
+    peak_bytes: int
+    """Device bytes, or resident bytes of the process on the CPU, at their highest from the first step on."""
+    baseline_bytes: int
+    """The same just before the first step."""
+    peak_source: str
+    """Who measured the peak."""
+    moved_bytes: int
+    """Bytes that left in the last step."""
+    losses: list[float]
+    fingerprint: str
+    """SHA-256 of the exact bytes of every loss and of all gradients of the first and of the last step."""
+
+
+class Refused(BaseModel):
+    """Spillway, or the demo, raised one of its own errors."""
+
+    kind: Literal["refused"] = "refused"
+    message: str
+    usage: bool
+    """Whether an argument was at fault."""
+
+
+Message = Annotated[Started | Step | Outcome | Refused, Field(discriminator="kind")]
+"""What a child says: one of these in a line of JSON."""
+
+MESSAGE: TypeAdapter[Message] = TypeAdapter(Message)
+"""Reads a line."""
+
+
+class Row(BaseModel):
+    """One way, as the table and the JSON file show it."""
+
+    way: str
+    step_seconds: float
+    tokens_per_second: float
+    peak_bytes: int
+    activation_peak_bytes: int
+    """``peak_bytes`` above what was held just before the first step: activations, gradients, optimizer state."""
+    moved_bytes: int
+    loss: float
+    """Of the last step."""
+    identical: bool | None
+    """Whether every loss and the gradients are bit for bit those of ``keep``; ``None`` where ``keep`` did not run."""
+    losses: list[float]
+    all_step_seconds: list[float]
+    baseline_bytes: int
+    peak_source: str
+    fingerprint: str
+
+
+class Report(BaseModel):
+    """What ``--json`` writes."""
+
+    rows: list[Row]
+    hardware: dict[str, str | int]
+    versions: dict[str, str]
+    settings: dict[str, str | int | float | None]
+    """Of the training, the same for every way."""
+    environment: dict[str, str]
+    """What every child was given beyond the parent's own environment."""
+
+
+def make_row(way: str, outcome: Outcome, reference: Outcome | None) -> Row:
+    """A way's row, with ``reference`` the outcome of ``keep`` if that ran."""
+    return Row(
+        way=way,
+        activation_peak_bytes=outcome.peak_bytes - outcome.baseline_bytes,
+        loss=outcome.losses[-1],
+        identical=None if reference is None else outcome.fingerprint == reference.fingerprint,
+        **outcome.model_dump(exclude={"kind"}),
+    )

@@ -1,0 +1,114 @@
+"""One training, one way, in this process: what a child of the demo does."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from spillway.demo.measure import Fingerprint, meter_for
+from spillway.demo.model import GPT
+from spillway.demo.records import HEAD_WIDTH, Message, Outcome, Settings, Started, Step
+from spillway.demo.text import Batches, load_text
+from spillway.demo.ways import WAYS, Way
+
+FEWEST_STEPS = 3
+"""A limit of time never leaves fewer: one to warm up, two to measure."""
+
+
+def train(settings: Settings, say: Callable[[Message], None]) -> None:
+    """Train as ``settings`` tell, and ``say`` what happens: :class:`Started`, :class:`Step` by step, :class:`Outcome`.
+
+    Raises:
+        UsageError: if the shape is none that a model can have, or the text cannot be read.
+    """
+    settings.check()
+    device = torch.device(settings.device)
+    _make_deterministic(device)
+    text = load_text(settings.data)
+    batches = Batches(text, batch=settings.batch, sequence=settings.sequence, seed=settings.seed, device=device)
+    _warm_up(settings, device)
+    way = WAYS[settings.way](settings, _make_model(settings, device))
+    meter = meter_for(device)
+    gc.collect()
+    baseline = meter.start()
+    say(Started(parameters=_count_parameters(way.model), text_bytes=len(text), baseline_bytes=baseline))
+
+    losses, seconds, fingerprint = _run_steps(settings, way, batches, say)
+    say(
+        Outcome(
+            step_seconds=(middle := statistics.median(seconds[1:] or seconds)),
+            all_step_seconds=seconds,
+            tokens_per_second=settings.tokens / middle,
+            peak_bytes=meter.peak(),
+            baseline_bytes=baseline,
+            peak_source=meter.source,
+            moved_bytes=way.moved_bytes(),
+            losses=losses,
+            fingerprint=fingerprint,
+        )
+    )
+
+
+def _run_steps(
+    settings: Settings, way: Way, batches: Batches, say: Callable[[Message], None]
+) -> tuple[list[float], list[float], str]:
+    losses: list[float] = []
+    seconds: list[float] = []
+    fingerprint = Fingerprint()
+    begin = time.perf_counter()
+    for index in range(settings.steps):
+        tokens, targets = batches.draw()
+        before = _now(tokens.device)
+        loss = way.step(tokens, targets)
+        seconds.append(_now(tokens.device) - before)
+        losses.append(loss.item())
+        late = settings.seconds is not None and time.perf_counter() - begin > settings.seconds
+        last = index == settings.steps - 1 or (late and index + 1 >= FEWEST_STEPS)
+        fingerprint.add([loss])
+        if last or index == 0:
+            fingerprint.add(_gradients(way.model))
+        say(Step(index=index, loss=losses[-1], seconds=seconds[-1]))
+        if last:
+            break
+    return losses, seconds, fingerprint.text()
+
+
+def _make_model(settings: Settings, device: torch.device) -> GPT:
+    torch.manual_seed(settings.seed)
+    with device:
+        return GPT(layers=settings.layers, width=settings.width, heads=settings.heads, sequence=settings.sequence)
+
+
+def _warm_up(settings: Settings, device: torch.device) -> None:
+    # A step of a tiny model, the plain way: code is read from disk, thread pools and libraries are started. That is
+    # memory and time of the process rather than of a step, and would fall to the first step of every way.
+    tiny = settings.model_copy(update={"layers": 1, "width": HEAD_WIDTH, "sequence": 16, "batch": 2})
+    tokens = torch.zeros(tiny.batch, tiny.sequence, dtype=torch.int64, device=device)
+    Way(tiny, _make_model(tiny, device)).step(tokens, tokens)
+
+
+def _make_deterministic(device: torch.device) -> None:
+    # Kernels on the CPU are. On accelerators some add in the order in which threads arrive (attention's backward), and
+    # no two runs of plain PyTorch would agree with each other.
+    if device.type != "cpu":
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def _gradients(model: GPT) -> list[Tensor]:
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+def _count_parameters(model: GPT) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _now(device: torch.device) -> float:
+    if device.type != "cpu":
+        torch.accelerator.synchronize()
+    return time.perf_counter()

@@ -1,0 +1,327 @@
+"""An adversary for tests: a backend that is as late as it may be, and keeps accounts of who waited for whom.
+
+On a CPU most missing waits do no harm, and on a GPU they do harm now and then. Under :class:`AdversaryBackend` they do
+harm every time:
+
+* **Late.** A copy, or a task, is done when somebody waits for an event after it, and not before. What was not waited
+  for has not happened: a destination still holds poison.
+* **Weak.** A queued copy holds neither its source nor its destination. If one of them has died when the copy is
+  done, that is a race.
+* **Ordered.** Each lane keeps a vector clock (Fidge 1988; Mattern 1989): what of every other lane it has waited for.
+  Every access to bytes that a copy reads or writes is compared with the accesses before it; two of which at least one
+  writes, and which no chain of recorded and awaited events orders, are a race, also where the bytes happen to be right.
+
+The compute lane is taken to be an accelerator's: it runs behind the host, so that work queued earlier by the host has
+not been done because of that, and the host knows of an event only what it has waited for. Work on the compute lane is
+not seen; each time the runtime asks for it, the adversary supposes that anything may have been computed since. Host
+code of different threads hands memory over under locks, and counts as one line.
+
+Example:
+    >>> import torch, spillway
+    >>> adversary = AdversaryBackend()
+    >>> weight = torch.ones(64, 64, requires_grad=True)
+    >>> with spillway.Session(backend=adversary.serve, window=0) as session:
+    ...     with spillway.offload(session=session, min_bytes=0, tier="host"):
+    ...         loss = weight.exp().sum()
+    ...     loss.backward()
+    >>> adversary.check()
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from spillway.errors import RaceError
+from spillway.runtime.backend import Backend, Event, Lane, Task, anonymous_pages
+
+POISON = 0xA5
+"""The byte that unwritten memory is full of."""
+
+_Clock = dict[int, int]
+
+
+class _Line:
+    """A lane, or the host: something that does one thing after the other."""
+
+    _numbers = itertools.count()
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.number = next(self._numbers)
+        self.time = 0
+        self.clock: _Clock = {}
+        """The latest time of every other line that this one has waited for."""
+        self.queue: deque[Callable[[], None]] = deque()
+
+    def join(self, clock: _Clock) -> None:
+        for number, moment in clock.items():
+            self.clock[number] = max(self.clock.get(number, -1), moment)
+
+    def snapshot(self) -> _Clock:
+        """What whoever waits for this moment has waited for; what the line does from now on is later."""
+        clock = {**self.clock, self.number: self.time}
+        self.time += 1
+        return clock
+
+
+class _Point:
+    """An event: a moment of a line, which is reached when all before it has been done."""
+
+    def __init__(self, adversary: AdversaryBackend, line: _Line, clock: _Clock, *, reached: bool) -> None:
+        self._adversary = adversary
+        self.line = line
+        self.clock = clock
+        self.reached = reached
+        self._seen = False
+
+    def query(self) -> bool:
+        return self._seen
+
+    def synchronize(self) -> None:
+        self._adversary._synchronize(self)
+        self._seen = True
+
+
+class _Job:
+    """A task's event. The task runs when it is waited for."""
+
+    def __init__(self, task: Task) -> None:
+        self._task: Task | None = task
+        self._error: BaseException | None = None
+        self.inner: Event | None = None
+
+    def query(self) -> bool:
+        return self._task is None and (self.inner is None or self.inner.query())
+
+    def synchronize(self) -> None:
+        self.run()
+        if self.inner is not None:
+            self.inner.synchronize()
+
+    def run(self) -> None:
+        """Do the task, if nobody has yet."""
+        task, self._task = self._task, None
+        if task is not None:
+            try:
+                self.inner = task()
+            except (RuntimeError, OSError) as error:
+                self._error = error
+        if self._error is not None:
+            raise self._error
+
+
+@dataclass(frozen=True, slots=True)
+class _Access:
+    line: int
+    time: int
+    start: int
+    end: int
+    write: bool
+    what: str
+
+
+class AdversaryBackend(Backend):
+    """A backend for CPU tensors that finds missing waits. See the module's own text.
+
+    Args:
+        device: the device whose tensors it is given.
+    """
+
+    alignment = 64
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        super().__init__(device if device is not None else torch.device("cpu"))
+        self.faults: list[RaceError] = []
+        """Races found so far, also those found in a finaliser, which cannot raise."""
+        self._lock = threading.RLock()
+        self._streams: dict[str, _Line] = {}
+        self._stream = threading.local()
+        self._host = _Line("host")
+        self._lanes: list[_Line] = []
+        self._jobs: weakref.WeakSet[_Job] = weakref.WeakSet()
+        self._history: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+    def serve(self, device: torch.device) -> Backend:
+        """This backend, for ``Session(backend=...)``."""
+        return self
+
+    def check(self) -> None:
+        """Raise the first race that was found.
+
+        Raises:
+            RaceError: two accesses to the same bytes that nothing orders.
+        """
+        if self.faults:
+            raise self.faults[0]
+
+    @contextmanager
+    def stream(self, name: str) -> Iterator[None]:
+        """Inside, the calling thread's compute lane is another one, as under ``torch.cuda.stream``."""
+        before = getattr(self._stream, "name", "compute")
+        self._stream.name = name
+        try:
+            yield
+        finally:
+            self._stream.name = before
+
+    # The backend's own methods.
+
+    def compute(self) -> Lane:
+        with self._lock:
+            line = self._compute()
+            line.time += 1
+            return line
+
+    def lane(self, name: str) -> Lane:
+        self._lanes.append(_Line(name))
+        return self._lanes[-1]
+
+    def record(self, lane: Lane) -> Event:
+        with self._lock:
+            line = self._line(lane)
+            line.join(self._host.clock)
+            point = _Point(self, line, line.snapshot(), reached=line in self._streams.values())
+            if not point.reached:
+                line.queue.append(lambda: setattr(point, "reached", True))
+            return point
+
+    def wait(self, lane: Lane, event: Event) -> None:
+        with self._lock:
+            line = self._line(lane)
+            if isinstance(event, _Job):
+                event.run()
+                if event.inner is None:
+                    return
+                event = event.inner
+            assert isinstance(event, _Point)
+            line.join(event.clock)
+            if line in self._streams.values():
+                self._reach(event)
+            else:
+                point = event
+                line.queue.append(lambda: self._reach(point))
+
+    def copy(self, lane: Lane, destination: torch.Tensor, source: torch.Tensor) -> None:
+        with self._lock:
+            line = self._line(lane)
+            # What the host has done itself, or waited for, has happened before whatever it queues from now on.
+            line.join(self._host.snapshot())
+            self._access(line, source, write=False, what=f"copy on {line.name} reads")
+            self._access(line, destination, write=True, what=f"copy on {line.name} writes")
+            target, origin = _WeakBytes(destination), _WeakBytes(source)
+
+            def work() -> None:
+                written, read = target.get(), origin.get()
+                if written is None or read is None:
+                    dead = "destination" if written is None else "source"
+                    if written is not None:
+                        written.fill_(POISON)
+                    self._fault(f"a copy on {line.name} was done after its {dead} had died")
+                else:
+                    written.copy_(read)
+
+            line.queue.append(work)
+
+    def run(self, task: Task) -> Event:
+        with self._lock:
+            job = _Job(task)
+            self._jobs.add(job)
+            return job
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        with self._lock:
+            memory = torch.full((nbytes,), POISON, dtype=torch.uint8)
+            self._access(self._compute(), memory, write=True, what="compute had it before")
+            return memory
+
+    def host_slab(self, nbytes: int) -> torch.Tensor:
+        return anonymous_pages(nbytes).fill_(POISON)
+
+    def host_access(self, block: torch.Tensor, *, write: bool) -> None:
+        with self._lock:
+            self._access(self._host, block, write=write, what=f"the host {'writes' if write else 'reads'}")
+
+    def peak_bytes(self) -> int:
+        return 0
+
+    def close(self) -> None:
+        """Do whatever nobody has waited for."""
+        with self._lock:
+            for job in list(self._jobs):
+                if not job.query():
+                    try:
+                        job.synchronize()
+                    except (RuntimeError, OSError):
+                        # A failed task that nobody asked for; whoever had asked would have heard.
+                        continue
+            for line in self._lanes:
+                self._drain(line)
+
+    # Below, the lock is held.
+
+    def _line(self, lane: Lane) -> _Line:
+        assert isinstance(lane, _Line)
+        return lane
+
+    def _compute(self) -> _Line:
+        name = getattr(self._stream, "name", "compute")
+        return self._streams.setdefault(name, _Line(name))
+
+    def _synchronize(self, point: _Point) -> None:
+        with self._lock:
+            self._reach(point)
+            self._host.join(point.clock)
+
+    def _reach(self, point: _Point) -> None:
+        while not point.reached:
+            point.line.queue.popleft()()
+
+    def _drain(self, line: _Line) -> None:
+        while line.queue:
+            line.queue.popleft()()
+
+    def _access(self, line: _Line, memory: torch.Tensor, *, write: bool, what: str) -> None:
+        storage = memory.untyped_storage()
+        history: list[_Access] = self._history.setdefault(storage, [])
+        start = memory.storage_offset()
+        end = start + memory.numel()
+        if not history and not write:
+            # Nothing that the runtime made: compute wrote it, at the latest just before the runtime was called.
+            compute = self._compute()
+            history.append(_Access(compute.number, compute.time - 1, 0, storage.nbytes(), True, "compute writes"))
+        access = _Access(line.number, line.time, start, end, write, what)
+        for earlier in history:
+            overlap = earlier.start < end and start < earlier.end and (earlier.write or write)
+            if overlap and earlier.line != line.number and line.clock.get(earlier.line, -1) < earlier.time:
+                self._fault(f"{access.what} bytes {start} to {end}, not ordered after: {earlier.what}")
+        if write:
+            history[:] = [earlier for earlier in history if not (start <= earlier.start and earlier.end <= end)]
+        history.append(access)
+
+    def _fault(self, text: str) -> None:
+        self.faults.append(RaceError(f"{text}; expected an event that one records and the other waits for"))
+        raise self.faults[-1]
+
+
+class _WeakBytes:
+    """A range of a storage that is not kept alive."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self._storage = weakref.ref(memory.untyped_storage())
+        self._start = memory.storage_offset()
+        self._nbytes = memory.numel()
+
+    def get(self) -> torch.Tensor | None:
+        storage = self._storage()
+        if storage is None:
+            return None
+        return torch.empty(0, dtype=torch.uint8).set_(storage, self._start, (self._nbytes,), (1,))

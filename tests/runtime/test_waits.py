@@ -1,0 +1,107 @@
+"""Every wait in the runtime is needed: without it, something fails under the adversary."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+import types
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from runtime.scenarios import SCENARIOS
+from spillway.errors import SpillwayError
+from spillway.runtime import arena, mover, tiers
+from spillway.runtime.arena import Arena
+
+WAITS = ("wait", "synchronize", "_reach")
+
+
+class _Without(ast.NodeTransformer):
+    """Takes the n-th statement that waits out of a function."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.found: list[str] = []
+
+    def visit_Expr(self, node: ast.Expr) -> ast.AST:
+        call = node.value
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in WAITS:
+            self.found.append(ast.unparse(node))
+            if len(self.found) - 1 == self.number:
+                return ast.Pass()
+        return node
+
+
+def _parsed(function: types.FunctionType) -> ast.Module:
+    return ast.parse(textwrap.dedent(inspect.getsource(function)))
+
+
+def _waits() -> Iterator[tuple[type, str, int, str]]:
+    for module in (mover, tiers, arena):
+        for cls in vars(module).values():
+            if not inspect.isclass(cls) or cls.__module__ != module.__name__:
+                continue
+            for name, function in vars(cls).items():
+                if inspect.isfunction(function) and function.__code__.co_filename == module.__file__:
+                    finder = _Without(-1)
+                    finder.visit(_parsed(function))
+                    for number, text in enumerate(finder.found):
+                        yield cls, name, number, text
+
+
+CASES = list(_waits())
+
+
+def _fails() -> str | None:
+    for scenario in SCENARIOS:
+        try:
+            scenario()
+        except (SpillwayError, AssertionError, AttributeError) as error:
+            return repr(error)
+    return None
+
+
+def test_all_waits_are_found() -> None:
+    assert len(CASES) >= 12
+    assert {cls.__name__ for cls, *_ in CASES} == {"Mover", "HostTier", "DiskTier", "Arena"}
+
+
+def test_nothing_fails_with_all_waits_in_place() -> None:
+    assert _fails() is None
+
+
+# Trimming is the one place that only a unit test can reach: whoever frees a block has made compute wait already.
+@pytest.mark.parametrize(
+    ("cls", "name", "number", "text"),
+    [pytest.param(*case, id=f"{case[0].__name__}.{case[1]}-{case[2]}") for case in CASES if case[0] is not Arena],
+)
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_without_this_wait_something_fails(
+    monkeypatch: pytest.MonkeyPatch, cls: type, name: str, number: int, text: str
+) -> None:
+    function = vars(cls)[name]
+    tree = ast.fix_missing_locations(_Without(number).visit(_parsed(function)))
+    namespace = dict(vars(inspect.getmodule(cls)))  # type: ignore[arg-type]
+    exec(compile(tree, inspect.getsourcefile(cls), "exec"), namespace)
+    monkeypatch.setattr(cls, name, namespace[name])
+    assert _fails() is not None, f"{cls.__name__}.{name} without `{text}`: nothing fails"
+
+
+def test_trim_waits_for_what_still_reads_a_slab() -> None:
+    class Pending:
+        waited = False
+
+        def query(self) -> bool:
+            return False
+
+        def synchronize(self) -> None:
+            self.waited = True
+
+    memory = Arena(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8), capacity=1 << 20)
+    event = Pending()
+    memory.free(memory.allocate(4096), event)
+    assert memory.trim() > 0
+    assert event.waited
