@@ -37,7 +37,7 @@ class SavedTensor(NamedTuple):
     """Its dtype."""
     device: torch.device
     """Where it is."""
-    index: int
+    position: int
     """Its place among the distinct storages saved in this pass, from 0."""
     tag: str | None
     """The tag of the ``offload`` context."""

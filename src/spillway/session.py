@@ -71,9 +71,7 @@ class Session:
         self.identity = Identity()
         self.marks = Marks()
         self._window = None if window is None else parse_bytes(window, what="window")
-        self._host_budget = (
-            _host_budget() if host_budget is None else parse_bytes(host_budget, what="host_budget")
-        )
+        self._host_budget = _host_budget() if host_budget is None else parse_bytes(host_budget, what="host_budget")
         capacity = None if disk_budget is None else parse_bytes(disk_budget, what="disk_budget")
         per_hour = None if disk_bytes_per_hour is None else parse_bytes(disk_bytes_per_hour, what="disk_bytes_per_hour")
         self._file_options = (spill_directory, capacity, per_hour, allow_memory_filesystem)
@@ -138,8 +136,10 @@ class Session:
 
     @property
     def used_bytes(self) -> tuple[int, int]:
-        """Bytes in use on host and disk: both 0 when no graph that was offloaded is alive, and no write under way
-        (:meth:`synchronize`)."""
+        """Bytes in use on host and disk.
+
+        Both are 0 when no graph that was offloaded is alive, and no write is under way (:meth:`synchronize`).
+        """
         host = sum(runtime.arena.used_bytes for runtime in self._runtimes.values())
         return host, 0 if self._file is None else self._file.used_bytes
 
@@ -150,7 +150,7 @@ class Session:
 
     def trim(self) -> int:
         """Give host memory that nobody uses back to the system; returns its bytes."""
-        return sum(runtime.arena.trim() for runtime in self._runtimes.values())
+        return sum(runtime.trim() for runtime in self._runtimes.values())
 
     def close(self) -> None:
         """Stop the threads, give back memory and disk. What is away is lost: close after the last backward."""

@@ -38,7 +38,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
 from spillway.errors import RaceError
 from spillway.runtime.backend import Backend, Event, Lane, Task, anonymous_pages
@@ -148,7 +147,7 @@ class AdversaryBackend(Backend):
         self._host = _Line("host")
         self._lanes: list[_Line] = []
         self._jobs: weakref.WeakSet[_Job] = weakref.WeakSet()
-        self._history: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._history: weakref.WeakKeyDictionary[torch.UntypedStorage, list[_Access]] = weakref.WeakKeyDictionary()
 
     def serve(self, device: torch.device) -> Backend:
         """This backend, for ``Session(backend=...)``."""
@@ -291,8 +290,8 @@ class AdversaryBackend(Backend):
 
     def _access(self, line: _Line, memory: torch.Tensor, *, write: bool, what: str) -> None:
         storage = memory.untyped_storage()
-        history: list[_Access] = self._history.setdefault(storage, [])
-        start = memory.storage_offset()
+        history = self._history.setdefault(storage, [])
+        start = int(memory.storage_offset())
         end = start + memory.numel()
         if not history and not write:
             # Nothing that the runtime made: compute wrote it, at the latest just before the runtime was called.

@@ -42,7 +42,7 @@ def parse_bytes(size: int | str, *, what: str = "size") -> int:
     factor = _UNITS.get((match[2] or "b").lower()) if match else None
     if match is None or factor is None:
         raise SizeError(
-            f'{what}: got {size!r}, expected bytes as an int or a number with a unit ({", ".join(sorted(_UNITS))}); '
+            f"{what}: got {size!r}, expected bytes as an int or a number with a unit ({', '.join(sorted(_UNITS))}); "
             f'write it like "512MiB" or "24GB"'
         )
     return math.ceil(float(match[1].replace("_", "")) * factor)

@@ -40,9 +40,19 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from spillway.capture.identity import Identity, Known, Marks, Reach, ViewRecipe, is_parameter, reach, why_unmovable
+from spillway.capture.identity import (
+    Identity,
+    Known,
+    Marks,
+    Reach,
+    ViewRecipe,
+    flatten,
+    is_parameter,
+    is_wrapper,
+    reach,
+    why_unmovable,
+)
 from spillway.capture.order import Course, Memory
 from spillway.errors import InplaceError, PolicyError
 from spillway.records import Decision, SavedTensor
@@ -245,7 +255,7 @@ class Pass:
     def _pack(self, tensor: torch.Tensor) -> Handle:
         if is_parameter(tensor):
             return KeptHandle(tensor)
-        if type(tensor) is not torch.Tensor and is_traceable_wrapper_subclass(tensor):
+        if is_wrapper(tensor):
             return self._pack_parts(tensor)
         reason = why_unmovable(tensor)
         if reason is not None:
@@ -263,7 +273,7 @@ class Pass:
         return self._pack_new(tensor, storage, wanted, runtime)
 
     def _pack_parts(self, tensor: torch.Tensor) -> Handle:
-        names, context = tensor.__tensor_flatten__()
+        names, context = flatten(tensor)
         parts: dict[str, Handle] = {}
         for name in names:
             part: torch.Tensor = getattr(tensor, name)
@@ -319,7 +329,7 @@ class Pass:
         return self._courses.setdefault(device, Course())
 
     def _decide(self, tensor: torch.Tensor, storage: torch.UntypedStorage, wanted: Reach) -> Decision:
-        index = self._count
+        position = self._count
         self._count += 1
         marked = self._owner.marks.get(storage)
         if marked is not None:
@@ -330,7 +340,7 @@ class Pass:
             tensor.shape,
             tensor.dtype,
             tensor.device,
-            index,
+            position,
             self._tag,
             self._offloaded_bytes,
             self._total_bytes,

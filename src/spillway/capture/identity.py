@@ -26,11 +26,10 @@ bits with it. For the same reason a storage at an odd address (memory that came 
 from __future__ import annotations
 
 import weakref
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils.weak import WeakIdKeyDictionary
 
 from spillway.capture.order import Seat
 from spillway.runtime.mover import Entry
@@ -96,7 +95,7 @@ class Marks:
     """Storages that the user said something of, for as long as they live."""
 
     def __init__(self) -> None:
-        self._marks: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._marks: weakref.WeakKeyDictionary[torch.UntypedStorage, bool] = weakref.WeakKeyDictionary()
 
     def set(self, tensor: torch.Tensor, *, offload: bool) -> None:
         for part in storage_parts(tensor):
@@ -123,10 +122,21 @@ def is_parameter(tensor: torch.Tensor) -> bool:
 
 def storage_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The plain tensors that a tensor is made of: itself, or the parts of a wrapper subclass."""
-    if not is_traceable_wrapper_subclass(tensor):
+    if not is_wrapper(tensor):
         return [tensor]
-    names, _ = tensor.__tensor_flatten__()
+    names, _ = flatten(tensor)
     return [part for name in names for part in storage_parts(getattr(tensor, name))]
+
+
+def is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether it is made of other tensors, and says which (``__tensor_flatten__``)."""
+    return type(tensor) is not torch.Tensor and bool(is_traceable_wrapper_subclass(tensor))
+
+
+def flatten(tensor: torch.Tensor) -> tuple[list[str], Any]:
+    """The names of a wrapper's parts, and what else it takes to rebuild it."""
+    names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    return names, context
 
 
 def why_unmovable(tensor: torch.Tensor) -> str | None:
@@ -153,10 +163,10 @@ def why_unmovable(tensor: torch.Tensor) -> str | None:
 
 def reach(tensor: torch.Tensor, storage_nbytes: int) -> Reach:
     """The bytes that move for a tensor. See NOTE [ What a view reaches ]."""
-    itemsize = tensor.itemsize
-    if tensor.nbytes * 2 > storage_nbytes and 0 not in tensor.stride():
+    if tensor.nbytes == storage_nbytes and tensor.is_contiguous():
         return Reach(0, storage_nbytes)
-    first = tensor.storage_offset()
+    itemsize = tensor.itemsize
+    first = int(tensor.storage_offset())
     last = first + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     start = first * itemsize // ALIGNMENT * ALIGNMENT
     end = (last + 1) * itemsize
@@ -183,7 +193,7 @@ class ViewRecipe(NamedTuple):
             tensor.device,
             tensor.shape,
             tensor.stride(),
-            tensor.storage_offset(),
+            int(tensor.storage_offset()),
             tensor.is_conj(),
             tensor.is_neg(),
         )

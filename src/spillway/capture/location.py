@@ -14,6 +14,7 @@ A pack hook sees a tensor and nothing else. Whoever wants more pays for it:
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from types import TracebackType
@@ -22,7 +23,6 @@ from typing import Any
 import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode, resolve_name
-from torch.utils.weak import WeakIdKeyDictionary
 
 Function = Callable[..., Any]
 
@@ -33,8 +33,8 @@ class Locator:
     def __init__(self, *, modules: bool, operators: bool) -> None:
         self._wants_modules = modules
         self._operators = _Operators() if operators else None
-        self._names: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self._parameters: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._names: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()
+        self._parameters: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self._stack: list[str] = []
         self._exit = ExitStack()
         self._thread = 0
@@ -82,7 +82,7 @@ class Locator:
     def _note_parameters(self, tensors: Iterable[torch.Tensor]) -> None:
         for tensor in tensors:
             if type(tensor.data) is torch.Tensor and tensor.layout is torch.strided:
-                self._parameters[tensor.untyped_storage()] = True
+                self._parameters.add(tensor.untyped_storage())
 
 
 class _Operators(TorchFunctionMode):

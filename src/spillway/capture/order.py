@@ -77,6 +77,9 @@ class Course:
 
     def sequence(self) -> list[int]:
         """Places in the order of asking; those that nobody asked for come last."""
+        if not self._asked and len(self._expected) == len(self._entries):
+            # Nobody asked, in an evaluation say: what was learned before still stands.
+            return self._expected
         rest = [place for place in reversed(range(len(self._entries))) if place not in self._asked]
         return [*self._asked, *rest]
 
@@ -86,7 +89,7 @@ class Course:
         It is learned once: with the tail held back, what comes before it is in the window when backward begins, and
         would be taken for the tail in its turn. Only a pass of another length is looked at anew.
         """
-        if self._tail and len(self._expected) == len(self._entries):
+        if len(self._expected) == len(self._entries) and (self._tail or not self._asked):
             return self._tail
         return frozenset(self._caught)
 

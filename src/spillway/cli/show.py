@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rich import progress
+from rich import box, progress
 from rich.console import Console, RenderableType
 from rich.table import Table
 
@@ -66,41 +66,55 @@ class Progress:
 def comparison(report: Report) -> Iterator[RenderableType]:
     """The table of the ways, and what its columns mean."""
     settings = report.settings
-    table = Table(title="Every way, the same training", title_justify="left")
-    for heading in ("way", "step", "tokens/s", "peak", "activation peak", "moved", "loss", "identical"):
-        table.add_column(heading, justify="left" if heading == "way" else "right")
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    for heading in _HEADINGS:
+        table.add_column(heading, justify="left" if heading == "way" else "right", vertical="bottom", no_wrap=True)
     reference = next((row for row in report.rows if row.way == "keep"), None)
     for row in report.rows:
         table.add_row(*_cells(row, reference))
+    yield ""
     yield table
+    yield ""
     yield (
-        f"{report.hardware['device']}, {report.hardware['threads']} threads. {settings['layers']} layers of "
-        f"{settings['width']}, {settings['batch']} x {settings['sequence']} tokens, "
-        f"{len(report.rows[0].losses)} steps, torch {report.versions['torch']}."
+        f"{report.hardware['device']}, {report.hardware['threads']} threads, torch {report.versions['torch']}; "
+        f"{settings['layers']} layers of {settings['width']}, {settings['batch']} x {settings['sequence']} tokens, "
+        f"{settings['steps']} steps."
     )
     yield (
-        f"peak: {report.rows[0].peak_source}; activation peak: above what was held just before the first step, so "
-        "gradients and optimizer state are in it. step: median of all but the first. moved: bytes that left in a "
+        f"peak: {report.rows[0].peak_source}. activation peak: above what was held just before the first step; "
+        "gradients and optimizer state are in it. step: median of all but the first. moved: bytes that left in one "
         "step. identical: every loss, and all gradients of the first and last step, bit for bit those of keep."
     )
 
 
+_HEADINGS = (
+    "way",
+    "step\ntime",
+    "of\nkeep",
+    "tokens\nper s",
+    "\npeak",
+    "activation\npeak",
+    "of\nkeep",
+    "\nmoved",
+    "\nloss",
+    "iden-\ntical",
+)
+
+
 def _cells(row: Row, reference: Row | None) -> list[str]:
-    step, activations = format_seconds(row.step_seconds), format_bytes(row.activation_peak_bytes)
-    if reference is not None and row is not reference:
-        step += f" ({row.step_seconds / reference.step_seconds:.2f}x)"
-        activations += f" ({_share(row.activation_peak_bytes, reference.activation_peak_bytes)})"
     return [
         row.way,
-        step,
+        format_seconds(row.step_seconds),
+        _share(row.step_seconds, reference.step_seconds if reference else 0),
         f"{row.tokens_per_second:,.0f}",
         format_bytes(row.peak_bytes),
-        activations,
+        format_bytes(row.activation_peak_bytes),
+        _share(row.activation_peak_bytes, reference.activation_peak_bytes if reference else 0),
         format_bytes(row.moved_bytes) if row.moved_bytes else "-",
         f"{row.loss:.4f}",
         {True: "yes", False: "NO", None: "-"}[row.identical],
     ]
 
 
-def _share(part: int, whole: int) -> str:
+def _share(part: float, whole: float) -> str:
     return f"{part / whole:.0%}" if whole > 0 else "-"

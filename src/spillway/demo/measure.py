@@ -120,7 +120,8 @@ class Fingerprint:
     def add(self, tensors: Iterable[Tensor]) -> None:
         """Add the bytes of each, as they would lie in memory if contiguous."""
         for tensor in tensors:
-            self._hash.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+            flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            self._hash.update(flat.numpy().data)
 
     def text(self) -> str:
         """The hash of all so far, in hexadecimal."""

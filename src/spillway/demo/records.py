@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -28,9 +29,6 @@ class Settings(BaseModel):
     width: int
     sequence: int
     batch: int
-    steps: int
-    seconds: float | None = None
-    """Start no step after this long, if three are done."""
     seed: int = 0
     learning_rate: float = 1e-3
     data: Path | None = None
@@ -54,7 +52,7 @@ class Settings(BaseModel):
         Raises:
             UsageError: if the width cannot be divided among the heads, or a number is below 1.
         """
-        for name in ("layers", "width", "sequence", "batch", "steps"):
+        for name in ("layers", "width", "sequence", "batch"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name}: got {getattr(self, name)}, expected at least 1")
         if self.width % self.heads:
@@ -69,6 +67,15 @@ class Started(BaseModel):
     text_bytes: int
     baseline_bytes: int
     """What the process held just before its first step."""
+
+
+class Order(enum.Enum):
+    """What the parent tells a child that has finished its step: a line each."""
+
+    STEP = "step"
+    """Do one more."""
+    LAST_STEP = "last"
+    """Do one more, and tell the outcome."""
 
 
 class Step(BaseModel):

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Generator, Iterator
-from typing import IO
+from typing import TypeVar
 
 from pydantic import ValidationError
 
-from spillway.demo.records import MESSAGE, DemoError, Message, Outcome, Refused, Settings
+from spillway.demo.records import MESSAGE, DemoError, Order, Outcome, Refused, Settings, Started, Step
 from spillway.errors import UsageError
 
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(2**20), "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
@@ -26,63 +26,91 @@ in huge pages (the second setting), so that this costs no time. Other C librarie
 
 _PATIENCE = 5.0
 
+_M = TypeVar("_M", Started, Step, Outcome)
+
 
 def child_environment() -> dict[str, str]:
     """This process's environment with what every child is given; what the user has set is left alone."""
     return {**MALLOC, "CUBLAS_WORKSPACE_CONFIG": ":4096:8", **os.environ}
 
 
-def run_way(settings: Settings) -> Generator[Message, None, None]:
-    """Run one way in a process of its own and give its messages as they come; the last is its :class:`Outcome`.
+class WayProcess:
+    """One way in a process of its own, step by step. A context manager: the process is gone when it ends.
 
-    The child is gone when the iterator is, however it ends.
+    Every method raises ``UsageError`` if the child refuses an argument, and ``DemoError`` if it ends before its time.
 
-    Raises:
-        UsageError: if the child refused an argument.
-        DemoError: if it ended otherwise before its time.
+    Example:
+        >>> with WayProcess(settings) as process:  # doctest: +SKIP
+        ...     process.started()
+        ...     process.step(last=True)
+        ...     outcome = process.outcome()
     """
-    with tempfile.TemporaryFile() as errors, _child(settings, errors) as child:
-        assert child.stdout is not None
-        outcome = None
-        for line in child.stdout:
-            message = _parse(settings.way, line)
-            if isinstance(message, Refused):
-                raise (UsageError if message.usage else DemoError)(message.message)
-            if isinstance(message, Outcome):
-                outcome = message
-            yield message
-        code = child.wait()
-        if code or outcome is None:
-            errors.seek(0)
-            raise DemoError(_last_words(settings.way, code, errors.read().decode(errors="replace")))
 
+    def __init__(self, settings: Settings) -> None:
+        self.way = settings.way
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (closed by __exit__)
+        self._child = subprocess.Popen(
+            [sys.executable, "-m", "spillway.demo.worker", settings.model_dump_json()],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            env=child_environment(),
+        )
 
-@contextlib.contextmanager
-def _child(settings: Settings, errors: IO[bytes]) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "spillway.demo.worker", settings.model_dump_json()]
-    with subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, text=True, env=child_environment()
-    ) as child:
+    def __enter__(self) -> WayProcess:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._child.terminate()
         try:
-            yield child
-        finally:
-            if child.poll() is None:
-                child.terminate()
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    child.wait(_PATIENCE)
-                child.kill()
+            self._child.wait(_PATIENCE)
+        except subprocess.TimeoutExpired:
+            self._child.kill()
+        # A child that died may have left an order unread in the pipe; closing it then fails, and that is no news.
+        with contextlib.suppress(BrokenPipeError):
+            self._child.communicate()
+        self._errors.close()
 
+    def started(self) -> Started:
+        """Wait until it is ready for its first step."""
+        return self._read(Started)
 
-def _parse(way: str, line: str) -> Message:
-    try:
-        return MESSAGE.validate_json(line)
-    except ValidationError as error:
-        raise DemoError(f"{way}: got {line.strip()!r} from its process, expected one of the demo's messages") from error
+    def step(self, *, last: bool) -> Step:
+        """Let it do one step, its last or not, and wait for that."""
+        order = Order.LAST_STEP if last else Order.STEP
+        assert self._child.stdin is not None
+        try:
+            self._child.stdin.write(order.value + "\n")
+            self._child.stdin.flush()
+        except BrokenPipeError:
+            raise self._premature() from None
+        return self._read(Step)
 
+    def outcome(self) -> Outcome:
+        """What came out, after the last step."""
+        return self._read(Outcome)
 
-def _last_words(way: str, code: int, stderr: str) -> str:
-    lines = [line for line in stderr.splitlines() if line.strip()]
-    how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
-    if code == -9:
-        how += " (the system may have run out of memory)"
-    return f"{way}: its process {how}: {lines[-1].strip() if lines else 'it said nothing'}"
+    def _read(self, expected: type[_M]) -> _M:
+        assert self._child.stdout is not None
+        line = self._child.stdout.readline()
+        if not line:
+            raise self._premature()
+        try:
+            message = MESSAGE.validate_json(line)
+        except ValidationError as error:
+            raise DemoError(f"{self.way}: got {line.strip()!r}, expected one of the demo's messages") from error
+        if isinstance(message, Refused):
+            raise (UsageError if message.usage else DemoError)(message.message)
+        if not isinstance(message, expected):
+            raise DemoError(f"{self.way}: got a message {message.kind!r}, expected {expected.__name__}")
+        return message
+
+    def _premature(self) -> DemoError:
+        code = self._child.wait()
+        self._errors.seek(0)
+        lines = [line for line in self._errors.read().decode(errors="replace").splitlines() if line.strip()]
+        how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        if code == -signal.SIGKILL:
+            how += " (the system may have run out of memory; try a smaller --batch)"
+        return DemoError(f"{self.way}: its process {how}: {lines[-1].strip() if lines else 'it said nothing'}")

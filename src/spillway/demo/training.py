@@ -1,4 +1,8 @@
-"""One training, one way, in this process: what a child of the demo does."""
+"""One training, one way, in this process: what a child of the demo does.
+
+It waits for an order before every step, so that the parent can let the ways take turns, and end all of them after the
+same number of steps.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +16,15 @@ from torch import Tensor
 
 from spillway.demo.measure import Fingerprint, meter_for
 from spillway.demo.model import GPT
-from spillway.demo.records import HEAD_WIDTH, Message, Outcome, Settings, Started, Step
+from spillway.demo.records import HEAD_WIDTH, Message, Order, Outcome, Settings, Started, Step
 from spillway.demo.text import Batches, load_text
 from spillway.demo.ways import WAYS, Way
 
-FEWEST_STEPS = 3
-"""A limit of time never leaves fewer: one to warm up, two to measure."""
 
+def train(settings: Settings, say: Callable[[Message], None], hear: Callable[[], Order]) -> None:
+    """Train as ``settings`` tell and as ``hear`` orders; ``say`` what happens.
 
-def train(settings: Settings, say: Callable[[Message], None]) -> None:
-    """Train as ``settings`` tell, and ``say`` what happens: :class:`Started`, :class:`Step` by step, :class:`Outcome`.
+    That is :class:`Started`, a :class:`Step` for every order, and the :class:`Outcome` after the last.
 
     Raises:
         UsageError: if the shape is none that a model can have, or the text cannot be read.
@@ -38,10 +41,11 @@ def train(settings: Settings, say: Callable[[Message], None]) -> None:
     baseline = meter.start()
     say(Started(parameters=_count_parameters(way.model), text_bytes=len(text), baseline_bytes=baseline))
 
-    losses, seconds, fingerprint = _run_steps(settings, way, batches, say)
+    losses, seconds, fingerprint = _run_steps(way, batches, say, hear)
+    middle = statistics.median(seconds[1:] or seconds)
     say(
         Outcome(
-            step_seconds=(middle := statistics.median(seconds[1:] or seconds)),
+            step_seconds=middle,
             all_step_seconds=seconds,
             tokens_per_second=settings.tokens / middle,
             peak_bytes=meter.peak(),
@@ -55,26 +59,23 @@ def train(settings: Settings, say: Callable[[Message], None]) -> None:
 
 
 def _run_steps(
-    settings: Settings, way: Way, batches: Batches, say: Callable[[Message], None]
+    way: Way, batches: Batches, say: Callable[[Message], None], hear: Callable[[], Order]
 ) -> tuple[list[float], list[float], str]:
     losses: list[float] = []
     seconds: list[float] = []
     fingerprint = Fingerprint()
-    begin = time.perf_counter()
-    for index in range(settings.steps):
+    last = False
+    while not last:
+        last = hear() is Order.LAST_STEP
         tokens, targets = batches.draw()
         before = _now(tokens.device)
         loss = way.step(tokens, targets)
         seconds.append(_now(tokens.device) - before)
         losses.append(loss.item())
-        late = settings.seconds is not None and time.perf_counter() - begin > settings.seconds
-        last = index == settings.steps - 1 or (late and index + 1 >= FEWEST_STEPS)
         fingerprint.add([loss])
-        if last or index == 0:
+        if last or len(losses) == 1:
             fingerprint.add(_gradients(way.model))
-        say(Step(index=index, loss=losses[-1], seconds=seconds[-1]))
-        if last:
-            break
+        say(Step(index=len(losses) - 1, loss=losses[-1], seconds=seconds[-1]))
     return losses, seconds, fingerprint.text()
 
 

@@ -1,4 +1,7 @@
-"""The child of the demo: ``python -m spillway.demo.worker SETTINGS``, with settings in JSON and messages on stdout."""
+"""The child of the demo: ``python -m spillway.demo.worker SETTINGS``.
+
+Settings come as JSON, orders on stdin, a line each; messages go to stdout, a line of JSON each.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,12 @@ import os
 import sys
 from typing import TextIO
 
-from spillway.demo.records import Message, Refused, Settings
+from spillway.demo.records import Message, Order, Refused, Settings
 from spillway.demo.training import train
 from spillway.errors import SpillwayError, UsageError
+
+ABANDONED = 3
+"""Exit code of a child whose parent is gone: no orphan trains on."""
 
 
 def main(arguments: list[str]) -> int:
@@ -17,10 +23,16 @@ def main(arguments: list[str]) -> int:
 
     def say(message: Message) -> None:
         channel.write(message.model_dump_json() + "\n")
-        channel.flush()  # to a parent that is gone, this raises BrokenPipeError: no orphan trains on
+        channel.flush()
+
+    def hear() -> Order:
+        line = sys.stdin.readline()
+        if not line:
+            sys.exit(ABANDONED)
+        return Order(line.strip())
 
     try:
-        train(Settings.model_validate_json(arguments[0]), say)
+        train(Settings.model_validate_json(arguments[0]), say, hear)
     except SpillwayError as error:
         say(Refused(message=str(error), usage=isinstance(error, UsageError)))
         return 2

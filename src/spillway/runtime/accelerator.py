@@ -92,7 +92,7 @@ def _touch(slab: torch.Tensor) -> None:
 
 def _registered(slab: torch.Tensor) -> torch.Tensor:
     """Register the pages with CUDA until the memory dies."""
-    runtime = torch.cuda.cudart()
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     error = int(runtime.cudaHostRegister(slab.data_ptr(), slab.numel(), 0))
     if error:
         raise BackendError(

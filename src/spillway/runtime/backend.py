@@ -22,7 +22,9 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
@@ -107,11 +109,25 @@ class Backend(ABC):
         """Stop the threads. What was queued is done first."""
 
 
+class _Here(threading.local):
+    task = False
+
+
+_here = _Here()
+
+
+def in_task() -> bool:
+    """Whether the calling thread is one of those that do tasks."""
+    return _here.task
+
+
 class HostTasks:
     """A few threads for host work. They start with the first task."""
 
     def __init__(self, threads: int) -> None:
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="spillway-task")
+        self._pool = ThreadPoolExecutor(
+            threads, thread_name_prefix="spillway-task", initializer=setattr, initargs=(_here, "task", True)
+        )
 
     def run(self, task: Task) -> TaskEvent:
         return TaskEvent(self._pool.submit(task))
@@ -149,70 +165,82 @@ def anonymous_pages(nbytes: int) -> torch.Tensor:
     return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
 
 
+class _CpuQueue:
+    """What a CPU lane and its thread share. The thread holds no lane, so that a lane that nobody holds can end it."""
+
+    def __init__(self) -> None:
+        self.works: deque[Callable[[], None]] = deque()
+        self.changed = threading.Condition()
+        self.queued = 0
+        self.done = 0
+        self.closing = False
+
+    def serve(self) -> None:
+        while True:
+            with self.changed:
+                self.changed.wait_for(lambda: bool(self.works) or self.closing)
+                if not self.works:
+                    return
+                work = self.works.popleft()
+            work()
+            # The work may hold the last reference to a tensor: let go of it before its event is seen as reached.
+            del work
+            with self.changed:
+                self.done += 1
+                self.changed.notify_all()
+
+    def close(self, process: int) -> None:
+        # In a forked child there is no thread, and the lock may have been taken at the moment of the fork.
+        if os.getpid() == process:
+            with self.changed:
+                self.closing = True
+                self.changed.notify_all()
+
+
 class _CpuLane:
     """A thread that does what is queued, in order. An event is a number: how many copies were queued before it."""
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._queue: deque[Callable[[], None]] = deque()
-        self._changed = threading.Condition()
-        self._queued = 0
-        self.done = 0
-        self._closing = False
+        self._queue = _CpuQueue()
         self._thread: threading.Thread | None = None
+        self._end = weakref.finalize(self, self._queue.close, os.getpid())
 
     def submit(self, work: Callable[[], None]) -> None:
-        with self._changed:
-            self._queue.append(work)
-            self._queued += 1
+        queue = self._queue
+        with queue.changed:
+            queue.works.append(work)
+            queue.queued += 1
             if self._thread is None:
                 # A daemon: a lane that nobody closed must not keep the interpreter from ending.
-                self._thread = threading.Thread(target=self._serve, name=f"spillway-{self._name}", daemon=True)
+                self._thread = threading.Thread(target=queue.serve, name=f"spillway-{self._name}", daemon=True)
                 self._thread.start()
-            self._changed.notify_all()
+            queue.changed.notify_all()
 
     def record(self) -> _CpuEvent:
-        return _CpuEvent(self, self._queued)
-
-    def wait_until(self, number: int) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self.done >= number)
+        return _CpuEvent(self._queue, self._queue.queued)
 
     def close(self) -> None:
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
+        self._end()
         if self._thread is not None:
             self._thread.join()
 
-    def _serve(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: bool(self._queue) or self._closing)
-                if not self._queue:
-                    return
-                work = self._queue.popleft()
-            work()
-            # The work may hold the last reference to a tensor: let go of it before its event is seen as reached.
-            del work
-            with self._changed:
-                self.done += 1
-                self._changed.notify_all()
-
 
 class _CpuEvent:
-    __slots__ = ("_lane", "_number")
+    __slots__ = ("_number", "_queue")
 
-    def __init__(self, lane: _CpuLane, number: int) -> None:
-        self._lane = lane
+    def __init__(self, queue: _CpuQueue, number: int) -> None:
+        self._queue = queue
         self._number = number
 
     def query(self) -> bool:
-        return self._lane.done >= self._number
+        return self._queue.done >= self._number
 
     def synchronize(self) -> None:
-        if self._lane.done < self._number:
-            self._lane.wait_until(self._number)
+        queue = self._queue
+        if queue.done < self._number:
+            with queue.changed:
+                queue.changed.wait_for(lambda: queue.done >= self._number)
 
 
 class _Compute:

@@ -57,8 +57,14 @@ class DeviceRuntime:
 
     def synchronize(self) -> None:
         """Wait until every write that is under way has ended."""
-        for tier in self._tiers.values():
-            tier.synchronize()
+        with self.mover.exclusive():
+            for tier in self._tiers.values():
+                tier.synchronize()
+
+    def trim(self) -> int:
+        """Give host memory that nobody uses back to the system; returns its bytes."""
+        with self.mover.exclusive():
+            return self.arena.trim()
 
     def close(self) -> None:
         """Stop. What is away is lost."""

@@ -120,12 +120,15 @@ class SystemCalls:
         return time.monotonic()
 
     def open(self, path: str, flags: int, mode: int) -> int:
+        """A descriptor."""
         return os.open(path, flags, mode)
 
     def unlink(self, path: str) -> None:
+        """Remove the name."""
         os.unlink(path)
 
     def close(self, fd: int) -> None:
+        """Give the descriptor back."""
         os.close(fd)
 
     def set_direct(self, fd: int, on: bool) -> None:
@@ -137,11 +140,13 @@ class SystemCalls:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | flag if on else flags & ~flag)
 
     def fallocate(self, fd: int, offset: int, length: int) -> None:
+        """Reserve space on the disk; ``OSError`` where there is none, or where the file system cannot."""
         if not hasattr(os, "posix_fallocate"):
             raise OSError(errno.EOPNOTSUPP, "this system cannot reserve space")
         os.posix_fallocate(fd, offset, length)
 
     def ftruncate(self, fd: int, length: int) -> None:
+        """Cut or lengthen the file, and reserve nothing."""
         os.ftruncate(fd, length)
 
     def pwrite(self, fd: int, view: memoryview, offset: int) -> int:
@@ -580,8 +585,10 @@ class _FreeRanges:
 
 
 class _Wear:
-    """Bytes promised and written in the last hour. A bucket is forgotten an hour after its *last* moment, so that no
-    hour, wherever it begins, has more than the limit."""
+    """Bytes promised and written in the last hour.
+
+    A bucket is forgotten an hour after its *last* moment, so that no hour, wherever it begins, has more than the limit.
+    """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -621,8 +628,10 @@ class _Wear:
 
 
 def _checksum(data: NDArray[np.uint8]) -> int:
-    """A checksum at the speed of memory: the 64-bit words of each 4 KiB block are added, each sum is mixed with the
-    number of its block (the finaliser of SplitMix64, a bijection), and the mixed sums and the length are added.
+    """A checksum at the speed of memory.
+
+    The 64-bit words of each 4 KiB block are added, each sum is mixed with the number of its block (the finaliser of
+    SplitMix64, a bijection), and the mixed sums and the length are added.
 
     It finds any change of one word, of one block whose sum changes, and blocks that were lost, doubled, shifted or
     swapped, in one extent or between two. It does not find words that changed places inside one block, nor errors in

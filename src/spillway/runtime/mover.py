@@ -1,11 +1,11 @@
-"""Entries, and the queue of those that are on their way.
+r"""Entries, and the queue of those that are on their way.
 
 NOTE [ One storage's life ]
 
 An :class:`Entry` is a storage that autograd saved, or the part of one that the saved tensors reach. ::
 
     RESIDENT --put--> LEAVING --settle--> AWAY --fetch--> RETURNING --take--> RESIDENT
-        \\________________________ drop, from anywhere ________________________/
+        \________________________ drop, from anywhere ________________________/
 
 While it is RESIDENT or LEAVING the entry holds the storage, so taking it costs nothing. It is *settled* when the
 window is full and it is the oldest: the compute lane waits for its copy, and only then is the storage let go, so that
@@ -26,8 +26,10 @@ dropped, and fetched again for the lane that asks.
 NOTE [ Handles die anywhere ]
 
 A handle may die in any thread, and inside any allocation, since the collector runs there: also while this thread
-holds the mover's lock. So ``forget`` never blocks: if the lock is taken, it leaves a note, which the holder reads
-when it is done.
+holds the mover's lock, or, in a task, a lock of the arena or of the spill file. So ``forget`` never blocks, and does
+nothing inside of a task: it leaves a note, which whoever holds the lock reads when he lets go of it, or else the next
+caller. For the same reason tiers and arena are used with the mover's lock held, or in a task, and nowhere else
+(:meth:`Mover.exclusive`).
 """
 
 from __future__ import annotations
@@ -40,13 +42,14 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 
 import torch
 
 from spillway.errors import SessionError, TierError, TierFullError
 from spillway.events import Event as Happening
 from spillway.events import EventKind, Recorder
-from spillway.runtime.backend import Backend, Event, Lane
+from spillway.runtime.backend import Backend, Event, Lane, in_task
 from spillway.runtime.ledger import Ledger
 from spillway.runtime.tiers import Slot, Tier
 
@@ -116,7 +119,7 @@ class Entry:
         return f"Entry {self.number} ({self.nbytes} bytes, {self.state.name})"
 
 
-class _Guard:
+class _Guard(AbstractContextManager[None]):
     """The mover's lock, and what belongs around it. A class, since a generator costs a microsecond more each time."""
 
     __slots__ = ("_lock", "_mover", "depth")
@@ -175,7 +178,7 @@ class Mover:
         return self._out, self._back
 
     def enter(self, storage: torch.UntypedStorage, start: int, nbytes: int, ledger: Ledger) -> Entry:
-        """An entry for ``nbytes`` of a storage, from byte ``start``. It is RESIDENT and has one handle: the caller's."""
+        """An entry for ``nbytes`` of a storage, from byte ``start``: RESIDENT, with one handle, the caller's."""
         return Entry(next(self._numbers), storage, start, nbytes, ledger)
 
     def adopt(self, entry: Entry, *, same_content: bool) -> bool:
@@ -270,7 +273,12 @@ class Mover:
         if os.getpid() != self._process:
             return
         self._forgotten.append((entry, asked_round))
-        self._read_notes()
+        if not in_task():
+            self._read_notes()
+
+    def exclusive(self) -> AbstractContextManager[None]:
+        """Inside, no entry changes, and nothing that has died is given back: for using the tiers from elsewhere."""
+        return self._guard
 
     def close(self) -> None:
         """Give everything up: what is away is lost, and every later call but ``forget`` raises."""
@@ -331,11 +339,17 @@ class Mover:
         """The storage, if it is on the device and the calling thread may use it as it is."""
         if entry.state is State.RETURNING or (entry.round > 0 and entry.lane != compute):
             return None
-        return entry.storage if entry.storage is not None else entry.alive()
+        if entry.storage is not None:
+            return entry.storage
+        storage = entry.alive()
+        # The user may have taken the memory from under it.
+        whole = storage is not None and storage.nbytes() >= entry.start - entry.low + entry.nbytes
+        return storage if whole else None
 
     def _start(self, entry: Entry) -> bool:
         """Queue the copy out; False if the tier has no room."""
-        assert entry.tier is not None and entry.storage is not None
+        assert entry.tier is not None
+        assert entry.storage is not None
         try:
             entry.slot = entry.tier.reserve(entry.nbytes)
         except TierFullError as error:
@@ -395,7 +409,8 @@ class Mover:
             entry.storage = None
 
     def _fetch(self, entry: Entry) -> None:
-        assert entry.tier is not None and entry.slot is not None
+        assert entry.tier is not None
+        assert entry.slot is not None
         compute = self._compute()
         destination = self._backend.empty(entry.nbytes)
         # The allocator may have handed out bytes that queued work on the compute lane still uses.
@@ -414,9 +429,10 @@ class Mover:
             self._give_up_return(entry)
         if entry.state is not State.RETURNING:
             self._fetch(entry)
-        assert entry.copied is not None and entry.storage is not None
+        storage, copied, entry.copied = entry.storage, entry.copied, None
+        assert storage is not None
+        assert copied is not None
         self._ahead_bytes -= entry.nbytes
-        copied, entry.copied = entry.copied, None
         entry.state = State.AWAY
         before = time.perf_counter()
         try:
@@ -431,7 +447,7 @@ class Mover:
         entry.round += 1
         entry.asked = 0
         self._tell(EventKind.TAKE, entry)
-        return entry.storage
+        return storage
 
     def _drop(self, entry: Entry) -> None:
         """Give back all that the entry holds."""

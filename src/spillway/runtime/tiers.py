@@ -85,7 +85,8 @@ class HostTier(Tier):
         return slot.stored
 
     def load(self, slot: Slot, destination: torch.Tensor) -> Event:
-        assert isinstance(slot, _HostSlot) and slot.stored is not None
+        assert isinstance(slot, _HostSlot)
+        assert slot.stored is not None
         # The two lanes know nothing of each other: a copy back that overtakes its own copy out brings back garbage.
         self._backend.wait(self._back, slot.stored)
         self._backend.copy(self._back, destination, slot.block.bytes[: slot.nbytes])
@@ -115,9 +116,7 @@ class DiskTier(Tier):
         staging: most bytes that may wait in blocks of the arena for their write.
     """
 
-    def __init__(
-        self, backend: Backend, arena: Arena, file: SpillFile, *, out: Lane, back: Lane, staging: int
-    ) -> None:
+    def __init__(self, backend: Backend, arena: Arena, file: SpillFile, *, out: Lane, back: Lane, staging: int) -> None:
         self._backend = backend
         self._arena = arena
         self._file = file
@@ -145,7 +144,7 @@ class DiskTier(Tier):
                 # A slot that was given back meanwhile needs no writing.
                 if not slot.released:
                     self._backend.host_access(block.bytes, write=False)
-                    self._file.write(slot.extent, memoryview(block.bytes.numpy()))
+                    self._file.write(slot.extent, _buffer(block))
             finally:
                 self._arena.free(block)
                 self._finish(slot)
@@ -157,7 +156,8 @@ class DiskTier(Tier):
         return copied
 
     def load(self, slot: Slot, destination: torch.Tensor) -> Event:
-        assert isinstance(slot, _DiskSlot) and slot.written is not None
+        assert isinstance(slot, _DiskSlot)
+        assert slot.written is not None
         written = slot.written
 
         def read() -> Event:
@@ -169,7 +169,7 @@ class DiskTier(Tier):
                     for event in block.after:
                         event.synchronize()
                     self._backend.host_access(block.bytes, write=True)
-                    self._file.read(slot.extent, memoryview(block.bytes.numpy()))
+                    self._file.read(slot.extent, _buffer(block))
                     self._backend.copy(self._back, destination, block.bytes[: slot.nbytes])
                     copied = (self._backend.record(self._back),)
                     return copied[0]
@@ -220,7 +220,11 @@ class DiskTier(Tier):
                 self._settle()
 
     def _settle(self) -> None:
-        """Wait for the oldest write. If it failed, this raises: early, in the forward of the step that it belongs to."""
+        """Wait for the oldest write. If it failed, this raises: in the forward of the step that it belongs to."""
         nbytes, written = self._writes.popleft()
         self._writing_bytes -= nbytes
         written.synchronize()
+
+
+def _buffer(block: Block) -> memoryview:
+    return memoryview(block.bytes.numpy())  # type: ignore[arg-type]

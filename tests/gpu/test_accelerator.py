@@ -1,0 +1,205 @@
+"""The engine on an accelerator: bit for bit, and no race that a slow lane would show."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import spillway
+from runtime.scenarios import expect_same, step
+
+pytestmark = pytest.mark.gpu
+
+MIB = 1 << 20
+
+
+class Block(torch.nn.Module):
+    """A decoder layer, as small as it can be: norm, attention, norm, gated MLP."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1 = torch.nn.RMSNorm(width)
+        self.qkv = torch.nn.Linear(width, 3 * width, bias=False)
+        self.out = torch.nn.Linear(width, width, bias=False)
+        self.norm2 = torch.nn.RMSNorm(width)
+        self.gate = torch.nn.Linear(width, 3 * width, bias=False)
+        self.up = torch.nn.Linear(width, 3 * width, bias=False)
+        self.down = torch.nn.Linear(3 * width, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, width = x.shape
+        q, k, v = (
+            part.view(batch, length, self.heads, -1).transpose(1, 2) for part in self.qkv(self.norm1(x)).chunk(3, -1)
+        )
+        mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+        hidden = self.norm2(x)
+        result: torch.Tensor = x + self.down(torch.nn.functional.silu(self.gate(hidden)) * self.up(hidden))
+        return result
+
+
+@pytest.fixture
+def device() -> torch.device:
+    accelerator = torch.accelerator.current_accelerator()
+    assert accelerator is not None, "tests marked gpu need an accelerator"
+    return torch.device(accelerator.type, 0)
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def model(device: torch.device) -> torch.nn.Module:
+    torch.manual_seed(0)
+    with device:
+        return torch.nn.Sequential(*(Block(512, 8) for _ in range(6))).to(torch.bfloat16)
+
+
+@pytest.fixture
+def batch(device: torch.device) -> torch.Tensor:
+    return torch.randn(4, 512, 512, device=device, dtype=torch.bfloat16)
+
+
+def sleep(milliseconds: float) -> None:
+    """Keep the current stream busy."""
+    torch.cuda._sleep(int(milliseconds * 1.5e6))
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("tier", ["host", "disk"])
+@pytest.mark.parametrize("window", [0, 8 * MIB, 1024 * MIB])
+def test_steps_are_bit_for_bit(model: torch.nn.Module, batch: torch.Tensor, tier: str, window: int) -> None:
+    wanted = step(model, batch, contextlib.nullcontext())
+    with spillway.Session(window=window) as session:
+        offload = spillway.offload(session=session, tier=tier, min_bytes=0)
+        for _ in range(4):
+            expect_same(step(model, batch, offload), wanted)
+        stats = offload.stats()
+        if window < 1024 * MIB:
+            assert stats.reloaded_bytes > 0.5 * stats.saved_bytes
+        session.synchronize()
+        assert session.used_bytes == (0, 0)
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("slow", ["out", "back"])
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_slow_lanes_change_nothing(model: torch.nn.Module, batch: torch.Tensor, slow: str, tier: str) -> None:
+    """Each copy of one lane is made to come late: a missing wait would read or reuse bytes too early."""
+    wanted = step(model, batch, contextlib.nullcontext())
+    with spillway.Session(window=4 * MIB) as session:
+        backend = session.runtime(batch.device).backend
+        lane = dict(zip(("out", "back"), session.runtime(batch.device).mover.lanes, strict=True))[slow]
+        copy = backend.copy
+
+        def late_copy(on: object, destination: torch.Tensor, source: torch.Tensor) -> None:
+            if on == lane:
+                with lane:  # type: ignore[attr-defined]
+                    sleep(0.2)
+            copy(on, destination, source)  # type: ignore[arg-type]
+            if on == lane:
+                with lane:  # type: ignore[attr-defined]
+                    sleep(0.2)
+
+        backend.copy = late_copy  # type: ignore[method-assign]
+        for _ in range(3):
+            expect_same(step(model, batch, spillway.offload(session=session, tier=tier, min_bytes=0)), wanted)
+
+
+@pytest.mark.usefixtures("deterministic")
+def test_slow_compute_changes_nothing(model: torch.nn.Module, batch: torch.Tensor) -> None:
+    """The host runs far ahead of the device."""
+    wanted = step(model, batch, contextlib.nullcontext())
+    with spillway.Session(window=4 * MIB) as session:
+        for _ in range(3):
+            sleep(50)
+            expect_same(step(model, batch, spillway.offload(session=session, min_bytes=0)), wanted)
+
+
+@pytest.mark.usefixtures("deterministic")
+def test_the_compute_stream_is_the_one_of_the_moment(model: torch.nn.Module, batch: torch.Tensor) -> None:
+    wanted = step(model, batch, contextlib.nullcontext())
+    with spillway.Session(window=4 * MIB) as session:
+        for _ in range(3):
+            stream = torch.Stream(device=batch.device)
+            stream.wait_stream(torch.accelerator.current_stream(batch.device))
+            with stream:
+                sleep(5)
+                got = step(model, batch, spillway.offload(session=session, min_bytes=0))
+            torch.accelerator.current_stream(batch.device).wait_stream(stream)
+            expect_same(got, wanted)
+
+
+def test_the_peak_falls_and_is_the_same_in_every_step(model: torch.nn.Module, batch: torch.Tensor) -> None:
+    device = batch.device
+
+    def peak(context: contextlib.AbstractContextManager[object]) -> int:
+        model.zero_grad(set_to_none=False)
+        torch.accelerator.reset_peak_memory_stats(device)
+        before = torch.accelerator.memory_allocated(device)
+        with context:
+            loss = model(batch).square().mean()
+        loss.backward()
+        return torch.accelerator.max_memory_allocated(device) - before
+
+    step(model, batch, contextlib.nullcontext())
+    keep = peak(contextlib.nullcontext())
+    with spillway.Session(window=4 * MIB) as session:
+        offload = spillway.offload(session=session, min_bytes=0)
+        peaks = [peak(offload) for _ in range(12)][2:]
+    assert len(set(peaks)) == 1
+    assert peaks[0] < 0.5 * keep
+
+
+def test_nothing_stays_on_the_device(model: torch.nn.Module, batch: torch.Tensor) -> None:
+    device = batch.device
+    step(model, batch, contextlib.nullcontext())
+    model.zero_grad()
+    gc.collect()
+    before = torch.accelerator.memory_allocated(device)
+    with spillway.Session(window=4 * MIB) as session:
+        for _ in range(2):
+            with spillway.offload(session=session, min_bytes=0):
+                loss = model(batch).square().mean()
+            del loss
+            assert torch.accelerator.memory_allocated(device) - before < 4 * MIB
+            assert session.used_bytes == (0, 0)
+
+
+def test_out_of_memory_in_unpack_can_be_survived(
+    model: torch.nn.Module, batch: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = step(model, batch, contextlib.nullcontext())
+    with spillway.Session(window=0) as session:
+        backend = session.runtime(batch.device).backend
+        model.zero_grad()
+        with spillway.offload(session=session, min_bytes=0):
+            loss = model(batch).square().mean()
+
+        def no_memory(nbytes: int) -> torch.Tensor:
+            raise torch.OutOfMemoryError("no memory")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(backend, "empty", no_memory)
+            with pytest.raises(torch.OutOfMemoryError):
+                loss.backward(retain_graph=True)
+        model.zero_grad()
+        loss.backward()
+        assert torch.equal(loss.detach(), wanted[0])
+        assert all(torch.equal(p.grad, want) for p, want in zip(model.parameters(), wanted[1], strict=True))
+
+
+def test_host_memory_is_registered(device: torch.device) -> None:
+    with spillway.Session() as session:
+        block = session.runtime(device).arena.allocate(3 * MIB)
+        assert block.bytes.is_pinned()
+        assert block.bytes.data_ptr() % 4096 == 0

@@ -1,0 +1,116 @@
+"""The adversary finds what it is there to find: a check of the checker."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from runtime.scenarios import SCENARIOS
+from spillway.errors import RaceError
+from spillway.testing import POISON, AdversaryBackend
+
+
+def memory(nbytes: int = 64) -> torch.Tensor:
+    return torch.zeros(nbytes, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("number", range(len(SCENARIOS)))
+def test_the_engine_has_no_race(number: int) -> None:
+    # A scenario asserts bit for bit and checks the adversary's accounts.
+    assert SCENARIOS[number]() is None
+
+
+def test_a_copy_is_not_done_before_somebody_waits() -> None:
+    adversary = AdversaryBackend()
+    lane, compute = adversary.lane("out"), adversary.compute()
+    source, destination = memory().fill_(7), adversary.host_slab(64)
+    adversary.wait(lane, adversary.record(compute))
+    adversary.copy(lane, destination, source)
+    event = adversary.record(lane)
+    assert not event.query()
+    assert (destination == POISON).all()
+    adversary.wait(compute, event)
+    assert (destination == 7).all()
+
+
+def test_a_source_that_compute_may_still_write_is_a_race() -> None:
+    adversary = AdversaryBackend()
+    lane, compute = adversary.lane("out"), adversary.compute()
+    ready = adversary.record(compute)
+    adversary.compute()  # time passes: anything may have been computed since
+    adversary.wait(lane, ready)
+    with pytest.raises(RaceError, match="not ordered after: compute writes"):
+        adversary.copy(lane, adversary.host_slab(64), memory())
+
+
+def test_two_lanes_that_never_met_race_for_a_slot() -> None:
+    adversary = AdversaryBackend()
+    out, back, compute = adversary.lane("out"), adversary.lane("back"), adversary.compute()
+    slot = adversary.host_slab(64)
+    ready = adversary.record(compute)
+    adversary.wait(out, ready)
+    adversary.wait(back, ready)
+    adversary.copy(out, slot, memory())
+    with pytest.raises(RaceError, match="copy on back reads"):
+        adversary.copy(back, memory(), slot)
+    with pytest.raises(RaceError):
+        adversary.check()
+
+
+def test_accesses_to_other_bytes_do_not_race() -> None:
+    adversary = AdversaryBackend()
+    out, back, compute = adversary.lane("out"), adversary.lane("back"), adversary.compute()
+    slot = adversary.host_slab(128)
+    ready = adversary.record(compute)
+    adversary.wait(out, ready)
+    adversary.wait(back, ready)
+    adversary.copy(out, slot[:64], memory())
+    adversary.copy(back, slot[64:], memory())
+    adversary.check()
+    assert adversary.faults == []
+
+
+def test_a_source_that_died_is_a_race_and_delivers_poison() -> None:
+    adversary = AdversaryBackend()
+    lane, compute = adversary.lane("out"), adversary.compute()
+    source, destination = memory(), memory()
+    adversary.wait(lane, adversary.record(compute))
+    adversary.copy(lane, destination, source)
+    event = adversary.record(lane)
+    del source
+    gc.collect()
+    with pytest.raises(RaceError, match="after its source had died"):
+        adversary.wait(compute, event)
+    assert (destination == POISON).all()
+
+
+def test_a_chain_through_a_third_lane_orders() -> None:
+    adversary = AdversaryBackend()
+    out, middle, back = (adversary.lane(name) for name in ("out", "middle", "back"))
+    compute, slot, source, target = adversary.compute(), adversary.host_slab(64), memory().fill_(3), memory()
+    adversary.wait(out, adversary.record(compute))
+    adversary.copy(out, slot, source)
+    adversary.wait(middle, adversary.record(out))
+    adversary.wait(back, adversary.record(middle))
+    adversary.wait(back, adversary.record(compute))
+    adversary.copy(back, target, slot)
+    adversary.wait(compute, adversary.record(back))
+    assert (target == 3).all()
+
+
+def test_a_task_runs_when_it_is_waited_for_and_raises_there() -> None:
+    adversary = AdversaryBackend()
+    ran: list[int] = []
+
+    def fail() -> None:
+        ran.append(1)
+        raise OSError("disk on fire")
+
+    event = adversary.run(fail)
+    assert ran == []
+    for _ in range(2):
+        with pytest.raises(OSError, match="disk on fire"):
+            event.synchronize()
+    assert ran == [1]

@@ -1,0 +1,133 @@
+"""The arena: exact sizes, no overlap, reuse, cap; and what is given back is waited for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spillway.errors import TierFullError
+from spillway.runtime.arena import PAGE, Arena, Block, pages
+from spillway.runtime.backend import anonymous_pages
+
+
+class Never:
+    """An event that is not reached."""
+
+    def query(self) -> bool:
+        return False
+
+    def synchronize(self) -> None:
+        raise AssertionError("nobody should wait for this")
+
+
+class Reached(Never):
+    def query(self) -> bool:
+        return True
+
+
+def make(capacity: int = 1 << 20, slab_bytes: int = 64 * PAGE) -> Arena:
+    return Arena(anonymous_pages, capacity=capacity, slab_bytes=slab_bytes)
+
+
+def test_sizes_are_exact_to_a_page() -> None:
+    arena = make()
+    sizes = [arena.allocate(nbytes).bytes.numel() for nbytes in (1, PAGE, PAGE + 1)]
+    assert sizes == [PAGE, PAGE, 2 * PAGE]
+    assert arena.used_bytes == 4 * PAGE
+    assert arena.reserved_bytes == 64 * PAGE
+
+
+def test_blocks_begin_at_pages() -> None:
+    arena = make()
+    assert all(arena.allocate(5000).bytes.data_ptr() % PAGE == 0 for _ in range(5))
+
+
+def test_steady_use_grows_nothing() -> None:
+    arena = make()
+    for _ in range(50):
+        blocks = [arena.allocate(nbytes) for nbytes in (3 * PAGE, 10 * PAGE, PAGE)]
+        for block in blocks:
+            arena.free(block)
+    assert arena.reserved_bytes == 64 * PAGE
+    assert arena.used_bytes == 0
+
+
+def test_neighbours_join() -> None:
+    arena = make()
+    blocks = [arena.allocate(16 * PAGE) for _ in range(4)]
+    for index in (1, 3, 0, 2):
+        arena.free(blocks[index])
+    whole = arena.allocate(64 * PAGE)
+    assert whole.offset == 0
+    assert arena.reserved_bytes == 64 * PAGE
+
+
+def test_what_is_large_has_a_slab_of_its_size() -> None:
+    arena = make()
+    arena.allocate(100 * PAGE)
+    assert arena.reserved_bytes == 100 * PAGE
+
+
+def test_the_cap_holds_and_what_is_freed_can_be_had_again() -> None:
+    arena = make(capacity=10 * PAGE)
+    block = arena.allocate(10 * PAGE)
+    with pytest.raises(TierFullError, match=r"got a request for 4\.0 KiB with 40\.0 KiB of 40\.0 KiB in use"):
+        arena.allocate(1)
+    arena.free(block)
+    assert arena.allocate(10 * PAGE).bytes.numel() == 10 * PAGE
+
+
+def test_events_travel_with_the_bytes() -> None:
+    arena = make()
+    first, second = Never(), Never()
+    low, high = arena.allocate(32 * PAGE), arena.allocate(32 * PAGE)
+    arena.free(low, first)
+    arena.free(high, second, Reached())
+    # The joined range is cut across the old border: both parts must be waited for.
+    assert arena.allocate(8 * PAGE).after == (first, second)
+    assert arena.allocate(8 * PAGE).after == (first, second)
+
+
+def test_trim_gives_back_only_what_nobody_uses() -> None:
+    arena = make()
+    block = arena.allocate(PAGE)
+    other = arena.allocate(100 * PAGE)
+    arena.free(other)
+    assert arena.trim() == 100 * PAGE
+    assert arena.reserved_bytes == 64 * PAGE
+    arena.free(block)
+    assert arena.trim() == 64 * PAGE
+    assert arena.reserved_bytes == 0
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 40 * PAGE), st.integers(0, 100)), max_size=60))
+def test_live_blocks_never_overlap_and_keep_their_bytes(actions: list[tuple[bool, int, int]]) -> None:
+    arena = make(capacity=256 * PAGE)
+    live: list[tuple[Block, int]] = []
+    for number, (allocate, nbytes, choice) in enumerate(actions):
+        if allocate:
+            try:
+                block = arena.allocate(nbytes)
+            except TierFullError:
+                assert arena.reserved_bytes + pages(nbytes) > arena.capacity
+                continue
+            block.bytes.fill_(number % 251)
+            live.append((block, number % 251))
+        elif live:
+            arena.free(live.pop(choice % len(live))[0])
+        assert all(bool((block.bytes == value).all()) for block, value in live)
+        assert arena.used_bytes == sum(block.bytes.numel() for block, _ in live) <= arena.reserved_bytes
+    for block, _ in live:
+        arena.free(block)
+    assert arena.trim() >= 0
+    assert arena.reserved_bytes == 0
+
+
+def test_a_slab_ends_with_its_last_block() -> None:
+    arena = make()
+    block = arena.allocate(PAGE)
+    arena.close()
+    assert torch.equal(block.bytes.fill_(1), torch.ones(PAGE, dtype=torch.uint8))
