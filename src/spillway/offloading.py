@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from spillway.capture.hooks import Pass, in_backward, pack_kept, unpack
+from spillway.capture.handles import pack_kept, unpack
+from spillway.capture.hooks import Pass, in_backward
 from spillway.capture.location import Locator
 from spillway.errors import UnsupportedError, UsageError
 from spillway.policies import AllOf, MinBytes, Policy, Ratio, check_tier, wants_modules, wants_operators

@@ -32,7 +32,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from spillway.capture.order import Seat
-from spillway.runtime.mover import Entry
+from spillway.runtime.entry import Entry
 
 ALIGNMENT = 512
 """The coarsest alignment that an allocator of torch gives (the CUDA caching allocator's)."""

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from spillway.capture.hooks import KeptHandle, pack_kept, unpack
+from spillway.capture.handles import KeptHandle, pack_kept, unpack
 from spillway.capture.identity import is_parameter, reach, storage_parts, why_unmovable
 from spillway.capture.location import Locator
 from spillway.records import SavedTensorReport

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Hashable, Iterator
 from typing import NamedTuple
 
-from spillway.runtime.mover import Entry
+from spillway.runtime.entry import Entry
 
 Signature = Hashable
 

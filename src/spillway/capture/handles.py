@@ -1,0 +1,135 @@
+"""What autograd holds in place of a saved tensor.
+
+NOTE [ What autograd owns ]
+
+``pack`` gives autograd a *handle*; ``unpack`` turns it back into the tensor. Nothing else knows the handle: when
+autograd lets go of it (backward has used it, the graph is dropped, an exception unwinds), it dies, and what it stands
+for is given back. So there is no table to clear, no step to end, and any number of graphs may be alive. Unpacking
+changes nothing that a second unpacking would miss.
+
+A handle must not hold a tensor that has a ``grad_fn``: an output would hold its own node, which holds the handle.
+
+NOTE [ The check that hooks switch off ]
+
+Autograd compares the version of a saved tensor with the version at saving, and refuses to go on if it was changed in
+place. Under hooks it does not. So each handle has a *tracker*: an alias that shares the version counter and no storage
+(``tracker = t.detach(); tracker.data = nothing``), good also when the bytes are away. What is handed to backward is
+made from the tracker, so it counts on the same counter, as autograd's own would: a backward function that writes into
+a saved tensor is noticed by the next one that reads it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+from spillway.capture.identity import Known, ViewRecipe
+from spillway.errors import InplaceError
+from spillway.runtime.device import DeviceRuntime
+from spillway.runtime.entry import Entry
+
+
+class KeptHandle:
+    """Holds the tensor itself, or an alias without its history."""
+
+    __slots__ = ("_alias", "_known", "_version")
+
+    def __init__(self, tensor: torch.Tensor, known: Known | None = None) -> None:
+        self._alias = tensor if tensor.grad_fn is None else tensor.detach()
+        self._version = tensor._version
+        self._known = known
+
+    def unpack(self) -> torch.Tensor:
+        check_version(self._alias, self._version, self._alias)
+        return self._alias
+
+
+class AwayHandle:
+    """Stands for a tensor whose storage is an entry of the mover. It owns one of the entry's handles."""
+
+    __slots__ = ("_entry", "_known", "_mover", "_recipe", "_round", "_tracker", "_version")
+
+    def __init__(self, tensor: torch.Tensor, known: Known, entry: Entry, runtime: DeviceRuntime) -> None:
+        # What the finaliser reads comes first: it runs also if what follows raises.
+        self._round = -1
+        self._entry = entry
+        self._mover = runtime.mover
+        self._known = known
+        self._version = tensor._version
+        self._recipe = ViewRecipe.of(tensor)
+        self._tracker = tensor.detach()
+        self._tracker.data = runtime.nothing
+
+    def unpack(self) -> torch.Tensor:
+        check_version(self._tracker, self._version, self._recipe)
+        entry, seat = self._entry, self._known.seat
+        # Whether it was caught before it left is a hint to the order: reading it without the lock does no harm.
+        caught = entry.round == 0 and entry.storage is not None
+        storage, low, self._round = self._mover.take(entry, self._round)
+        if seat is not None:
+            seat.course.ask(seat.place, caught=caught)
+            seat.course.fetched(self._mover.prefetch(seat.course.ahead(seat.place)))
+        tensor = self._tracker.detach()
+        tensor.data = self._recipe.rebuild(storage, low)
+        return tensor
+
+    def __del__(self) -> None:
+        self._mover.forget(self._entry, self._round)
+
+
+class PartsHandle:
+    """Stands for a wrapper subclass, by the handles of the tensors that it is made of."""
+
+    __slots__ = ("_context", "_owner", "_parts", "_size", "_stride", "_type", "_version")
+
+    def __init__(self, tensor: torch.Tensor, parts: dict[str, Handle], context: Any) -> None:
+        # No alias of a wrapper shares its counter and not its parts. Its owner is looked at while it lives; a view of
+        # it keeps it alive.
+        base = tensor._base
+        self._owner = weakref.ref(tensor if base is None else base)
+        self._version = tensor._version
+        self._type: Any = type(tensor)
+        self._parts = parts
+        self._context = context
+        self._size = tensor.size()
+        self._stride = tensor.stride() if tensor.layout is torch.strided else None
+
+    def unpack(self) -> torch.Tensor:
+        owner = self._owner()
+        if owner is not None:
+            check_version(owner, self._version, owner)
+        parts = {name: handle.unpack() for name, handle in self._parts.items()}
+        tensor: torch.Tensor = self._type.__tensor_unflatten__(parts, self._context, self._size, self._stride)
+        return tensor.detach() if tensor.requires_grad else tensor
+
+
+Handle = KeptHandle | AwayHandle | PartsHandle
+
+
+def unpack(handle: Handle) -> torch.Tensor:
+    """The hook: what autograd gets for what it holds."""
+    return handle.unpack()
+
+
+def pack_kept(tensor: torch.Tensor) -> KeptHandle:
+    """A hook that keeps everything."""
+    return KeptHandle(tensor)
+
+
+def check_version(tracker: torch.Tensor, version: int, like: torch.Tensor | ViewRecipe) -> None:
+    """Autograd's own check, in autograd's own words. See NOTE [ The check that hooks switch off ]."""
+    if tracker._version != version:
+        size = like.size if isinstance(like, ViewRecipe) else like.shape
+        raise InplaceError(
+            f"one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"[{type_name(like.dtype, like.device)} {list(size)}] is at version {tracker._version}; expected version "
+            f"{version} instead. Hint: enable anomaly detection to find the operation that failed to compute its "
+            f"gradient, with torch.autograd.set_detect_anomaly(True)."
+        )
+
+
+def type_name(dtype: torch.dtype, device: torch.device) -> str:
+    """``torch.FloatTensor``, ``torch.cuda.HalfTensor``: how autograd names a tensor's type."""
+    return torch.empty(0, dtype=dtype, device=device).type()
