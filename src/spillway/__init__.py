@@ -5,6 +5,12 @@ what to offload to host memory or disk; the gradients are bit for bit those of p
 :class:`offload`.
 """
 
+# isort: off
+from spillway.requirements import require_torch
+
+require_torch()
+# isort: on
+
 from spillway import policies
 from spillway.capture.inspection import saved_tensors
 from spillway.errors import (

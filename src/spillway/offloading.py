@@ -87,6 +87,8 @@ class offload(ContextDecorator):  # noqa: N801  (a verb: people write ``with spi
         if tag is not None and not isinstance(tag, str):
             raise UsageError(f"tag: got {tag!r}, expected a string or None")
         self._policy = AllOf(MinBytes(min_bytes), policy if policy is not None else Ratio(ratio))
+        if session is not None and not isinstance(session, Session):
+            raise UsageError(f"session: got {session!r}, expected a spillway.Session or None")
         self._tag = tag
         self._tier = check_tier(tier)
         self._window = None if window is None else parse_bytes(window, what="window")
@@ -194,7 +196,7 @@ def keep_tensor(tensor: torch.Tensor, *, session: Session | None = None) -> torc
     Example:
         >>> hidden = spillway.keep_tensor(block(hidden))  # doctest: +SKIP
     """
-    (session if session is not None else Session.default()).marks.set(tensor, offload=False)
+    _mark(tensor, session, offload=False)
     return tensor
 
 
@@ -225,8 +227,16 @@ def offload_tensor(tensor: torch.Tensor, *, session: Session | None = None) -> t
             "saves the tensor, since nothing else sees what is saved; write `with "
             "spillway.offload(policy=spillway.policies.Keep()):` around the model to offload marked tensors only"
         )
-    (session if session is not None else Session.default()).marks.set(tensor, offload=True)
+    _mark(tensor, session, offload=True)
     return tensor
+
+
+def _mark(tensor: torch.Tensor, session: Session | None, *, offload: bool) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise UsageError(f"got {tensor!r}, expected a tensor")
+    session = session if session is not None else Session.default()
+    session.check_open()
+    session.marks.set(tensor, offload=offload)
 
 
 def _hooks(pack: Callable[[torch.Tensor], Any]) -> saved_tensors_hooks:

@@ -43,7 +43,7 @@ _TO_TIER = {"auto": Decision.OFFLOAD, "host": Decision.OFFLOAD_HOST, "disk": Dec
 
 def check_tier(tier: str) -> str:
     """The name of a tier, or :class:`~spillway.errors.UsageError`."""
-    if tier not in _TO_TIER:
+    if not isinstance(tier, str) or tier not in _TO_TIER:
         raise UsageError(f"tier: got {tier!r}, expected one of {', '.join(map(repr, _TO_TIER))}")
     return tier
 
@@ -92,8 +92,10 @@ class Ratio:
             raise UsageError(f"ratio: got {self.ratio!r}, expected a number from 0 (keep all) to 1 (offload all)")
 
     def __call__(self, saved: SavedTensor) -> Decision:
-        fits = saved.total_bytes is None or saved.offloaded_bytes + saved.nbytes <= self.ratio * saved.total_bytes
-        return Decision.OFFLOAD if fits else Decision.KEEP
+        # Divided, and not multiplied: 0.29 * 100 is less than 29.
+        if not saved.total_bytes or (saved.offloaded_bytes + saved.nbytes) / saved.total_bytes <= self.ratio:
+            return Decision.OFFLOAD
+        return Decision.KEEP
 
 
 @dataclass(frozen=True)

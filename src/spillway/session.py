@@ -15,7 +15,7 @@ import torch
 
 from spillway.capture.identity import Identity, Marks
 from spillway.capture.order import Memory
-from spillway.errors import SessionError
+from spillway.errors import SessionError, UsageError
 from spillway.events import Recorder
 from spillway.runtime.device import DeviceRuntime, MakeBackend, backend_for
 from spillway.runtime.disk import SpillFile
@@ -68,6 +68,9 @@ class Session:
         recorder: Recorder | None = None,
         backend: MakeBackend = backend_for,
     ) -> None:
+        for name, value in (("recorder", recorder), ("backend", backend)):
+            if value is not None and not callable(value):
+                raise UsageError(f"{name}: got {value!r}, expected a callable")
         self.identity = Identity()
         self.marks = Marks()
         self._window = None if window is None else parse_bytes(window, what="window")
@@ -154,13 +157,17 @@ class Session:
 
     def close(self) -> None:
         """Stop the threads, give back memory and disk. What is away is lost: close after the last backward."""
+        if self._process != os.getpid():
+            # A forked child has neither the threads nor a lock that it could trust. The file knows its owner by itself.
+            if self._file is not None:
+                self._file.close()
+            return
         with self._lock:
             if self._closed:
                 return
             self._closed = True
-            if self._process == os.getpid():
-                for runtime in self._runtimes.values():
-                    runtime.close()
+            for runtime in self._runtimes.values():
+                runtime.close()
             if self._file is not None:
                 self._file.close()
 

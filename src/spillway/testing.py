@@ -40,7 +40,7 @@ from dataclasses import dataclass
 import torch
 
 from spillway.errors import RaceError
-from spillway.runtime.backend import Backend, Event, Lane, Task, anonymous_pages
+from spillway.runtime.backend import Backend, Event, Lane, Task, anonymous_pages, raise_again
 
 POISON = 0xA5
 """The byte that unwritten memory is full of."""
@@ -115,7 +115,7 @@ class _Job:
             except (RuntimeError, OSError) as error:
                 self._error = error
         if self._error is not None:
-            raise self._error
+            raise_again(self._error)
 
 
 @dataclass(frozen=True, slots=True)

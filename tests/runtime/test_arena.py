@@ -33,7 +33,7 @@ def make(capacity: int = 1 << 20, slab_bytes: int = 64 * PAGE) -> Arena:
 
 def test_sizes_are_exact_to_a_page() -> None:
     arena = make()
-    sizes = [arena.allocate(nbytes).bytes.numel() for nbytes in (1, PAGE, PAGE + 1)]
+    sizes = [arena.allocate(nbytes).nbytes for nbytes in (1, PAGE, PAGE + 1)]
     assert sizes == [PAGE, PAGE, 2 * PAGE]
     assert arena.used_bytes == 4 * PAGE
     assert arena.reserved_bytes == 64 * PAGE
@@ -41,7 +41,7 @@ def test_sizes_are_exact_to_a_page() -> None:
 
 def test_blocks_begin_at_pages() -> None:
     arena = make()
-    assert all(arena.allocate(5000).bytes.data_ptr() % PAGE == 0 for _ in range(5))
+    assert all(arena.allocate(5000).view().data_ptr() % PAGE == 0 for _ in range(5))
 
 
 def test_steady_use_grows_nothing() -> None:
@@ -76,15 +76,15 @@ def test_the_cap_holds_and_what_is_freed_can_be_had_again() -> None:
     with pytest.raises(TierFullError, match=r"got a request for 4\.0 KiB with 40\.0 KiB of 40\.0 KiB in use"):
         arena.allocate(1)
     arena.free(block)
-    assert arena.allocate(10 * PAGE).bytes.numel() == 10 * PAGE
+    assert arena.allocate(10 * PAGE).nbytes == 10 * PAGE
 
 
 def test_events_travel_with_the_bytes() -> None:
     arena = make()
     first, second = Never(), Never()
     low, high = arena.allocate(32 * PAGE), arena.allocate(32 * PAGE)
-    arena.free(low, first)
-    arena.free(high, second, Reached())
+    arena.free(low, (first,))
+    arena.free(high, (second, Reached()))
     # The joined range is cut across the old border: both parts must be waited for.
     assert arena.allocate(8 * PAGE).after == (first, second)
     assert arena.allocate(8 * PAGE).after == (first, second)
@@ -114,12 +114,12 @@ def test_live_blocks_never_overlap_and_keep_their_bytes(actions: list[tuple[bool
             except TierFullError:
                 assert arena.reserved_bytes + pages(nbytes) > arena.capacity
                 continue
-            block.bytes.fill_(number % 251)
+            block.view().fill_(number % 251)
             live.append((block, number % 251))
         elif live:
             arena.free(live.pop(choice % len(live))[0])
-        assert all(bool((block.bytes == value).all()) for block, value in live)
-        assert arena.used_bytes == sum(block.bytes.numel() for block, _ in live) <= arena.reserved_bytes
+        assert all(bool((block.view() == value).all()) for block, value in live)
+        assert arena.used_bytes == sum(block.nbytes for block, _ in live) <= arena.reserved_bytes
     for block, _ in live:
         arena.free(block)
     assert arena.trim() >= 0
@@ -130,4 +130,4 @@ def test_a_slab_ends_with_its_last_block() -> None:
     arena = make()
     block = arena.allocate(PAGE)
     arena.close()
-    assert torch.equal(block.bytes.fill_(1), torch.ones(PAGE, dtype=torch.uint8))
+    assert torch.equal(block.view().fill_(1), torch.ones(PAGE, dtype=torch.uint8))

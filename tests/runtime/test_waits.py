@@ -102,6 +102,6 @@ def test_trim_waits_for_what_still_reads_a_slab() -> None:
 
     memory = Arena(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8), capacity=1 << 20)
     event = Pending()
-    memory.free(memory.allocate(4096), event)
+    memory.free(memory.allocate(4096), (event,))
     assert memory.trim() > 0
     assert event.waited

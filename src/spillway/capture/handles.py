@@ -67,10 +67,12 @@ class AwayHandle:
         entry, seat = self._entry, self._known.seat
         # Whether it was caught before it left is a hint to the order: reading it without the lock does no harm.
         caught = entry.round == 0 and entry.storage is not None
-        storage, low, self._round = self._mover.take(entry, self._round)
-        if seat is not None:
-            seat.course.ask(seat.place, caught=caught)
-            seat.course.fetched(self._mover.prefetch(seat.course.ahead(seat.place)))
+        if seat is None:
+            storage, low, self._round, _ = self._mover.take(entry, self._round)
+        else:
+            ahead = seat.course.ask(seat.place, caught=caught)
+            storage, low, self._round, fetched = self._mover.take(entry, self._round, ahead)
+            seat.course.fetched(fetched)
         tensor = self._tracker.detach()
         tensor.data = self._recipe.rebuild(storage, low)
         return tensor

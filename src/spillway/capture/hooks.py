@@ -18,9 +18,8 @@ and would hand back another tensor if some were missing.
 from __future__ import annotations
 
 import itertools
-import weakref
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 
@@ -109,7 +108,7 @@ class Pass:
 
     def pack(self, tensor: torch.Tensor) -> Handle:
         """The hook: what autograd holds for ``tensor``."""
-        if in_backward():
+        if _graph_task() != -1:
             return KeptHandle(tensor)
         node = _next_node()
         if self._waiting and node > self._waiting_node:
@@ -187,7 +186,7 @@ class Pass:
         handle = AwayHandle(tensor, known, entry, runtime)
         known.seat = self._course(tensor.device).add(entry)
         tier = runtime.tier(_TIERS.get(decision, self._tier))
-        self._waiting.append(_Departure(weakref.ref(entry), runtime, tier, known.seat.in_tail))
+        self._waiting.append((entry, runtime, tier, known.seat.in_tail))
         return handle
 
     def _begin(self, tensor: torch.Tensor) -> None:
@@ -234,19 +233,15 @@ class Pass:
     def _send(self) -> None:
         """What waits leaves now. See NOTE [ When a tensor may leave ]."""
         waiting, self._waiting = self._waiting, []
-        for (runtime, tier, hold), departures in itertools.groupby(waiting, key=_Departure.way):
-            entries = [entry for departure in departures if (entry := departure.entry()) is not None]
+        for (runtime, tier, hold), departures in itertools.groupby(waiting, key=_way):
+            entries = [departure[0] for departure in departures]
             runtime.mover.put(entries, tier, window=self._window, hold=hold)
 
 
-class _Departure(NamedTuple):
-    """An entry that waits until its operator has run."""
+# What waits to leave, where it goes through and to, and whether it is to be held back. A plain tuple: it is made for
+# every saved tensor.
+_Departure = tuple[Entry, DeviceRuntime, Tier, bool]
 
-    entry: weakref.ref[Entry]
-    runtime: DeviceRuntime
-    tier: Tier
-    hold: bool
 
-    def way(self) -> tuple[DeviceRuntime, Tier, bool]:
-        """What entries that leave together have in common."""
-        return self.runtime, self.tier, self.hold
+def _way(departure: _Departure) -> tuple[DeviceRuntime, Tier, bool]:
+    return departure[1:]

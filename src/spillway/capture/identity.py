@@ -38,6 +38,8 @@ ALIGNMENT = 512
 """The coarsest alignment that an allocator of torch gives (the CUDA caching allocator's)."""
 
 
+_FIRST_SWEEP = 4096
+
 # Named tensors are gone from the newest torch.
 _HAS_NAMES = hasattr(torch.Tensor, "has_names")
 
@@ -75,20 +77,26 @@ class Identity:
     """Finds the bytes that are known already. One per session."""
 
     def __init__(self) -> None:
-        self._known: weakref.WeakValueDictionary[int, Known] = weakref.WeakValueDictionary()
+        # A plain dictionary of weak references, swept now and then, costs a third of a WeakValueDictionary.
+        self._known: dict[int, weakref.ref[Known]] = {}
+        self._sweep_at = _FIRST_SWEEP
 
     def find(self, storage: torch.UntypedStorage, reach: Reach) -> Known | None:
         """What is known of these bytes, if all of them are."""
-        known = self._known.get(storage._cdata)
+        reference = self._known.get(storage._cdata)
+        known = reference() if reference is not None else None
         if known is None or known.origin() is not storage or not known.reach.covers(reach):
             return None
         return known
 
     def add(self, storage: torch.UntypedStorage, known: Known) -> None:
-        self._known[storage._cdata] = known
+        self._known[storage._cdata] = weakref.ref(known)
+        if len(self._known) >= self._sweep_at:
+            self._known = {key: reference for key, reference in list(self._known.items()) if reference() is not None}
+            self._sweep_at = max(_FIRST_SWEEP, 2 * len(self._known))
 
     def __len__(self) -> int:
-        return len(self._known)
+        return sum(reference() is not None for reference in list(self._known.values()))
 
 
 class Marks:
@@ -114,10 +122,15 @@ def version_owner(tensor: torch.Tensor) -> torch.Tensor:
 
 def is_parameter(tensor: torch.Tensor) -> bool:
     """Whether it is a parameter or buffer, or a view of one."""
-    owner = version_owner(tensor)
-    return isinstance(owner, (torch.nn.Parameter, torch.nn.Buffer)) or isinstance(
-        tensor, (torch.nn.Parameter, torch.nn.Buffer)
-    )
+    base = tensor._base
+    return _is_declared(tensor) or (base is not None and _is_declared(base))
+
+
+def _is_declared(tensor: torch.Tensor) -> bool:
+    # `isinstance` asks a metaclass, which costs a microsecond, and a plain tensor is no parameter.
+    if type(tensor) is not torch.Tensor and isinstance(tensor, torch.nn.Parameter):
+        return True
+    return bool(getattr(tensor, "_is_buffer", False))
 
 
 def storage_parts(tensor: torch.Tensor) -> list[torch.Tensor]:

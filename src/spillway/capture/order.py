@@ -55,24 +55,24 @@ class Course:
         self._entries.append(weakref.ref(entry))
         return Seat(self, place, place in self._tail)
 
-    def ask(self, place: int, *, caught: bool) -> None:
-        """Backward asked for the entry at ``place``; ``caught`` if it had not left yet."""
+    def ask(self, place: int, *, caught: bool) -> Iterator[Entry | None]:
+        """Backward asked for the entry at ``place``; ``caught`` if it had not left yet.
+
+        Returns:
+            The entries that it is expected to ask for next, and that were not given here before.
+        """
         if place not in self._asked:
             self._asked[place] = None
             if caught:
                 self._caught.add(place)
-
-    def ahead(self, place: int) -> Iterator[Entry | None]:
-        """The entries that backward is expected to ask for after this one and that were not given here before."""
         sequence = self._predicted()
         position = self._place[place]
         # Backward asks for the first of them again when it runs a second time over the same graph.
         self._fetched = 1 if position == 0 else max(self._fetched, position + 1)
-        for following in sequence[self._fetched :]:
-            yield self._entries[following]()
+        return (self._entries[sequence[index]]() for index in range(self._fetched, len(sequence)))
 
     def fetched(self, count: int) -> None:
-        """So many of what :meth:`ahead` gave need not be given again."""
+        """So many of what :meth:`ask` gave need not be given again."""
         self._fetched += count
 
     def sequence(self) -> list[int]:

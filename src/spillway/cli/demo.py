@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import ExitStack
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -51,7 +52,7 @@ def demo(
             show_default="in turn on the CPU",
         ),
     ] = None,
-    seconds: Annotated[float, typer.Option(min=0, help="Do fewer steps if these take longer; 0: no limit.")] = 150,
+    seconds: Annotated[float, typer.Option(min=0, help="Do fewer steps if these take longer; 0: no limit.")] = 165,
     window: Annotated[str | None, typer.Option(help='Bytes in flight at once for offload, as "64MiB".')] = None,
     seed: Annotated[int, typer.Option(help="Of the first weights and of the batches.")] = 0,
     json: Annotated[Path | None, typer.Option(help="Write the table to this file, too.")] = None,
@@ -65,7 +66,9 @@ def demo(
     planned = numbers.pop("steps")
     if window is not None:
         parse_bytes(window, what="window")
-    settings = Settings(way="keep", device=str(where), data=data, window=window, seed=seed, **numbers)
+    settings = Settings(
+        way="keep", device=str(where), data=None if data is None else str(data), window=window, seed=seed, **numbers
+    )
     settings.check()
     _check_writable(json)
 
@@ -79,7 +82,7 @@ def demo(
     for line in comparison(report):
         console.print(line, highlight=False)
     if json is not None:
-        json.write_text(report.model_dump_json(indent=2) + "\n", encoding="utf-8")
+        json.write_text(report.to_json(), encoding="utf-8")
     unequal = [row.way for row in report.rows if row.identical is False]
     if unequal:
         raise DemoError(f"{', '.join(unequal)}: loss or gradients are not bit for bit those of keep; this is a bug")
@@ -106,7 +109,7 @@ def _run_in_turn(
     with ExitStack() as stack:
         for name in names:
             progress.begin(name, steps)
-        processes = [stack.enter_context(WayProcess(settings.model_copy(update={"way": name}))) for name in names]
+        processes = [stack.enter_context(WayProcess(replace(settings, way=name))) for name in names]
         for process in processes:
             progress.show(process.way, process.started())
         begin = time.perf_counter()
@@ -127,12 +130,14 @@ def _run_in_turn(
 
 def _report(outcomes: dict[str, Outcome], settings: Settings) -> Report:
     reference = outcomes.get("keep")
+    settings_of_all = {**asdict(settings), "steps": len(next(iter(outcomes.values())).losses)}
+    del settings_of_all["way"]
     rows = [make_row(name, outcome, reference) for name, outcome in outcomes.items()]
     return Report(
         rows=rows,
         hardware=describe_hardware(torch.device(settings.device)),
         versions=describe_versions(),
-        settings={**settings.model_dump(mode="json", exclude={"way"}), "steps": len(rows[0].losses)},
+        settings=settings_of_all,
         environment=MALLOC,
     )
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import enum
-from pathlib import Path
-from typing import Annotated, Literal
-
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+import json
+from dataclasses import asdict, dataclass
 
 from spillway.errors import SpillwayError, UsageError
 
@@ -15,13 +13,12 @@ HEAD_WIDTH = 64
 
 
 class DemoError(SpillwayError, RuntimeError):
-    """A way of the demo ended before its time. The message says which, and with what words."""
+    """A way of the demo ended before its time, or not as it has to. The message says which, and how."""
 
 
-class Settings(BaseModel):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
     """One training, the same for every way but for its name."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     way: str
     device: str
@@ -30,11 +27,10 @@ class Settings(BaseModel):
     sequence: int
     batch: int
     seed: int = 0
-    learning_rate: float = 1e-3
-    data: Path | None = None
+    data: str | None = None
     """A file or folder to train on; ``None`` is the Python standard library's own source."""
     window: str | None = None
-    """Bytes that may be leaving or returning at once, as Spillway is given them; ``None`` leaves it to Spillway."""
+    """Bytes that may be leaving at once, as Spillway is given them; ``None`` leaves it to Spillway."""
 
     @property
     def heads(self) -> int:
@@ -46,6 +42,11 @@ class Settings(BaseModel):
         """Tokens of one step."""
         return self.batch * self.sequence
 
+    @property
+    def learning_rate(self) -> float:
+        """The highest at which this model settles at once, without a warm-up: smaller for a wider one."""
+        return 1e-3 * min(1.0, 384 / self.width)
+
     def check(self) -> None:
         """Refuse a shape that no model can have.
 
@@ -56,21 +57,19 @@ class Settings(BaseModel):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name}: got {getattr(self, name)}, expected at least 1")
         if self.width % self.heads:
-            raise UsageError(f"width: got {self.width}, expected a multiple of {HEAD_WIDTH}, or less than that")
+            raise UsageError(f"width: got {self.width}, expected a multiple of {HEAD_WIDTH}")
 
 
-class Started(BaseModel):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started:
     """The child is ready for its first step."""
 
-    kind: Literal["started"] = "started"
     parameters: int
     text_bytes: int
-    baseline_bytes: int
-    """What the process held just before its first step."""
 
 
 class Order(enum.Enum):
-    """What the parent tells a child that has finished its step: a line each."""
+    """What the parent tells a child that waits: a line each."""
 
     STEP = "step"
     """Do one more."""
@@ -78,20 +77,20 @@ class Order(enum.Enum):
     """Do one more, and tell the outcome."""
 
 
-class Step(BaseModel):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
     """One step is done."""
 
-    kind: Literal["step"] = "step"
     index: int
     """From 0."""
     loss: float
     seconds: float
 
 
-class Outcome(BaseModel):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
     """All steps are done."""
 
-    kind: Literal["outcome"] = "outcome"
     step_seconds: float
     """Median over all steps but the first, in which pools and caches are made."""
     all_step_seconds: list[float]
@@ -109,23 +108,41 @@ class Outcome(BaseModel):
     """SHA-256 of the exact bytes of every loss and of all gradients of the first and of the last step."""
 
 
-class Refused(BaseModel):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused:
     """Spillway, or the demo, raised one of its own errors."""
 
-    kind: Literal["refused"] = "refused"
     message: str
     usage: bool
     """Whether an argument was at fault."""
 
 
-Message = Annotated[Started | Step | Outcome | Refused, Field(discriminator="kind")]
-"""What a child says: one of these in a line of JSON."""
+Message = Started | Step | Outcome | Refused
+"""What a child says."""
 
-MESSAGE: TypeAdapter[Message] = TypeAdapter(Message)
-"""Reads a line."""
+_KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in (Started, Step, Outcome, Refused)}
 
 
-class Row(BaseModel):
+def encode(message: Message) -> str:
+    """A message as a line of JSON, without its end."""
+    return json.dumps({"kind": type(message).__name__, **asdict(message)})
+
+
+def decode(line: str) -> Message:
+    """The message that :func:`encode` made a line of.
+
+    Raises:
+        DemoError: if it made no such line.
+    """
+    try:
+        fields = json.loads(line)
+        return _KINDS[fields.pop("kind")](**fields)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DemoError(f"got {line.strip()!r} from a child, expected one of the demo's messages") from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
     """One way, as the table and the JSON file show it."""
 
     way: str
@@ -146,8 +163,20 @@ class Row(BaseModel):
     fingerprint: str
 
 
-class Report(BaseModel):
-    """What ``--json`` writes."""
+def make_row(way: str, outcome: Outcome, reference: Outcome | None) -> Row:
+    """A way's row, with ``reference`` the outcome of ``keep`` if that ran."""
+    return Row(
+        way=way,
+        activation_peak_bytes=outcome.peak_bytes - outcome.baseline_bytes,
+        loss=outcome.losses[-1],
+        identical=None if reference is None else outcome.fingerprint == reference.fingerprint,
+        **asdict(outcome),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """All that ``--json`` writes."""
 
     rows: list[Row]
     hardware: dict[str, str | int]
@@ -157,13 +186,6 @@ class Report(BaseModel):
     environment: dict[str, str]
     """What every child was given beyond the parent's own environment."""
 
-
-def make_row(way: str, outcome: Outcome, reference: Outcome | None) -> Row:
-    """A way's row, with ``reference`` the outcome of ``keep`` if that ran."""
-    return Row(
-        way=way,
-        activation_peak_bytes=outcome.peak_bytes - outcome.baseline_bytes,
-        loss=outcome.losses[-1],
-        identical=None if reference is None else outcome.fingerprint == reference.fingerprint,
-        **outcome.model_dump(exclude={"kind"}),
-    )
+    def to_json(self) -> str:
+        """The report as JSON, with the names of its fields."""
+        return json.dumps(asdict(self), indent=2) + "\n"

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+from dataclasses import asdict
 from typing import TypeVar
 
-from pydantic import ValidationError
-
-from spillway.demo.records import MESSAGE, DemoError, Order, Outcome, Refused, Settings, Started, Step
+from spillway.demo.records import DemoError, Order, Outcome, Refused, Settings, Started, Step, decode
 from spillway.errors import UsageError
 
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(2**20), "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
@@ -50,7 +50,7 @@ class WayProcess:
         self.way = settings.way
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (closed by __exit__)
         self._child = subprocess.Popen(
-            [sys.executable, "-m", "spillway.demo.worker", settings.model_dump_json()],
+            [sys.executable, "-m", "spillway.demo.worker", json.dumps(asdict(settings))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
@@ -96,14 +96,11 @@ class WayProcess:
         line = self._child.stdout.readline()
         if not line:
             raise self._premature()
-        try:
-            message = MESSAGE.validate_json(line)
-        except ValidationError as error:
-            raise DemoError(f"{self.way}: got {line.strip()!r}, expected one of the demo's messages") from error
+        message = decode(line)
         if isinstance(message, Refused):
             raise (UsageError if message.usage else DemoError)(message.message)
         if not isinstance(message, expected):
-            raise DemoError(f"{self.way}: got a message {message.kind!r}, expected {expected.__name__}")
+            raise DemoError(f"{self.way}: got a message {type(message).__name__}, expected {expected.__name__}")
         return message
 
     def _premature(self) -> DemoError:

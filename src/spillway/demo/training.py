@@ -10,6 +10,8 @@ import gc
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -32,14 +34,14 @@ def train(settings: Settings, say: Callable[[Message], None], hear: Callable[[],
     settings.check()
     device = torch.device(settings.device)
     _make_deterministic(device)
-    text = load_text(settings.data)
+    text = load_text(None if settings.data is None else Path(settings.data))
     batches = Batches(text, batch=settings.batch, sequence=settings.sequence, seed=settings.seed, device=device)
     _warm_up(settings, device)
     way = WAYS[settings.way](settings, _make_model(settings, device))
     meter = meter_for(device)
     gc.collect()
     baseline = meter.start()
-    say(Started(parameters=_count_parameters(way.model), text_bytes=len(text), baseline_bytes=baseline))
+    say(Started(parameters=_count_parameters(way.model), text_bytes=len(text)))
 
     losses, seconds, fingerprint = _run_steps(way, batches, say, hear)
     middle = statistics.median(seconds[1:] or seconds)
@@ -88,7 +90,7 @@ def _make_model(settings: Settings, device: torch.device) -> GPT:
 def _warm_up(settings: Settings, device: torch.device) -> None:
     # A step of a tiny model, the plain way: code is read from disk, thread pools and libraries are started. That is
     # memory and time of the process rather than of a step, and would fall to the first step of every way.
-    tiny = settings.model_copy(update={"layers": 1, "width": HEAD_WIDTH, "sequence": 16, "batch": 2})
+    tiny = replace(settings, layers=1, width=HEAD_WIDTH, sequence=16, batch=2)
     tokens = torch.zeros(tiny.batch, tiny.sequence, dtype=torch.int64, device=device)
     Way(tiny, _make_model(tiny, device)).step(tokens, tokens)
 

@@ -5,11 +5,12 @@ Settings come as JSON, orders on stdin, a line each; messages go to stdout, a li
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from typing import TextIO
 
-from spillway.demo.records import Message, Order, Refused, Settings
+from spillway.demo.records import Message, Order, Refused, Settings, encode
 from spillway.demo.training import train
 from spillway.errors import SpillwayError, UsageError
 
@@ -22,7 +23,7 @@ def main(arguments: list[str]) -> int:
     channel = _claim_stdout()
 
     def say(message: Message) -> None:
-        channel.write(message.model_dump_json() + "\n")
+        channel.write(encode(message) + "\n")
         channel.flush()
 
     def hear() -> Order:
@@ -32,7 +33,7 @@ def main(arguments: list[str]) -> int:
         return Order(line.strip())
 
     try:
-        train(Settings.model_validate_json(arguments[0]), say, hear)
+        train(Settings(**json.loads(arguments[0])), say, hear)
     except SpillwayError as error:
         say(Refused(message=str(error), usage=isinstance(error, UsageError)))
         return 2

@@ -8,6 +8,9 @@ any part of them finds them in ``Block.after``, and waits for them before it wri
 buffer out again as soon as the copy from it is *queued* delivers the next owner's bytes to the first.)
 
 Blocks are cut in multiples of a page, so that any of them can be read and written by direct I/O as it stands.
+
+A training step asks for the same sizes again and again. So what is given back lies in a bin for its size, uncut, and is
+handed out as it is; only when a bin is empty are all bins emptied, neighbours joined, and the best fit cut.
 """
 
 from __future__ import annotations
@@ -15,7 +18,6 @@ from __future__ import annotations
 import bisect
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
@@ -27,16 +29,21 @@ PAGE = 4096
 SLAB_BYTES = 32 << 20
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Block:
-    """Bytes of a slab, owned until they are given back."""
+    """Bytes of a slab, owned until they are given back: page-aligned, a multiple of a page long."""
 
-    bytes: torch.Tensor
-    """Flat ``torch.uint8``, page-aligned, a multiple of a page long."""
-    after: tuple[Event, ...]
-    """Wait for these before the first write."""
-    slab: _Slab
-    offset: int
+    __slots__ = ("after", "nbytes", "offset", "slab")
+
+    def __init__(self, slab: _Slab, offset: int, nbytes: int, after: tuple[Event, ...]) -> None:
+        self.slab = slab
+        self.offset = offset
+        self.nbytes = nbytes
+        self.after = after
+        """Wait for these before the first write."""
+
+    def view(self, nbytes: int | None = None) -> torch.Tensor:
+        """The first ``nbytes`` as a flat ``torch.uint8`` tensor; all of them by default."""
+        return self.slab.memory[self.offset : self.offset + (self.nbytes if nbytes is None else nbytes)]
 
 
 class _Slab:
@@ -55,10 +62,11 @@ class _Slab:
         offset, length, after = self.free.pop(index)
         if length > nbytes:
             self.free.insert(index, (offset + nbytes, length - nbytes, after))
-        return Block(self.memory[offset : offset + nbytes], after, self, offset)
+        return Block(self, offset, nbytes, after)
 
-    def mend(self, offset: int, nbytes: int, after: tuple[Event, ...]) -> None:
-        """Put a range back, joined with its free neighbours."""
+    def mend(self, block: Block) -> None:
+        """Put a block back, joined with its free neighbours."""
+        offset, nbytes, after = block.offset, block.nbytes, block.after
         index = bisect.bisect(self.free, offset, key=lambda item: item[0])
         if index < len(self.free) and self.free[index][0] == offset + nbytes:
             _, length, events = self.free.pop(index)
@@ -85,37 +93,40 @@ class Arena:
         self._make_slab = make_slab
         self._slab_bytes = slab_bytes
         self._slabs: list[_Slab] = []
+        self._bins: dict[int, list[Block]] = {}
         self._lock = threading.RLock()
         self.capacity = capacity
         self.reserved_bytes = 0
         self.used_bytes = 0
 
-    def allocate(self, nbytes: int) -> Block:
+    def allocate(self, nbytes: int, *, over_cap: bool = False) -> Block:
         """A block of at least ``nbytes``, rounded up to a page.
+
+        Args:
+            nbytes: how many.
+            over_cap: pass the cap rather than fail.
 
         Raises:
             TierFullError: when it fits in no slab and another one would pass the cap.
         """
         nbytes = pages(nbytes)
         with self._lock:
-            for slab in self._slabs:
-                index = slab.smallest_fit(nbytes)
-                if index is not None:
-                    break
-            else:
-                slab, index = self._grow(nbytes), 0
+            same_size = self._bins.get(nbytes)
+            block = same_size.pop() if same_size else self._cut(nbytes, over_cap=over_cap)
             self.used_bytes += nbytes
-            return slab.cut(index, nbytes)
+            return block
 
-    def free(self, block: Block, *after: Event) -> None:
+    def free(self, block: Block, after: tuple[Event, ...] = ()) -> None:
         """Give a block back; its bytes may be written again after the events. See NOTE [ Given back is not free ]."""
         with self._lock:
-            self.used_bytes -= block.bytes.numel()
-            block.slab.mend(block.offset, block.bytes.numel(), after)
+            self.used_bytes -= block.nbytes
+            # A new block, since the old one may still be in somebody's hands.
+            self._bins.setdefault(block.nbytes, []).append(Block(block.slab, block.offset, block.nbytes, after))
 
     def trim(self) -> int:
         """Give slabs that nobody uses back to the system; returns their bytes."""
         with self._lock:
+            self._empty_bins()
             idle = [slab for slab in self._slabs if slab.free and slab.free[0][1] == slab.memory.numel()]
             for slab in idle:
                 for event in slab.free[0][2]:
@@ -129,11 +140,26 @@ class Arena:
         """Let go of all slabs, when nothing is queued any more. Blocks that somebody still holds keep theirs."""
         with self._lock:
             self._slabs.clear()
-            self.reserved_bytes = 0
+            self._bins.clear()
+            self.reserved_bytes = self.used_bytes = 0
 
-    def _grow(self, nbytes: int) -> _Slab:
+    def _empty_bins(self) -> None:
+        for blocks in self._bins.values():
+            for block in blocks:
+                block.slab.mend(block)
+        self._bins.clear()
+
+    def _cut(self, nbytes: int, *, over_cap: bool) -> Block:
+        self._empty_bins()
+        for slab in self._slabs:
+            index = slab.smallest_fit(nbytes)
+            if index is not None:
+                return slab.cut(index, nbytes)
+        return self._grow(nbytes, over_cap=over_cap).cut(0, nbytes)
+
+    def _grow(self, nbytes: int, *, over_cap: bool) -> _Slab:
         room = self.capacity - self.reserved_bytes
-        if nbytes > room:
+        if nbytes > room and not over_cap:
             raise TierFullError(
                 f"host memory: got a request for {format_bytes(nbytes)} with {format_bytes(self.used_bytes)} of "
                 f"{format_bytes(self.capacity)} in use, expected it to fit; raise host_budget, or send more to disk"

@@ -20,6 +20,7 @@ here, the accelerator's in ``accelerator.py``, and the adversary in :mod:`spillw
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import mmap
 import os
@@ -29,7 +30,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import psutil
 import torch
@@ -152,12 +153,24 @@ class TaskEvent:
 
     def resolve(self) -> Event | None:
         """Block until the task is done; the event of the copy that it queued, if it queued one."""
+        error = self._future.exception()
+        if error is not None:
+            raise_again(error)
         return self._future.result()
 
     def synchronize(self) -> None:
         inner = self.resolve()
         if inner is not None:
             inner.synchronize()
+
+
+def raise_again(error: BaseException) -> NoReturn:
+    """Raise an error that several may ask for.
+
+    A copy of it: raising the very object would hang the frames of whoever asks onto it, and what keeps the object (an
+    event of an entry of a graph that those frames hold) would keep the graph, in a circle that no collector sees.
+    """
+    raise copy.copy(error).with_traceback(None) from error
 
 
 def anonymous_pages(nbytes: int) -> torch.Tensor:

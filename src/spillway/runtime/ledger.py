@@ -24,6 +24,12 @@ class Ledger:
             self._reused.add(entry)
             self.reused_bytes += nbytes
 
+    def refuse(self, entry: int, nbytes: int, why: str) -> None:
+        """An entry stays, since no tier could take it. It is kept, and using it is no reuse."""
+        self.kept_bytes += nbytes
+        self._reused.add(entry)
+        self.note(f"kept on the device, since no tier could take it: {why}")
+
     def note(self, text: str) -> None:
         """Say once what was done otherwise than asked."""
         if text not in self.notes:

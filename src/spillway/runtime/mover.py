@@ -26,8 +26,9 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import NoReturn
 
 import torch
 
@@ -38,33 +39,6 @@ from spillway.runtime.backend import Backend, Event, Lane, in_task
 from spillway.runtime.entry import Entry, State
 from spillway.runtime.ledger import Ledger
 from spillway.runtime.tiers import Tier
-
-
-class _Guard(AbstractContextManager[None]):
-    """The mover's lock, and what belongs around it. A class, since a generator costs a microsecond more each time."""
-
-    __slots__ = ("_lock", "_mover", "depth")
-
-    def __init__(self, mover: Mover, lock: threading.RLock) -> None:
-        self._mover = weakref.ref(mover)
-        self._lock = lock
-        self.depth = 0
-        """How many calls of the thread that holds the lock are under way in each other."""
-
-    def __enter__(self) -> None:
-        mover = self._mover()
-        assert mover is not None
-        mover._check_open()
-        self._lock.acquire()
-        self.depth += 1
-
-    def __exit__(self, *error: object) -> None:
-        self.depth -= 1
-        self._lock.release()
-        mover = self._mover()
-        assert mover is not None
-        if mover._forgotten:
-            mover._read_notes()
 
 
 class Mover:
@@ -82,14 +56,14 @@ class Mover:
         self._recorder = recorder
         self._out = backend.lane("out")
         self._back = backend.lane("back")
-        self._lock = threading.RLock()
+        # Not reentrant: a finaliser that finds it taken, by its own thread too, leaves a note.
+        self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._leaving: deque[Entry] = deque()
         self._leaving_bytes = 0
         self._ahead_bytes = 0
         self._compute_lanes: dict[Lane, None] = {}
         self._forgotten: deque[tuple[Entry, int]] = deque()
-        self._guard = _Guard(self, self._lock)
         self._process = os.getpid()
         self._closed = False
 
@@ -110,7 +84,8 @@ class Mover:
             same_content: whether what the new handle saved is known to be what the entry's copy holds, if there is one
                 already. Where there is none yet, a copy taken later holds what both of them see.
         """
-        with self._guard:
+        self._check_open()
+        with self._lock:
             if entry.handles == 0 or not (same_content or (entry.slot is None and entry.round == 0)):
                 return False
             entry.handles += 1
@@ -129,7 +104,8 @@ class Mover:
             hold: queue no copy yet. They take their place in the window, and are only copied if later ones need it:
                 for the tail of a forward, which backward asks for first.
         """
-        with self._guard:
+        self._check_open()
+        with self._lock:
             window = self.window if window is None else window
             compute = self._compute()
             ready: Event | None = None
@@ -146,36 +122,28 @@ class Mover:
                     entry.state = State.LEAVING
                     self._leaving.append(entry)
                     self._leaving_bytes += entry.nbytes
+                    if not hold:
+                        self._tell(EventKind.LEAVE, entry)
+        if self._forgotten:
+            self._read_notes()
 
-    def prefetch(self, entries: Iterable[Entry | None]) -> int:
-        """Fetch entries ahead, in order, as far as the window goes.
-
-        Those that are not AWAY, or are alive for another reason, and ``None``, are passed over.
-
-        Returns:
-            How many were fetched or passed over.
-        """
-        count = 0
-        with self._guard:
-            for entry in entries:
-                if entry is not None and entry.state is State.AWAY and entry.handles > 0 and entry.alive() is None:
-                    if self._ahead_bytes + entry.nbytes > self.window:
-                        break
-                    self._fetch(entry)
-                count += 1
-        return count
-
-    def take(self, entry: Entry, asked_round: int) -> tuple[torch.UntypedStorage, int, int]:
+    def take(
+        self, entry: Entry, asked_round: int, ahead: Iterable[Entry | None] = ()
+    ) -> tuple[torch.UntypedStorage, int, int, int]:
         """The entry's bytes, on the device, ready for the calling thread's compute lane.
 
         Args:
             entry: the entry.
             asked_round: what this gave to the same handle the last time, or -1.
+            ahead: what will be asked for next. It is fetched now, in order, as far as the window goes. What is not
+                AWAY, or is alive for another reason, and ``None``, is passed over.
 
         Returns:
-            A storage, how many bytes of the original storage come before its first, and the entry's round.
+            A storage, how many bytes of the original storage come before its first, the entry's round, and how many
+            of ``ahead`` were fetched or passed over.
         """
-        with self._guard:
+        self._check_open()
+        with self._lock:
             compute = self._compute()
             storage = self._usable(entry, compute)
             if storage is not None:
@@ -187,7 +155,11 @@ class Mover:
             if asked_round != entry.round:
                 entry.asked += 1
                 self._let_go_if_asked_by_all(entry)
-            return storage, entry.low, entry.round
+            fetched = self._prefetch(ahead, compute)
+            low, asked_round = entry.low, entry.round
+        if self._forgotten:
+            self._read_notes()
+        return storage, low, asked_round, fetched
 
     def forget(self, entry: Entry, asked_round: int) -> None:
         """A handle of the entry died. Never blocks: see NOTE [ Handles die anywhere ]."""
@@ -197,9 +169,13 @@ class Mover:
         if not in_task():
             self._read_notes()
 
-    def exclusive(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
         """Inside, no entry changes, and nothing that has died is given back: for using the tiers from elsewhere."""
-        return self._guard
+        self._check_open()
+        with self._lock:
+            yield
+        self._read_notes()
 
     def close(self) -> None:
         """Give everything up: what is away is lost, and every later call but ``forget`` raises."""
@@ -209,29 +185,26 @@ class Mover:
             self._leaving.clear()
             self._leaving_bytes = 0
 
-    # All below is called with the lock held.
+    # All below is called with the lock held, but for the first three.
 
     def _check_open(self) -> None:
-        if os.getpid() != self._process:
-            raise SessionError(
-                f"got a call in process {os.getpid()}, expected process {self._process}, which made this session; "
-                f"lanes and spill files do not survive a fork: make a new Session in the child"
-            )
+        if self._closed or os.getpid() != self._process:
+            self._refuse_call()
+
+    def _refuse_call(self) -> NoReturn:
         if self._closed:
             raise SessionError("got a call on a closed session, expected an open one; make a new Session")
+        raise SessionError(
+            f"got a call in process {os.getpid()}, expected process {self._process}, which made this session; lanes "
+            f"and spill files do not survive a fork: make a new Session in the child"
+        )
 
     def _read_notes(self) -> None:
         # Whoever holds the lock comes by here after letting go of it: so a note is read by its writer or by the holder.
         while self._forgotten and self._lock.acquire(blocking=False):
             try:
-                if self._guard.depth > 0:
-                    return
-                self._guard.depth += 1
-                try:
-                    while self._forgotten:
-                        self._discount(*self._forgotten.popleft())
-                finally:
-                    self._guard.depth -= 1
+                while self._forgotten:
+                    self._discount(*self._forgotten.popleft())
             finally:
                 self._lock.release()
 
@@ -276,7 +249,7 @@ class Mover:
         except TierFullError as error:
             self._refuse(entry, error)
             return False
-        source = _flat(entry.storage)[entry.start - entry.low : entry.start - entry.low + entry.nbytes]
+        source = flat(entry.storage, entry.start - entry.low, entry.nbytes)
         stored = False
         try:
             entry.copied = entry.tier.store(entry.slot, source)
@@ -286,20 +259,19 @@ class Mover:
                 entry.tier.release(entry.slot)
                 entry.slot = entry.tier = None
         entry.ledger.offloaded_bytes += entry.nbytes
-        self._tell(EventKind.LEAVE, entry)
         return True
 
     def _refuse(self, entry: Entry, error: TierFullError) -> None:
         entry.state = State.RESIDENT
-        entry.ledger.kept_bytes += entry.nbytes
-        entry.ledger.note(f"kept on the device, since no tier could take it: {error}")
+        entry.ledger.refuse(entry.number, entry.nbytes, str(error))
         self._tell(EventKind.REFUSE, entry)
 
     def _settle(self, compute: Lane) -> None:
         """Let go of the oldest entry that is leaving."""
         entry = self._leaving.popleft()
         self._leaving_bytes -= entry.nbytes
-        if entry.copied is None:
+        held = entry.copied is None
+        if held:
             # It was held back in the hope that backward comes first.
             entry.state = State.RESIDENT
             self._backend.wait(self._out, self._backend.record(compute))
@@ -307,6 +279,8 @@ class Mover:
                 return
         self._release_after(entry)
         entry.state = State.AWAY
+        if held:
+            self._tell(EventKind.LEAVE, entry)
         self._tell(EventKind.RELEASE, entry)
 
     def _release_after(self, entry: Entry) -> None:
@@ -329,10 +303,19 @@ class Mover:
             # The read failed, so no copy was queued, and nobody asks for these bytes.
             entry.storage = None
 
-    def _fetch(self, entry: Entry) -> None:
+    def _prefetch(self, entries: Iterable[Entry | None], compute: Lane) -> int:
+        count = 0
+        for entry in entries:
+            if entry is not None and entry.state is State.AWAY and entry.handles > 0 and entry.alive() is None:
+                if self._ahead_bytes + entry.nbytes > self.window:
+                    break
+                self._fetch(entry, compute)
+            count += 1
+        return count
+
+    def _fetch(self, entry: Entry, compute: Lane) -> None:
         assert entry.tier is not None
         assert entry.slot is not None
-        compute = self._compute()
         destination = self._backend.empty(entry.nbytes)
         # The allocator may have handed out bytes that queued work on the compute lane still uses.
         self._backend.wait(self._back, self._backend.record(compute))
@@ -349,7 +332,7 @@ class Mover:
         if entry.state is State.RETURNING and entry.lane != compute:
             self._give_up_return(entry)
         if entry.state is not State.RETURNING:
-            self._fetch(entry)
+            self._fetch(entry, compute)
         storage, copied, entry.copied = entry.storage, entry.copied, None
         assert storage is not None
         assert copied is not None
@@ -391,6 +374,6 @@ class Mover:
             self._recorder(Happening(kind, entry.number, entry.nbytes))
 
 
-def _flat(storage: torch.UntypedStorage) -> torch.Tensor:
-    """A storage as flat bytes."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+def flat(storage: torch.UntypedStorage, start: int, nbytes: int) -> torch.Tensor:
+    """Some bytes of a storage."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, start, (nbytes,), (1,))

@@ -19,7 +19,7 @@ from typing import Protocol
 
 import torch
 
-from spillway.errors import TierFullError
+from spillway.errors import TierError, TierFullError, TransferError
 from spillway.runtime.arena import Arena, Block, pages
 from spillway.runtime.backend import Backend, Event, Lane
 from spillway.runtime.disk import Extent, SpillFile
@@ -80,7 +80,7 @@ class HostTier(Tier):
         assert isinstance(slot, _HostSlot)
         for event in slot.block.after:
             self._backend.wait(self._out, event)
-        self._backend.copy(self._out, slot.block.bytes[: slot.nbytes], source)
+        self._backend.copy(self._out, slot.block.view(slot.nbytes), source)
         slot.stored = self._backend.record(self._out)
         return slot.stored
 
@@ -89,23 +89,28 @@ class HostTier(Tier):
         assert slot.stored is not None
         # The two lanes know nothing of each other: a copy back that overtakes its own copy out brings back garbage.
         self._backend.wait(self._back, slot.stored)
-        self._backend.copy(self._back, destination, slot.block.bytes[: slot.nbytes])
+        self._backend.copy(self._back, destination, slot.block.view(slot.nbytes))
         slot.loaded = self._backend.record(self._back)
         return slot.loaded
 
     def release(self, slot: Slot) -> None:
         assert isinstance(slot, _HostSlot)
-        self._arena.free(slot.block, *(event for event in (slot.stored, slot.loaded) if event is not None))
+        # The copy back came after the copy out.
+        last = slot.loaded if slot.loaded is not None else slot.stored
+        self._arena.free(slot.block, () if last is None else (last,))
 
 
 class _DiskSlot:
-    __slots__ = ("extent", "nbytes", "pending", "released", "written")
+    __slots__ = ("block", "extent", "nbytes", "pending", "released", "written")
 
-    def __init__(self, nbytes: int, extent: Extent) -> None:
+    def __init__(self, nbytes: int, extent: Extent, block: Block) -> None:
         self.nbytes = nbytes
         self.extent = extent
+        self.block = block
+        """On the way out: where the bytes wait for their write."""
         self.written: Event | None = None
-        self.pending = 0
+        self.pending = 1
+        """Who still needs the extent: the entry, the write, the reads."""
         self.released = False
 
 
@@ -123,19 +128,25 @@ class DiskTier(Tier):
         self._out = out
         self._back = back
         self._staging = staging
-        self._writes: deque[tuple[int, Event]] = deque()
+        self._writes: deque[tuple[_DiskSlot, Event]] = deque()
         self._writing_bytes = 0
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()
+        self._landed = threading.Condition()
+        self._landing_blocks = 0
 
     def reserve(self, nbytes: int) -> _DiskSlot:
-        return _DiskSlot(nbytes, self._file.allocate(nbytes))
+        block = self._stage(nbytes)
+        try:
+            return _DiskSlot(nbytes, self._file.allocate(nbytes), block)
+        except TierError:
+            self._arena.free(block)
+            raise
 
     def store(self, slot: Slot, source: torch.Tensor) -> Event:
         assert isinstance(slot, _DiskSlot)
-        block = self._stage(slot.nbytes)
-        for event in block.after:
+        for event in slot.block.after:
             self._backend.wait(self._out, event)
-        self._backend.copy(self._out, block.bytes[: slot.nbytes], source)
+        self._backend.copy(self._out, slot.block.view(slot.nbytes), source)
         copied = self._backend.record(self._out)
 
         def write() -> None:
@@ -143,16 +154,16 @@ class DiskTier(Tier):
                 copied.synchronize()
                 # A slot that was given back meanwhile needs no writing.
                 if not slot.released:
-                    self._backend.host_access(block.bytes, write=False)
-                    self._file.write(slot.extent, _buffer(block))
+                    self._backend.host_access(slot.block.view(), write=False)
+                    self._file.write(slot.extent, _buffer(slot.block))
             finally:
-                self._arena.free(block)
-                self._finish(slot)
+                self._arena.free(slot.block)
+                self._let_go(slot)
 
-        slot.pending += 1
+        self._hold(slot)
         slot.written = self._backend.run(write)
-        self._writes.append((block.bytes.numel(), slot.written))
-        self._writing_bytes += block.bytes.numel()
+        self._writes.append((slot, slot.written))
+        self._writing_bytes += slot.block.nbytes
         return copied
 
     def load(self, slot: Slot, destination: torch.Tensor) -> Event:
@@ -163,47 +174,52 @@ class DiskTier(Tier):
         def read() -> Event:
             try:
                 written.synchronize()
-                block = self._arena.allocate(slot.nbytes)
+                block = self._landing(slot.nbytes)
                 copied: tuple[Event, ...] = ()
                 try:
                     for event in block.after:
                         event.synchronize()
-                    self._backend.host_access(block.bytes, write=True)
+                    self._backend.host_access(block.view(), write=True)
                     self._file.read(slot.extent, _buffer(block))
-                    self._backend.copy(self._back, destination, block.bytes[: slot.nbytes])
+                    self._backend.copy(self._back, destination, block.view(slot.nbytes))
                     copied = (self._backend.record(self._back),)
                     return copied[0]
                 finally:
-                    self._arena.free(block, *copied)
+                    self._arena.free(block, copied)
+                    with self._landed:
+                        self._landing_blocks -= 1
+                        self._landed.notify_all()
             finally:
-                self._finish(slot)
+                self._let_go(slot)
 
-        with self._lock:
-            slot.pending += 1
+        self._hold(slot)
         return self._backend.run(read)
 
     def release(self, slot: Slot) -> None:
         assert isinstance(slot, _DiskSlot)
-        with self._lock:
-            slot.released = True
-            idle = slot.pending == 0
-        if idle:
-            self._file.free(slot.extent)
+        slot.released = True
+        if slot.written is None:
+            self._arena.free(slot.block)
+        self._let_go(slot)
 
     def synchronize(self) -> None:
         while self._writes:
             self._settle()
 
-    def _finish(self, slot: _DiskSlot) -> None:
-        """A read or the write of the slot has ended: the extent is free if nobody wants it any more.
+    def _hold(self, slot: _DiskSlot) -> None:
+        with self._lock:
+            slot.pending += 1
+
+    def _let_go(self, slot: _DiskSlot) -> None:
+        """The entry, the write or a read needs the extent no more; the last of them frees it.
 
         An extent that is given back with its write still queued must not be handed out: the late write would land in
         the next owner's bytes.
         """
         with self._lock:
             slot.pending -= 1
-            idle = slot.released and slot.pending == 0
-        if idle:
+            last = slot.pending == 0
+        if last:
             self._file.free(slot.extent)
 
     def _stage(self, nbytes: int) -> Block:
@@ -219,12 +235,34 @@ class DiskTier(Tier):
                     raise
                 self._settle()
 
+    def _landing(self, nbytes: int) -> Block:
+        """A block for the way back; called in a task.
+
+        Where the cap is reached it waits for other reads, which are short. If none is under way it passes the cap:
+        without these bytes the graph is lost. (Writes are not waited for: they may stand in the queue behind this.)
+        """
+        with self._landed:
+            while True:
+                try:
+                    block = self._arena.allocate(nbytes, over_cap=self._landing_blocks == 0)
+                except TierFullError:
+                    self._landed.wait()
+                else:
+                    self._landing_blocks += 1
+                    return block
+
     def _settle(self) -> None:
         """Wait for the oldest write. If it failed, this raises: in the forward of the step that it belongs to."""
-        nbytes, written = self._writes.popleft()
-        self._writing_bytes -= nbytes
-        written.synchronize()
+        slot, written = self._writes.popleft()
+        self._writing_bytes -= slot.block.nbytes
+        try:
+            written.synchronize()
+        except TierError as error:
+            if not slot.released:
+                raise TransferError(
+                    f"a storage of {slot.nbytes} bytes could not be written to disk: {error}"
+                ) from error
 
 
 def _buffer(block: Block) -> memoryview:
-    return memoryview(block.bytes.numpy())  # type: ignore[arg-type]
+    return memoryview(block.view().numpy())  # type: ignore[arg-type]

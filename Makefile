@@ -1,0 +1,72 @@
+# The commands that people and CI share. `make help` lists them.
+#
+# PYTHON is the interpreter that .venv is made from. Given by hand (make gpu PYTHON=python3), gpu and bench use it
+# directly, install nothing, and find the package in src: for machines that have a torch of their own, and no network.
+
+PYTHON ?= python3
+ARGS ?=
+
+VENV := .venv
+READY := $(VENV)/.ready
+DOCS_READY := $(VENV)/.docs-ready
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PYTEST := $(BIN)/python -m pytest --timeout=900
+
+ifneq ($(filter command environment,$(firstword $(origin PYTHON))),)
+  DIRECT := PYTHONPATH=src $(PYTHON)
+  DIRECT_NEEDS :=
+else
+  DIRECT := $(BIN)/python
+  DIRECT_NEEDS := $(READY)
+endif
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-all check format gpu bench docs clean
+
+help:  ## say what can be made
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+setup: $(READY)  ## make .venv with the package, its tests' and its developers' needs
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) torch
+	$(PIP) --editable '.[report,test,dev]'
+	touch $@
+
+$(DOCS_READY): $(READY)
+	$(PIP) --editable '.[docs]'
+	touch $@
+
+demo: $(READY)  ## train a small GPT each way and compare time, memory and gradients (ARGS="--steps 4")
+	$(BIN)/spillway demo $(ARGS)
+
+test: $(READY)  ## the tests that every machine can run
+	$(PYTEST) $(ARGS)
+
+test-all: $(READY)  ## these and the long matrices
+	$(PYTEST) -m "not gpu" --timeout=7200 $(ARGS)
+
+check: $(READY)  ## lint, format, types, import order
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(PYTEST) -q tests/test_layers.py
+
+format: $(READY)  ## rewrite the sources in the project's format
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+gpu: $(DIRECT_NEEDS)  ## the tests that need an accelerator (PYTHON=python3 for an environment of your own)
+	$(DIRECT) -m pytest -m gpu tests/gpu $(ARGS)
+
+bench: $(DIRECT_NEEDS)  ## the benchmarks
+	@for script in benchmarks/[a-z]*.py; do echo "== $$script"; $(DIRECT) $$script $(ARGS) || exit 1; done
+
+docs: $(DOCS_READY)  ## the documentation, into docs/_build
+	$(BIN)/python -m sphinx -W -q -b html docs docs/_build
+	@echo "docs/_build/index.html"
+
+clean:  ## remove what was made here, .venv too
+	rm -rf $(VENV) docs/_build build dist .mypy_cache .pytest_cache .ruff_cache

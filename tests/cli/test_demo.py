@@ -1,0 +1,341 @@
+"""``spillway demo``, as people run it: in a process of its own, at sizes that take seconds."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from rich.console import Console
+
+from spillway.cli import show
+from spillway.cli.app import main
+from spillway.demo import runner
+from spillway.demo.measure import Fingerprint, HighWaterMeter, SamplingMeter
+from spillway.demo.model import GPT
+from spillway.demo.records import DemoError, Outcome, Settings, make_row
+from spillway.demo.runner import WayProcess, child_environment
+from spillway.demo.text import Batches, load_text
+from spillway.demo.ways import WAYS, parse_ways
+from spillway.errors import UsageError
+
+SOURCE = Path(__file__).parents[2] / "src"
+TINY = ["--device", "cpu", "--layers", "2", "--width", "64", "--sequence", "64", "--batch", "4", "--steps", "3"]
+KEYS = {
+    "way",
+    "step_seconds",
+    "tokens_per_second",
+    "peak_bytes",
+    "activation_peak_bytes",
+    "moved_bytes",
+    "loss",
+    "identical",
+}
+
+
+def spillway(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "spillway", *arguments],
+        env={**os.environ, "PYTHONPATH": str(SOURCE), **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def tiny_settings(**changes: object) -> Settings:
+    numbers = {"layers": 2, "width": 64, "sequence": 32, "batch": 2}
+    return Settings(**{"way": "keep", "device": "cpu", **numbers, **changes})
+
+
+@pytest.fixture(autouse=True)
+def _source_for_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(SOURCE))
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], dict]:
+    file = tmp_path_factory.mktemp("demo") / "demo.json"
+    # Asked for out of order: keep is what the others are compared with, and comes first all the same.
+    done = spillway("demo", *TINY, "--ways", "offload,checkpoint,keep", "--json", str(file))
+    assert done.returncode == 0, done.stderr
+    return done, json.loads(file.read_text())
+
+
+def test_every_way_has_a_row_with_the_promised_keys_in_the_order_of_the_registry(finished) -> None:
+    rows = finished[1]["rows"]
+    assert [row["way"] for row in rows] == list(WAYS) == ["keep", "checkpoint", "offload"]
+    assert all(row.keys() >= KEYS for row in rows)
+    assert all(row["step_seconds"] > 0 and row["tokens_per_second"] > 0 for row in rows)
+    assert all(row["peak_bytes"] >= row["activation_peak_bytes"] >= 0 for row in rows)
+
+
+def test_hardware_versions_and_settings_stand_beside_the_rows(finished) -> None:
+    report = finished[1]
+    assert report["versions"]["torch"] == torch.__version__
+    assert report["hardware"]["cores"] >= 1
+    assert report["settings"]["steps"] == 3
+    assert report["environment"] == runner.MALLOC
+
+
+def test_every_way_is_bit_for_bit_keep(finished) -> None:
+    rows = finished[1]["rows"]
+    assert [row["identical"] for row in rows] == [True, True, True]
+    assert len({row["fingerprint"] for row in rows}) == 1
+    assert all(row["losses"] == rows[0]["losses"] for row in rows)
+
+
+def test_the_loss_falls(finished) -> None:
+    losses = finished[1]["rows"][0]["losses"]
+    assert losses[-1] < losses[0]
+
+
+def test_progress_and_table_show_every_way(finished) -> None:
+    out = finished[0].stdout
+    for way in WAYS:
+        assert f"{way:<11} step 3/3" in out
+    assert "activation" in out
+    assert "bit for bit" in out
+
+
+def test_what_offload_moved_is_in_the_table() -> None:
+    # Large enough that its tensors pass the 1 MiB below which offload leaves them alone.
+    settings = tiny_settings(way="offload", sequence=256, batch=16)
+    with WayProcess(settings) as process:
+        process.started()
+        process.step(last=True)
+        assert process.outcome().moved_bytes > 2**20
+
+
+def test_one_by_one_gives_the_same_losses_as_in_turn(finished, tmp_path: Path) -> None:
+    file = tmp_path / "demo.json"
+    assert spillway("demo", *TINY, "--ways", "keep", "--one-by-one", "--json", str(file)).returncode == 0
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["losses"] for row in rows] == [finished[1]["rows"][0]["losses"]]
+
+
+def test_a_limit_of_time_leaves_three_steps_to_every_way(tmp_path: Path) -> None:
+    file = tmp_path / "demo.json"
+    arguments = [*TINY, "--steps", "50", "--seconds", "0.001", "--ways", "keep,checkpoint", "--json", str(file)]
+    assert spillway("demo", *arguments).returncode == 0
+    assert [len(row["losses"]) for row in json.loads(file.read_text())["rows"]] == [3, 3]
+
+
+def test_a_way_without_keep_is_compared_with_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "demo.json"
+    assert spillway("demo", *TINY, "--ways", "checkpoint", "--json", str(file)).returncode == 0
+    assert json.loads(file.read_text())["rows"][0]["identical"] is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--ways", "keep,levitate"], "ways: got levitate"),
+        (["--width", "200"], "width: got 200"),
+        (["--device", "abacus"], "device: got 'abacus'"),
+        (["--data", "no/such/place"], "data: no/such/place does not exist"),
+        (["--window", "12 parsecs"], "window: got '12 parsecs'"),
+        (["--json", "no/such/folder/demo.json"], "json: got no/such/folder/demo.json"),
+        (["--steps", "0"], "--steps"),
+    ],
+)
+def test_a_bad_argument_is_one_sentence_and_exit_code_2(
+    arguments: list[str], sentence: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["spillway", "demo", "--ways", "keep", *TINY, *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    errors = capfd.readouterr().err
+    assert sentence in errors
+    assert "Traceback" not in errors
+
+
+def test_text_that_is_too_short_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("too short")
+    done = spillway("demo", "--ways", "keep", *TINY, "--data", str(tmp_path))
+    assert done.returncode == 2
+    assert "got 9 B of text" in done.stderr
+
+
+def test_a_child_that_fails_is_one_sentence_with_its_last_words_and_exit_code_1(tmp_path: Path) -> None:
+    # A psutil that cannot be imported stands for whatever may be broken in a child.
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\nif 'spillway.demo.worker' in ' '.join(sys.orig_argv):\n    sys.modules['psutil'] = None\n"
+    )
+    path = os.pathsep.join([str(tmp_path), str(SOURCE)])
+    done = spillway("demo", "--ways", "keep", *TINY, PYTHONPATH=path)
+    assert done.returncode == 1
+    assert "keep: its process ended with exit code 1: ModuleNotFoundError" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_child_that_is_killed_is_told_by_its_signal() -> None:
+    with WayProcess(tiny_settings()) as process:
+        process.started()
+        os.kill(process._child.pid, signal.SIGKILL)
+        with pytest.raises(DemoError, match="keep: its process was ended by signal 9"):
+            process.step(last=False)
+
+
+def test_an_error_leaves_no_child_behind() -> None:
+    with pytest.raises(KeyboardInterrupt), WayProcess(tiny_settings()) as process:  # noqa: PT012
+        process.started()
+        raise KeyboardInterrupt
+    assert process._child.returncode is not None
+
+
+def test_ctrl_c_ends_with_exit_code_130_and_leaves_no_child() -> None:
+    running = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "spillway",
+            "demo",
+            *TINY,
+            "--ways",
+            "keep,offload",
+            "--steps",
+            "100000",
+            "--seconds",
+            "0",
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert running.stdout is not None
+    while "step 1/" not in running.stdout.readline():
+        pass
+    children = psutil.Process(running.pid).children()
+    assert len(children) == 2
+    running.send_signal(signal.SIGINT)
+    _, errors = running.communicate(timeout=60)
+    assert running.returncode == 130
+    assert "Traceback" not in errors
+    assert _all_gone(children)
+
+
+def test_children_end_when_their_parent_is_killed() -> None:
+    running = subprocess.Popen(
+        [sys.executable, "-m", "spillway", "demo", *TINY, "--ways", "keep", "--steps", "100000", "--seconds", "0"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert running.stdout is not None
+    while "step 1/" not in running.stdout.readline():
+        pass
+    children = psutil.Process(running.pid).children()
+    running.kill()
+    running.communicate()
+    assert children
+    assert _all_gone(children)
+
+
+def _all_gone(children: list[psutil.Process]) -> bool:
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline and any(child.is_running() for child in children):
+        time.sleep(0.05)
+    return not any(child.is_running() for child in children)
+
+
+def test_version_names_spillway_torch_and_python() -> None:
+    done = spillway("version")
+    assert done.returncode == 0
+    assert f"torch {torch.__version__}" in done.stdout
+
+
+def test_what_the_user_has_set_for_malloc_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
+    assert child_environment()["MALLOC_MMAP_THRESHOLD_"] == "65536"
+
+
+def test_ways_are_sorted_and_each_counts_once() -> None:
+    assert parse_ways(["offload", "keep", "offload"]) == ["keep", "offload"]
+    with pytest.raises(UsageError):
+        parse_ways([])
+
+
+def test_a_different_fingerprint_is_not_identical() -> None:
+    numbers = {"step_seconds": 1.0, "all_step_seconds": [1.0], "tokens_per_second": 1.0, "peak_bytes": 7}
+    rest = {"baseline_bytes": 3, "peak_source": "", "moved_bytes": 0, "losses": [2.0]}
+    ours, other = (Outcome(**numbers, **rest, fingerprint=text) for text in ("a", "b"))
+    assert make_row("offload", ours, ours).identical is True
+    assert make_row("offload", ours, other).identical is False
+    assert make_row("offload", ours, other).activation_peak_bytes == 4
+
+
+def test_a_fingerprint_sees_one_bit() -> None:
+    def text(value: float) -> str:
+        fingerprint = Fingerprint()
+        fingerprint.add([torch.tensor([1.0, value]), torch.zeros(2, 3).t().to(torch.bfloat16)])
+        return fingerprint.text()
+
+    assert text(0.0) == text(0.0)
+    assert text(0.0) != text(-0.0)
+
+
+def test_checkpointed_blocks_give_the_same_gradients() -> None:
+    torch.manual_seed(0)
+    model = GPT(layers=2, width=64, heads=1, sequence=16)
+    tokens = torch.randint(0, 256, (2, 16))
+    gradients = []
+    for model.checkpoint_blocks in (False, True):
+        model.zero_grad()
+        model(tokens, tokens).backward()
+        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+    assert all(torch.equal(one, two) for one, two in zip(*gradients, strict=True))
+
+
+def test_batches_are_the_same_for_the_same_seed_and_targets_are_one_ahead() -> None:
+    text = bytes(range(256)) * 4
+    draws = [Batches(text, batch=3, sequence=5, seed=7, device=torch.device("cpu")).draw() for _ in range(2)]
+    assert torch.equal(draws[0][0], draws[1][0])
+    tokens, targets = draws[0]
+    assert torch.equal((tokens + 1) % 256, targets)
+
+
+def test_text_of_a_folder_is_its_files_in_order_without_the_hidden_ones(tmp_path: Path) -> None:
+    for name, content in (("b.txt", "two"), ("a.txt", "one"), (".hidden", "never")):
+        (tmp_path / name).write_text(content)
+    assert load_text(tmp_path) == b"onetwo"
+    assert load_text(tmp_path / "b.txt") == b"two"
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UsageError, match="found no text"):
+        load_text(tmp_path / "empty")
+
+
+@pytest.mark.skipif(not HighWaterMeter.works(), reason="this kernel keeps no high-water mark that can be reset")
+def test_the_high_water_mark_sees_a_peak_that_is_gone_and_forgets_the_one_before() -> None:
+    size = 64 * 2**20
+    meter = HighWaterMeter()
+    torch.ones(2 * size, dtype=torch.uint8)  # before the start: must not count
+    before = meter.start()
+    torch.ones(size, dtype=torch.uint8)
+    assert size * 0.9 <= meter.peak() - before <= size * 1.5
+
+
+def test_the_sampling_meter_sees_what_lasts() -> None:
+    size = 64 * 2**20
+    meter = SamplingMeter()
+    before = meter.start()
+    held = torch.ones(size, dtype=torch.uint8)
+    time.sleep(0.1)
+    assert meter.peak() - before >= size * 0.9
+    assert len(held) == size
+
+
+def test_a_terminal_is_shown_bars() -> None:
+    console = Console(force_terminal=True, width=100)
+    with console.capture() as capture, show.Progress(console) as progress:
+        progress.begin("keep", 2)
+    assert "keep" in capture.get()
+    assert "0/2" in capture.get()

@@ -1,0 +1,236 @@
+"""Hazards 34, 35 and 42 to 45: copies that are late, and bytes that change hands while a copy is on its way.
+
+Lanes are made slow or stopped, and backends made to watch, at the public seam ``Session(backend=...)``.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import spillway
+from spillway import EventKind, EventList
+from spillway.runtime.backend import CpuBackend, Event, Lane
+from spillway.runtime.device import DeviceRuntime
+from spillway.runtime.disk import SpillFile
+from spillway.testing import AdversaryBackend
+from support import (
+    CPU,
+    Context,
+    SlowBackend,
+    Trial,
+    Way,
+    assert_identical,
+    assert_nothing_left,
+    grads,
+    mlp,
+    run,
+    session_on,
+    training_step,
+    two_graphs,
+)
+
+MIB = 1 << 20
+
+
+class Gate(CpuBackend):
+    """The CPU's backend, with lanes that can be stopped."""
+
+    def __init__(self, device: torch.device = CPU) -> None:
+        super().__init__(device)
+        self.open = {"out": threading.Event(), "back": threading.Event()}
+        self._named: dict[str, Lane] = {}
+
+    def lane(self, name: str) -> Lane:
+        self._named[name] = super().lane(name)
+        return self._named[name]
+
+    def copy(self, lane: Lane, destination: torch.Tensor, source: torch.Tensor) -> None:
+        gate = next(self.open[name] for name, known in self._named.items() if known is lane)
+        lane.submit(lambda: gate.wait(20))  # type: ignore[attr-defined]
+        super().copy(lane, destination, source)
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Iterator[tuple[Gate, DeviceRuntime]]:
+    backend = Gate()
+    file = SpillFile(tmp_path, allow_memory_filesystem=True)
+    runtime = DeviceRuntime(backend, lambda: file, window=64 * MIB, host_budget=64 * MIB)
+    yield backend, runtime
+    for event in backend.open.values():
+        event.set()
+    runtime.close()
+    file.close()
+
+
+def content(number: int) -> torch.Tensor:
+    return torch.full((3 * 4096,), number, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("tier_name", ["host", "disk"])
+def test_h42_a_reload_issued_before_its_own_copy_out_is_done(gate: tuple[Gate, DeviceRuntime], tier_name: str) -> None:
+    backend, runtime = gate
+    tier, source, destination = runtime.tier(tier_name), content(7), content(0)
+    slot = tier.reserve(source.numel())
+    tier.store(slot, source)
+    backend.open["back"].set()
+    loaded = tier.load(slot, destination)
+    time.sleep(0.02)
+    assert not loaded.query()
+    backend.open["out"].set()
+    loaded.synchronize()
+    assert torch.equal(destination, content(7))
+
+
+@pytest.mark.parametrize("tier_name", ["host", "disk"])
+def test_h44_a_buffer_given_back_while_its_copy_back_is_queued(
+    gate: tuple[Gate, DeviceRuntime], tier_name: str
+) -> None:
+    """The next owner gets the same bytes, and must not write them before the copy has read them."""
+    backend, runtime = gate
+    backend.open["out"].set()
+    tier = runtime.tier(tier_name)
+    first, destination = tier.reserve(3 * 4096), content(0)
+    tier.store(first, content(7)).synchronize()
+    loaded = tier.load(first, destination)
+    tier.release(first)
+    others = [tier.reserve(3 * 4096) for _ in range(3)]
+    stored = [tier.store(slot, content(9)) for slot in others]
+    time.sleep(0.02)
+    backend.open["back"].set()
+    loaded.synchronize()
+    assert torch.equal(destination, content(7))
+    for event in stored:
+        event.synchronize()
+    for slot in others:
+        tier.load(slot, destination).synchronize()
+        assert torch.equal(destination, content(9))
+        tier.release(slot)
+
+
+@pytest.mark.parametrize("tier_name", ["host", "disk"])
+def test_h44_a_buffer_given_back_while_its_copy_out_is_queued(gate: tuple[Gate, DeviceRuntime], tier_name: str) -> None:
+    """Its graph was dropped at once. The late copy must not land in the next owner's bytes."""
+    backend, runtime = gate
+    backend.open["back"].set()
+    tier = runtime.tier(tier_name)
+    dropped = tier.reserve(3 * 4096)
+    tier.store(dropped, content(7))
+    tier.release(dropped)
+    slot, destination = tier.reserve(3 * 4096), content(0)
+    tier.store(slot, content(9))
+    loaded = tier.load(slot, destination)
+    time.sleep(0.02)
+    backend.open["out"].set()
+    loaded.synchronize()
+    assert torch.equal(destination, content(9))
+    tier.release(slot)
+
+
+@pytest.mark.parametrize("late", ["out", "back"])
+def test_h42_h44_slow_lanes_change_nothing(way: Way, events: EventList, tmp_path: Path, late: str) -> None:
+    with session_on(SlowBackend(late).serve, way, events, tmp_path) as session:
+        Trial(session, events, way)(training_step)
+
+
+@pytest.mark.parametrize("step", [training_step, two_graphs])
+def test_h42_h43_h44_under_the_adversary(
+    way: Way, events: EventList, tmp_path: Path, step: Callable[[Context], Iterator[torch.Tensor]]
+) -> None:
+    """Each copy is done as late as the events allow, and holds neither its source nor its destination."""
+    adversary = AdversaryBackend()
+    with session_on(adversary.serve, way, events, tmp_path) as session:
+        Trial(session, events, way)(step)
+    adversary.check()
+
+
+def test_h34_the_compute_lane_is_asked_for_when_it_is_used(way: Way, events: EventList, tmp_path: Path) -> None:
+    """Session, forward and backward each on another stream: the accounts say who waited for whom."""
+    adversary = AdversaryBackend()
+    plain = run(training_step, lambda **_: torch.enable_grad())
+
+    def backward_elsewhere(context: Context) -> Iterator[torch.Tensor]:
+        model, batch = mlp(32, 128, 128, 128, 8), torch.randn(16, 32, requires_grad=True)
+        with adversary.stream("forward"), context():
+            loss = model(batch).square().mean()
+        with adversary.stream("backward"):
+            loss.backward()
+        yield loss.detach()
+        yield from grads(*model.parameters(), batch)
+
+    with adversary.stream("construction"):
+        session = session_on(adversary.serve, way, events, tmp_path)
+        session.runtime(CPU)
+    with session:
+        trial = Trial(session, events, way)
+        for _ in range(3):
+            assert_identical(run(backward_elsewhere, trial.offload), plain)
+            assert_nothing_left(session)
+    adversary.check()
+
+
+def test_h35_what_is_let_go_and_when_does_not_depend_on_timing(way: Way, tmp_path: Path) -> None:
+    """``record_stream`` frees when the copy happens to be done. Here program order alone decides."""
+    schedules = []
+    for backend in (CpuBackend(CPU), SlowBackend("out"), SlowBackend("back")):
+        events = EventList()
+        with session_on(lambda device, backend=backend: backend, way, events, tmp_path) as session:
+            trial = Trial(session, events, way)
+            trial(training_step)
+            trial(two_graphs)
+        first = events.events[0].entry
+        schedules.append([(kind, entry - first) for kind, entry in events.schedule()])
+    assert schedules[0] == schedules[1] == schedules[2]
+
+
+def test_h45_destinations_are_allocated_where_they_are_used(way: Way, events: EventList, tmp_path: Path) -> None:
+    """By the thread that asks, on its own compute lane: not by a lane or a task, in whose pool they would pile up."""
+    backend = SlowBackend("nothing")
+    with session_on(backend.serve, way, events, tmp_path) as session:
+        Trial(session, events, way)(training_step)
+    assert backend.allocating_threads == {threading.get_ident()}
+
+
+def test_h43_bytes_are_held_until_their_copy_is_done(way: Way, events: EventList, tmp_path: Path) -> None:
+    """What is let go is waited for first, by compute: the allocator may hand it out in the next line."""
+
+    class Watching(SlowBackend):
+        pending: list[tuple[Event, torch.UntypedStorage]] = []
+        overtaken = 0
+
+        def copy(self, lane: Lane, destination: torch.Tensor, source: torch.Tensor) -> None:
+            super().copy(lane, destination, source)
+            if self._named[lane] == "out":
+                self.pending.append((self.record(lane), source.untyped_storage()))
+
+    backend = Watching("out")
+
+    def recorder(event: spillway.Event) -> None:
+        events(event)
+        if event.kind is EventKind.RELEASE:
+            copied, _ = backend.pending.pop(0)
+            backend.overtaken += not copied.query()
+
+    with spillway.Session(
+        backend=backend.serve,
+        window=way.window,
+        spill_directory=tmp_path,
+        allow_memory_filesystem=True,
+        recorder=recorder,
+    ) as session:
+        context = spillway.offload(session=session, min_bytes=0, tier=way.tier)
+        leaf = torch.randn(1024, requires_grad=True)
+        with context:
+            hidden = leaf * 2
+            for _ in range(6):
+                hidden = hidden.sin().exp()
+        assert events.events[-1].kind is EventKind.LEAVE
+        assert len(backend.pending) == 1
+        assert backend.overtaken == 0
+        backend.pending.clear()
+        hidden.sum().backward()

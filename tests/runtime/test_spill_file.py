@@ -1,0 +1,169 @@
+"""The spill file: what is stored comes back, for as long as the extent and the file live; what cannot be is refused."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from runtime.disk_support import (
+    MiB,
+    NoTmpfile,
+    Plain,
+    StrictDirect,
+    broken,
+    descriptors,
+    get,
+    make,
+    needs_proc,
+    opened,
+    page_aligned,
+    put,
+    store,
+    system_error,
+)
+from spillway.errors import SessionError, SpillPathError, UsageError
+from spillway.runtime.disk import Extent
+from spillway.runtime.system_calls import ALIGNMENT, SystemCalls
+
+
+@pytest.mark.parametrize("calls", [SystemCalls, Plain, StrictDirect, NoTmpfile])
+@pytest.mark.parametrize("nbytes", [1, 7, 4095, 4096, 4097, 3 * MiB + 5])
+def test_what_was_written_comes_back(tmp_path: Path, calls: type[SystemCalls], nbytes: int) -> None:
+    content = random.randbytes(nbytes)
+    with opened(tmp_path, calls=calls()) as file:
+        extent = put(file, content)
+        assert extent == Extent(0, nbytes, -(-nbytes // 4096) * 4096)
+        assert get(file, extent) == content
+        assert get(file, extent) == content, "reading does not use it up"
+        assert file.written_bytes == extent.reserved
+
+
+def test_an_extent_can_be_written_again(tmp_path: Path) -> None:
+    with opened(tmp_path) as file:
+        extent = put(file, b"a" * 5000)
+        store(file, extent, b"b" * 5000)
+        assert get(file, extent) == b"b" * 5000
+
+
+def test_a_read_only_buffer_can_be_written_and_not_read_into(tmp_path: Path) -> None:
+    with opened(tmp_path) as file:
+        extent = file.allocate(ALIGNMENT)
+        buffer = page_aligned(b"x" * ALIGNMENT, reserved=ALIGNMENT).toreadonly()
+        file.write(extent, buffer)
+        assert get(file, extent) == b"x" * ALIGNMENT
+        with pytest.raises(UsageError, match="read-only"):
+            file.read(extent, buffer)
+
+
+def test_arrays_of_any_type_are_buffers(tmp_path: Path) -> None:
+    with opened(tmp_path, calls=Plain()) as file:
+        extent = file.allocate(ALIGNMENT)
+        array = np.arange(1024, dtype=np.float32).reshape(32, 32)
+        file.write(extent, array.data)
+        back = np.empty_like(array)
+        file.read(extent, back.data)
+        assert (back == array).all()
+        with pytest.raises(UsageError, match="contiguous"):
+            file.write(extent, np.zeros((128, 128), np.uint8)[:, ::2].data)
+
+
+def test_a_buffer_that_is_too_short_is_refused_with_both_lengths(tmp_path: Path) -> None:
+    with opened(tmp_path) as file:
+        extent = file.allocate(5000)
+        with pytest.raises(UsageError, match=r"5000 bytes.*at least 8192"):
+            file.write(extent, page_aligned(b"", reserved=8192)[:5000])
+        with pytest.raises(UsageError, match=r"4096 bytes.*at least 8192"):
+            file.read(extent, page_aligned(b"", reserved=4096))
+
+
+def test_a_longer_buffer_is_used_only_as_far_as_the_extent_goes(tmp_path: Path) -> None:
+    with opened(tmp_path) as file:
+        extent, neighbour = file.allocate(4096), put(file, b"n" * 4096)
+        file.write(extent, page_aligned(b"x" * 8192, reserved=8192))
+        assert get(file, neighbour) == b"n" * 4096
+        buffer = page_aligned(b"y" * 8192, reserved=8192)
+        file.read(extent, buffer)
+        assert bytes(buffer) == b"x" * 4096 + b"y" * 4096
+
+
+def test_an_unaligned_buffer_is_refused_under_direct_io_and_taken_otherwise(tmp_path: Path) -> None:
+    buffer = page_aligned(b"", reserved=8192)[1:4097]
+    with opened(tmp_path, calls=StrictDirect()) as file:
+        assert file.direct
+        extent = file.allocate(4096)
+        with pytest.raises(UsageError, match=r"address 0x\w+, expected a multiple of 4096"):
+            file.write(extent, buffer)
+        with pytest.raises(UsageError, match=r"address 0x\w+, expected a multiple of 4096"):
+            file.read(extent, buffer)
+    with opened(tmp_path, calls=Plain()) as file:
+        assert not file.direct
+        extent = file.allocate(4096)
+        file.write(extent, buffer)
+        assert get(file, extent) == bytes(buffer)
+
+
+def test_freeing_twice_or_to_another_file_is_an_error_and_does_no_harm(tmp_path: Path) -> None:
+    with opened(tmp_path) as file, opened(tmp_path) as other:
+        extent = put(file, b"mine")
+        stranger = put(other, b"mine")
+        assert extent == stranger
+        for wrong in (stranger, Extent(extent.offset, extent.nbytes, extent.reserved)):
+            with pytest.raises(UsageError, match="free it once"):
+                file.free(wrong)
+        file.free(extent)
+        with pytest.raises(UsageError, match="free it once"):
+            file.free(extent)
+        again = put(file, b"next")
+        assert again == extent
+        with pytest.raises(UsageError):
+            file.free(extent)
+        with pytest.raises(UsageError):
+            get(file, extent)
+        assert get(file, again) == b"next"
+
+
+def test_after_close_every_call_is_refused_and_closing_again_is_not(tmp_path: Path) -> None:
+    file = make(tmp_path)
+    extent = put(file, b"x")
+    file.close()
+    file.close()
+    page = page_aligned(b"", reserved=ALIGNMENT)
+    calls: list[Callable[[], object]] = [
+        lambda: file.allocate(1),
+        lambda: file.free(extent),
+        lambda: file.write(extent, page),
+        lambda: file.read(extent, page),
+    ]
+    for call in calls:
+        with pytest.raises(SessionError, match="closed"):
+            call()
+    assert (file.reserved_bytes, file.used_bytes, file.written_bytes) == (0, 0, ALIGNMENT)
+    make(tmp_path).close()  # one that never had a file
+
+
+@needs_proc
+def test_no_descriptor_is_left_after_close_or_garbage_collection(tmp_path: Path) -> None:
+    gc.collect()
+    before = descriptors()
+    file = make(tmp_path)
+    assert descriptors() == before
+    put(file, b"x")
+    assert descriptors() == before + 1
+    file.close()
+    assert descriptors() == before
+    file = make(tmp_path)
+    put(file, b"x")
+    del file
+    gc.collect()
+    assert descriptors() == before
+    calls = SystemCalls()
+    for error, raised in ((system_error(errno.EIO), SpillPathError), (KeyboardInterrupt(), KeyboardInterrupt)):
+        with broken(calls, "set_direct", error), pytest.raises(raised):
+            make(tmp_path, calls=calls)
+        assert descriptors() == before

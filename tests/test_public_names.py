@@ -1,0 +1,121 @@
+"""The names that users may rely on, and what it costs to import them."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import spillway
+
+SOURCE = Path(__file__).parent.parent / "src"
+
+PUBLIC = {
+    "BackendError",
+    "CorruptError",
+    "Decision",
+    "Event",
+    "EventKind",
+    "EventList",
+    "InplaceError",
+    "PolicyError",
+    "RaceError",
+    "SavedTensor",
+    "SavedTensorReport",
+    "Session",
+    "SessionError",
+    "SizeError",
+    "SpillPathError",
+    "SpillwayError",
+    "StepStats",
+    "TierError",
+    "TierFullError",
+    "TransferError",
+    "UnsupportedError",
+    "UsageError",
+    "__version__",
+    "keep",
+    "keep_tensor",
+    "offload",
+    "offload_tensor",
+    "policies",
+    "saved_tensors",
+}
+
+# What only the command line or one feature needs, and nobody who writes `import spillway` waits for.
+LAZY = {"plotly", "pydantic", "rich", "scipy", "typer"}
+
+MOST_EXTRA_SECONDS = 0.1
+
+IMPORT_TIMES = """
+import json, sys, time
+start = time.perf_counter()
+import torch
+middle = time.perf_counter()
+before = set(sys.modules)
+import spillway
+end = time.perf_counter()
+print(json.dumps({"torch": middle - start, "spillway": end - middle, "new": sorted(set(sys.modules) - before)}))
+"""
+
+
+def test_all_is_the_list_that_is_promised() -> None:
+    assert set(spillway.__all__) == PUBLIC
+    assert list(spillway.__all__) == sorted(spillway.__all__)
+
+
+def test_every_public_name_exists_and_has_a_docstring() -> None:
+    for name in spillway.__all__:
+        value = getattr(spillway, name)
+        if name == "__version__":
+            continue
+        assert (value.__doc__ or "").strip(), f"spillway.{name} has no docstring"
+        if inspect.isclass(value):
+            inherited = [base.__doc__ for base in value.__mro__[1:] if base.__doc__]
+            assert value.__doc__ not in inherited, f"spillway.{name} has its base's docstring"
+
+
+def test_every_public_method_of_a_public_class_has_a_docstring_or_its_base_has() -> None:
+    classes = [value for name in spillway.__all__ if inspect.isclass(value := getattr(spillway, name))]
+    methods = [
+        (kind, name)
+        for kind in classes
+        for name, value in vars(kind).items()
+        if not name.startswith("_") and (inspect.isfunction(value) or isinstance(value, property | classmethod))
+    ]
+    missing = [f"{kind.__name__}.{name}" for kind, name in methods if not inspect.getdoc(getattr(kind, name))]
+    assert methods
+    assert not missing
+
+
+def test_every_error_is_public_and_under_the_root() -> None:
+    errors = {name for name, value in vars(spillway.errors).items() if inspect.isclass(value)}
+    assert errors <= set(spillway.__all__)
+    assert all(issubclass(getattr(spillway, name), spillway.SpillwayError) for name in errors)
+
+
+def test_importing_spillway_adds_little_to_importing_torch() -> None:
+    runs = [_import_times() for _ in range(3)]
+    # The least is what the import costs; the rest is what else the machine was doing.
+    assert min(float(run["spillway"]) for run in runs) <= MOST_EXTRA_SECONDS, runs
+    assert statistics.median(float(run["spillway"]) for run in runs) <= 3 * MOST_EXTRA_SECONDS, runs
+
+
+def test_importing_spillway_imports_nothing_before_it_is_needed() -> None:
+    new = set(_import_times()["new"])
+    assert not {name for name in new for lazy in LAZY if name == lazy or name.startswith(lazy + ".")}
+
+
+def _import_times() -> dict[str, object]:
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORT_TIMES],
+        env={**os.environ, "PYTHONPATH": str(SOURCE)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return json.loads(done.stdout)
