@@ -21,6 +21,7 @@ LIBRARY = SERVICES | {"optim", "accumulate"}
 # Which rooms a room may import, beside itself. A room is a file or a folder right under src/spillway.
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
+    "requirements": {"errors"},
     "units": {"errors"},
     "records": {"errors", "units"},
     "events": {"errors", "units", "records"},
@@ -37,7 +38,7 @@ ALLOWED: dict[str, set[str]] = {
     "accumulate": SERVICES - {"testing"},
     "integrations": LIBRARY - {"testing"} | {"__init__"},
     "compat": LIBRARY - {"testing"} | {"__init__"},
-    "__init__": LIBRARY - {"testing"},
+    "__init__": LIBRARY - {"testing"} | {"requirements"},
     "demo": LIBRARY - {"testing"} | {"__init__"},
     "cli": LIBRARY - {"testing"} | {"__init__", "integrations", "compat", "demo"},
     "__main__": {"cli"},

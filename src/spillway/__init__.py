@@ -5,12 +5,9 @@ what to offload to host memory or disk; the gradients are bit for bit those of p
 :class:`offload`.
 """
 
-# isort: off
-from spillway.requirements import require_torch
+import spillway.requirements  # noqa: F401  (first: it says so if torch is too old for what follows)
 
-require_torch()
-# isort: on
-
+# isort: split
 from spillway import policies
 from spillway.capture.inspection import saved_tensors
 from spillway.errors import (

@@ -19,7 +19,7 @@ from spillway.capture.handles import pack_kept, unpack
 from spillway.capture.hooks import Pass, in_backward
 from spillway.capture.location import Locator
 from spillway.errors import UnsupportedError, UsageError
-from spillway.policies import AllOf, MinBytes, Policy, Ratio, check_tier, wants_modules, wants_operators
+from spillway.policies import Policy, Ratio, check_tier, wants_modules, wants_operators
 from spillway.records import StepStats
 from spillway.runtime.ledger import Ledger
 from spillway.session import Session
@@ -86,7 +86,10 @@ class offload(ContextDecorator):  # noqa: N801  (a verb: people write ``with spi
             raise UsageError(f"policy: got {policy!r}, expected a callable from SavedTensor to Decision")
         if tag is not None and not isinstance(tag, str):
             raise UsageError(f"tag: got {tag!r}, expected a string or None")
-        self._policy = AllOf(MinBytes(min_bytes), policy if policy is not None else Ratio(ratio))
+        ratio_policy = Ratio(ratio)
+        # Everything is the usual case, and needs nobody asked.
+        self._policy = policy if policy is not None or ratio == 1 else ratio_policy
+        self._min_bytes = parse_bytes(min_bytes, what="min_bytes")
         if session is not None and not isinstance(session, Session):
             raise UsageError(f"session: got {session!r}, expected a spillway.Session or None")
         self._tag = tag
@@ -101,14 +104,14 @@ class offload(ContextDecorator):  # noqa: N801  (a verb: people write ``with spi
         session.check_open()
         locator = None
         with ExitStack() as stack:
-            if wants_modules(self._policy) or wants_operators(self._policy):
-                locator = stack.enter_context(
-                    Locator(modules=wants_modules(self._policy), operators=wants_operators(self._policy))
-                )
+            modules, operators = wants_modules(self._policy), wants_operators(self._policy)
+            if modules or operators:
+                locator = stack.enter_context(Locator(modules=modules, operators=operators))
             current = Pass(
                 session,
                 self._policy,
                 session.memory(self._tag),
+                min_bytes=self._min_bytes,
                 tag=self._tag,
                 tier=self._tier,
                 window=self._window,

@@ -28,12 +28,12 @@ from spillway.units import parse_bytes
 Policy = Callable[[SavedTensor], Decision]
 
 
-def wants_modules(policy: Policy) -> bool:
+def wants_modules(policy: Policy | None) -> bool:
     """Whether the policy reads :attr:`SavedTensor.module`."""
     return bool(getattr(policy, "wants_modules", False))
 
 
-def wants_operators(policy: Policy) -> bool:
+def wants_operators(policy: Policy | None) -> bool:
     """Whether the policy reads :attr:`SavedTensor.operator`."""
     return bool(getattr(policy, "wants_operators", False))
 
@@ -92,10 +92,12 @@ class Ratio:
             raise UsageError(f"ratio: got {self.ratio!r}, expected a number from 0 (keep all) to 1 (offload all)")
 
     def __call__(self, saved: SavedTensor) -> Decision:
-        # Divided, and not multiplied: 0.29 * 100 is less than 29.
-        if not saved.total_bytes or (saved.offloaded_bytes + saved.nbytes) / saved.total_bytes <= self.ratio:
+        # A pass may save more than the one that was counted: all of it is still all of it.
+        if self.ratio == 1 or not saved.total_bytes:
             return Decision.OFFLOAD
-        return Decision.KEEP
+        # Divided, and not multiplied: 0.29 * 100 is less than 29.
+        fits = (saved.offloaded_bytes + saved.nbytes) / saved.total_bytes <= self.ratio
+        return Decision.OFFLOAD if fits else Decision.KEEP
 
 
 @dataclass(frozen=True)

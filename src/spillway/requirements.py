@@ -19,3 +19,6 @@ def require_torch(version: str = torch.__version__) -> None:
             f"got torch {version}, expected {OLDEST_TORCH[0]}.{OLDEST_TORCH[1]} or later, whose saved-tensor hooks and "
             f"streams Spillway stands on; pip install --upgrade torch"
         )
+
+
+require_torch()

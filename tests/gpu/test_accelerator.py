@@ -201,5 +201,5 @@ def test_out_of_memory_in_unpack_can_be_survived(
 def test_host_memory_is_registered(device: torch.device) -> None:
     with spillway.Session() as session:
         block = session.runtime(device).arena.allocate(3 * MIB)
-        assert block.view().is_pinned()
-        assert block.view().data_ptr() % 4096 == 0
+        assert block.bytes.is_pinned()
+        assert block.bytes.data_ptr() % 4096 == 0

@@ -219,9 +219,11 @@ def test_h63_data_alias_with_the_same_version_and_other_content(trial: Trial, sa
     earlier, later = (buffer, alias) if saved_first == "base" else (alias, buffer)
     with trial.offload():
         first = (earlier * one).sum()
-        trial.push_out()  # the copy of the first content is taken, and away
-        buffer.data.add_(1)
-        assert earlier._version == later._version == 0
+    trial.push_out()  # the copy of the first content is taken, and away
+    assert trial.count(EventKind.RELEASE) == 1
+    buffer.data.add_(1)
+    assert earlier._version == later._version == 0
+    with trial.offload():
         second = (later * two).sum()
     del buffer, alias, earlier, later
     trial.push_out()

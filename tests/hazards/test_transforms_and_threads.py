@@ -143,14 +143,14 @@ def test_h32_forward_in_one_thread_and_backward_in_another(trial: Trial) -> None
     def step(context: Context) -> Iterator[torch.Tensor]:
         model = mlp(16, 64, 64, 1)
         losses: queue.SimpleQueue[torch.Tensor | None] = queue.SimpleQueue()
-        errors: list[BaseException] = []
+        errors: list[RuntimeError] = []
 
         def backward() -> None:
             try:
                 while (loss := losses.get()) is not None:
                     loss.backward()
                     del loss
-            except BaseException as error:
+            except RuntimeError as error:
                 errors.append(error)
 
         thread = threading.Thread(target=backward)
@@ -188,6 +188,30 @@ def test_h32_hooks_are_those_of_the_thread_that_entered(trial: Trial) -> None:
     thread.join()
     assert seen == [None]
     assert trial.count(EventKind.LEAVE) == 0
+
+
+def test_h32_one_object_entered_by_two_threads_at_once(trial: Trial) -> None:
+    """Each thread leaves its own pass: what waits to leave at the end of one is not left to the other."""
+    context = trial.offload()
+    entered, leave = threading.Event(), threading.Event()
+    leaves = [torch.randn(256, requires_grad=True) for _ in range(2)]
+
+    def other() -> torch.Tensor:
+        with context:
+            entered.set()
+            leave.wait()
+            return (leaves[1] * 2).sin().sum()
+
+    with ThreadPoolExecutor(1) as pool:
+        with context:
+            theirs = pool.submit(other)
+            entered.wait()
+            ours = (leaves[0] * 2).sin().sum()
+        assert trial.count(EventKind.LEAVE) == 1
+        leave.set()
+        theirs.result()
+    assert trial.count(EventKind.LEAVE) == 2
+    del ours, theirs
 
 
 def test_h32_an_error_in_one_thread_leaves_the_others_alone(session: spillway.Session, way: Way) -> None:

@@ -37,7 +37,12 @@ class KeptHandle:
     __slots__ = ("_alias", "_known", "_version")
 
     def __init__(self, tensor: torch.Tensor, known: Known | None = None) -> None:
-        self._alias = tensor if tensor.grad_fn is None else tensor.detach()
+        # A leaf that needs grad has no history and cannot get one, nor can integers. Anything else is held by an alias:
+        # a constant may still join the graph, by being written in place.
+        stays_a_leaf = tensor.grad_fn is None and (
+            tensor.requires_grad or not (tensor.is_floating_point() or tensor.is_complex())
+        )
+        self._alias = tensor if stays_a_leaf else tensor.detach()
         self._version = tensor._version
         self._known = known
 

@@ -71,7 +71,8 @@ class Pass:
 
     Args:
         owner: whose runtimes move the bytes.
-        policy: decides.
+        policy: decides; ``None`` offloads everything.
+        min_bytes: smaller tensors are kept, and the policy is not asked.
         memory: what is known of earlier passes of the same tag.
         tag: for the policy to read.
         tier: where :attr:`Decision.OFFLOAD` goes: ``"auto"``, ``"host"`` or ``"disk"``.
@@ -82,9 +83,10 @@ class Pass:
     def __init__(
         self,
         owner: Owner,
-        policy: Policy,
+        policy: Policy | None,
         memory: Memory,
         *,
+        min_bytes: int,
         tag: str | None,
         tier: str,
         window: int | None,
@@ -93,6 +95,7 @@ class Pass:
         self.ledger = Ledger()
         self._owner = owner
         self._policy = policy
+        self._min_bytes = min_bytes
         self._memory = memory
         self._tag = tag
         self._tier = tier
@@ -209,6 +212,10 @@ class Pass:
         marked = self._owner.marks.get(storage)
         if marked is not None:
             return Decision.OFFLOAD if marked else Decision.KEEP
+        if wanted.nbytes < self._min_bytes:
+            return Decision.KEEP
+        if self._policy is None:
+            return Decision.OFFLOAD
         module, operator = self._locator.here() if self._locator is not None else (None, None)
         saved = SavedTensor(
             wanted.nbytes,
@@ -233,6 +240,10 @@ class Pass:
     def _send(self) -> None:
         """What waits leaves now. See NOTE [ When a tensor may leave ]."""
         waiting, self._waiting = self._waiting, []
+        if len(waiting) == 1:
+            entry, runtime, tier, hold = waiting[0]
+            runtime.mover.put((entry,), tier, window=self._window, hold=hold)
+            return
         for (runtime, tier, hold), departures in itertools.groupby(waiting, key=_way):
             entries = [departure[0] for departure in departures]
             runtime.mover.put(entries, tier, window=self._window, hold=hold)

@@ -104,14 +104,16 @@ class Marks:
 
     def __init__(self) -> None:
         self._marks: weakref.WeakKeyDictionary[torch.UntypedStorage, bool] = weakref.WeakKeyDictionary()
+        self._any = False
 
     def set(self, tensor: torch.Tensor, *, offload: bool) -> None:
+        self._any = True
         for part in storage_parts(tensor):
             self._marks[part.untyped_storage()] = offload
 
     def get(self, storage: torch.UntypedStorage) -> bool | None:
         """True: offload it; False: keep it; ``None``: nobody said."""
-        return self._marks.get(storage) if self._marks else None
+        return self._marks.get(storage) if self._any else None
 
 
 def version_owner(tensor: torch.Tensor) -> torch.Tensor:

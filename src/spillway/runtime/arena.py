@@ -32,18 +32,20 @@ SLAB_BYTES = 32 << 20
 class Block:
     """Bytes of a slab, owned until they are given back: page-aligned, a multiple of a page long."""
 
-    __slots__ = ("after", "nbytes", "offset", "slab")
+    __slots__ = ("after", "bytes", "nbytes", "offset", "slab")
 
-    def __init__(self, slab: _Slab, offset: int, nbytes: int, after: tuple[Event, ...]) -> None:
+    def __init__(self, slab: _Slab, offset: int, memory: torch.Tensor, after: tuple[Event, ...]) -> None:
         self.slab = slab
         self.offset = offset
-        self.nbytes = nbytes
+        self.bytes = memory
+        """All of them, as a flat ``torch.uint8`` tensor."""
+        self.nbytes = memory.numel()
         self.after = after
         """Wait for these before the first write."""
 
-    def view(self, nbytes: int | None = None) -> torch.Tensor:
-        """The first ``nbytes`` as a flat ``torch.uint8`` tensor; all of them by default."""
-        return self.slab.memory[self.offset : self.offset + (self.nbytes if nbytes is None else nbytes)]
+    def first(self, nbytes: int) -> torch.Tensor:
+        """The first ``nbytes`` of them."""
+        return self.bytes if nbytes == self.nbytes else self.bytes[:nbytes]
 
 
 class _Slab:
@@ -62,7 +64,7 @@ class _Slab:
         offset, length, after = self.free.pop(index)
         if length > nbytes:
             self.free.insert(index, (offset + nbytes, length - nbytes, after))
-        return Block(self, offset, nbytes, after)
+        return Block(self, offset, self.memory[offset : offset + nbytes], after)
 
     def mend(self, block: Block) -> None:
         """Put a block back, joined with its free neighbours."""
@@ -121,7 +123,7 @@ class Arena:
         with self._lock:
             self.used_bytes -= block.nbytes
             # A new block, since the old one may still be in somebody's hands.
-            self._bins.setdefault(block.nbytes, []).append(Block(block.slab, block.offset, block.nbytes, after))
+            self._bins.setdefault(block.nbytes, []).append(Block(block.slab, block.offset, block.bytes, after))
 
     def trim(self) -> int:
         """Give slabs that nobody uses back to the system; returns their bytes."""

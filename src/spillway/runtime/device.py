@@ -49,11 +49,14 @@ class DeviceRuntime:
 
     def tier(self, name: str) -> Tier:
         """The tier ``"host"`` or ``"disk"``; ``"auto"`` is host memory for an accelerator, and disk for the CPU."""
-        if name == "auto":
-            name = "disk" if self.backend.device.type == "cpu" else "host"
-        if name not in self._tiers:
-            self._tiers[name] = self._make_tier(name)
-        return self._tiers[name]
+        tier = self._tiers.get(name)
+        if tier is None:
+            if name == "auto":
+                tier = self.tier("disk" if self.backend.device.type == "cpu" else "host")
+            else:
+                tier = self._make_tier(name)
+            self._tiers[name] = tier
+        return tier
 
     def synchronize(self) -> None:
         """Wait until every write that is under way has ended."""

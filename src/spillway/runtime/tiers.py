@@ -80,7 +80,7 @@ class HostTier(Tier):
         assert isinstance(slot, _HostSlot)
         for event in slot.block.after:
             self._backend.wait(self._out, event)
-        self._backend.copy(self._out, slot.block.view(slot.nbytes), source)
+        self._backend.copy(self._out, slot.block.first(slot.nbytes), source)
         slot.stored = self._backend.record(self._out)
         return slot.stored
 
@@ -89,7 +89,7 @@ class HostTier(Tier):
         assert slot.stored is not None
         # The two lanes know nothing of each other: a copy back that overtakes its own copy out brings back garbage.
         self._backend.wait(self._back, slot.stored)
-        self._backend.copy(self._back, destination, slot.block.view(slot.nbytes))
+        self._backend.copy(self._back, destination, slot.block.first(slot.nbytes))
         slot.loaded = self._backend.record(self._back)
         return slot.loaded
 
@@ -146,7 +146,7 @@ class DiskTier(Tier):
         assert isinstance(slot, _DiskSlot)
         for event in slot.block.after:
             self._backend.wait(self._out, event)
-        self._backend.copy(self._out, slot.block.view(slot.nbytes), source)
+        self._backend.copy(self._out, slot.block.first(slot.nbytes), source)
         copied = self._backend.record(self._out)
 
         def write() -> None:
@@ -154,7 +154,7 @@ class DiskTier(Tier):
                 copied.synchronize()
                 # A slot that was given back meanwhile needs no writing.
                 if not slot.released:
-                    self._backend.host_access(slot.block.view(), write=False)
+                    self._backend.host_access(slot.block.bytes, write=False)
                     self._file.write(slot.extent, _buffer(slot.block))
             finally:
                 self._arena.free(slot.block)
@@ -179,9 +179,9 @@ class DiskTier(Tier):
                 try:
                     for event in block.after:
                         event.synchronize()
-                    self._backend.host_access(block.view(), write=True)
+                    self._backend.host_access(block.bytes, write=True)
                     self._file.read(slot.extent, _buffer(block))
-                    self._backend.copy(self._back, destination, block.view(slot.nbytes))
+                    self._backend.copy(self._back, destination, block.first(slot.nbytes))
                     copied = (self._backend.record(self._back),)
                     return copied[0]
                 finally:
@@ -265,4 +265,4 @@ class DiskTier(Tier):
 
 
 def _buffer(block: Block) -> memoryview:
-    return memoryview(block.view().numpy())  # type: ignore[arg-type]
+    return memoryview(block.bytes.numpy())  # type: ignore[arg-type]
