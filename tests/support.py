@@ -182,7 +182,9 @@ def two_graphs(context: Context) -> Iterator[torch.Tensor]:
 
 
 class SlowBackend(CpuBackend):
-    """Each copy of one lane comes late; allocations are counted."""
+    """Each copy of one lane comes late; allocations are counted. All goes over lanes, as on an accelerator."""
+
+    direct_disk = False
 
     def __init__(self, late: str, seconds: float = 0.002) -> None:
         super().__init__(CPU)

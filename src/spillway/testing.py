@@ -133,12 +133,14 @@ class AdversaryBackend(Backend):
 
     Args:
         device: the device whose tensors it is given.
+        direct_disk: let the disk tier write from and read into the tensors' own memory.
     """
 
     alignment = 64
 
-    def __init__(self, device: torch.device | None = None) -> None:
+    def __init__(self, device: torch.device | None = None, *, direct_disk: bool = False) -> None:
         super().__init__(device if device is not None else torch.device("cpu"))
+        self.direct_disk = direct_disk
         self.faults: list[RaceError] = []
         """Races found so far, also those found in a finaliser, which cannot raise."""
         self._lock = threading.RLock()
@@ -146,6 +148,7 @@ class AdversaryBackend(Backend):
         self._stream = threading.local()
         self._host = _Line("host")
         self._lanes: list[_Line] = []
+        self._starts: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = weakref.WeakKeyDictionary()
         self._jobs: weakref.WeakSet[_Job] = weakref.WeakSet()
         self._history: weakref.WeakKeyDictionary[torch.UntypedStorage, list[_Access]] = weakref.WeakKeyDictionary()
 
@@ -239,7 +242,16 @@ class AdversaryBackend(Backend):
     def empty(self, nbytes: int) -> torch.Tensor:
         with self._lock:
             memory = torch.full((nbytes,), POISON, dtype=torch.uint8)
-            self._access(self._compute(), memory, write=True, what="compute had it before")
+            self._hand_out(memory)
+            return memory
+
+    def alias(self, block: torch.Tensor) -> torch.Tensor:
+        with self._lock:
+            self._hand_out(block)
+            memory = super().alias(block)
+            # Both storages are the same bytes, and have one history.
+            self._history[memory.untyped_storage()] = self._history[block.untyped_storage()]
+            self._starts[memory.untyped_storage()] = int(block.storage_offset())
             return memory
 
     def host_slab(self, nbytes: int) -> torch.Tensor:
@@ -288,10 +300,16 @@ class AdversaryBackend(Backend):
         while line.queue:
             line.queue.popleft()()
 
+    def _hand_out(self, memory: torch.Tensor) -> None:
+        """Compute gets memory that work queued before may still use."""
+        compute = self._compute()
+        compute.join(self._host.snapshot())
+        self._access(compute, memory, write=True, what="compute had it before")
+
     def _access(self, line: _Line, memory: torch.Tensor, *, write: bool, what: str) -> None:
         storage = memory.untyped_storage()
         history = self._history.setdefault(storage, [])
-        start = int(memory.storage_offset())
+        start = int(memory.storage_offset()) + self._starts.get(storage, 0)
         end = start + memory.numel()
         if not history and not write:
             # Nothing that the runtime made: compute wrote it, at the latest just before the runtime was called.

@@ -6,7 +6,6 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -90,7 +89,7 @@ def session(way: Way, events: EventList, backend: LateBackend, tmp_path: Path) -
 
 
 def chain(leaf: torch.Tensor, length: int = 12) -> torch.Tensor:
-    """Saves twice as many tensors as it is long. Element by element, so that no stream's workspace changes a bit."""
+    """Saves as many tensors as it is long. Element by element, so that no stream's workspace changes a bit."""
     hidden = leaf * 2
     for _ in range(length):
         hidden = (hidden.sin() * 1.5).sigmoid()
@@ -181,7 +180,7 @@ def test_h35_the_peak_is_the_same_from_run_to_run(trial: Trial, device: torch.de
 
     def step(context: AbstractContextManager[object]) -> None:
         with context:
-            loss = chain(leaf, 20).sum()
+            loss = chain(leaf, 40).sum()
         torch.autograd.grad(loss, [leaf])
 
     keep = peak_of(lambda: step(torch.enable_grad()), device)
@@ -346,5 +345,5 @@ def test_h45_reserved_memory_does_not_grow(trial: Trial, device: torch.device) -
         reserved.append(torch.cuda.memory_reserved(device))
     assert reserved[2:] == [reserved[2]] * 6
     assert reserved[-1] <= plain
-    pools: set[Any] = {segment["stream"] for segment in torch.cuda.memory_snapshot() if segment["total_size"] >= FLOATS}
+    pools = {part["stream"] for part in torch.cuda.memory_snapshot() if part["segment_type"] == "large"}
     assert pools == {torch.cuda.current_stream(device).cuda_stream}

@@ -1,4 +1,4 @@
-"""Hazards 34, 35 and 42 to 45: copies that are late, and bytes that change hands while a copy is on its way.
+"""Hazards 33 to 35 and 42 to 45: copies that are late, and bytes that change hands while a copy is on its way.
 
 Lanes are made slow or stopped, and backends made to watch, at the public seam ``Session(backend=...)``.
 """
@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from spillway.testing import AdversaryBackend
 from support import (
     CPU,
     Context,
+    Saves,
     SlowBackend,
     Trial,
     Way,
@@ -39,7 +41,9 @@ MIB = 1 << 20
 
 
 class Gate(CpuBackend):
-    """The CPU's backend, with lanes that can be stopped."""
+    """The CPU's backend, with lanes that can be stopped. Everything goes over them, as on an accelerator."""
+
+    direct_disk = False
 
     def __init__(self, device: torch.device = CPU) -> None:
         super().__init__(device)
@@ -76,7 +80,7 @@ def content(number: int) -> torch.Tensor:
 def test_h42_a_reload_issued_before_its_own_copy_out_is_done(gate: tuple[Gate, DeviceRuntime], tier_name: str) -> None:
     backend, runtime = gate
     tier, source, destination = runtime.tier(tier_name), content(7), content(0)
-    slot = tier.reserve(source.numel())
+    slot = tier.reserve(source)
     tier.store(slot, source)
     backend.open["back"].set()
     loaded = tier.load(slot, destination)
@@ -95,11 +99,11 @@ def test_h44_a_buffer_given_back_while_its_copy_back_is_queued(
     backend, runtime = gate
     backend.open["out"].set()
     tier = runtime.tier(tier_name)
-    first, destination = tier.reserve(3 * 4096), content(0)
+    first, destination = tier.reserve(content(7)), content(0)
     tier.store(first, content(7)).synchronize()
     loaded = tier.load(first, destination)
     tier.release(first)
-    others = [tier.reserve(3 * 4096) for _ in range(3)]
+    others = [tier.reserve(content(9)) for _ in range(3)]
     stored = [tier.store(slot, content(9)) for slot in others]
     time.sleep(0.02)
     backend.open["back"].set()
@@ -119,10 +123,10 @@ def test_h44_a_buffer_given_back_while_its_copy_out_is_queued(gate: tuple[Gate, 
     backend, runtime = gate
     backend.open["back"].set()
     tier = runtime.tier(tier_name)
-    dropped = tier.reserve(3 * 4096)
+    dropped = tier.reserve(content(7))
     tier.store(dropped, content(7))
     tier.release(dropped)
-    slot, destination = tier.reserve(3 * 4096), content(0)
+    slot, destination = tier.reserve(content(9)), content(0)
     tier.store(slot, content(9))
     loaded = tier.load(slot, destination)
     time.sleep(0.02)
@@ -147,6 +151,34 @@ def test_h42_h43_h44_under_the_adversary(
     with session_on(adversary.serve, way, events, tmp_path) as session:
         Trial(session, events, way)(step)
     adversary.check()
+
+
+class SameDevice(CpuBackend):
+    """Looks at what is allocated: bytes copied to another device than meant end the process."""
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        memory = super().empty(nbytes)
+        assert memory.device == self.device
+        return memory
+
+
+def test_h33_bytes_return_to_their_device_whatever_the_default_is(way: Way, events: EventList, tmp_path: Path) -> None:
+    """The default device is another one: in forward, in backward, and where a saved tensor is read from the graph."""
+
+    def step(context: Context) -> Iterator[torch.Tensor]:
+        leaf = torch.randn(1024, device="cpu", requires_grad=True)
+        with torch.device("meta"):
+            with context():
+                hidden = (leaf * 2).sin()
+                loss = Saves.apply(hidden, hidden * 2, hidden.exp()).sin().exp().sum()
+            node: Any = hidden.grad_fn
+            del hidden
+            yield node._saved_self
+            loss.backward()
+        yield from grads(leaf)
+
+    with session_on(SameDevice, way, events, tmp_path) as session:
+        Trial(session, events, way)(step)
 
 
 def test_h34_the_compute_lane_is_asked_for_when_it_is_used(way: Way, events: EventList, tmp_path: Path) -> None:

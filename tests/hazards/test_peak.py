@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -32,8 +32,8 @@ class Meter(TorchDispatchMode):
         self._alive: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = weakref.WeakKeyDictionary()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
         given = {tensor.untyped_storage() for tensor in pytree.tree_leaves(args) if isinstance(tensor, torch.Tensor)}
+        out = func(*args, **(kwargs or {}))
         for tensor in pytree.tree_leaves(out):
             if isinstance(tensor, torch.Tensor) and tensor.untyped_storage() not in given:
                 self._alive[tensor.untyped_storage()] = tensor.untyped_storage().nbytes()
@@ -49,26 +49,9 @@ def peak(function: Callable[[], object]) -> int:
 
 
 @pytest.fixture(params=["host", "disk"])
-def tier(request: pytest.FixtureRequest) -> str:
-    tier: str = request.param
-    return tier
-
-
-@pytest.fixture
-def offload(request: pytest.FixtureRequest, tier: str, tmp_path: Path) -> Callable[[], AbstractContextManager[object]]:
-    session = spillway.Session(window=WINDOW, spill_directory=tmp_path, allow_memory_filesystem=True)
-    request.addfinalizer(session.close)
-    return lambda: spillway.offload(session=session, min_bytes=0, tier=tier)
-
-
-def assert_at_most(peaks: list[int], most: int, tier: str) -> None:
-    """In the first step the order is not known; afterwards the peak is always the same."""
-    if tier == "disk":
-        # Each of the two threads that have read a tensor from the disk may hold it for a moment more.
-        assert max(peaks) <= most + 2 * HIDDEN
-    else:
-        assert max(peaks) <= most
-        assert len(set(peaks[1:])) == 1
+def offload(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[], AbstractContextManager[object]]]:
+    with spillway.Session(window=WINDOW, spill_directory=tmp_path, allow_memory_filesystem=True) as session:
+        yield lambda: spillway.offload(session=session, min_bytes=0, tier=request.param)
 
 
 @pytest.fixture
@@ -79,7 +62,7 @@ def weight() -> torch.nn.Parameter:
 
 
 def test_h54_peak_in_the_logits(
-    offload: Callable[[], AbstractContextManager[object]], tier: str, weight: torch.nn.Parameter
+    offload: Callable[[], AbstractContextManager[object]], weight: torch.nn.Parameter
 ) -> None:
     targets = torch.randint(VOCABULARY, (ROWS,))
     batch = torch.randn(ROWS, WIDTH)
@@ -100,10 +83,10 @@ def test_h54_peak_in_the_logits(
     assert peak(lambda: step(contextlib.nullcontext())) >= head_alone + (LAYERS - 1) * HIDDEN
     peaks = [peak(lambda: step(offload())) for _ in range(4)]
     # Beside the head: what may be leaving, what may have been fetched ahead, and the tensor at hand.
-    assert_at_most(peaks, head_alone + 2 * WINDOW + HIDDEN, tier)
+    assert_at_most(peaks, head_alone + 2 * WINDOW + HIDDEN)
 
 
-def test_h54_peak_in_a_recompute(offload: Callable[[], AbstractContextManager[object]], tier: str) -> None:
+def test_h54_peak_in_a_recompute(offload: Callable[[], AbstractContextManager[object]]) -> None:
     batch = torch.randn(ROWS, WIDTH)
 
     def block(hidden: torch.Tensor) -> torch.Tensor:
@@ -124,12 +107,10 @@ def test_h54_peak_in_a_recompute(offload: Callable[[], AbstractContextManager[ob
     assert one_block >= 8 * HIDDEN
     assert peak(lambda: step(contextlib.nullcontext(), LAYERS)) >= one_block + (LAYERS - 1) * HIDDEN
     peaks = [peak(lambda: step(offload(), LAYERS)) for _ in range(4)]
-    assert_at_most(peaks, one_block + 2 * WINDOW + HIDDEN, tier)
+    assert_at_most(peaks, one_block + 2 * WINDOW + HIDDEN)
 
 
-def test_h54_the_peak_of_a_plain_chain_is_the_window(
-    offload: Callable[[], AbstractContextManager[object]], tier: str
-) -> None:
+def test_h54_the_peak_of_a_plain_chain_is_the_window(offload: Callable[[], AbstractContextManager[object]]) -> None:
     batch = torch.randn(ROWS, WIDTH)
 
     def step(context: AbstractContextManager[object], layers: int) -> None:
@@ -144,4 +125,4 @@ def test_h54_the_peak_of_a_plain_chain_is_the_window(
     assert peak(lambda: step(contextlib.nullcontext(), 40)) >= 40 * HIDDEN
     peaks = [peak(lambda: step(offload(), 40)) for _ in range(4)]
     # The leaf; input and output of a layer; its gradient and the one before; and the windows, out or back.
-    assert_at_most(peaks, 5 * HIDDEN + 2 * WINDOW, tier)
+    assert_at_most(peaks, 5 * HIDDEN + 2 * WINDOW)

@@ -13,7 +13,7 @@ import torch
 
 from runtime.scenarios import SCENARIOS
 from spillway.errors import SpillwayError
-from spillway.runtime import arena, mover, tiers
+from spillway.runtime import arena, disk_tiers, mover, tiers
 from spillway.runtime.arena import Arena
 
 WAITS = ("wait", "synchronize")
@@ -48,7 +48,7 @@ def _parsed(function: types.FunctionType) -> ast.Module:
 
 
 def _waits() -> Iterator[tuple[type, str, int, str]]:
-    for module in (mover, tiers, arena):
+    for module in (mover, tiers, disk_tiers, arena):
         for cls in vars(module).values():
             if not inspect.isclass(cls) or cls.__module__ != module.__name__:
                 continue
@@ -74,7 +74,14 @@ def _fails() -> str | None:
 
 def test_all_waits_are_found() -> None:
     assert len(CASES) >= 12
-    assert {cls.__name__ for cls, *_ in CASES} == {"Mover", "HostTier", "DiskTier", "Arena"}
+    assert {cls.__name__ for cls, *_ in CASES} == {
+        "Mover",
+        "HostTier",
+        "_DiskTier",
+        "StagedDiskTier",
+        "DirectDiskTier",
+        "Arena",
+    }
 
 
 def test_nothing_fails_with_all_waits_in_place() -> None:

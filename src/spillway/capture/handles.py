@@ -37,10 +37,13 @@ class KeptHandle:
     __slots__ = ("_alias", "_known", "_version")
 
     def __init__(self, tensor: torch.Tensor, known: Known | None = None) -> None:
-        # A leaf that needs grad has no history and cannot get one, nor can integers. Anything else is held by an alias:
-        # a constant may still join the graph, by being written in place.
+        # A leaf that needs grad has no history and cannot get one, nor can integers. Any other plain tensor is held by
+        # an alias: a constant may still join the graph, by being written in place. A subclass is held itself, since
+        # an alias of it may lack what only its own code knows of.
         stays_a_leaf = tensor.grad_fn is None and (
-            tensor.requires_grad or not (tensor.is_floating_point() or tensor.is_complex())
+            tensor.requires_grad
+            or type(tensor) is not torch.Tensor
+            or not (tensor.is_floating_point() or tensor.is_complex())
         )
         self._alias = tensor if stays_a_leaf else tensor.detach()
         self._version = tensor._version
@@ -70,6 +73,10 @@ class AwayHandle:
     def unpack(self) -> torch.Tensor:
         check_version(self._tracker, self._version, self._recipe)
         entry, seat = self._entry, self._known.seat
+        if torch.is_inference_mode_enabled():
+            # What is made inside has no version counter, and could not share the user's.
+            with torch.inference_mode(mode=False):
+                return self.unpack()
         # Whether it was caught before it left is a hint to the order: reading it without the lock does no harm.
         caught = entry.round == 0 and entry.storage is not None
         if seat is None:
@@ -86,8 +93,20 @@ class AwayHandle:
         self._mover.forget(self._entry, self._round)
 
 
+class ObjectHandle:
+    """Holds a part of a wrapper subclass that is no tensor (a device mesh)."""
+
+    __slots__ = ("_part",)
+
+    def __init__(self, part: Any) -> None:
+        self._part = part
+
+    def unpack(self) -> Any:
+        return self._part
+
+
 class PartsHandle:
-    """Stands for a wrapper subclass, by the handles of the tensors that it is made of."""
+    """Stands for a wrapper subclass, by the handles of what it is made of."""
 
     __slots__ = ("_context", "_owner", "_parts", "_size", "_stride", "_type", "_version")
 
@@ -112,7 +131,7 @@ class PartsHandle:
         return tensor.detach() if tensor.requires_grad else tensor
 
 
-Handle = KeptHandle | AwayHandle | PartsHandle
+Handle = KeptHandle | AwayHandle | PartsHandle | ObjectHandle
 
 
 def unpack(handle: Handle) -> torch.Tensor:

@@ -23,7 +23,7 @@ from typing import Protocol
 
 import torch
 
-from spillway.capture.handles import AwayHandle, Handle, KeptHandle, PartsHandle
+from spillway.capture.handles import AwayHandle, Handle, KeptHandle, ObjectHandle, PartsHandle
 from spillway.capture.identity import (
     Identity,
     Known,
@@ -154,7 +154,10 @@ class Pass:
         names, context = flatten(tensor)
         parts: dict[str, Handle] = {}
         for name in names:
-            part: torch.Tensor = getattr(tensor, name)
+            part = getattr(tensor, name)
+            if not isinstance(part, torch.Tensor):
+                parts[name] = ObjectHandle(part)
+                continue
             # The shape of a jagged tensor is known by its offsets, the very object: only its values may move.
             moves = not tensor.is_nested or name == "_values"
             parts[name] = self._pack(part) if moves else KeptHandle(part)
@@ -188,7 +191,7 @@ class Pass:
         self._owner.identity.add(storage, known)
         handle = AwayHandle(tensor, known, entry, runtime)
         known.seat = self._course(tensor.device).add(entry)
-        tier = runtime.tier(_TIERS.get(decision, self._tier))
+        tier = runtime.tier(self._tier if decision is Decision.OFFLOAD else _TIERS[decision])
         self._waiting.append((entry, runtime, tier, known.seat.in_tail))
         return handle
 
@@ -204,7 +207,10 @@ class Pass:
         return next(iter(self._courses.values()))
 
     def _course(self, device: torch.device) -> Course:
-        return self._courses.setdefault(device, Course())
+        course = self._courses.get(device)
+        if course is None:
+            course = self._courses[device] = Course()
+        return course
 
     def _decide(self, tensor: torch.Tensor, storage: torch.UntypedStorage, wanted: Reach) -> Decision:
         position = self._count

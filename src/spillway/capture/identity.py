@@ -78,25 +78,38 @@ class Identity:
 
     def __init__(self) -> None:
         # A plain dictionary of weak references, swept now and then, costs a third of a WeakValueDictionary.
-        self._known: dict[int, weakref.ref[Known]] = {}
+        self._known: dict[int, tuple[weakref.ref[Known], ...]] = {}
         self._sweep_at = _FIRST_SWEEP
 
     def find(self, storage: torch.UntypedStorage, reach: Reach) -> Known | None:
-        """What is known of these bytes, if all of them are."""
-        reference = self._known.get(storage._cdata)
-        known = reference() if reference is not None else None
-        if known is None or known.origin() is not storage or not known.reach.covers(reach):
-            return None
-        return known
+        """What is known of these bytes, if all of them are. The latest counts."""
+        for reference in self._known.get(storage._cdata, ()):
+            known = reference()
+            if known is not None and known.origin() is storage and known.reach.covers(reach):
+                return known
+        return None
 
     def add(self, storage: torch.UntypedStorage, known: Known) -> None:
-        self._known[storage._cdata] = weakref.ref(known)
+        key = storage._cdata
+        older = self._known.get(key, ())
+        if older:
+            # Other parts of the same storage stay known.
+            older = tuple(
+                reference
+                for reference in older
+                if (other := reference()) is not None and other.origin() is storage and other.reach != known.reach
+            )
+        self._known[key] = (weakref.ref(known), *older)
         if len(self._known) >= self._sweep_at:
-            self._known = {key: reference for key, reference in list(self._known.items()) if reference() is not None}
+            self._known = {key: parts for key, parts in list(self._known.items()) if _any_alive(parts)}
             self._sweep_at = max(_FIRST_SWEEP, 2 * len(self._known))
 
     def __len__(self) -> int:
-        return sum(reference() is not None for reference in list(self._known.values()))
+        return sum(_any_alive(parts) for parts in list(self._known.values()))
+
+
+def _any_alive(parts: tuple[weakref.ref[Known], ...]) -> bool:
+    return any(reference() is not None for reference in parts)
 
 
 class Marks:
@@ -139,8 +152,8 @@ def storage_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The plain tensors that a tensor is made of: itself, or the parts of a wrapper subclass."""
     if not is_wrapper(tensor):
         return [tensor]
-    names, _ = flatten(tensor)
-    return [part for name in names for part in storage_parts(getattr(tensor, name))]
+    parts = (getattr(tensor, name) for name in flatten(tensor)[0])
+    return [plain for part in parts if isinstance(part, torch.Tensor) for plain in storage_parts(part)]
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:

@@ -65,7 +65,9 @@ class Course:
             self._asked[place] = None
             if caught:
                 self._caught.add(place)
-        sequence = self._predicted()
+        sequence = self._sequence
+        if sequence is None or len(sequence) != len(self._entries):
+            sequence = self._sequence = self._predict()
         position = self._place[place]
         # Backward asks for the first of them again when it runs a second time over the same graph.
         self._fetched = 1 if position == 0 else max(self._fetched, position + 1)
@@ -93,13 +95,12 @@ class Course:
             return self._tail
         return frozenset(self._caught)
 
-    def _predicted(self) -> list[int]:
-        if self._sequence is None or len(self._sequence) != len(self._entries):
-            learned = self._expected if len(self._expected) == len(self._entries) else None
-            self._sequence = learned if learned is not None else list(reversed(range(len(self._entries))))
-            self._place = {place: index for index, place in enumerate(self._sequence)}
-            self._fetched = 0
-        return self._sequence
+    def _predict(self) -> list[int]:
+        count = len(self._entries)
+        sequence = self._expected if len(self._expected) == count else list(reversed(range(count)))
+        self._place = {place: index for index, place in enumerate(sequence)}
+        self._fetched = 0
+        return sequence
 
 
 class Memory:

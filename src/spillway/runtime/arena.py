@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import bisect
 import threading
+from collections import deque
 from collections.abc import Callable
 
 import torch
@@ -53,6 +54,7 @@ class _Slab:
 
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory
+        self.closed = False
         self.free: list[tuple[int, int, tuple[Event, ...]]] = [(0, memory.numel(), ())]
 
     def smallest_fit(self, nbytes: int) -> int | None:
@@ -96,10 +98,11 @@ class Arena:
         self._slab_bytes = slab_bytes
         self._slabs: list[_Slab] = []
         self._bins: dict[int, list[Block]] = {}
-        self._lock = threading.RLock()
+        self._freed: deque[Block] = deque()
+        self._lock = threading.Lock()
         self.capacity = capacity
         self.reserved_bytes = 0
-        self.used_bytes = 0
+        self._used = 0
 
     def allocate(self, nbytes: int, *, over_cap: bool = False) -> Block:
         """A block of at least ``nbytes``, rounded up to a page.
@@ -113,17 +116,27 @@ class Arena:
         """
         nbytes = pages(nbytes)
         with self._lock:
+            if self._freed:
+                self._fill_bins()
             same_size = self._bins.get(nbytes)
             block = same_size.pop() if same_size else self._cut(nbytes, over_cap=over_cap)
-            self.used_bytes += nbytes
+            self._used += nbytes
             return block
 
     def free(self, block: Block, after: tuple[Event, ...] = ()) -> None:
-        """Give a block back; its bytes may be written again after the events. See NOTE [ Given back is not free ]."""
+        """Give a block back; its bytes may be written again after the events. See NOTE [ Given back is not free ].
+
+        It takes no lock, since it may run in a finaliser, which the collector starts anywhere.
+        """
+        # A new block, since the old one may still be in somebody's hands.
+        self._freed.append(Block(block.slab, block.offset, block.bytes, after))
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes in blocks that were not given back."""
         with self._lock:
-            self.used_bytes -= block.nbytes
-            # A new block, since the old one may still be in somebody's hands.
-            self._bins.setdefault(block.nbytes, []).append(Block(block.slab, block.offset, block.bytes, after))
+            self._fill_bins()
+            return self._used
 
     def trim(self) -> int:
         """Give slabs that nobody uses back to the system; returns their bytes."""
@@ -141,11 +154,26 @@ class Arena:
     def close(self) -> None:
         """Let go of all slabs, when nothing is queued any more. Blocks that somebody still holds keep theirs."""
         with self._lock:
+            for slab in self._slabs:
+                slab.closed = True
             self._slabs.clear()
             self._bins.clear()
-            self.reserved_bytes = self.used_bytes = 0
+            self._freed.clear()
+            self.reserved_bytes = self._used = 0
+
+    def _fill_bins(self) -> None:
+        while self._freed:
+            block = self._freed.popleft()
+            if block.slab.closed:
+                continue
+            self._used -= block.nbytes
+            same_size = self._bins.get(block.nbytes)
+            if same_size is None:
+                same_size = self._bins[block.nbytes] = []
+            same_size.append(block)
 
     def _empty_bins(self) -> None:
+        self._fill_bins()
         for blocks in self._bins.values():
             for block in blocks:
                 block.slab.mend(block)
@@ -163,10 +191,12 @@ class Arena:
         room = self.capacity - self.reserved_bytes
         if nbytes > room and not over_cap:
             raise TierFullError(
-                f"host memory: got a request for {format_bytes(nbytes)} with {format_bytes(self.used_bytes)} of "
+                f"host memory: got a request for {format_bytes(nbytes)} with {format_bytes(self._used)} of "
                 f"{format_bytes(self.capacity)} in use, expected it to fit; raise host_budget, or send more to disk"
             )
-        slab = _Slab(self._make_slab(max(nbytes, min(self._slab_bytes, room // PAGE * PAGE))))
+        # A whole number of what is asked for, since a step asks for the same sizes again and again.
+        wanted = nbytes * -(-self._slab_bytes // nbytes)
+        slab = _Slab(self._make_slab(wanted if wanted <= room else max(nbytes, room // nbytes * nbytes)))
         self._slabs.append(slab)
         self.reserved_bytes += slab.memory.numel()
         return slab

@@ -98,6 +98,13 @@ class Backend(ABC):
     def host_slab(self, nbytes: int) -> torch.Tensor:
         """Page-aligned host memory that lanes copy from and to at full rate. It is given back when it dies."""
 
+    direct_disk: bool = False
+    """Whether the device's memory is host memory, which files can be written from and read into."""
+
+    def alias(self, block: torch.Tensor) -> torch.Tensor:
+        """Host memory as a storage of its own, for use on the calling thread's compute lane. It keeps the memory."""
+        return torch.frombuffer(memoryview(block.numpy()), dtype=torch.uint8)  # type: ignore[arg-type]
+
     def host_access(self, block: torch.Tensor, *, write: bool) -> None:  # noqa: B027  (nothing to do by default)
         """Told before host code reads or writes a block itself, for a backend that checks."""
 
@@ -275,6 +282,7 @@ class CpuBackend(Backend):
     """
 
     alignment = 64
+    direct_disk = True
 
     def __init__(self, device: torch.device, *, threads: int = 2) -> None:
         super().__init__(device)
@@ -313,7 +321,8 @@ class CpuBackend(Backend):
         return self._tasks.run(task)
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8)
+        # The device is named, since the user's default may be another one.
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def host_slab(self, nbytes: int) -> torch.Tensor:
         return anonymous_pages(nbytes)

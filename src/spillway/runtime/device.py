@@ -12,8 +12,9 @@ from spillway.runtime.accelerator import AcceleratorBackend
 from spillway.runtime.arena import Arena
 from spillway.runtime.backend import Backend, CpuBackend
 from spillway.runtime.disk import SpillFile
+from spillway.runtime.disk_tiers import DirectDiskTier, StagedDiskTier
 from spillway.runtime.mover import Mover
-from spillway.runtime.tiers import DiskTier, HostTier, Tier
+from spillway.runtime.tiers import HostTier, Tier
 
 MakeBackend = Callable[[torch.device], Backend]
 
@@ -80,7 +81,9 @@ class DeviceRuntime:
         out, back = self.mover.lanes
         if name == "host":
             return HostTier(self.backend, self.arena, out=out, back=back)
-        return DiskTier(self.backend, self.arena, self._file(), out=out, back=back, staging=self.window)
+        if self.backend.direct_disk:
+            return DirectDiskTier(self.backend, self.arena, self._file(), out=out, back=back)
+        return StagedDiskTier(self.backend, self.arena, self._file(), out=out, back=back, staging=self.window)
 
 
 def backend_for(device: torch.device) -> Backend:

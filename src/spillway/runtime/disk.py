@@ -19,6 +19,8 @@ and so is the descriptor on ``close``: a number that is reused too early is anot
 
 from __future__ import annotations
 
+import itertools
+import mmap
 import os
 import threading
 from collections import deque
@@ -58,7 +60,9 @@ class Extent:
     nbytes: int
     """Bytes that count."""
     reserved: int
-    """Bytes that it takes in the file: ``nbytes`` rounded up to :data:`ALIGNMENT`."""
+    """Bytes that it takes in the file: ``phase + nbytes`` rounded up to :data:`ALIGNMENT`."""
+    phase: int = 0
+    """How far behind ``offset`` the bytes begin: as far as they begin behind a page in memory."""
 
 
 @dataclass(slots=True)
@@ -146,8 +150,12 @@ class SpillFile(AnonymousFile):
         """Bytes written since the file was made, rounded up to whole blocks as the extents are."""
         return self._written
 
-    def allocate(self, nbytes: int) -> Extent:
+    def allocate(self, nbytes: int, *, phase: int = 0) -> Extent:
         """Reserve a place for ``nbytes`` bytes.
+
+        Args:
+            nbytes: how many.
+            phase: how far behind a page the buffers begin that it will be written from and read into.
 
         Raises:
             TierFullError: the capacity, the disk or the hour's budget has no room for them.
@@ -159,14 +167,14 @@ class SpillFile(AnonymousFile):
         if nbytes < 1:
             raise SizeError(f"extent: got {nbytes} bytes, expected at least 1; what is empty needs no place on a disk")
         self._check_owner()
-        reserved = -(-nbytes // ALIGNMENT) * ALIGNMENT
+        reserved = -(-(phase + nbytes) // ALIGNMENT) * ALIGNMENT
         with self._lock:
             self._check_open()
             self._settle()
             self._wear.check(reserved)
             while (offset := self._ranges.take(reserved)) is None:
                 self._grow(reserved)
-            extent = Extent(offset, nbytes, reserved)
+            extent = Extent(offset, nbytes, reserved, phase)
             self._used += reserved
             self._live[id(extent)] = _Slot(extent, self._wear.charge(reserved))
         return extent
@@ -187,12 +195,13 @@ class SpillFile(AnonymousFile):
         self._freed.append(slot)
 
     def write(self, extent: Extent, buffer: Buffer) -> None:
-        """Write the first ``extent.reserved`` bytes of ``buffer``, and return when the system has taken all of them.
+        """Write the first ``extent.nbytes`` bytes of ``buffer``, and return when the system has taken all of them.
 
         Args:
             extent: from :meth:`allocate`.
-            buffer: at least ``extent.reserved`` contiguous bytes of memory, page-aligned if :attr:`direct`. The first
-                ``extent.nbytes`` count; what lies behind them is written, and has no meaning.
+            buffer: at least so many contiguous bytes of memory, which begin ``extent.phase`` behind a page if
+                :attr:`direct`. Whole pages of it move without a copy, and so does the last one if the buffer has all
+                of it.
 
         Raises:
             TransferError: the write failed; the extent holds nothing now.
@@ -204,7 +213,14 @@ class SpillFile(AnonymousFile):
             data = self._bytes_of(buffer, extent)
             slot.checksum = None  # from here on the old bytes are gone, whatever comes
             sum_of_it = checksum(data[: extent.nbytes])
-            self._write_all(data.data, extent.offset)
+            for piece, offset in self._pieces(data, extent):
+                if self._direct and len(piece) % ALIGNMENT:
+                    with edge_page() as page:
+                        begin = offset % ALIGNMENT
+                        page[begin : begin + len(piece)] = piece
+                        self._write_all(page, offset - begin)
+                else:
+                    self._write_all(piece, offset)
             with self._lock:
                 self._written += extent.reserved
                 slot.withdraw()
@@ -212,7 +228,7 @@ class SpillFile(AnonymousFile):
             slot.checksum = sum_of_it
 
     def read(self, extent: Extent, buffer: Buffer) -> None:
-        """Fill the first ``extent.reserved`` bytes of ``buffer``, and verify those that count.
+        """Fill the first ``extent.nbytes`` bytes of ``buffer``, and verify them.
 
         Args:
             extent: from :meth:`allocate`, and written since.
@@ -234,7 +250,14 @@ class SpillFile(AnonymousFile):
                     f"spill file: got a read of {extent}, which holds nothing, as no write to it has succeeded; "
                     f"do not drop a tensor before its write has returned"
                 )
-            self._read_all(data.data, extent.offset)
+            for piece, offset in self._pieces(data, extent):
+                if self._direct and len(piece) % ALIGNMENT:
+                    with edge_page() as page:
+                        begin = offset % ALIGNMENT
+                        self._read_all(page, offset - begin)
+                        piece[:] = page[begin : begin + len(piece)]
+                else:
+                    self._read_all(piece, offset)
             got = checksum(data[: extent.nbytes])
             if got != expected:
                 raise CorruptError(
@@ -338,14 +361,38 @@ class SpillFile(AnonymousFile):
                 f"spill file: got {type(buffer).__name__} ({error}), expected a buffer of {extent.reserved} "
                 f"contiguous bytes; cut it from the arena"
             ) from error
-        if len(data) < extent.reserved:
+        if len(data) < extent.nbytes:
             raise UsageError(
-                f"spill file: got a buffer of {len(data)} bytes for {extent}, expected at least {extent.reserved}, "
-                f"since transfers are multiples of {ALIGNMENT} bytes; give the whole reserved block"
+                f"spill file: got a buffer of {len(data)} bytes for {extent}, expected at least {extent.nbytes}"
             )
-        if self._direct and (address := data.ctypes.data) % ALIGNMENT:
+        if self._direct and (address := data.ctypes.data) % ALIGNMENT != extent.phase:
             raise UsageError(
-                f"spill file: got a buffer at address {address:#x}, expected a multiple of {ALIGNMENT}, since "
-                f"{self.directory} is used with O_DIRECT; cut it from the arena"
+                f"spill file: got a buffer at address {address:#x}, expected one {extent.phase} bytes behind a "
+                f"multiple of {ALIGNMENT}, since {self.directory} is used with O_DIRECT; allocate the extent with the "
+                f"phase of its buffers"
             )
-        return data[: extent.reserved]
+        return data[: extent.reserved - extent.phase]
+
+    def _pieces(self, data: NDArray[np.uint8], extent: Extent) -> Iterator[tuple[memoryview, int]]:
+        """Parts of the buffer and where they go: whole blocks, and the edges before and behind them."""
+        begin = extent.offset + extent.phase
+        end = len(data) if len(data) == extent.reserved - extent.phase else extent.nbytes
+        cuts = [0, end]
+        if self._direct:
+            head = min(-extent.phase % ALIGNMENT, end)
+            cuts = [0, head, end - (end - head) % ALIGNMENT, end]
+        for first, last in itertools.pairwise(cuts):
+            if first < last:
+                yield data.data[first:last], begin + first
+
+
+@contextmanager
+def edge_page() -> Iterator[memoryview]:
+    """A page for a part of one."""
+    page = mmap.mmap(-1, ALIGNMENT)
+    view = memoryview(page)
+    try:
+        yield view
+    finally:
+        view.release()
+        page.close()

@@ -122,7 +122,7 @@ class Mover:
                     entry.state = State.LEAVING
                     self._leaving.append(entry)
                     self._leaving_bytes += entry.nbytes
-                    if not hold:
+                    if not hold and self._recorder is not None:
                         self._tell(EventKind.LEAVE, entry)
         if self._forgotten:
             self._read_notes()
@@ -142,12 +142,14 @@ class Mover:
             A storage, how many bytes of the original storage come before its first, the entry's round, and how many
             of ``ahead`` were fetched or passed over.
         """
-        self._check_open()
+        if self._closed or os.getpid() != self._process:
+            self._refuse_call()
         with self._lock:
             compute = self._compute()
             storage = self._usable(entry, compute)
             if storage is not None:
-                self._tell(EventKind.REUSE, entry)
+                if self._recorder is not None:
+                    self._tell(EventKind.REUSE, entry)
                 if entry.round == 0:
                     entry.ledger.reuse(entry.number, entry.nbytes)
             else:
@@ -226,7 +228,8 @@ class Mover:
 
     def _compute(self) -> Lane:
         lane = self._backend.compute()
-        self._compute_lanes.setdefault(lane)
+        if lane not in self._compute_lanes:
+            self._compute_lanes[lane] = None
         return lane
 
     def _usable(self, entry: Entry, compute: Lane) -> torch.UntypedStorage | None:
@@ -244,12 +247,12 @@ class Mover:
         """Queue the copy out; False if the tier has no room."""
         assert entry.tier is not None
         assert entry.storage is not None
+        source = flat(entry.storage, entry.start - entry.low, entry.nbytes)
         try:
-            entry.slot = entry.tier.reserve(entry.nbytes)
+            entry.slot = entry.tier.reserve(source)
         except TierFullError as error:
             self._refuse(entry, error)
             return False
-        source = flat(entry.storage, entry.start - entry.low, entry.nbytes)
         stored = False
         try:
             entry.copied = entry.tier.store(entry.slot, source)
@@ -264,24 +267,31 @@ class Mover:
     def _refuse(self, entry: Entry, error: TierFullError) -> None:
         entry.state = State.RESIDENT
         entry.ledger.refuse(entry.number, entry.nbytes, str(error))
-        self._tell(EventKind.REFUSE, entry)
+        if self._recorder is not None:
+            self._tell(EventKind.REFUSE, entry)
 
     def _settle(self, compute: Lane) -> None:
         """Let go of the oldest entry that is leaving."""
         entry = self._leaving.popleft()
         self._leaving_bytes -= entry.nbytes
         held = entry.copied is None
+        entry.state = State.RESIDENT
         if held:
             # It was held back in the hope that backward comes first.
-            entry.state = State.RESIDENT
             self._backend.wait(self._out, self._backend.record(compute))
             if not self._start(entry):
                 return
-        self._release_after(entry)
+        try:
+            self._release_after(entry)
+        except TierError:
+            # It was not stored, but it is still here: it stays, and whoever filled the window hears of it.
+            self._give_back_slot(entry)
+            raise
         entry.state = State.AWAY
-        if held:
-            self._tell(EventKind.LEAVE, entry)
-        self._tell(EventKind.RELEASE, entry)
+        if self._recorder is not None:
+            if held:
+                self._tell(EventKind.LEAVE, entry)
+            self._tell(EventKind.RELEASE, entry)
 
     def _release_after(self, entry: Entry) -> None:
         """Let go of the bytes once the copy under way is done. See NOTE [ Whose stream ]."""
@@ -293,15 +303,23 @@ class Mover:
         entry.ledger.stall_seconds += time.perf_counter() - before
         entry.storage = None
 
-    def _give_up_return(self, entry: Entry) -> None:
-        """Forget a copy back that nobody wants any more."""
-        self._ahead_bytes -= entry.nbytes
-        entry.state = State.AWAY
+    def _abandon(self, entry: Entry) -> None:
+        """Let go of the bytes once the copy under way is done, which nobody wants any more, well or badly."""
         try:
             self._release_after(entry)
         except TierError:
-            # The read failed, so no copy was queued, and nobody asks for these bytes.
+            # The write or read has failed, so it is over, and nobody asks for these bytes.
             entry.storage = None
+
+    def _give_up_return(self, entry: Entry) -> None:
+        self._ahead_bytes -= entry.nbytes
+        entry.state = State.AWAY
+        self._abandon(entry)
+
+    def _give_back_slot(self, entry: Entry) -> None:
+        if entry.slot is not None and entry.tier is not None:
+            entry.tier.release(entry.slot)
+            entry.slot = None
 
     def _prefetch(self, entries: Iterable[Entry | None], compute: Lane) -> int:
         count = 0
@@ -316,7 +334,7 @@ class Mover:
     def _fetch(self, entry: Entry, compute: Lane) -> None:
         assert entry.tier is not None
         assert entry.slot is not None
-        destination = self._backend.empty(entry.nbytes)
+        destination = entry.tier.destination(entry.slot)
         # The allocator may have handed out bytes that queued work on the compute lane still uses.
         self._backend.wait(self._back, self._backend.record(compute))
         entry.copied = entry.tier.load(entry.slot, destination)
@@ -326,7 +344,8 @@ class Mover:
         entry.lane = compute
         entry.state = State.RETURNING
         self._ahead_bytes += entry.nbytes
-        self._tell(EventKind.RETURN, entry)
+        if self._recorder is not None:
+            self._tell(EventKind.RETURN, entry)
 
     def _return(self, entry: Entry, compute: Lane) -> torch.UntypedStorage:
         if entry.state is State.RETURNING and entry.lane != compute:
@@ -350,7 +369,8 @@ class Mover:
         entry.ledger.reloaded_bytes += entry.nbytes
         entry.round += 1
         entry.asked = 0
-        self._tell(EventKind.TAKE, entry)
+        if self._recorder is not None:
+            self._tell(EventKind.TAKE, entry)
         return storage
 
     def _drop(self, entry: Entry) -> None:
@@ -359,19 +379,18 @@ class Mover:
             self._leaving.remove(entry)
             self._leaving_bytes -= entry.nbytes
             if entry.copied is not None:
-                self._release_after(entry)
+                self._abandon(entry)
         elif entry.state is State.RETURNING:
             self._give_up_return(entry)
         entry.storage = None
-        if entry.slot is not None and entry.tier is not None:
-            entry.tier.release(entry.slot)
-            entry.slot = None
+        self._give_back_slot(entry)
         entry.state = State.AWAY
-        self._tell(EventKind.DROP, entry)
+        if self._recorder is not None:
+            self._tell(EventKind.DROP, entry)
 
     def _tell(self, kind: EventKind, entry: Entry) -> None:
-        if self._recorder is not None:
-            self._recorder(Happening(kind, entry.number, entry.nbytes))
+        assert self._recorder is not None
+        self._recorder(Happening(kind, entry.number, entry.nbytes))
 
 
 def flat(storage: torch.UntypedStorage, start: int, nbytes: int) -> torch.Tensor:

@@ -1,0 +1,286 @@
+"""The disk tier, in two ways: through blocks of host memory, and straight from and into the tensors' own memory.
+
+*Staged*, for an accelerator. Direct I/O wants page-aligned host memory, and the device has none: device -> block on the
+``out`` lane -> file in a task, and file -> block in a task -> device on the ``back`` lane. How much may wait in blocks
+for its write is bounded: past that, ``reserve`` blocks the caller, since otherwise a disk slower than the compute would
+turn into a host tier without a cap.
+
+*Direct*, for the CPU, where a tensor is host memory already. Every copy costs the cores that compute. So the file is
+written from the storage itself, which is let go when its write is done, and read into memory that then is the tensor's:
+a block of the arena, which goes back to the arena when that storage dies. Bytes lie in the file at the same distance
+from a page as in memory, so that all but the two edges moves without a copy, and come back to such an address.
+
+An extent is wanted by its entry, by its write and by its reads; the last of them frees it. (Given back with its write
+still queued, it would be handed out, and the late write would land in the next owner's bytes.)
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+
+import torch
+
+from spillway.errors import TierError, TierFullError, TransferError
+from spillway.runtime.arena import PAGE, Arena, Block, pages
+from spillway.runtime.backend import Backend, Event, Lane
+from spillway.runtime.disk import Extent, SpillFile
+from spillway.runtime.tiers import Slot, Tier
+
+
+class _DiskSlot:
+    __slots__ = ("block", "extent", "nbytes", "released", "users", "written")
+
+    def __init__(self, nbytes: int, extent: Extent, block: Block | None = None) -> None:
+        self.nbytes = nbytes
+        self.extent = extent
+        self.block = block
+        """On the staged way out: where the bytes wait for their write."""
+        self.written: Event | None = None
+        self.users = 1
+        """Who wants the extent: the entry, the write, the reads."""
+        self.released = False
+
+
+class _DiskTier(Tier):
+    """What both ways have in common: whose the extents are, and which writes are under way."""
+
+    def __init__(self, backend: Backend, arena: Arena, file: SpillFile, *, out: Lane, back: Lane) -> None:
+        super().__init__(backend)
+        self._arena = arena
+        self._file = file
+        self._out = out
+        self._back = back
+        self._writes: deque[_DiskSlot] = deque()
+        self._lock = threading.Lock()
+
+    def release(self, slot: Slot) -> None:
+        assert isinstance(slot, _DiskSlot)
+        slot.released = True
+        self._let_go(slot)
+
+    def synchronize(self) -> None:
+        while self._writes:
+            self._settle()
+
+    def _hold(self, slot: _DiskSlot) -> None:
+        with self._lock:
+            slot.users += 1
+
+    def _let_go(self, slot: _DiskSlot) -> None:
+        with self._lock:
+            slot.users -= 1
+            last = slot.users == 0
+        if last:
+            self._file.free(slot.extent)
+
+    def _settle(self) -> None:
+        """Wait for the oldest write. If it failed, this raises: in the forward of the step that it belongs to."""
+        slot = self._writes.popleft()
+        assert slot.written is not None
+        try:
+            slot.written.synchronize()
+        except TierError as error:
+            if not slot.released:
+                raise TransferError(
+                    f"a storage of {slot.nbytes} bytes could not be written to disk: {error}"
+                ) from error
+
+
+class StagedDiskTier(_DiskTier):
+    """Extents of the session's spill file, through blocks of the arena.
+
+    Args:
+        backend: the device.
+        arena: where the blocks are cut from.
+        file: the spill file.
+        out: the lane from the device.
+        back: the lane to the device.
+        staging: most bytes that may wait in blocks for their write.
+    """
+
+    def __init__(self, backend: Backend, arena: Arena, file: SpillFile, *, out: Lane, back: Lane, staging: int) -> None:
+        super().__init__(backend, arena, file, out=out, back=back)
+        self._staging = staging
+        self._writing_bytes = 0
+        self._landed = threading.Condition()
+        self._landing_blocks = 0
+
+    def reserve(self, source: torch.Tensor) -> _DiskSlot:
+        nbytes = source.numel()
+        block = self._stage(nbytes)
+        try:
+            return _DiskSlot(nbytes, self._file.allocate(nbytes), block)
+        except TierError:
+            self._arena.free(block)
+            raise
+
+    def store(self, slot: Slot, source: torch.Tensor) -> Event:
+        assert isinstance(slot, _DiskSlot)
+        assert slot.block is not None
+        block = slot.block
+        for event in block.after:
+            self._backend.wait(self._out, event)
+        self._backend.copy(self._out, block.first(slot.nbytes), source)
+        copied = self._backend.record(self._out)
+
+        def write() -> None:
+            try:
+                copied.synchronize()
+                # A slot that was given back meanwhile needs no writing.
+                if not slot.released:
+                    self._backend.host_access(block.bytes, write=False)
+                    self._file.write(slot.extent, _buffer(block.bytes))
+            finally:
+                self._arena.free(block)
+                self._let_go(slot)
+
+        self._hold(slot)
+        slot.written = self._backend.run(write)
+        self._writes.append(slot)
+        self._writing_bytes += block.nbytes
+        return copied
+
+    def load(self, slot: Slot, destination: torch.Tensor) -> Event:
+        assert isinstance(slot, _DiskSlot)
+        assert slot.written is not None
+        written = slot.written
+
+        def read() -> Event:
+            try:
+                written.synchronize()
+                block = self._landing(slot.nbytes)
+                copied: tuple[Event, ...] = ()
+                try:
+                    for event in block.after:
+                        event.synchronize()
+                    self._backend.host_access(block.bytes, write=True)
+                    self._file.read(slot.extent, _buffer(block.bytes))
+                    self._backend.copy(self._back, destination, block.first(slot.nbytes))
+                    copied = (self._backend.record(self._back),)
+                    return copied[0]
+                finally:
+                    self._arena.free(block, copied)
+                    with self._landed:
+                        self._landing_blocks -= 1
+                        self._landed.notify_all()
+            finally:
+                self._let_go(slot)
+
+        self._hold(slot)
+        return self._backend.run(read)
+
+    def release(self, slot: Slot) -> None:
+        assert isinstance(slot, _DiskSlot)
+        if slot.written is None and slot.block is not None:
+            self._arena.free(slot.block)
+        super().release(slot)
+
+    def _stage(self, nbytes: int) -> Block:
+        """A block for the way to the disk; waits for the oldest writes where too many wait already."""
+        wanted = pages(nbytes)
+        while self._writes and (_is_done(self._writes[0]) or self._writing_bytes + wanted > self._staging):
+            self._settle()
+        while True:
+            try:
+                return self._arena.allocate(nbytes)
+            except TierFullError:
+                if not self._writes:
+                    raise
+                self._settle()
+
+    def _landing(self, nbytes: int) -> Block:
+        """A block for the way back; called in a task.
+
+        Where the cap is reached it waits for other reads, which are short. If none is under way it passes the cap:
+        without these bytes the graph is lost. (Writes are not waited for: they may stand in the queue behind this.)
+        """
+        with self._landed:
+            while True:
+                try:
+                    block = self._arena.allocate(nbytes, over_cap=self._landing_blocks == 0)
+                except TierFullError:
+                    self._landed.wait()
+                else:
+                    self._landing_blocks += 1
+                    return block
+
+    def _settle(self) -> None:
+        block = self._writes[0].block
+        assert block is not None
+        self._writing_bytes -= block.nbytes
+        super()._settle()
+
+
+class DirectDiskTier(_DiskTier):
+    """Extents of the session's spill file, from and into the tensors' own memory.
+
+    For a backend whose device is host memory (:attr:`Backend.direct_disk`).
+    """
+
+    def reserve(self, source: torch.Tensor) -> _DiskSlot:
+        # One that failed is heard of where its storage was to be let go: it still has it.
+        while self._writes and _is_done(self._writes[0]):
+            self._writes.popleft()
+        nbytes = source.numel()
+        return _DiskSlot(nbytes, self._file.allocate(nbytes, phase=source.data_ptr() % PAGE))
+
+    def store(self, slot: Slot, source: torch.Tensor) -> Event:
+        assert isinstance(slot, _DiskSlot)
+        ready = self._backend.record(self._out)
+        # No byte of it yet, but a checking backend is to know the source as it is now, not when the task comes to it.
+        self._backend.host_access(source[:0], write=False)
+        held = [source]
+
+        def write() -> None:
+            # The task's event must not be reached while the task still holds the memory: a thread lets go of the task
+            # itself a moment later.
+            source = held.pop()
+            try:
+                ready.synchronize()
+                if not slot.released:
+                    self._backend.host_access(source, write=False)
+                    self._file.write(slot.extent, _buffer(source))
+            finally:
+                self._let_go(slot)
+
+        self._hold(slot)
+        slot.written = self._backend.run(write)
+        self._writes.append(slot)
+        return slot.written
+
+    def destination(self, slot: Slot) -> torch.Tensor:
+        assert isinstance(slot, _DiskSlot)
+        # What backward asks for comes back also where the cap on host memory is reached: it is the device's memory.
+        phase = slot.extent.phase
+        block = self._arena.allocate(phase + slot.nbytes, over_cap=True)
+        memory = self._backend.alias(block.bytes[phase : phase + slot.nbytes])
+        weakref.finalize(memory.untyped_storage(), self._arena.free, block).atexit = False
+        return memory
+
+    def load(self, slot: Slot, destination: torch.Tensor) -> Event:
+        assert isinstance(slot, _DiskSlot)
+        ready = self._backend.record(self._back)
+        held = [destination]
+
+        def read() -> None:
+            destination = held.pop()
+            try:
+                # Its write is done: the storage was not let go before.
+                ready.synchronize()
+                self._backend.host_access(destination, write=True)
+                self._file.read(slot.extent, _buffer(destination))
+            finally:
+                self._let_go(slot)
+
+        self._hold(slot)
+        return self._backend.run(read)
+
+
+def _is_done(slot: _DiskSlot) -> bool:
+    return slot.written is None or slot.written.query()
+
+
+def _buffer(memory: torch.Tensor) -> memoryview:
+    return memory.numpy().data
