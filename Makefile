@@ -59,7 +59,7 @@ format: $(READY)  ## rewrite the sources in the project's format
 	$(BIN)/ruff format
 
 gpu: $(DIRECT_NEEDS)  ## the tests that need an accelerator (PYTHON=python3 for an environment of your own)
-	$(DIRECT) -m pytest -m gpu tests/gpu $(ARGS)
+	$(DIRECT) -m pytest -m gpu tests/gpu tests/hazards $(ARGS)
 
 bench: $(DIRECT_NEEDS)  ## the benchmarks
 	@for script in benchmarks/[a-z]*.py; do echo "== $$script"; $(DIRECT) $$script $(ARGS) || exit 1; done

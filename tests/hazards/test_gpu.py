@@ -195,6 +195,7 @@ def test_h35_the_peak_is_the_same_from_run_to_run(trial: Trial, device: torch.de
     assert peaks[0] < keep / 2
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 def test_h39_a_steady_step_allocates_no_host_memory_and_does_not_synchronise(
     trial: Trial, device: torch.device, backend: LateBackend
 ) -> None:
@@ -335,15 +336,19 @@ def test_h45_reserved_memory_does_not_grow(trial: Trial, device: torch.device) -
             loss = chain(leaf, 20).sum()
         torch.autograd.grad(loss, [leaf])
 
+    def pools() -> set[int]:
+        return {part["stream"] for part in torch.cuda.memory_snapshot() if part["segment_type"] == "large"}
+
     torch.cuda.empty_cache()
     step(torch.enable_grad())
     plain = torch.cuda.memory_reserved(device)
     torch.cuda.empty_cache()
+    pools_before = pools()
     reserved = []
     for _ in range(8):
         step(trial.offload())
         reserved.append(torch.cuda.memory_reserved(device))
     assert reserved[2:] == [reserved[2]] * 6
     assert reserved[-1] <= plain
-    pools = {part["stream"] for part in torch.cuda.memory_snapshot() if part["segment_type"] == "large"}
-    assert pools == {torch.cuda.current_stream(device).cuda_stream}
+    # Tests before this one may have left pools of streams of their own.
+    assert pools() - pools_before <= {torch.cuda.current_stream(device).cuda_stream}

@@ -101,6 +101,7 @@ def test_h44_a_buffer_given_back_while_its_copy_back_is_queued(
     tier = runtime.tier(tier_name)
     first, destination = tier.reserve(content(7)), content(0)
     tier.store(first, content(7)).synchronize()
+    tier.synchronize()
     loaded = tier.load(first, destination)
     tier.release(first)
     others = [tier.reserve(content(9)) for _ in range(3)]

@@ -62,13 +62,13 @@ class DeviceRuntime:
     def synchronize(self) -> None:
         """Wait until every write that is under way has ended."""
         with self.mover.exclusive():
-            for tier in self._tiers.values():
+            for tier in set(self._tiers.values()):
                 tier.synchronize()
 
     def trim(self) -> int:
         """Give host memory that nobody uses back to the system; returns its bytes."""
         with self.mover.exclusive():
-            return self.arena.trim()
+            return self.arena.trim() + sum(tier.trim() for tier in set(self._tiers.values()))
 
     def close(self) -> None:
         """Stop. What is away is lost."""
@@ -82,7 +82,7 @@ class DeviceRuntime:
         if name == "host":
             return HostTier(self.backend, self.arena, out=out, back=back)
         if self.backend.direct_disk:
-            return DirectDiskTier(self.backend, self.arena, self._file(), out=out, back=back)
+            return DirectDiskTier(self.backend, self._file(), out=out, back=back)
         return StagedDiskTier(self.backend, self.arena, self._file(), out=out, back=back, staging=self.window)
 
 

@@ -194,7 +194,7 @@ class SpillFile(AnonymousFile):
             raise UsageError(self._unknown(extent))
         self._freed.append(slot)
 
-    def write(self, extent: Extent, buffer: Buffer) -> None:
+    def write(self, extent: Extent, buffer: Buffer, *, shared: bool = False) -> None:
         """Write the first ``extent.nbytes`` bytes of ``buffer``, and return when the system has taken all of them.
 
         Args:
@@ -202,6 +202,8 @@ class SpillFile(AnonymousFile):
             buffer: at least so many contiguous bytes of memory, which begin ``extent.phase`` behind a page if
                 :attr:`direct`. Whole pages of it move without a copy, and so does the last one if the buffer has all
                 of it.
+            shared: others may write to the buffer meanwhile: it is written again until it is found unchanged, so that
+                the checksum is of what is in the file.
 
         Raises:
             TransferError: the write failed; the extent holds nothing now.
@@ -213,14 +215,10 @@ class SpillFile(AnonymousFile):
             data = self._bytes_of(buffer, extent)
             slot.checksum = None  # from here on the old bytes are gone, whatever comes
             sum_of_it = checksum(data[: extent.nbytes])
-            for piece, offset in self._pieces(data, extent):
-                if self._direct and len(piece) % ALIGNMENT:
-                    with edge_page() as page:
-                        begin = offset % ALIGNMENT
-                        page[begin : begin + len(piece)] = piece
-                        self._write_all(page, offset - begin)
-                else:
-                    self._write_all(piece, offset)
+            self._write_pieces(data, extent)
+            while shared and (sum_now := checksum(data[: extent.nbytes])) != sum_of_it:
+                sum_of_it = sum_now
+                self._write_pieces(data, extent)
             with self._lock:
                 self._written += extent.reserved
                 slot.withdraw()
@@ -250,14 +248,7 @@ class SpillFile(AnonymousFile):
                     f"spill file: got a read of {extent}, which holds nothing, as no write to it has succeeded; "
                     f"do not drop a tensor before its write has returned"
                 )
-            for piece, offset in self._pieces(data, extent):
-                if self._direct and len(piece) % ALIGNMENT:
-                    with edge_page() as page:
-                        begin = offset % ALIGNMENT
-                        self._read_all(page, offset - begin)
-                        piece[:] = page[begin : begin + len(piece)]
-                else:
-                    self._read_all(piece, offset)
+            self._read_pieces(data, extent)
             got = checksum(data[: extent.nbytes])
             if got != expected:
                 raise CorruptError(
@@ -373,6 +364,24 @@ class SpillFile(AnonymousFile):
             )
         return data[: extent.reserved - extent.phase]
 
+    def _write_pieces(self, data: NDArray[np.uint8], extent: Extent) -> None:
+        for piece, offset in self._pieces(data, extent):
+            if self._direct and len(piece) % ALIGNMENT:
+                page, begin = _edge_page(), offset % ALIGNMENT
+                page[begin : begin + len(piece)] = piece
+                self._write_all(page, offset - begin)
+            else:
+                self._write_all(piece, offset)
+
+    def _read_pieces(self, data: NDArray[np.uint8], extent: Extent) -> None:
+        for piece, offset in self._pieces(data, extent):
+            if self._direct and len(piece) % ALIGNMENT:
+                page, begin = _edge_page(), offset % ALIGNMENT
+                self._read_all(page, offset - begin)
+                piece[:] = page[begin : begin + len(piece)]
+            else:
+                self._read_all(piece, offset)
+
     def _pieces(self, data: NDArray[np.uint8], extent: Extent) -> Iterator[tuple[memoryview, int]]:
         """Parts of the buffer and where they go: whole blocks, and the edges before and behind them."""
         begin = extent.offset + extent.phase
@@ -386,13 +395,6 @@ class SpillFile(AnonymousFile):
                 yield data.data[first:last], begin + first
 
 
-@contextmanager
-def edge_page() -> Iterator[memoryview]:
-    """A page for a part of one."""
-    page = mmap.mmap(-1, ALIGNMENT)
-    view = memoryview(page)
-    try:
-        yield view
-    finally:
-        view.release()
-        page.close()
+def _edge_page() -> memoryview:
+    """A page for a part of one. It goes when its last view does, which may be in a traceback."""
+    return memoryview(mmap.mmap(-1, ALIGNMENT))

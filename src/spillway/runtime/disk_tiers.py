@@ -7,8 +7,8 @@ turn into a host tier without a cap.
 
 *Direct*, for the CPU, where a tensor is host memory already. Every copy costs the cores that compute. So the file is
 written from the storage itself, which is let go when its write is done, and read into memory that then is the tensor's:
-a block of the arena, which goes back to the arena when that storage dies. Bytes lie in the file at the same distance
-from a page as in memory, so that all but the two edges moves without a copy, and come back to such an address.
+a block of an arena of the tier's own, which goes back to it when that storage dies. Bytes lie in the file at the same
+distance from a page as in memory, so that all but the two edges moves without a copy, and come back to such an address.
 
 An extent is wanted by its entry, by its write and by its reads; the last of them frees it. (Given back with its write
 still queued, it would be handed out, and the late write would land in the next owner's bytes.)
@@ -16,6 +16,7 @@ still queued, it would be handed out, and the late write would land in the next 
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections import deque
@@ -46,9 +47,8 @@ class _DiskSlot:
 class _DiskTier(Tier):
     """What both ways have in common: whose the extents are, and which writes are under way."""
 
-    def __init__(self, backend: Backend, arena: Arena, file: SpillFile, *, out: Lane, back: Lane) -> None:
+    def __init__(self, backend: Backend, file: SpillFile, *, out: Lane, back: Lane) -> None:
         super().__init__(backend)
-        self._arena = arena
         self._file = file
         self._out = out
         self._back = back
@@ -101,7 +101,8 @@ class StagedDiskTier(_DiskTier):
     """
 
     def __init__(self, backend: Backend, arena: Arena, file: SpillFile, *, out: Lane, back: Lane, staging: int) -> None:
-        super().__init__(backend, arena, file, out=out, back=back)
+        super().__init__(backend, file, out=out, back=back)
+        self._arena = arena
         self._staging = staging
         self._writing_bytes = 0
         self._landed = threading.Condition()
@@ -219,6 +220,11 @@ class DirectDiskTier(_DiskTier):
     For a backend whose device is host memory (:attr:`Backend.direct_disk`).
     """
 
+    def __init__(self, backend: Backend, file: SpillFile, *, out: Lane, back: Lane) -> None:
+        super().__init__(backend, file, out=out, back=back)
+        # What comes back is the device's own memory, as if its allocator had given it: no budget of ours holds for it.
+        self._memory = Arena(backend.host_slab, capacity=sys.maxsize)
+
     def reserve(self, source: torch.Tensor) -> _DiskSlot:
         # One that failed is heard of where its storage was to be let go: it still has it.
         while self._writes and _is_done(self._writes[0]):
@@ -241,7 +247,8 @@ class DirectDiskTier(_DiskTier):
                 ready.synchronize()
                 if not slot.released:
                     self._backend.host_access(source, write=False)
-                    self._file.write(slot.extent, _buffer(source))
+                    # Through an alias with a counter of its own (`.data`) the user may write to it unseen.
+                    self._file.write(slot.extent, _buffer(source), shared=True)
             finally:
                 self._let_go(slot)
 
@@ -252,12 +259,14 @@ class DirectDiskTier(_DiskTier):
 
     def destination(self, slot: Slot) -> torch.Tensor:
         assert isinstance(slot, _DiskSlot)
-        # What backward asks for comes back also where the cap on host memory is reached: it is the device's memory.
         phase = slot.extent.phase
-        block = self._arena.allocate(phase + slot.nbytes, over_cap=True)
+        block = self._memory.allocate(phase + slot.nbytes)
         memory = self._backend.alias(block.bytes[phase : phase + slot.nbytes])
-        weakref.finalize(memory.untyped_storage(), self._arena.free, block).atexit = False
+        weakref.finalize(memory.untyped_storage(), self._memory.free, block).atexit = False
         return memory
+
+    def trim(self) -> int:
+        return self._memory.trim()
 
     def load(self, slot: Slot, destination: torch.Tensor) -> Event:
         assert isinstance(slot, _DiskSlot)

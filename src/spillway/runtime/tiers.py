@@ -51,6 +51,10 @@ class Tier(ABC):
     def synchronize(self) -> None:  # noqa: B027  (nothing to wait for by default)
         """Wait until every write that is under way has ended."""
 
+    def trim(self) -> int:
+        """Give memory of its own that nobody uses back to the system; returns its bytes."""
+        return 0
+
 
 class _HostSlot:
     __slots__ = ("block", "loaded", "nbytes", "stored")
