@@ -243,7 +243,7 @@ def run(sample: Sample, context: Callable[[], AbstractContextManager[Any]], *, t
         return forward_backward(call, inputs, leaves, context, twice=twice)
     except Warning:
         raise
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  (whatever plain PyTorch raises must come here too)
         # Ours on a change in place is a RuntimeError of a class of its own.
         kind = RuntimeError if isinstance(error, RuntimeError) else type(error)
         return Outcome(error=f"{kind.__name__}: {error}")

@@ -65,7 +65,7 @@ class AcceleratorBackend(Backend):
 
     def host_slab(self, nbytes: int) -> torch.Tensor:
         if self.device.type != "cuda":
-            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         slab = anonymous_pages(nbytes)
         _touch(slab)
         return _registered(slab)

@@ -138,10 +138,16 @@ class HostTasks:
         )
 
     def run(self, task: Task) -> TaskEvent:
-        return TaskEvent(self._pool.submit(task))
+        # The thread keeps what it was given until a moment after the event is reached, and a task holds memory: so it
+        # is given a box, and takes the task out of it.
+        return TaskEvent(self._pool.submit(_take_and_run, [task]))
 
     def close(self) -> None:
         self._pool.shutdown(wait=True)
+
+
+def _take_and_run(box: list[Task]) -> Event | None:
+    return box.pop()()
 
 
 class TaskEvent:

@@ -237,12 +237,8 @@ class DirectDiskTier(_DiskTier):
         ready = self._backend.record(self._out)
         # No byte of it yet, but a checking backend is to know the source as it is now, not when the task comes to it.
         self._backend.host_access(source[:0], write=False)
-        held = [source]
 
         def write() -> None:
-            # The task's event must not be reached while the task still holds the memory: a thread lets go of the task
-            # itself a moment later.
-            source = held.pop()
             try:
                 ready.synchronize()
                 if not slot.released:
@@ -271,10 +267,8 @@ class DirectDiskTier(_DiskTier):
     def load(self, slot: Slot, destination: torch.Tensor) -> Event:
         assert isinstance(slot, _DiskSlot)
         ready = self._backend.record(self._back)
-        held = [destination]
 
         def read() -> None:
-            destination = held.pop()
             try:
                 # Its write is done: the storage was not let go before.
                 ready.synchronize()
