@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import sys
 import threading
 import time
@@ -19,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import spillway
 from spillway import Session
-from steps import KiB, MiB, assert_no_hook, assert_nothing_left, failing, small_batch, small_model, step
+from steps import KiB, MiB, assert_no_hook, assert_nothing_left, failing, open_files, small_batch, small_model, step
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="counts descriptors in /proc")
 
@@ -31,7 +30,7 @@ def threads() -> int:
 
 
 def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
+    return len(open_files())
 
 
 def ended(count: Callable[[], int], most: int) -> bool:

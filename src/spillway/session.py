@@ -17,6 +17,7 @@ from spillway.capture.identity import Identity, Marks
 from spillway.capture.order import Memory
 from spillway.errors import SessionError, UsageError
 from spillway.events import Recorder
+from spillway.runtime.backend import quiet
 from spillway.runtime.device import DeviceRuntime, MakeBackend, backend_for
 from spillway.runtime.disk import SpillFile
 from spillway.units import parse_bytes
@@ -143,8 +144,9 @@ class Session:
 
         Both are 0 when no graph that was offloaded is alive, and no write is under way (:meth:`synchronize`).
         """
-        host = sum(runtime.arena.used_bytes for runtime in self._runtimes.values())
-        return host, 0 if self._file is None else self._file.used_bytes
+        with quiet():
+            host = sum(runtime.arena.used_bytes for runtime in self._runtimes.values())
+            return host, 0 if self._file is None else self._file.used_bytes
 
     def synchronize(self) -> None:
         """Wait until every write that is under way has ended; raises what went wrong in one."""

@@ -203,3 +203,64 @@ def test_host_memory_is_registered(device: torch.device) -> None:
         block = session.runtime(device).arena.allocate(3 * MIB)
         assert block.bytes.is_pinned()
         assert block.bytes.data_ptr() % 4096 == 0
+
+
+@pytest.mark.parametrize("window", [0, 1 << 40])
+def test_what_a_side_stream_saved_leaves_after_that_stream_has_written_it(device: torch.device, window: int) -> None:
+    """It is sent by a later pack on another stream, which has not waited for the first."""
+    main, side = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+    leaf = torch.randn(1 << 24, device=device, requires_grad=True)
+
+    def forward(context: contextlib.AbstractContextManager[object]) -> torch.Tensor:
+        side.wait_stream(main)
+        with context:
+            with torch.cuda.stream(side):
+                sleep(100)
+                hidden = (leaf * 1).sin()
+            on_main = leaf.cos()
+        main.wait_stream(side)
+        hidden.record_stream(main)
+        return hidden.sum() + on_main.sum()
+
+    (wanted,) = torch.autograd.grad(forward(contextlib.nullcontext()), leaf)
+    torch.cuda.synchronize()
+    with spillway.Session(window=window) as session:
+        for _ in range(3):
+            loss = forward(spillway.offload(session=session, min_bytes=0))
+            torch.cuda.synchronize()
+            for stream in (main, side):
+                with torch.cuda.stream(stream):
+                    for _ in range(3):
+                        torch.full_like(leaf, 7.0)
+            (got,) = torch.autograd.grad(loss, leaf)
+            assert torch.equal(got, wanted)
+
+
+def test_a_batch_from_a_stream_that_the_mover_never_saw(device: torch.device) -> None:
+    """Only autograd would have kept it until backward: let go earlier, it goes to a stream that waited for nobody."""
+    main, load = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+    weight = torch.randn(1 << 24, device=device, requires_grad=True)
+
+    def gradient(context: contextlib.AbstractContextManager[object]) -> torch.Tensor:
+        with torch.cuda.stream(load):
+            data = torch.full((1 << 24,), 1.0, device=device)
+        main.wait_stream(load)
+        with context:
+            sleep(100)
+            hidden = weight * data
+            del data
+            hidden = hidden.sin().sin().sin()
+        with torch.cuda.stream(load):
+            following = [torch.full((1 << 24,), 5.0, device=device) for _ in range(4)]
+        (got,) = torch.autograd.grad(hidden.sum(), weight)
+        load.wait_stream(main)
+        del following
+        return got
+
+    wanted = gradient(contextlib.nullcontext())
+    torch.cuda.synchronize()
+    with spillway.Session(window=0) as session:
+        for _ in range(3):
+            got = gradient(spillway.offload(session=session, min_bytes=0))
+            torch.cuda.synchronize()
+            assert torch.equal(got, wanted)

@@ -186,6 +186,7 @@ class Pass:
             self._owner.identity.add(storage, known)
             return KeptHandle(tensor, known)
         self._offloaded_bytes += wanted.nbytes
+        runtime.mover.see()
         entry = runtime.mover.enter(storage, wanted.start, wanted.nbytes, self.ledger)
         known = Known(tensor, storage, wanted, entry)
         self._owner.identity.add(storage, known)

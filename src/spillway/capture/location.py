@@ -2,13 +2,13 @@
 
 A pack hook sees a tensor and nothing else. Whoever wants more pays for it:
 
-* The **module path** comes from hooks on the calls of all modules, for as long as the context lasts: some 2 us a
-  module call. Paths are dotted names below the first module that is called inside the context.
-* The **operator** comes from a ``TorchFunctionMode``, which sees the outermost call of a torch function: some 3 us a
-  call. (A dispatch mode would be too late: autograd saves an operator's inputs before any dispatch mode sees it.)
+* The **module path** comes from hooks on the calls of all modules, for as long as the context lasts. Paths are dotted
+  names below the first module that is called inside the context.
+* The **operator** comes from a ``TorchFunctionMode``, which sees the outermost call of a torch function. (A dispatch
+  mode would be too late: autograd saves an operator's inputs before any dispatch mode sees it.)
 
-``benchmarks/overhead.py`` measures both. A policy that wants them says so by its attributes ``wants_modules`` and
-``wants_operators``; without, none of this is installed.
+``benchmarks/overhead.py`` measures both: some 10 to 20 us for each operator and module call. A policy that wants them
+says so by its attributes ``wants_modules`` and ``wants_operators``; without, none of this is installed.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from spillway.errors import BackendError
-from spillway.runtime.backend import Backend, Event, HostTasks, Lane, Task, TaskEvent, anonymous_pages
+from spillway.runtime.backend import Backend, Event, HostTasks, Lane, Task, TaskEvent, anonymous_pages, be_in_task
 
 _TOUCHING_THREADS = 8
 
@@ -63,6 +63,13 @@ class AcceleratorBackend(Backend):
     def empty(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
+    def hand_back(self, storage: torch.UntypedStorage, lanes: list[Lane]) -> None:
+        # The allocator ignores the stream that it allocated the storage on, so this does nothing, and the peak goes by
+        # program order, unless the storage comes from a stream that the mover has never seen: a data loader's, say.
+        memory = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
+        for lane in lanes:
+            memory.record_stream(lane)  # type: ignore[arg-type]
+
     def host_slab(self, nbytes: int) -> torch.Tensor:
         if self.device.type != "cuda":
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
@@ -86,7 +93,7 @@ def _touch(slab: torch.Tensor) -> None:
     def touch(start: int) -> None:
         ctypes.memset(slab.data_ptr() + start, 0, min(step, slab.numel() - start))
 
-    with ThreadPoolExecutor(_TOUCHING_THREADS) as pool:
+    with ThreadPoolExecutor(_TOUCHING_THREADS, initializer=be_in_task) as pool:
         list(pool.map(touch, range(0, slab.numel(), step)))
 
 

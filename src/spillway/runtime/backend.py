@@ -28,8 +28,9 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import NoReturn, Protocol
 
 import psutil
@@ -94,6 +95,9 @@ class Backend(ABC):
     def empty(self, nbytes: int) -> torch.Tensor:
         """Unwritten bytes on the device, for use on the calling thread's compute lane."""
 
+    def hand_back(self, storage: torch.UntypedStorage, lanes: list[Lane]) -> None:  # noqa: B027
+        """Told before the runtime lets go of a storage that it did not allocate, and that these lanes have used."""
+
     @abstractmethod
     def host_slab(self, nbytes: int) -> torch.Tensor:
         """Page-aligned host memory that lanes copy from and to at full rate. It is given back when it dies."""
@@ -125,17 +129,30 @@ _here = _Here()
 
 
 def in_task() -> bool:
-    """Whether the calling thread is one of those that do tasks."""
+    """Whether the calling thread does a task, or holds a lock that a task may want: it must not wait for one."""
     return _here.task
+
+
+def be_in_task() -> None:
+    """The calling thread does tasks, from now on."""
+    _here.task = True
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Inside, the calling thread counts as one that does a task."""
+    before, _here.task = _here.task, True
+    try:
+        yield
+    finally:
+        _here.task = before
 
 
 class HostTasks:
     """A few threads for host work. They start with the first task."""
 
     def __init__(self, threads: int) -> None:
-        self._pool = ThreadPoolExecutor(
-            threads, thread_name_prefix="spillway-task", initializer=setattr, initargs=(_here, "task", True)
-        )
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="spillway-task", initializer=be_in_task)
 
     def run(self, task: Task) -> TaskEvent:
         # The thread keeps what it was given until a moment after the event is reached, and a task holds memory: so it
@@ -202,6 +219,7 @@ class _CpuQueue:
         self.closing = False
 
     def serve(self) -> None:
+        be_in_task()
         while True:
             with self.changed:
                 self.changed.wait_for(lambda: bool(self.works) or self.closing)

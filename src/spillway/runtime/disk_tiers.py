@@ -16,6 +16,7 @@ still queued, it would be handed out, and the late write would land in the next 
 
 from __future__ import annotations
 
+import ctypes
 import sys
 import threading
 import weakref
@@ -25,7 +26,7 @@ import torch
 
 from spillway.errors import TierError, TierFullError, TransferError
 from spillway.runtime.arena import PAGE, Arena, Block, pages
-from spillway.runtime.backend import Backend, Event, Lane
+from spillway.runtime.backend import Backend, Event, Lane, quiet
 from spillway.runtime.disk import Extent, SpillFile
 from spillway.runtime.tiers import Slot, Tier
 
@@ -59,6 +60,10 @@ class _DiskTier(Tier):
         assert isinstance(slot, _DiskSlot)
         slot.released = True
         self._let_go(slot)
+
+    def cancel(self, slot: Slot) -> None:
+        assert isinstance(slot, _DiskSlot)
+        slot.released = True
 
     def synchronize(self) -> None:
         while self._writes:
@@ -112,7 +117,8 @@ class StagedDiskTier(_DiskTier):
         nbytes = source.numel()
         block = self._stage(nbytes)
         try:
-            return _DiskSlot(nbytes, self._file.allocate(nbytes), block)
+            with quiet():
+                return _DiskSlot(nbytes, self._file.allocate(nbytes), block)
         except TierError:
             self._arena.free(block)
             raise
@@ -121,8 +127,6 @@ class StagedDiskTier(_DiskTier):
         assert isinstance(slot, _DiskSlot)
         assert slot.block is not None
         block = slot.block
-        for event in block.after:
-            self._backend.wait(self._out, event)
         self._backend.copy(self._out, block.first(slot.nbytes), source)
         copied = self._backend.record(self._out)
 
@@ -230,7 +234,8 @@ class DirectDiskTier(_DiskTier):
         while self._writes and _is_done(self._writes[0]):
             self._writes.popleft()
         nbytes = source.numel()
-        return _DiskSlot(nbytes, self._file.allocate(nbytes, phase=source.data_ptr() % PAGE))
+        with quiet():
+            return _DiskSlot(nbytes, self._file.allocate(nbytes, phase=source.data_ptr() % PAGE))
 
     def store(self, slot: Slot, source: torch.Tensor) -> Event:
         assert isinstance(slot, _DiskSlot)
@@ -285,5 +290,6 @@ def _is_done(slot: _DiskSlot) -> bool:
     return slot.written is None or slot.written.query()
 
 
-def _buffer(memory: torch.Tensor) -> memoryview:
-    return memory.numpy().data
+def _buffer(memory: torch.Tensor) -> ctypes.Array[ctypes.c_ubyte]:
+    # Not `memory.numpy()`: that would make the user's storage one that can never be resized again.
+    return (ctypes.c_ubyte * memory.numel()).from_address(memory.data_ptr())

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import enum
 import weakref
+from collections.abc import Callable
 
 import torch
 
@@ -72,7 +73,7 @@ class Entry:
         self.state = State.RESIDENT
         self.storage: torch.UntypedStorage | None = storage
         """Held while the bytes must not die."""
-        self.alive = weakref.ref(storage)
+        self.alive: Callable[[], torch.UntypedStorage | None] = weakref.ref(storage)
         """Where the bytes were last seen on the device."""
         self.low = 0
         """Bytes of the original storage that come before the first byte of ``alive``: ``start`` once it came back."""

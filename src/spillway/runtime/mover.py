@@ -5,8 +5,10 @@ What an entry is, and what states it goes through, is told in ``entry.py``.
 NOTE [ Whose stream ]
 
 The bytes of a storage go back to the stream on which they were allocated. The mover cannot know it, so it remembers
-every compute lane that it was called from (nearly always one), and makes all of them wait before it lets go of bytes
-that a copy reads or writes. A destination that was fetched ahead on one compute lane and is asked for on another is
+every compute lane that something was saved or asked for on (nearly always one). The ``out`` lane waits for all of them
+before it reads, and all of them wait before the mover lets go of bytes that a copy reads or writes. A stream on which
+nothing was ever saved (a data loader's) may own the bytes all the same, so the backend is told of the lanes that used
+them (``hand_back``). A destination that was fetched ahead on one compute lane and is asked for on another is
 dropped, and fetched again for the lane that asks.
 
 NOTE [ Handles die anywhere ]
@@ -28,14 +30,13 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import NoReturn
 
 import torch
 
 from spillway.errors import SessionError, TierError, TierFullError
 from spillway.events import Event as Happening
 from spillway.events import EventKind, Recorder
-from spillway.runtime.backend import Backend, Event, Lane, in_task
+from spillway.runtime.backend import Backend, Lane, in_task
 from spillway.runtime.entry import Entry, State
 from spillway.runtime.ledger import Ledger
 from spillway.runtime.tiers import Tier
@@ -76,6 +77,10 @@ class Mover:
         """An entry for ``nbytes`` of a storage, from byte ``start``: RESIDENT, with one handle, the caller's."""
         return Entry(next(self._numbers), storage, start, nbytes, ledger)
 
+    def see(self) -> None:
+        """The calling thread's compute lane writes something that will be put. See NOTE [ Whose stream ]."""
+        self._compute()
+
     def adopt(self, entry: Entry, *, same_content: bool) -> bool:
         """One more handle for the entry, if it may have one: then True.
 
@@ -84,8 +89,9 @@ class Mover:
             same_content: whether what the new handle saved is known to be what the entry's copy holds, if there is one
                 already. Where there is none yet, a copy taken later holds what both of them see.
         """
-        self._check_open()
+        self._check_process()
         with self._lock:
+            self._check_open()
             if entry.handles == 0 or not (same_content or (entry.slot is None and entry.round == 0)):
                 return False
             entry.handles += 1
@@ -104,19 +110,20 @@ class Mover:
             hold: queue no copy yet. They take their place in the window, and are only copied if later ones need it:
                 for the tail of a forward, which backward asks for first.
         """
-        self._check_open()
+        self._check_process()
         with self._lock:
+            self._check_open()
             window = self.window if window is None else window
-            compute = self._compute()
-            ready: Event | None = None
+            self._compute()
+            ready = False
             for entry in entries:
                 if entry.state is not State.RESIDENT or entry.handles == 0 or entry.tier is not None:
                     continue
                 while self._leaving and self._leaving_bytes + entry.nbytes > window:
-                    self._settle(compute)
-                if not hold and ready is None:
-                    ready = self._backend.record(compute)
-                    self._backend.wait(self._out, ready)
+                    self._settle()
+                if not hold and not ready:
+                    self._out_waits_for_compute()
+                    ready = True
                 entry.tier = tier
                 if hold or self._start(entry):
                     entry.state = State.LEAVING
@@ -142,9 +149,9 @@ class Mover:
             A storage, how many bytes of the original storage come before its first, the entry's round, and how many
             of ``ahead`` were fetched or passed over.
         """
-        if self._closed or os.getpid() != self._process:
-            self._refuse_call()
+        self._check_process()
         with self._lock:
+            self._check_open()
             compute = self._compute()
             storage = self._usable(entry, compute)
             if storage is not None:
@@ -174,8 +181,9 @@ class Mover:
     @contextmanager
     def exclusive(self) -> Iterator[None]:
         """Inside, no entry changes, and nothing that has died is given back: for using the tiers from elsewhere."""
-        self._check_open()
+        self._check_process()
         with self._lock:
+            self._check_open()
             yield
         self._read_notes()
 
@@ -189,17 +197,17 @@ class Mover:
 
     # All below is called with the lock held, but for the first three.
 
-    def _check_open(self) -> None:
-        if self._closed or os.getpid() != self._process:
-            self._refuse_call()
+    def _check_process(self) -> None:
+        # Before the lock is touched, which a thread of the parent may have held at the moment of the fork.
+        if os.getpid() != self._process:
+            raise SessionError(
+                f"got a call in process {os.getpid()}, expected process {self._process}, which made this session; "
+                f"lanes and spill files do not survive a fork: make a new Session in the child"
+            )
 
-    def _refuse_call(self) -> NoReturn:
+    def _check_open(self) -> None:
         if self._closed:
             raise SessionError("got a call on a closed session, expected an open one; make a new Session")
-        raise SessionError(
-            f"got a call in process {os.getpid()}, expected process {self._process}, which made this session; lanes "
-            f"and spill files do not survive a fork: make a new Session in the child"
-        )
 
     def _read_notes(self) -> None:
         # Whoever holds the lock comes by here after letting go of it: so a note is read by its writer or by the holder.
@@ -232,6 +240,11 @@ class Mover:
             self._compute_lanes[lane] = None
         return lane
 
+    def _out_waits_for_compute(self) -> None:
+        """What is copied out from now on has been written, on whatever compute lane it was saved."""
+        for lane in self._compute_lanes:
+            self._backend.wait(self._out, self._backend.record(lane))
+
     def _usable(self, entry: Entry, compute: Lane) -> torch.UntypedStorage | None:
         """The storage, if it is on the device and the calling thread may use it as it is."""
         if entry.state is State.RETURNING or (entry.round > 0 and entry.lane != compute):
@@ -247,7 +260,10 @@ class Mover:
         """Queue the copy out; False if the tier has no room."""
         assert entry.tier is not None
         assert entry.storage is not None
-        source = flat(entry.storage, entry.start - entry.low, entry.nbytes)
+        if entry.storage.nbytes() < entry.start + entry.nbytes:
+            entry.ledger.refuse(entry.number, entry.nbytes, "its owner has taken the memory from under it")
+            return False
+        source = flat(entry.storage, entry.start, entry.nbytes)
         try:
             entry.slot = entry.tier.reserve(source)
         except TierFullError as error:
@@ -270,7 +286,7 @@ class Mover:
         if self._recorder is not None:
             self._tell(EventKind.REFUSE, entry)
 
-    def _settle(self, compute: Lane) -> None:
+    def _settle(self) -> None:
         """Let go of the oldest entry that is leaving."""
         entry = self._leaving.popleft()
         self._leaving_bytes -= entry.nbytes
@@ -278,7 +294,7 @@ class Mover:
         entry.state = State.RESIDENT
         if held:
             # It was held back in the hope that backward comes first.
-            self._backend.wait(self._out, self._backend.record(compute))
+            self._out_waits_for_compute()
             if not self._start(entry):
                 return
         try:
@@ -301,6 +317,8 @@ class Mover:
         for lane in self._compute_lanes:
             self._backend.wait(lane, copied)
         entry.ledger.stall_seconds += time.perf_counter() - before
+        if entry.storage is not None and entry.round == 0:
+            self._backend.hand_back(entry.storage, list(self._compute_lanes))
         entry.storage = None
 
     def _abandon(self, entry: Entry) -> None:
@@ -327,7 +345,11 @@ class Mover:
             if entry is not None and entry.state is State.AWAY and entry.handles > 0 and entry.alive() is None:
                 if self._ahead_bytes + entry.nbytes > self.window:
                     break
-                self._fetch(entry, compute)
+                try:
+                    self._fetch(entry, compute)
+                except (TierError, torch.OutOfMemoryError):
+                    # Nobody has asked for it yet. Who does, fetches it, and hears of it.
+                    break
             count += 1
         return count
 
@@ -339,8 +361,8 @@ class Mover:
         self._backend.wait(self._back, self._backend.record(compute))
         entry.copied = entry.tier.load(entry.slot, destination)
         entry.storage = destination.untyped_storage()
-        entry.alive = weakref.ref(entry.storage)
-        entry.low = entry.start
+        # Not before the bytes are there: a failed read may leave the destination alive, in a traceback.
+        entry.alive = _nowhere
         entry.lane = compute
         entry.state = State.RETURNING
         self._ahead_bytes += entry.nbytes
@@ -367,6 +389,8 @@ class Mover:
                 entry.storage = None
         entry.ledger.stall_seconds += time.perf_counter() - before
         entry.ledger.reloaded_bytes += entry.nbytes
+        entry.alive = weakref.ref(storage)
+        entry.low = entry.start
         entry.round += 1
         entry.asked = 0
         if self._recorder is not None:
@@ -379,6 +403,8 @@ class Mover:
             self._leaving.remove(entry)
             self._leaving_bytes -= entry.nbytes
             if entry.copied is not None:
+                if entry.tier is not None and entry.slot is not None:
+                    entry.tier.cancel(entry.slot)
                 self._abandon(entry)
         elif entry.state is State.RETURNING:
             self._give_up_return(entry)
@@ -391,6 +417,10 @@ class Mover:
     def _tell(self, kind: EventKind, entry: Entry) -> None:
         assert self._recorder is not None
         self._recorder(Happening(kind, entry.number, entry.nbytes))
+
+
+def _nowhere() -> None:
+    return None
 
 
 def flat(storage: torch.UntypedStorage, start: int, nbytes: int) -> torch.Tensor:

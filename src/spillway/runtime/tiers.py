@@ -44,6 +44,9 @@ class Tier(ABC):
     def load(self, slot: Slot, destination: torch.Tensor) -> Event:
         """Queue the way back, into what :meth:`destination` gave. After the event it is written."""
 
+    def cancel(self, slot: Slot) -> None:  # noqa: B027  (a copy is quick, and is done)
+        """Nobody will load it: what is queued for it need not be done."""
+
     @abstractmethod
     def release(self, slot: Slot) -> None:
         """Give the slot back, whatever is still queued for it."""
@@ -81,8 +84,7 @@ class HostTier(Tier):
 
     def store(self, slot: Slot, source: torch.Tensor) -> Event:
         assert isinstance(slot, _HostSlot)
-        for event in slot.block.after:
-            self._backend.wait(self._out, event)
+        # Not for `block.after`: the out lane waits for every compute lane, and those have waited for every copy back.
         self._backend.copy(self._out, slot.block.first(slot.nbytes), source)
         slot.stored = self._backend.record(self._out)
         return slot.stored
