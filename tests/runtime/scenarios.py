@@ -140,6 +140,32 @@ def memory_that_is_trimmed(tier: str, *, direct_disk: bool = False) -> None:
             assert session.trim() > 0
 
 
+def a_slot_given_back_while_its_copy_back_is_queued(tier: str, *, direct_disk: bool = False) -> None:
+    """By the tier alone, without the mover, whose own order would hide it: the next owner's bytes come too early."""
+    with adversary_session(direct_disk=direct_disk) as (adversary, session):
+        runtime = session.runtime(torch.device("cpu"))
+        out, back = runtime.mover.lanes
+        place = runtime.tier(tier)
+        first, second = torch.full((4096,), 1, dtype=torch.uint8), torch.full((4096,), 2, dtype=torch.uint8)
+        slot = place.reserve(first)
+        compute = adversary.compute()
+        adversary.wait(out, adversary.record(compute))
+        adversary.wait(compute, place.store(slot, first))
+        destination = place.destination(slot)
+        adversary.wait(back, adversary.record(compute))
+        loaded = place.load(slot, destination)
+        if hasattr(loaded, "run"):
+            loaded.run()  # the task queues its copy, and gives its block back
+        place.release(slot)
+        following = place.reserve(second)
+        compute = adversary.compute()
+        adversary.wait(out, adversary.record(compute))
+        place.store(following, second)
+        adversary.wait(compute, loaded)
+        assert torch.equal(destination, first)
+        place.release(following)
+
+
 SCENARIOS: list[Callable[[], None]] = [
     functools.partial(scenario, tier, *arguments, direct_disk=direct)
     for tier, direct in (("host", False), ("disk", False), ("disk", True))
@@ -152,5 +178,6 @@ SCENARIOS: list[Callable[[], None]] = [
         (two_graphs_at_once, ()),
         (graphs_that_are_dropped, ()),
         (memory_that_is_trimmed, ()),
+        (a_slot_given_back_while_its_copy_back_is_queued, ()),
     )
 ]

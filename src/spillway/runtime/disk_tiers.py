@@ -127,6 +127,8 @@ class StagedDiskTier(_DiskTier):
         assert isinstance(slot, _DiskSlot)
         assert slot.block is not None
         block = slot.block
+        for event in block.after:
+            self._backend.wait(self._out, event)
         self._backend.copy(self._out, block.first(slot.nbytes), source)
         copied = self._backend.record(self._out)
 

@@ -84,7 +84,8 @@ class HostTier(Tier):
 
     def store(self, slot: Slot, source: torch.Tensor) -> Event:
         assert isinstance(slot, _HostSlot)
-        # Not for `block.after`: the out lane waits for every compute lane, and those have waited for every copy back.
+        for event in slot.block.after:
+            self._backend.wait(self._out, event)
         self._backend.copy(self._out, slot.block.first(slot.nbytes), source)
         slot.stored = self._backend.record(self._out)
         return slot.stored
