@@ -187,7 +187,7 @@ def hardware() -> dict[str, str | int | None]:
     if cpuinfo.exists():
         lines = cpuinfo.read_text().splitlines()
         name = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), name)
-    return {"cpu": name, "cores": os.cpu_count(), "system": f"{platform.system()} {platform.release()}"}
+    return {"cpu": name, "cores": os.cpu_count(), "system": f"{platform.system()} {platform.release().split('-')[0]}"}
 
 
 def main() -> None:

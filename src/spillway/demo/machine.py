@@ -23,7 +23,7 @@ def describe_hardware(device: torch.device) -> dict[str, str | int]:
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         "threads": torch.get_num_threads(),
         "memory_bytes": psutil.virtual_memory().total,
-        "system": platform.platform(),
+        "system": f"{platform.system()} {platform.release().split('-')[0]} {platform.machine()}",
     }
 
 
