@@ -44,10 +44,12 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 import spillway
 from spillway.policies import Keep, Modules, Offload, Operators
 from spillway.runtime.backend import CpuBackend, Event, Lane, Task
+from spillway.runtime.bytes import Bytes
 
 TARGET_MICROSECONDS = 15.0
 _BYTES = 4096
-_WINDOW = 16 * _BYTES
+# As many tensors of the least size that moves by default as fit into the CPU's default window.
+_WINDOW = 64 * _BYTES
 
 
 class Reached:
@@ -61,7 +63,7 @@ class Reached:
 
 
 class IdleBackend(CpuBackend):
-    """Copies nothing, so that what is left is Spillway's own time. What comes back is zeros."""
+    """Copies nothing, so that what is left is Spillway's own time. What comes back is whatever was there."""
 
     _reached = Reached()
 
@@ -77,16 +79,12 @@ class IdleBackend(CpuBackend):
     def wait(self, lane: Lane, event: Event) -> None:
         return None
 
-    def copy(self, lane: Lane, destination: Tensor, source: Tensor) -> None:
+    def copy(self, lane: Lane, destination: Bytes, source: Bytes) -> None:
         return None
 
     def run(self, task: Task) -> Event:
         task()
         return self._reached
-
-    def empty(self, nbytes: int) -> Tensor:
-        # Zeros: with whatever was there, denormal numbers would slow the operators down.
-        return torch.zeros(nbytes, dtype=torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -200,6 +198,8 @@ def main() -> None:
     parser.add_argument("--profile", type=int, metavar="LINES", help="print a profile of `moved` instead")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    # Whatever was there may be denormal numbers, which would slow the operators down.
+    torch.set_flush_denormal(True)
     if options.profile:
         profile(options.tensors, options.profile)
         return

@@ -21,6 +21,7 @@ import torch
 import spillway
 from spillway import EventKind, EventList
 from spillway.runtime.backend import CpuBackend, Lane
+from spillway.runtime.bytes import Bytes, Form
 
 CPU = torch.device("cpu")
 
@@ -141,9 +142,9 @@ def assert_nothing_left(session: spillway.Session) -> None:
     assert len(session.identity) == 0
     for runtime in session._runtimes.values():
         # Bytes that are counted as under way for ever would close the window for everything that comes later.
-        assert not runtime.mover._leaving
-        assert runtime.mover._leaving_bytes == 0
-        assert runtime.mover._ahead_bytes == 0
+        counts = runtime.mover.counts()
+        assert counts.pop("compute lanes") >= 0
+        assert not any(counts.values()), counts
 
 
 def grads(*leaves: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -202,7 +203,7 @@ class SlowBackend(CpuBackend):
         self._named[lane] = name
         return lane
 
-    def copy(self, lane: Lane, destination: torch.Tensor, source: torch.Tensor) -> None:
+    def copy(self, lane: Lane, destination: Bytes, source: Bytes) -> None:
         if self._named[lane] == self._late:
             lane.submit(lambda: time.sleep(self._seconds))  # type: ignore[attr-defined]
         super().copy(lane, destination, source)
@@ -211,9 +212,9 @@ class SlowBackend(CpuBackend):
         self.slabs.append(nbytes)
         return super().host_slab(nbytes)
 
-    def empty(self, nbytes: int) -> torch.Tensor:
+    def empty(self, form: Form) -> torch.Tensor:
         self.allocating_threads.add(threading.get_ident())
-        return super().empty(nbytes)
+        return super().empty(form)
 
 
 def session_on(backend: Any, way: Way, events: EventList, path: str | os.PathLike[str]) -> spillway.Session:

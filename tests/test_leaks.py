@@ -235,6 +235,7 @@ def test_a_tensor_that_backward_was_given_may_outlive_the_graph(session: Session
 
 def sizes(session: Session) -> dict[str, int]:
     """Everything of a session that could grow."""
+    session.synchronize()
     counts = {
         "identity": len(session.identity),
         "marks": len(session.marks._marks),
@@ -249,10 +250,7 @@ def sizes(session: Session) -> dict[str, int]:
         "disk": session.disk_bytes,
     }
     for runtime in session._runtimes.values():
-        mover = runtime.mover
-        counts["compute lanes"] = len(mover._compute_lanes)
-        counts["leaving"] = len(mover._leaving)
-        counts["forgotten"] = len(mover._forgotten)
+        counts |= runtime.mover.counts()
         counts["free ranges"] = sum(len(slab.free) for slab in runtime.arena._slabs)
         counts["events of free ranges"] = sum(
             sum(not event.query() for event in events) for slab in runtime.arena._slabs for _, _, events in slab.free

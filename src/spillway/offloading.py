@@ -145,7 +145,7 @@ class offload(ContextDecorator):  # noqa: N801  (a verb: people write ``with spi
             reused_bytes=ledger.reused_bytes,
             host_bytes=session.host_bytes,
             disk_bytes=session.disk_bytes,
-            stall_seconds=ledger.stall_seconds,
+            stall_seconds=ledger.out.seconds() + ledger.back.seconds(),
             peak_bytes=session.peak_bytes,
             notes=tuple(ledger.notes),
         )

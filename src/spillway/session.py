@@ -144,8 +144,8 @@ class Session:
 
         Both are 0 when no graph that was offloaded is alive, and no write is under way (:meth:`synchronize`).
         """
+        host = sum(runtime.used_host_bytes() for runtime in self._runtimes.values())
         with quiet():
-            host = sum(runtime.arena.used_bytes for runtime in self._runtimes.values())
             return host, 0 if self._file is None else self._file.used_bytes
 
     def synchronize(self) -> None:

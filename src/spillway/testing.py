@@ -41,6 +41,7 @@ import torch
 
 from spillway.errors import RaceError
 from spillway.runtime.backend import Backend, Event, Lane, Task, anonymous_pages, raise_again
+from spillway.runtime.bytes import Bytes, Form
 
 POISON = 0xA5
 """The byte that unwritten memory is full of."""
@@ -212,7 +213,7 @@ class AdversaryBackend(Backend):
                 point = event
                 line.queue.append(lambda: self._reach(point))
 
-    def copy(self, lane: Lane, destination: torch.Tensor, source: torch.Tensor) -> None:
+    def copy(self, lane: Lane, destination: Bytes, source: Bytes) -> None:
         with self._lock:
             line = self._line(lane)
             # What the host has done itself, or waited for, has happened before whatever it queues from now on.
@@ -239,25 +240,28 @@ class AdversaryBackend(Backend):
             self._jobs.add(job)
             return job
 
-    def empty(self, nbytes: int) -> torch.Tensor:
+    def empty(self, form: Form) -> torch.Tensor:
         with self._lock:
-            memory = torch.full((nbytes,), POISON, dtype=torch.uint8)
-            self._hand_out(memory)
+            memory = torch.empty_strided(form.size, form.stride, dtype=form.dtype, device=self.device)
+            storage = memory.untyped_storage()
+            whole = Bytes(storage, 0, storage.nbytes())
+            whole.tensor().fill_(POISON)
+            self._hand_out(whole)
             return memory
 
-    def alias(self, block: torch.Tensor) -> torch.Tensor:
+    def alias(self, block: Bytes) -> torch.Tensor:
         with self._lock:
             self._hand_out(block)
             memory = super().alias(block)
             # Both storages are the same bytes, and have one history.
-            self._history[memory.untyped_storage()] = self._history[block.untyped_storage()]
-            self._starts[memory.untyped_storage()] = int(block.storage_offset())
+            self._history[memory.untyped_storage()] = self._history[block.storage]
+            self._starts[memory.untyped_storage()] = block.start
             return memory
 
     def host_slab(self, nbytes: int) -> torch.Tensor:
         return anonymous_pages(nbytes).fill_(POISON)
 
-    def host_access(self, block: torch.Tensor, *, write: bool) -> None:
+    def host_access(self, block: Bytes, *, write: bool) -> None:
         with self._lock:
             self._access(self._host, block, write=write, what=f"the host {'writes' if write else 'reads'}")
 
@@ -300,17 +304,17 @@ class AdversaryBackend(Backend):
         while line.queue:
             line.queue.popleft()()
 
-    def _hand_out(self, memory: torch.Tensor) -> None:
+    def _hand_out(self, memory: Bytes) -> None:
         """Compute gets memory that work queued before may still use."""
         compute = self._compute()
         compute.join(self._host.snapshot())
         self._access(compute, memory, write=True, what="compute had it before")
 
-    def _access(self, line: _Line, memory: torch.Tensor, *, write: bool, what: str) -> None:
-        storage = memory.untyped_storage()
+    def _access(self, line: _Line, memory: Bytes, *, write: bool, what: str) -> None:
+        storage = memory.storage
         history = self._history.setdefault(storage, [])
-        start = int(memory.storage_offset()) + self._starts.get(storage, 0)
-        end = start + memory.numel()
+        start = memory.start + self._starts.get(storage, 0)
+        end = start + memory.nbytes
         if not history and not write:
             # Nothing that the runtime made: compute wrote it, at the latest just before the runtime was called.
             compute = self._compute()
@@ -332,13 +336,11 @@ class AdversaryBackend(Backend):
 class _WeakBytes:
     """A range of a storage that is not kept alive."""
 
-    def __init__(self, memory: torch.Tensor) -> None:
-        self._storage = weakref.ref(memory.untyped_storage())
-        self._start = memory.storage_offset()
-        self._nbytes = memory.numel()
+    def __init__(self, memory: Bytes) -> None:
+        self._storage = weakref.ref(memory.storage)
+        self._start = memory.start
+        self._nbytes = memory.nbytes
 
     def get(self) -> torch.Tensor | None:
         storage = self._storage()
-        if storage is None:
-            return None
-        return torch.empty(0, dtype=torch.uint8).set_(storage, self._start, (self._nbytes,), (1,))
+        return None if storage is None else Bytes(storage, self._start, self._nbytes).tensor()

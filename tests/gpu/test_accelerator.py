@@ -11,6 +11,7 @@ import torch
 
 import spillway
 from runtime.scenarios import expect_same, step
+from spillway.runtime.bytes import Bytes
 
 pytestmark = pytest.mark.gpu
 
@@ -101,7 +102,7 @@ def test_slow_lanes_change_nothing(model: torch.nn.Module, batch: torch.Tensor, 
         lane = dict(zip(("out", "back"), session.runtime(batch.device).mover.lanes, strict=True))[slow]
         copy = backend.copy
 
-        def late_copy(on: object, destination: torch.Tensor, source: torch.Tensor) -> None:
+        def late_copy(on: object, destination: Bytes, source: Bytes) -> None:
             if on == lane:
                 with lane:  # type: ignore[attr-defined]
                     sleep(0.2)
@@ -201,7 +202,7 @@ def test_out_of_memory_in_unpack_can_be_survived(
 def test_host_memory_is_registered(device: torch.device) -> None:
     with spillway.Session() as session:
         block = session.runtime(device).arena.allocate(3 * MIB)
-        assert block.bytes.is_pinned()
+        assert block.tensor().is_pinned()
         assert block.bytes.data_ptr() % 4096 == 0
 
 

@@ -15,6 +15,7 @@ import spillway
 from spillway import EventKind, EventList
 from spillway.runtime.accelerator import AcceleratorBackend
 from spillway.runtime.backend import Lane
+from spillway.runtime.bytes import Bytes
 from spillway.runtime.device import backend_for
 from support import Context, Trial, Way, assert_identical, assert_nothing_left, grads, run
 
@@ -48,7 +49,7 @@ class LateBackend(AcceleratorBackend):
         self._names.append((super().lane(name), name))
         return self._names[-1][0]
 
-    def copy(self, lane: Lane, destination: torch.Tensor, source: torch.Tensor) -> None:
+    def copy(self, lane: Lane, destination: Bytes, source: Bytes) -> None:
         name = next(name for known, name in self._names if known is lane)
         if name in self.late:
             with lane:  # type: ignore[attr-defined]

@@ -35,6 +35,7 @@ def test_h05_graph_dropped_inside_the_context(trial: Trial, no_collector: None) 
         for _ in range(4):
             loss = (leaf * 2).sin().exp().tanh().sum()
             del loss
+        trial.session.runtime(leaf.device).mover.read_notes()  # as whoever saves next would
         assert len(trial.session.identity) == 0
     assert_nothing_left(trial.session)
 

@@ -17,8 +17,10 @@ import torch
 import spillway
 from spillway import EventKind, EventList
 from spillway.runtime.backend import CpuBackend, Event, Lane
+from spillway.runtime.bytes import Bytes, Form
 from spillway.runtime.device import DeviceRuntime
 from spillway.runtime.disk import SpillFile
+from spillway.runtime.tiers import Slot, Tier
 from spillway.testing import AdversaryBackend
 from support import (
     CPU,
@@ -54,7 +56,7 @@ class Gate(CpuBackend):
         self._named[name] = super().lane(name)
         return self._named[name]
 
-    def copy(self, lane: Lane, destination: torch.Tensor, source: torch.Tensor) -> None:
+    def copy(self, lane: Lane, destination: Bytes, source: Bytes) -> None:
         gate = next(self.open[name] for name, known in self._named.items() if known is lane)
         lane.submit(lambda: gate.wait(20))  # type: ignore[attr-defined]
         super().copy(lane, destination, source)
@@ -76,14 +78,28 @@ def content(number: int) -> torch.Tensor:
     return torch.full((3 * 4096,), number, dtype=torch.uint8)
 
 
+def reserve(tier: Tier, tensor: torch.Tensor) -> Slot:
+    return tier.reserve(Bytes.of(tensor))
+
+
+def store(tier: Tier, slot: Slot, tensor: torch.Tensor) -> Event:
+    (event,) = tier.store((slot,), (Bytes.of(tensor),))
+    return event
+
+
+def load(tier: Tier, slot: Slot, tensor: torch.Tensor) -> Event:
+    (event,) = tier.load((slot,), (Bytes.of(tensor),))
+    return event
+
+
 @pytest.mark.parametrize("tier_name", ["host", "disk"])
 def test_h42_a_reload_issued_before_its_own_copy_out_is_done(gate: tuple[Gate, DeviceRuntime], tier_name: str) -> None:
     backend, runtime = gate
     tier, source, destination = runtime.tier(tier_name), content(7), content(0)
-    slot = tier.reserve(source)
-    tier.store(slot, source)
+    slot = reserve(tier, source)
+    store(tier, slot, source)
     backend.open["back"].set()
-    loaded = tier.load(slot, destination)
+    loaded = load(tier, slot, destination)
     time.sleep(0.02)
     assert not loaded.query()
     backend.open["out"].set()
@@ -99,13 +115,13 @@ def test_h44_a_buffer_given_back_while_its_copy_back_is_queued(
     backend, runtime = gate
     backend.open["out"].set()
     tier = runtime.tier(tier_name)
-    first, destination = tier.reserve(content(7)), content(0)
-    tier.store(first, content(7)).synchronize()
+    first, destination = reserve(tier, content(7)), content(0)
+    store(tier, first, content(7)).synchronize()
     tier.synchronize()
-    loaded = tier.load(first, destination)
+    loaded = load(tier, first, destination)
     tier.release(first)
-    others = [tier.reserve(content(9)) for _ in range(3)]
-    stored = [tier.store(slot, content(9)) for slot in others]
+    others = [reserve(tier, content(9)) for _ in range(3)]
+    stored = [store(tier, slot, content(9)) for slot in others]
     time.sleep(0.02)
     backend.open["back"].set()
     loaded.synchronize()
@@ -113,7 +129,7 @@ def test_h44_a_buffer_given_back_while_its_copy_back_is_queued(
     for event in stored:
         event.synchronize()
     for slot in others:
-        tier.load(slot, destination).synchronize()
+        load(tier, slot, destination).synchronize()
         assert torch.equal(destination, content(9))
         tier.release(slot)
 
@@ -124,12 +140,12 @@ def test_h44_a_buffer_given_back_while_its_copy_out_is_queued(gate: tuple[Gate, 
     backend, runtime = gate
     backend.open["back"].set()
     tier = runtime.tier(tier_name)
-    dropped = tier.reserve(content(7))
-    tier.store(dropped, content(7))
+    dropped = reserve(tier, content(7))
+    store(tier, dropped, content(7))
     tier.release(dropped)
-    slot, destination = tier.reserve(content(9)), content(0)
-    tier.store(slot, content(9))
-    loaded = tier.load(slot, destination)
+    slot, destination = reserve(tier, content(9)), content(0)
+    store(tier, slot, content(9))
+    loaded = load(tier, slot, destination)
     time.sleep(0.02)
     backend.open["out"].set()
     loaded.synchronize()
@@ -157,8 +173,8 @@ def test_h42_h43_h44_under_the_adversary(
 class SameDevice(CpuBackend):
     """Looks at what is allocated: bytes copied to another device than meant end the process."""
 
-    def empty(self, nbytes: int) -> torch.Tensor:
-        memory = super().empty(nbytes)
+    def empty(self, form: Form) -> torch.Tensor:
+        memory = super().empty(form)
         assert memory.device == self.device
         return memory
 
@@ -247,10 +263,10 @@ def test_h43_bytes_are_held_until_their_copy_is_done(way: Way, events: EventList
         pending: list[tuple[Event, torch.UntypedStorage]] = []
         overtaken = 0
 
-        def copy(self, lane: Lane, destination: torch.Tensor, source: torch.Tensor) -> None:
+        def copy(self, lane: Lane, destination: Bytes, source: Bytes) -> None:
             super().copy(lane, destination, source)
             if self._named[lane] == "out":
-                self.pending.append((self.record(lane), source.untyped_storage()))
+                self.pending.append((self.record(lane), source.storage))
 
     backend = Watching("out")
 

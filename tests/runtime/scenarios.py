@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 import spillway
+from spillway.runtime.bytes import Bytes
 from spillway.testing import AdversaryBackend
 
 Step = tuple[torch.Tensor, list[torch.Tensor]]
@@ -147,20 +148,20 @@ def a_slot_given_back_while_its_copy_back_is_queued(tier: str, *, direct_disk: b
         out, back = runtime.mover.lanes
         place = runtime.tier(tier)
         first, second = torch.full((4096,), 1, dtype=torch.uint8), torch.full((4096,), 2, dtype=torch.uint8)
-        slot = place.reserve(first)
+        slot = place.reserve(Bytes.of(first))
         compute = adversary.compute()
         adversary.wait(out, adversary.record(compute))
-        adversary.wait(compute, place.store(slot, first))
-        destination = place.destination(slot)
+        adversary.wait(compute, place.store((slot,), (Bytes.of(first),))[0])
+        destination = place.destination(slot, 4096, None)
         adversary.wait(back, adversary.record(compute))
-        loaded = place.load(slot, destination)
+        (loaded,) = place.load((slot,), (Bytes.of(destination),))
         if hasattr(loaded, "run"):
             loaded.run()  # the task queues its copy, and gives its block back
         place.release(slot)
-        following = place.reserve(second)
+        following = place.reserve(Bytes.of(second))
         compute = adversary.compute()
         adversary.wait(out, adversary.record(compute))
-        place.store(following, second)
+        place.store((following,), (Bytes.of(second),))
         adversary.wait(compute, loaded)
         assert torch.equal(destination, first)
         place.release(following)

@@ -9,7 +9,13 @@ import torch
 
 from runtime.scenarios import SCENARIOS
 from spillway.errors import RaceError
+from spillway.runtime.backend import Lane
+from spillway.runtime.bytes import Bytes
 from spillway.testing import POISON, AdversaryBackend
+
+
+def copy(adversary: AdversaryBackend, lane: Lane, destination: torch.Tensor, source: torch.Tensor) -> None:
+    adversary.copy(lane, Bytes.of(destination), Bytes.of(source))
 
 
 def memory(nbytes: int = 64) -> torch.Tensor:
@@ -27,7 +33,7 @@ def test_a_copy_is_not_done_before_somebody_waits() -> None:
     lane, compute = adversary.lane("out"), adversary.compute()
     source, destination = memory().fill_(7), adversary.host_slab(64)
     adversary.wait(lane, adversary.record(compute))
-    adversary.copy(lane, destination, source)
+    copy(adversary, lane, destination, source)
     event = adversary.record(lane)
     assert not event.query()
     assert (destination == POISON).all()
@@ -42,7 +48,7 @@ def test_a_source_that_compute_may_still_write_is_a_race() -> None:
     adversary.compute()  # time passes: anything may have been computed since
     adversary.wait(lane, ready)
     with pytest.raises(RaceError, match="not ordered after: compute writes"):
-        adversary.copy(lane, adversary.host_slab(64), memory())
+        copy(adversary, lane, adversary.host_slab(64), memory())
 
 
 def test_two_lanes_that_never_met_race_for_a_slot() -> None:
@@ -52,9 +58,9 @@ def test_two_lanes_that_never_met_race_for_a_slot() -> None:
     ready = adversary.record(compute)
     adversary.wait(out, ready)
     adversary.wait(back, ready)
-    adversary.copy(out, slot, memory())
+    copy(adversary, out, slot, memory())
     with pytest.raises(RaceError, match="copy on back reads"):
-        adversary.copy(back, memory(), slot)
+        copy(adversary, back, memory(), slot)
     with pytest.raises(RaceError):
         adversary.check()
 
@@ -66,8 +72,8 @@ def test_accesses_to_other_bytes_do_not_race() -> None:
     ready = adversary.record(compute)
     adversary.wait(out, ready)
     adversary.wait(back, ready)
-    adversary.copy(out, slot[:64], memory())
-    adversary.copy(back, slot[64:], memory())
+    copy(adversary, out, slot[:64], memory())
+    copy(adversary, back, slot[64:], memory())
     adversary.check()
     assert adversary.faults == []
 
@@ -77,7 +83,7 @@ def test_a_source_that_died_is_a_race_and_delivers_poison() -> None:
     lane, compute = adversary.lane("out"), adversary.compute()
     source, destination = memory(), memory()
     adversary.wait(lane, adversary.record(compute))
-    adversary.copy(lane, destination, source)
+    copy(adversary, lane, destination, source)
     event = adversary.record(lane)
     del source
     gc.collect()
@@ -91,11 +97,11 @@ def test_a_chain_through_a_third_lane_orders() -> None:
     out, middle, back = (adversary.lane(name) for name in ("out", "middle", "back"))
     compute, slot, source, target = adversary.compute(), adversary.host_slab(64), memory().fill_(3), memory()
     adversary.wait(out, adversary.record(compute))
-    adversary.copy(out, slot, source)
+    copy(adversary, out, slot, source)
     adversary.wait(middle, adversary.record(out))
     adversary.wait(back, adversary.record(middle))
     adversary.wait(back, adversary.record(compute))
-    adversary.copy(back, target, slot)
+    copy(adversary, back, target, slot)
     adversary.wait(compute, adversary.record(back))
     assert (target == 3).all()
 

@@ -41,7 +41,7 @@ def test_sizes_are_exact_to_a_page() -> None:
 
 def test_blocks_begin_at_pages() -> None:
     arena = make()
-    assert all(arena.allocate(5000).bytes.data_ptr() % PAGE == 0 for _ in range(5))
+    assert all(arena.allocate(5000).address % PAGE == 0 for _ in range(5))
 
 
 def test_steady_use_grows_nothing() -> None:
@@ -62,7 +62,7 @@ def test_neighbours_join() -> None:
     for index in (1, 3, 0, 2):
         arena.free(blocks[index])
     whole = arena.allocate(64 * PAGE)
-    assert whole.offset == 0
+    assert whole.start == 0
     assert arena.reserved_bytes == 64 * PAGE
 
 
@@ -116,11 +116,11 @@ def test_live_blocks_never_overlap_and_keep_their_bytes(actions: list[tuple[bool
             except TierFullError:
                 assert arena.reserved_bytes + pages(nbytes) > arena.capacity
                 continue
-            block.bytes.fill_(number % 251)
+            block.tensor().fill_(number % 251)
             live.append((block, number % 251))
         elif live:
             arena.free(live.pop(choice % len(live))[0])
-        assert all(bool((block.bytes == value).all()) for block, value in live)
+        assert all(bool((block.tensor() == value).all()) for block, value in live)
         assert arena.used_bytes == sum(block.nbytes for block, _ in live) <= arena.reserved_bytes
     for block, _ in live:
         arena.free(block)
@@ -132,4 +132,4 @@ def test_a_slab_ends_with_its_last_block() -> None:
     arena = make()
     block = arena.allocate(PAGE)
     arena.close()
-    assert torch.equal(block.bytes.fill_(1), torch.ones(PAGE, dtype=torch.uint8))
+    assert torch.equal(block.tensor().fill_(1), torch.ones(PAGE, dtype=torch.uint8))

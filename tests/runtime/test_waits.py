@@ -13,10 +13,10 @@ import torch
 
 from runtime.scenarios import SCENARIOS
 from spillway.errors import SpillwayError
-from spillway.runtime import arena, disk_tiers, mover, tiers
+from spillway.runtime import arena, compute_lanes, departures, disk_tiers, mover, returns, tiers
 from spillway.runtime.arena import Arena
 
-WAITS = ("wait", "synchronize")
+WAITS = ("wait", "timed_wait", "synchronize")
 
 # A condition of a loop, not an order of accesses: without it the loop spins, and is right all the same.
 SPINS_WITHOUT = {"self._landed.wait()"}
@@ -48,7 +48,7 @@ def _parsed(function: types.FunctionType) -> ast.Module:
 
 
 def _waits() -> Iterator[tuple[type, str, int, str]]:
-    for module in (mover, tiers, disk_tiers, arena):
+    for module in (mover, compute_lanes, departures, returns, tiers, disk_tiers, arena):
         for cls in vars(module).values():
             if not inspect.isclass(cls) or cls.__module__ != module.__name__:
                 continue
@@ -75,7 +75,8 @@ def _fails() -> str | None:
 def test_all_waits_are_found() -> None:
     assert len(CASES) >= 12
     assert {cls.__name__ for cls, *_ in CASES} == {
-        "Mover",
+        "ComputeLanes",
+        "Returns",
         "HostTier",
         "_DiskTier",
         "StagedDiskTier",

@@ -25,18 +25,17 @@ from typing import Any
 
 import torch
 
-from spillway.capture.identity import Known, ViewRecipe
+from spillway.capture.identity import Saved, ViewRecipe
 from spillway.errors import InplaceError
 from spillway.runtime.device import DeviceRuntime
-from spillway.runtime.entry import Entry
 
 
 class KeptHandle:
     """Holds the tensor itself, or an alias without its history."""
 
-    __slots__ = ("_alias", "_known", "_version")
+    __slots__ = ("_alias", "_saved", "_version")
 
-    def __init__(self, tensor: torch.Tensor, known: Known | None = None) -> None:
+    def __init__(self, tensor: torch.Tensor, saved: Saved | None = None) -> None:
         # A leaf that needs grad has no history and cannot get one, nor can integers. Any other plain tensor is held by
         # an alias: a constant may still join the graph, by being written in place. A subclass is held itself, since
         # an alias of it may lack what only its own code knows of.
@@ -47,7 +46,7 @@ class KeptHandle:
         )
         self._alias = tensor if stays_a_leaf else tensor.detach()
         self._version = tensor._version
-        self._known = known
+        self._saved = saved
 
     def unpack(self) -> torch.Tensor:
         check_version(self._alias, self._version, self._alias)
@@ -57,40 +56,37 @@ class KeptHandle:
 class AwayHandle:
     """Stands for a tensor whose storage is an entry of the mover. It owns one of the entry's handles."""
 
-    __slots__ = ("_entry", "_known", "_mover", "_recipe", "_round", "_tracker", "_version")
+    __slots__ = ("_mover", "_recipe", "_round", "_saved", "_tracker", "_version")
 
-    def __init__(self, tensor: torch.Tensor, known: Known, entry: Entry, runtime: DeviceRuntime) -> None:
+    def __init__(self, tensor: torch.Tensor, saved: Saved, recipe: ViewRecipe, runtime: DeviceRuntime) -> None:
         # What the finaliser reads comes first: it runs also if what follows raises.
         self._round = -1
-        self._entry = entry
+        self._saved = saved
         self._mover = runtime.mover
-        self._known = known
         self._version = tensor._version
-        self._recipe = ViewRecipe.of(tensor)
+        self._recipe = recipe
         self._tracker = tensor.detach()
         self._tracker.data = runtime.nothing
 
     def unpack(self) -> torch.Tensor:
         check_version(self._tracker, self._version, self._recipe)
-        entry, seat = self._entry, self._known.seat
         if torch.is_inference_mode_enabled():
             # What is made inside has no version counter, and could not share the user's.
             with torch.inference_mode(mode=False):
                 return self.unpack()
-        # Whether it was caught before it left is a hint to the order: reading it without the lock does no harm.
-        caught = entry.round == 0 and entry.storage is not None
-        if seat is None:
-            storage, low, self._round, _ = self._mover.take(entry, self._round)
-        else:
-            ahead = seat.course.ask(seat.place, caught=caught)
-            storage, low, self._round, fetched = self._mover.take(entry, self._round, ahead)
-            seat.course.fetched(fetched)
+        saved = self._saved
+        course = saved.course
+        if course is not None:
+            # Whether it was caught before it left is a hint to the order: reading it without the lock does no harm.
+            course.ask(saved.place, caught=saved.round == 0 and saved.storage is not None)
+        storage, made, low, self._round = self._mover.take(saved, self._round, course)
         tensor = self._tracker.detach()
-        tensor.data = self._recipe.rebuild(storage, low)
+        # A handle that has the entry's form takes the tensor as it came; any other makes its view of the storage.
+        tensor.data = made if made is not None and self._recipe is saved.form else self._recipe.rebuild(storage, low)
         return tensor
 
     def __del__(self) -> None:
-        self._mover.forget(self._entry, self._round)
+        self._mover.forget(self._saved, self._round)
 
 
 class ObjectHandle:

@@ -26,9 +26,9 @@ import torch
 from spillway.capture.handles import AwayHandle, Handle, KeptHandle, ObjectHandle, PartsHandle
 from spillway.capture.identity import (
     Identity,
-    Known,
     Marks,
-    Reach,
+    Saved,
+    ViewRecipe,
     flatten,
     is_parameter,
     is_wrapper,
@@ -41,7 +41,6 @@ from spillway.errors import PolicyError
 from spillway.policies import Policy
 from spillway.records import Decision, SavedTensor
 from spillway.runtime.device import DeviceRuntime
-from spillway.runtime.entry import Entry
 from spillway.runtime.ledger import Ledger
 from spillway.runtime.tiers import Tier
 
@@ -54,6 +53,8 @@ def in_backward() -> bool:
     return _graph_task() != -1
 
 
+# A member of an enum costs a search of its class each time that it is named.
+_KEEP, _OFFLOAD = Decision.KEEP, Decision.OFFLOAD
 _TIERS = {Decision.OFFLOAD_HOST: "host", Decision.OFFLOAD_DISK: "disk"}
 
 
@@ -105,8 +106,9 @@ class Pass:
         self._offloaded_bytes = 0
         self._signature: tuple[object, ...] | None = None
         self._total_bytes: int | None = None
-        self._courses: dict[torch.device, Course] = {}
+        self._devices: dict[torch.device, _Device] = {}
         self._waiting: list[_Departure] = []
+        self._waiting_bytes = 0
         self._waiting_node = 0
 
     def pack(self, tensor: torch.Tensor) -> Handle:
@@ -114,9 +116,11 @@ class Pass:
         if _graph_task() != -1:
             return KeptHandle(tensor)
         node = _next_node()
-        if self._waiting and node > self._waiting_node:
-            self._send()
-        self._waiting_node = node
+        if node > self._waiting_node:
+            self._waiting_node = node
+            # All that waits has been written. Small tensors wait for company.
+            if self._waiting and self._waiting_bytes >= self._waiting[-1][1].mover.batch:
+                self._send()
         return self._pack(tensor)
 
     def end(self, *, completed: bool) -> None:
@@ -126,29 +130,33 @@ class Pass:
             return
         self._send()
         if self._signature is not None:
-            course = self._first_course()
+            course = next(iter(self._devices.values())).course
             course.total_bytes = self.ledger.saved_bytes
             self._memory.keep(self._signature, course)
 
     def _pack(self, tensor: torch.Tensor) -> Handle:
         if is_parameter(tensor):
             return KeptHandle(tensor)
-        if is_wrapper(tensor):
+        if type(tensor) is not torch.Tensor and is_wrapper(tensor):
             return self._pack_parts(tensor)
-        reason = why_unmovable(tensor)
-        if reason is not None:
+        if why_unmovable(tensor) is not None:
             return KeptHandle(tensor)
         storage = tensor.untyped_storage()
         if self._locator is not None and self._locator.is_parameter_storage(storage):
             return KeptHandle(tensor)
-        runtime = self._owner.runtime(tensor.device)
-        wanted = reach(tensor, storage.nbytes())
-        known = self._owner.identity.find(storage, wanted)
+        device = self._devices.get(tensor.device)
+        if device is None:
+            device = self._meet(tensor)
+        start, nbytes = 0, storage.nbytes()
+        whole = tensor.nbytes == nbytes and tensor.is_contiguous()
+        if not whole:
+            start, nbytes = reach(tensor, nbytes)
+        known = self._owner.identity.find(storage, start, nbytes)
         if known is not None:
-            handle = self._pack_known(tensor, known, runtime)
+            handle = self._pack_known(tensor, storage, known, device)
             if handle is not None:
                 return handle
-        return self._pack_new(tensor, storage, wanted, runtime)
+        return self._pack_new(tensor, storage, start, nbytes, device, whole=whole)
 
     def _pack_parts(self, tensor: torch.Tensor) -> Handle:
         names, context = flatten(tensor)
@@ -163,69 +171,83 @@ class Pass:
             parts[name] = self._pack(part) if moves else KeptHandle(part)
         return PartsHandle(tensor, parts, context)
 
-    def _pack_known(self, tensor: torch.Tensor, known: Known, runtime: DeviceRuntime) -> Handle | None:
+    def _pack_known(
+        self, tensor: torch.Tensor, storage: torch.UntypedStorage, known: Saved, device: _Device
+    ) -> Handle | None:
         """A handle of bytes that another saved tensor has brought in already, if they may be shared."""
-        entry = known.entry
-        if entry is None:
-            return None if self._owner.marks.get(tensor.untyped_storage()) else KeptHandle(tensor, known)
-        if not runtime.mover.adopt(entry, same_content=known.is_content_of(tensor)):
+        if not known.moves:
+            return None if self._owner.marks.get(storage) else KeptHandle(tensor, known)
+        if not device.runtime.mover.adopt(known, same_content=known.is_content_of(tensor)):
             return None
-        return AwayHandle(tensor, known, entry, runtime)
+        return AwayHandle(tensor, known, ViewRecipe.of(tensor), device.runtime)
 
     def _pack_new(
-        self, tensor: torch.Tensor, storage: torch.UntypedStorage, wanted: Reach, runtime: DeviceRuntime
+        self,
+        tensor: torch.Tensor,
+        storage: torch.UntypedStorage,
+        start: int,
+        nbytes: int,
+        device: _Device,
+        *,
+        whole: bool,
     ) -> Handle:
         if self._signature is None:
-            self._begin(tensor)
-        decision = self._decide(tensor, storage, wanted)
-        self.ledger.saved_bytes += wanted.nbytes
+            self._begin(tensor, device)
+        runtime = device.runtime
+        decision = self._decide(tensor, storage, nbytes)
         # Bytes at an address that the allocator would not give cannot be put back as they were.
-        if decision is Decision.KEEP or storage.data_ptr() % runtime.backend.alignment:
-            self.ledger.kept_bytes += wanted.nbytes
-            known = Known(tensor, storage, wanted, None)
-            self._owner.identity.add(storage, known)
-            return KeptHandle(tensor, known)
-        self._offloaded_bytes += wanted.nbytes
+        moves = decision is not _KEEP and storage.data_ptr() % runtime.backend.alignment == 0
+        ledger = self.ledger
+        ledger.saved_bytes += nbytes
+        saved = Saved(tensor, storage, start, nbytes, next(runtime.mover.numbers), ledger)
+        self._owner.identity.add(storage, saved)
+        if not moves:
+            saved.keep()
+            ledger.kept_bytes += nbytes
+            return KeptHandle(tensor, saved)
+        recipe = ViewRecipe.of(tensor)
+        if whole and not (recipe.conj or recipe.neg):
+            saved.form = recipe
+        self._offloaded_bytes += nbytes
         runtime.mover.see()
-        entry = runtime.mover.enter(storage, wanted.start, wanted.nbytes, self.ledger)
-        known = Known(tensor, storage, wanted, entry)
-        self._owner.identity.add(storage, known)
-        handle = AwayHandle(tensor, known, entry, runtime)
-        known.seat = self._course(tensor.device).add(entry)
-        tier = runtime.tier(self._tier if decision is Decision.OFFLOAD else _TIERS[decision])
-        self._waiting.append((entry, runtime, tier, known.seat.in_tail))
+        handle = AwayHandle(tensor, saved, recipe, runtime)
+        course = device.course
+        saved.course = course
+        saved.place = course.add(saved.reference)
+        tier = device.tier if decision is _OFFLOAD else runtime.tier(_TIERS[decision])
+        self._waiting.append((saved, runtime, tier, course.in_tail(saved.place)))
+        self._waiting_bytes += nbytes
         return handle
 
-    def _begin(self, tensor: torch.Tensor) -> None:
+    def _meet(self, tensor: torch.Tensor) -> _Device:
+        """The first tensor on a device."""
+        runtime = self._owner.runtime(tensor.device)
+        device = self._devices[tensor.device] = _Device(runtime, runtime.tier(self._tier), Course())
+        return device
+
+    def _begin(self, tensor: torch.Tensor, device: _Device) -> None:
         """The first tensor of the pass tells which earlier pass this one is like."""
         self._signature = (tensor.shape, tensor.dtype, tensor.device)
         previous = self._memory.recall(self._signature)
         if previous is not None and previous.total_bytes:
             self._total_bytes = previous.total_bytes
-        self._courses[tensor.device] = Course(previous)
+        device.course = Course(previous)
 
-    def _first_course(self) -> Course:
-        return next(iter(self._courses.values()))
-
-    def _course(self, device: torch.device) -> Course:
-        course = self._courses.get(device)
-        if course is None:
-            course = self._courses[device] = Course()
-        return course
-
-    def _decide(self, tensor: torch.Tensor, storage: torch.UntypedStorage, wanted: Reach) -> Decision:
+    def _decide(self, tensor: torch.Tensor, storage: torch.UntypedStorage, nbytes: int) -> Decision:
         position = self._count
         self._count += 1
-        marked = self._owner.marks.get(storage)
-        if marked is not None:
-            return Decision.OFFLOAD if marked else Decision.KEEP
-        if wanted.nbytes < self._min_bytes:
-            return Decision.KEEP
+        marks = self._owner.marks
+        if marks.any:
+            marked = marks.get(storage)
+            if marked is not None:
+                return _OFFLOAD if marked else _KEEP
+        if nbytes < self._min_bytes:
+            return _KEEP
         if self._policy is None:
-            return Decision.OFFLOAD
+            return _OFFLOAD
         module, operator = self._locator.here() if self._locator is not None else (None, None)
         saved = SavedTensor(
-            wanted.nbytes,
+            nbytes,
             tensor.shape,
             tensor.dtype,
             tensor.device,
@@ -246,19 +268,27 @@ class Pass:
 
     def _send(self) -> None:
         """What waits leaves now. See NOTE [ When a tensor may leave ]."""
-        waiting, self._waiting = self._waiting, []
-        if len(waiting) == 1:
-            entry, runtime, tier, hold = waiting[0]
-            runtime.mover.put((entry,), tier, window=self._window, hold=hold)
-            return
+        waiting, self._waiting, self._waiting_bytes = self._waiting, [], 0
         for (runtime, tier, hold), departures in itertools.groupby(waiting, key=_way):
             entries = [departure[0] for departure in departures]
             runtime.mover.put(entries, tier, window=self._window, hold=hold)
 
 
+class _Device:
+    """What a pass has on one device."""
+
+    __slots__ = ("course", "runtime", "tier")
+
+    def __init__(self, runtime: DeviceRuntime, tier: Tier, course: Course) -> None:
+        self.runtime = runtime
+        self.tier = tier
+        """Where :attr:`Decision.OFFLOAD` goes."""
+        self.course = course
+
+
 # What waits to leave, where it goes through and to, and whether it is to be held back. A plain tuple: it is made for
 # every saved tensor.
-_Departure = tuple[Entry, DeviceRuntime, Tier, bool]
+_Departure = tuple[Saved, DeviceRuntime, Tier, bool]
 
 
 def _way(departure: _Departure) -> tuple[DeviceRuntime, Tier, bool]:

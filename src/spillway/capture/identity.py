@@ -31,8 +31,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from spillway.capture.order import Seat
+from spillway.capture.order import Course
 from spillway.runtime.entry import Entry
+from spillway.runtime.ledger import Ledger
 
 ALIGNMENT = 512
 """The coarsest alignment that an allocator of torch gives (the CUDA caching allocator's)."""
@@ -44,33 +45,49 @@ _FIRST_SWEEP = 4096
 _HAS_NAMES = hasattr(torch.Tensor, "has_names")
 
 
-class Reach(NamedTuple):
-    """A range of bytes of a storage."""
+class Saved(Entry):
+    """Bytes that autograd saved: alive as long as one of the handles that share them.
 
-    start: int
-    nbytes: int
+    The runtime's entry and what capture knows of it are one object, since there is one for every saved tensor. Where
+    it was decided to keep the bytes, the runtime never hears of it.
+    """
 
-    def covers(self, other: Reach) -> bool:
-        return self.start <= other.start and other.start + other.nbytes <= self.start + self.nbytes
+    __slots__ = ("counter", "course", "in_tail", "moves", "origin", "place", "reference", "version")
 
-
-class Known:
-    """Bytes that autograd saved: alive as long as one of the handles that share them."""
-
-    __slots__ = ("__weakref__", "counter", "entry", "origin", "reach", "seat", "version")
-
-    def __init__(self, tensor: torch.Tensor, storage: torch.UntypedStorage, reach: Reach, entry: Entry | None) -> None:
-        self.origin = weakref.ref(storage)
-        self.reach = reach
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        storage: torch.UntypedStorage,
+        start: int,
+        nbytes: int,
+        number: int,
+        ledger: Ledger,
+    ) -> None:
+        Entry.__init__(self, number, storage, start, nbytes, ledger)
+        self.origin = self.alive
+        """The storage that was saved."""
         self.version = tensor._version
         self.counter = weakref.ref(version_owner(tensor))
-        self.entry = entry
-        """``None`` where it was decided to keep them."""
-        self.seat: Seat | None = None
+        self.moves = True
+        self.reference = weakref.ref(self)
+        self.course: Course | None = None
+        self.place = 0
+        """Its place in the course."""
+        self.in_tail = False
+        """Whether backward will ask for it before it could have left."""
+
+    def keep(self) -> None:
+        """It was decided that the bytes stay."""
+        self.moves = False
+        self.storage = None
 
     def is_content_of(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor is known to see what this was made from. See NOTE [ One storage, many tensors ]."""
         return tensor._version == self.version and self.counter() is version_owner(tensor)
+
+    def reaches(self, start: int, nbytes: int) -> bool:
+        """Whether all of these bytes of the storage are among them."""
+        return self.start <= start and start + nbytes <= self.start + self.nbytes
 
 
 class Identity:
@@ -78,28 +95,28 @@ class Identity:
 
     def __init__(self) -> None:
         # A plain dictionary of weak references, swept now and then, costs a third of a WeakValueDictionary.
-        self._known: dict[int, tuple[weakref.ref[Known], ...]] = {}
+        self._known: dict[int, tuple[weakref.ref[Saved], ...]] = {}
         self._sweep_at = _FIRST_SWEEP
 
-    def find(self, storage: torch.UntypedStorage, reach: Reach) -> Known | None:
+    def find(self, storage: torch.UntypedStorage, start: int, nbytes: int) -> Saved | None:
         """What is known of these bytes, if all of them are. The latest counts."""
         for reference in self._known.get(storage._cdata, ()):
-            known = reference()
-            if known is not None and known.origin() is storage and known.reach.covers(reach):
-                return known
+            saved = reference()
+            if saved is not None and saved.origin() is storage and saved.reaches(start, nbytes):
+                return saved
         return None
 
-    def add(self, storage: torch.UntypedStorage, known: Known) -> None:
+    def add(self, storage: torch.UntypedStorage, saved: Saved) -> None:
         key = storage._cdata
-        older = self._known.get(key, ())
-        if older:
-            # Other parts of the same storage stay known.
-            older = tuple(
-                reference
-                for reference in older
-                if (other := reference()) is not None and other.origin() is storage and other.reach != known.reach
-            )
-        self._known[key] = (weakref.ref(known), *older)
+        # Other parts of the same storage stay known.
+        others = [
+            reference
+            for reference in self._known.get(key, ())
+            if (other := reference()) is not None
+            and other.origin() is storage
+            and (other.start, other.nbytes) != (saved.start, saved.nbytes)
+        ]
+        self._known[key] = (saved.reference, *others)
         if len(self._known) >= self._sweep_at:
             self._known = {key: parts for key, parts in list(self._known.items()) if _any_alive(parts)}
             self._sweep_at = max(_FIRST_SWEEP, 2 * len(self._known))
@@ -108,8 +125,8 @@ class Identity:
         return sum(_any_alive(parts) for parts in list(self._known.values()))
 
 
-def _any_alive(parts: tuple[weakref.ref[Known], ...]) -> bool:
-    return any(reference() is not None for reference in parts)
+def _any_alive(parts: tuple[weakref.ref[Saved], ...]) -> bool:
+    return any((saved := reference()) is not None and saved.handles > 0 for reference in parts)
 
 
 class Marks:
@@ -117,16 +134,17 @@ class Marks:
 
     def __init__(self) -> None:
         self._marks: weakref.WeakKeyDictionary[torch.UntypedStorage, bool] = weakref.WeakKeyDictionary()
-        self._any = False
+        self.any = False
+        """Whether anything was ever said."""
 
     def set(self, tensor: torch.Tensor, *, offload: bool) -> None:
-        self._any = True
+        self.any = True
         for part in storage_parts(tensor):
             self._marks[part.untyped_storage()] = offload
 
     def get(self, storage: torch.UntypedStorage) -> bool | None:
         """True: offload it; False: keep it; ``None``: nobody said."""
-        return self._marks.get(storage) if self._any else None
+        return self._marks.get(storage) if self.any else None
 
 
 def version_owner(tensor: torch.Tensor) -> torch.Tensor:
@@ -189,18 +207,18 @@ def why_unmovable(tensor: torch.Tensor) -> str | None:
     return None
 
 
-def reach(tensor: torch.Tensor, storage_nbytes: int) -> Reach:
-    """The bytes that move for a tensor. See NOTE [ What a view reaches ]."""
+def reach(tensor: torch.Tensor, storage_nbytes: int) -> tuple[int, int]:
+    """The bytes that move for a tensor: the first, and how many. See NOTE [ What a view reaches ]."""
     if tensor.nbytes == storage_nbytes and tensor.is_contiguous():
-        return Reach(0, storage_nbytes)
+        return 0, storage_nbytes
     itemsize = tensor.itemsize
     first = int(tensor.storage_offset())
     last = first + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     start = first * itemsize // ALIGNMENT * ALIGNMENT
     end = (last + 1) * itemsize
     if (end - start) * 2 >= storage_nbytes:
-        return Reach(0, storage_nbytes)
-    return Reach(start, end - start)
+        return 0, storage_nbytes
+    return start, end - start
 
 
 class ViewRecipe(NamedTuple):
@@ -216,14 +234,19 @@ class ViewRecipe(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> ViewRecipe:
-        return cls(
-            tensor.dtype,
-            tensor.device,
-            tensor.shape,
-            tensor.stride(),
-            int(tensor.storage_offset()),
-            tensor.is_conj(),
-            tensor.is_neg(),
+        dtype = tensor.dtype
+        # By the tuple's own constructor: a named tuple's is a Python function, three times as slow.
+        return tuple.__new__(
+            cls,
+            (
+                dtype,
+                tensor.device,
+                tensor.shape,
+                tensor.stride(),
+                int(tensor.storage_offset()),
+                dtype.is_complex and tensor.is_conj(),
+                tensor.is_neg(),
+            ),
         )
 
     def rebuild(self, storage: torch.UntypedStorage, low: int) -> torch.Tensor:

@@ -69,4 +69,4 @@ def _judge(
     if storage._cdata in seen:
         return 0, True, "shares its bytes with one above"
     seen[storage._cdata] = storage
-    return reach(part, storage.nbytes()).nbytes, True, "saved for the first time"
+    return reach(part, storage.nbytes())[1], True, "saved for the first time"

@@ -10,24 +10,13 @@ All of this is a hint. A wrong guess fetches something too early; what is asked 
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Hashable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Iterator
 
 from spillway.runtime.entry import Entry
 
 Signature = Hashable
 
 _REMEMBERED = 64
-
-
-class Seat(NamedTuple):
-    """An entry's place in its course."""
-
-    course: Course
-    place: int
-    in_tail: bool
-    """Whether backward will ask for it before it could have left."""
 
 
 class Course:
@@ -38,7 +27,7 @@ class Course:
     """
 
     def __init__(self, previous: Course | None = None) -> None:
-        self._entries: list[weakref.ref[Entry]] = []
+        self._entries: list[Callable[[], Entry | None]] = []
         self._asked: dict[int, None] = {}
         self._caught: set[int] = set()
         self._fetched = 0
@@ -49,32 +38,39 @@ class Course:
         self.total_bytes = 0
         """Distinct bytes saved, once the pass has ended."""
 
-    def add(self, entry: Entry) -> Seat:
-        """The next entry saved takes the next place in packing order."""
-        place = len(self._entries)
-        self._entries.append(weakref.ref(entry))
-        return Seat(self, place, place in self._tail)
+    def add(self, reference: Callable[[], Entry | None]) -> int:
+        """The next entry saved, weakly referred to, takes the next place in packing order, which this gives."""
+        self._entries.append(reference)
+        return len(self._entries) - 1
 
-    def ask(self, place: int, *, caught: bool) -> Iterator[Entry | None]:
-        """Backward asked for the entry at ``place``; ``caught`` if it had not left yet.
+    def in_tail(self, place: int) -> bool:
+        """Whether backward will ask for the entry there before it could have left."""
+        return place in self._tail
 
-        Returns:
-            The entries that it is expected to ask for next, and that were not given here before.
-        """
+    def ask(self, place: int, *, caught: bool) -> None:
+        """Backward asks for the entry at ``place``; ``caught`` if it has not left yet."""
         if place not in self._asked:
             self._asked[place] = None
             if caught:
                 self._caught.add(place)
         sequence = self._sequence
         if sequence is None or len(sequence) != len(self._entries):
-            sequence = self._sequence = self._predict()
+            self._sequence = self._predict()
         position = self._place[place]
         # Backward asks for the first of them again when it runs a second time over the same graph.
-        self._fetched = 1 if position == 0 else max(self._fetched, position + 1)
+        if position == 0:
+            self._fetched = 1
+        elif position >= self._fetched:
+            self._fetched = position + 1
+
+    def upcoming(self) -> Iterator[Entry | None]:
+        """The entries that are expected to be asked for next, and that were not :meth:`fetched`."""
+        sequence = self._sequence
+        assert sequence is not None
         return (self._entries[sequence[index]]() for index in range(self._fetched, len(sequence)))
 
     def fetched(self, count: int) -> None:
-        """So many of what :meth:`ask` gave need not be given again."""
+        """So many of the upcoming ones need not be named again."""
         self._fetched += count
 
     def sequence(self) -> list[int]:

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import ctypes
 import weakref
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
 from spillway.errors import BackendError
 from spillway.runtime.backend import Backend, Event, HostTasks, Lane, Task, TaskEvent, anonymous_pages, be_in_task
+from spillway.runtime.bytes import Bytes, Form
 
 _TOUCHING_THREADS = 8
 
@@ -53,17 +55,17 @@ class AcceleratorBackend(Backend):
         if inner is not None:
             lane.wait_event(inner)  # type: ignore[attr-defined]
 
-    def copy(self, lane: Lane, destination: torch.Tensor, source: torch.Tensor) -> None:
+    def copy(self, lane: Lane, destination: Bytes, source: Bytes) -> None:
         with lane:  # type: ignore[attr-defined]
-            destination.copy_(source, non_blocking=True)
+            destination.tensor().copy_(source.tensor(), non_blocking=True)
 
     def run(self, task: Task) -> Event:
         return self._tasks.run(task)
 
-    def empty(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+    def empty(self, form: Form) -> torch.Tensor:
+        return torch.empty_strided(form.size, form.stride, dtype=form.dtype, device=self.device)
 
-    def hand_back(self, storage: torch.UntypedStorage, lanes: list[Lane]) -> None:
+    def hand_back(self, storage: torch.UntypedStorage, lanes: Iterable[Lane]) -> None:
         # The allocator ignores the stream that it allocated the storage on, so this does nothing, and the peak goes by
         # program order, unless the storage comes from a stream that the mover has never seen: a data loader's, say.
         memory = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)

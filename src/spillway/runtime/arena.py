@@ -24,38 +24,33 @@ import torch
 
 from spillway.errors import TierFullError
 from spillway.runtime.backend import Event
+from spillway.runtime.bytes import Bytes
 from spillway.units import format_bytes
 
 PAGE = 4096
 SLAB_BYTES = 32 << 20
 
 
-class Block:
+class Block(Bytes):
     """Bytes of a slab, owned until they are given back: page-aligned, a multiple of a page long."""
 
-    __slots__ = ("after", "bytes", "nbytes", "offset", "slab")
+    __slots__ = ("after", "slab")
 
-    def __init__(self, slab: _Slab, offset: int, memory: torch.Tensor, after: tuple[Event, ...]) -> None:
+    def __init__(self, slab: _Slab, start: int, nbytes: int, after: tuple[Event, ...]) -> None:
+        super().__init__(slab.storage, start, nbytes)
         self.slab = slab
-        self.offset = offset
-        self.bytes = memory
-        """All of them, as a flat ``torch.uint8`` tensor."""
-        self.nbytes = memory.numel()
         self.after = after
-        """Wait for these before the first write."""
-
-    def first(self, nbytes: int) -> torch.Tensor:
-        """The first ``nbytes`` of them."""
-        return self.bytes if nbytes == self.nbytes else self.bytes[:nbytes]
+        """Wait for these before the next access."""
 
 
 class _Slab:
     """One piece of host memory. ``free`` holds (offset, nbytes, events), sorted, never two that touch."""
 
     def __init__(self, memory: torch.Tensor) -> None:
-        self.memory = memory
+        self.storage = memory.untyped_storage()
+        self.nbytes = memory.numel()
         self.closed = False
-        self.free: list[tuple[int, int, tuple[Event, ...]]] = [(0, memory.numel(), ())]
+        self.free: list[tuple[int, int, tuple[Event, ...]]] = [(0, self.nbytes, ())]
 
     def smallest_fit(self, nbytes: int) -> int | None:
         """Index of the smallest free range that takes ``nbytes``."""
@@ -66,11 +61,11 @@ class _Slab:
         offset, length, after = self.free.pop(index)
         if length > nbytes:
             self.free.insert(index, (offset + nbytes, length - nbytes, after))
-        return Block(self, offset, self.memory[offset : offset + nbytes], after)
+        return Block(self, offset, nbytes, after)
 
     def mend(self, block: Block) -> None:
         """Put a block back, joined with its free neighbours."""
-        offset, nbytes, after = block.offset, block.nbytes, block.after
+        offset, nbytes, after = block.start, block.nbytes, block.after
         index = bisect.bisect(self.free, offset, key=lambda item: item[0])
         if index < len(self.free) and self.free[index][0] == offset + nbytes:
             _, length, events = self.free.pop(index)
@@ -128,8 +123,8 @@ class Arena:
 
         It takes no lock, since it may run in a finaliser, which the collector starts anywhere.
         """
-        # A new block, since the old one may still be in somebody's hands.
-        self._freed.append(Block(block.slab, block.offset, block.bytes, after))
+        block.after = after
+        self._freed.append(block)
 
     @property
     def used_bytes(self) -> int:
@@ -142,12 +137,12 @@ class Arena:
         """Give slabs that nobody uses back to the system; returns their bytes."""
         with self._lock:
             self._empty_bins()
-            idle = [slab for slab in self._slabs if slab.free and slab.free[0][1] == slab.memory.numel()]
+            idle = [slab for slab in self._slabs if slab.free and slab.free[0][1] == slab.nbytes]
             for slab in idle:
                 for event in slab.free[0][2]:
                     event.synchronize()
                 self._slabs.remove(slab)
-            freed = sum(slab.memory.numel() for slab in idle)
+            freed = sum(slab.nbytes for slab in idle)
             self.reserved_bytes -= freed
             return freed
 
@@ -198,7 +193,7 @@ class Arena:
         wanted = nbytes * -(-self._slab_bytes // nbytes)
         slab = _Slab(self._make_slab(wanted if wanted <= room else max(nbytes, room // nbytes * nbytes)))
         self._slabs.append(slab)
-        self.reserved_bytes += slab.memory.numel()
+        self.reserved_bytes += slab.nbytes
         return slab
 
 

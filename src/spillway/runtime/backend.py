@@ -14,8 +14,8 @@ A *task* is host work (a read or a write of the spill file) done by one of a few
 task is done and, if it returned an event itself (of a copy that it queued), when that one is. An error in a task is
 raised to whoever waits for its event.
 
-Memory that a backend hands out for copies is flat bytes (``torch.uint8``). Three backends exist: :class:`CpuBackend`
-here, the accelerator's in ``accelerator.py``, and the adversary in :mod:`spillway.testing`.
+Copies are between ranges of bytes (``bytes.py``). Three backends exist: :class:`CpuBackend` here, the accelerator's in
+``accelerator.py``, and the adversary in :mod:`spillway.testing`.
 """
 
 from __future__ import annotations
@@ -25,16 +25,20 @@ import ctypes
 import mmap
 import os
 import threading
+import time
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import NoReturn, Protocol
 
 import psutil
 import torch
+
+from spillway.runtime.bytes import Bytes, Form
+from spillway.runtime.ledger import Stalls
 
 
 class Event(Protocol):
@@ -83,19 +87,25 @@ class Backend(ABC):
     def wait(self, lane: Lane, event: Event) -> None:
         """Whatever is queued on ``lane`` from now on starts after ``event``."""
 
+    def timed_wait(self, lane: Lane, event: Event, stalls: Stalls) -> None:
+        """The same, and count how long the lane has to wait."""
+        before = time.perf_counter()
+        self.wait(lane, event)
+        stalls.known_seconds += time.perf_counter() - before
+
     @abstractmethod
-    def copy(self, lane: Lane, destination: torch.Tensor, source: torch.Tensor) -> None:
-        """Queue a copy of flat bytes of equal length. Both must live until an event after it is reached."""
+    def copy(self, lane: Lane, destination: Bytes, source: Bytes) -> None:
+        """Queue a copy of as many bytes. Both must live until an event after it is reached."""
 
     @abstractmethod
     def run(self, task: Task) -> Event:
         """Queue host work."""
 
     @abstractmethod
-    def empty(self, nbytes: int) -> torch.Tensor:
-        """Unwritten bytes on the device, for use on the calling thread's compute lane."""
+    def empty(self, form: Form) -> torch.Tensor:
+        """An unwritten tensor on the device, for use on the calling thread's compute lane."""
 
-    def hand_back(self, storage: torch.UntypedStorage, lanes: list[Lane]) -> None:  # noqa: B027
+    def hand_back(self, storage: torch.UntypedStorage, lanes: Iterable[Lane]) -> None:  # noqa: B027
         """Told before the runtime lets go of a storage that it did not allocate, and that these lanes have used."""
 
     @abstractmethod
@@ -105,11 +115,13 @@ class Backend(ABC):
     direct_disk: bool = False
     """Whether the device's memory is host memory, which files can be written from and read into."""
 
-    def alias(self, block: torch.Tensor) -> torch.Tensor:
+    def alias(self, block: Bytes) -> torch.Tensor:
         """Host memory as a storage of its own, for use on the calling thread's compute lane. It keeps the memory."""
-        return torch.frombuffer(memoryview(block.numpy()), dtype=torch.uint8)  # type: ignore[arg-type]
+        memory = (ctypes.c_ubyte * block.nbytes).from_address(block.address)
+        memory.storage = block.storage  # type: ignore[attr-defined]
+        return torch.frombuffer(memory, dtype=torch.uint8)
 
-    def host_access(self, block: torch.Tensor, *, write: bool) -> None:  # noqa: B027  (nothing to do by default)
+    def host_access(self, block: Bytes, *, write: bool) -> None:  # noqa: B027  (nothing to do by default)
         """Told before host code reads or writes a block itself, for a backend that checks."""
 
     @abstractmethod
@@ -331,22 +343,22 @@ class CpuBackend(Backend):
         elif not event.query():
             lane.submit(event.synchronize)
 
-    def copy(self, lane: Lane, destination: torch.Tensor, source: torch.Tensor) -> None:
+    def copy(self, lane: Lane, destination: Bytes, source: Bytes) -> None:
         assert isinstance(lane, _CpuLane)
 
         def work() -> None:
             # memmove and not Tensor.copy_: one thread, without the interpreter's lock, and no second team of OpenMP
             # threads beside the one that computes.
-            ctypes.memmove(destination.data_ptr(), source.data_ptr(), source.numel())
+            ctypes.memmove(destination.address, source.address, source.nbytes)
 
         lane.submit(work)
 
     def run(self, task: Task) -> Event:
         return self._tasks.run(task)
 
-    def empty(self, nbytes: int) -> torch.Tensor:
+    def empty(self, form: Form) -> torch.Tensor:
         # The device is named, since the user's default may be another one.
-        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        return torch.empty_strided(form.size, form.stride, dtype=form.dtype, device=self.device)
 
     def host_slab(self, nbytes: int) -> torch.Tensor:
         return anonymous_pages(nbytes)

@@ -10,7 +10,7 @@ from spillway.errors import BackendError
 from spillway.events import Recorder
 from spillway.runtime.accelerator import AcceleratorBackend
 from spillway.runtime.arena import Arena
-from spillway.runtime.backend import Backend, CpuBackend
+from spillway.runtime.backend import Backend, CpuBackend, quiet
 from spillway.runtime.disk import SpillFile
 from spillway.runtime.disk_tiers import DirectDiskTier, StagedDiskTier
 from spillway.runtime.mover import Mover
@@ -58,6 +58,12 @@ class DeviceRuntime:
                 tier = self._make_tier(name)
             self._tiers[name] = tier
         return tier
+
+    def used_host_bytes(self) -> int:
+        """Bytes of host memory in slots."""
+        self.mover.read_notes()
+        with quiet():
+            return self.arena.used_bytes
 
     def synchronize(self) -> None:
         """Wait until every write that is under way has ended."""

@@ -21,12 +21,14 @@ import sys
 import threading
 import weakref
 from collections import deque
+from collections.abc import Sequence
 
 import torch
 
 from spillway.errors import TierError, TierFullError, TransferError
 from spillway.runtime.arena import PAGE, Arena, Block, pages
 from spillway.runtime.backend import Backend, Event, Lane, quiet
+from spillway.runtime.bytes import Bytes, Form
 from spillway.runtime.disk import Extent, SpillFile
 from spillway.runtime.tiers import Slot, Tier
 
@@ -113,8 +115,8 @@ class StagedDiskTier(_DiskTier):
         self._landed = threading.Condition()
         self._landing_blocks = 0
 
-    def reserve(self, source: torch.Tensor) -> _DiskSlot:
-        nbytes = source.numel()
+    def reserve(self, source: Bytes) -> _DiskSlot:
+        nbytes = source.nbytes
         block = self._stage(nbytes)
         try:
             with quiet():
@@ -123,7 +125,10 @@ class StagedDiskTier(_DiskTier):
             self._arena.free(block)
             raise
 
-    def store(self, slot: Slot, source: torch.Tensor) -> Event:
+    def store(self, slots: Sequence[Slot], sources: Sequence[Bytes]) -> Sequence[Event]:
+        return [self._store(slot, source) for slot, source in zip(slots, sources, strict=True)]
+
+    def _store(self, slot: Slot, source: Bytes) -> Event:
         assert isinstance(slot, _DiskSlot)
         assert slot.block is not None
         block = slot.block
@@ -137,8 +142,8 @@ class StagedDiskTier(_DiskTier):
                 copied.synchronize()
                 # A slot that was given back meanwhile needs no writing.
                 if not slot.released:
-                    self._backend.host_access(block.bytes, write=False)
-                    self._file.write(slot.extent, _buffer(block.bytes))
+                    self._backend.host_access(block, write=False)
+                    self._file.write(slot.extent, _buffer(block))
             finally:
                 self._arena.free(block)
                 self._let_go(slot)
@@ -149,7 +154,10 @@ class StagedDiskTier(_DiskTier):
         self._writing_bytes += block.nbytes
         return copied
 
-    def load(self, slot: Slot, destination: torch.Tensor) -> Event:
+    def load(self, slots: Sequence[Slot], destinations: Sequence[Bytes]) -> Sequence[Event]:
+        return [self._load(slot, destination) for slot, destination in zip(slots, destinations, strict=True)]
+
+    def _load(self, slot: Slot, destination: Bytes) -> Event:
         assert isinstance(slot, _DiskSlot)
         assert slot.written is not None
         written = slot.written
@@ -162,8 +170,8 @@ class StagedDiskTier(_DiskTier):
                 try:
                     for event in block.after:
                         event.synchronize()
-                    self._backend.host_access(block.bytes, write=True)
-                    self._file.read(slot.extent, _buffer(block.bytes))
+                    self._backend.host_access(block, write=True)
+                    self._file.read(slot.extent, _buffer(block))
                     self._backend.copy(self._back, destination, block.first(slot.nbytes))
                     copied = (self._backend.record(self._back),)
                     return copied[0]
@@ -231,19 +239,21 @@ class DirectDiskTier(_DiskTier):
         # What comes back is the device's own memory, as if its allocator had given it: no budget of ours holds for it.
         self._memory = Arena(backend.host_slab, capacity=sys.maxsize)
 
-    def reserve(self, source: torch.Tensor) -> _DiskSlot:
+    def reserve(self, source: Bytes) -> _DiskSlot:
         # One that failed is heard of where its storage was to be let go: it still has it.
         while self._writes and _is_done(self._writes[0]):
             self._writes.popleft()
-        nbytes = source.numel()
         with quiet():
-            return _DiskSlot(nbytes, self._file.allocate(nbytes, phase=source.data_ptr() % PAGE))
+            return _DiskSlot(source.nbytes, self._file.allocate(source.nbytes, phase=source.address % PAGE))
 
-    def store(self, slot: Slot, source: torch.Tensor) -> Event:
-        assert isinstance(slot, _DiskSlot)
+    def store(self, slots: Sequence[Slot], sources: Sequence[Bytes]) -> Sequence[Event]:
         ready = self._backend.record(self._out)
+        return [self._store(slot, source, ready) for slot, source in zip(slots, sources, strict=True)]
+
+    def _store(self, slot: Slot, source: Bytes, ready: Event) -> Event:
+        assert isinstance(slot, _DiskSlot)
         # No byte of it yet, but a checking backend is to know the source as it is now, not when the task comes to it.
-        self._backend.host_access(source[:0], write=False)
+        self._backend.host_access(source.first(0), write=False)
 
         def write() -> None:
             try:
@@ -260,20 +270,23 @@ class DirectDiskTier(_DiskTier):
         self._writes.append(slot)
         return slot.written
 
-    def destination(self, slot: Slot) -> torch.Tensor:
+    def destination(self, slot: Slot, nbytes: int, form: Form | None) -> torch.Tensor:
         assert isinstance(slot, _DiskSlot)
         phase = slot.extent.phase
-        block = self._memory.allocate(phase + slot.nbytes)
-        memory = self._backend.alias(block.bytes[phase : phase + slot.nbytes])
+        block = self._memory.allocate(phase + nbytes)
+        memory = self._backend.alias(Bytes(block.storage, block.start + phase, nbytes))
         weakref.finalize(memory.untyped_storage(), self._memory.free, block).atexit = False
         return memory
 
     def trim(self) -> int:
         return self._memory.trim()
 
-    def load(self, slot: Slot, destination: torch.Tensor) -> Event:
-        assert isinstance(slot, _DiskSlot)
+    def load(self, slots: Sequence[Slot], destinations: Sequence[Bytes]) -> Sequence[Event]:
         ready = self._backend.record(self._back)
+        return [self._load(slot, place, ready) for slot, place in zip(slots, destinations, strict=True)]
+
+    def _load(self, slot: Slot, destination: Bytes, ready: Event) -> Event:
+        assert isinstance(slot, _DiskSlot)
 
         def read() -> None:
             try:
@@ -292,6 +305,6 @@ def _is_done(slot: _DiskSlot) -> bool:
     return slot.written is None or slot.written.query()
 
 
-def _buffer(memory: torch.Tensor) -> ctypes.Array[ctypes.c_ubyte]:
-    # Not `memory.numpy()`: that would make the user's storage one that can never be resized again.
-    return (ctypes.c_ubyte * memory.numel()).from_address(memory.data_ptr())
+def _buffer(memory: Bytes) -> ctypes.Array[ctypes.c_ubyte]:
+    # Not by way of numpy: that would make the user's storage one that can never be resized again.
+    return (ctypes.c_ubyte * memory.nbytes).from_address(memory.address)

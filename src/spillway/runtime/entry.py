@@ -26,6 +26,7 @@ from collections.abc import Callable
 import torch
 
 from spillway.runtime.backend import Event, Lane
+from spillway.runtime.bytes import Form
 from spillway.runtime.ledger import Ledger
 from spillway.runtime.tiers import Slot, Tier
 
@@ -44,17 +45,28 @@ class State(enum.Enum):
 
 
 class Entry:
-    """One storage's life. Made by :meth:`Mover.enter`, and changed by the mover alone."""
+    """One storage's life. Changed by the mover alone.
+
+    Args:
+        number: names the storage, unique within its session.
+        storage: where the bytes are.
+        start: first byte of the storage that belongs to the entry.
+        nbytes: how many do.
+        ledger: counts what becomes of it.
+    """
 
     __slots__ = (
         "__weakref__",
         "alive",
         "asked",
         "copied",
+        "counted",
+        "form",
         "handles",
         "lane",
         "ledger",
         "low",
+        "made",
         "nbytes",
         "number",
         "round",
@@ -69,7 +81,8 @@ class Entry:
         self.number = number
         self.nbytes = nbytes
         self.start = start
-        """First byte of the storage that belongs to the entry."""
+        self.form: Form | None = None
+        """What a tensor looks like that covers the storage from end to end, if such a tensor was saved."""
         self.state = State.RESIDENT
         self.storage: torch.UntypedStorage | None = storage
         """Held while the bytes must not die."""
@@ -77,6 +90,8 @@ class Entry:
         """Where the bytes were last seen on the device."""
         self.low = 0
         """Bytes of the original storage that come before the first byte of ``alive``: ``start`` once it came back."""
+        self.made: torch.Tensor | None = None
+        """The tensor in ``form`` that ``storage`` came back as."""
         self.tier: Tier | None = None
         self.slot: Slot | None = None
         self.copied: Event | None = None
@@ -84,12 +99,18 @@ class Entry:
         self.lane: Lane | None = None
         """The compute lane that the destination was allocated on."""
         self.ledger = ledger
+        self.counted = False
+        """Whether the ledger has it among what was reused or refused."""
         self.handles = 1
         """Handles alive."""
         self.asked = 0
         """Handles alive that asked since the storage last came back."""
         self.round = 0
         """How often it came back."""
+
+    def let_go(self) -> None:
+        """Hold the bytes no longer."""
+        self.storage = self.made = None
 
     def __repr__(self) -> str:
         return f"Entry {self.number} ({self.nbytes} bytes, {self.state.name})"

@@ -3,6 +3,37 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Protocol
+
+
+class Stall(Protocol):
+    """A wait of compute for a lane, on a clock of the device's that may still be running."""
+
+    def seconds(self) -> float | None:
+        """How long it was; ``None`` if it is not over. Never blocks."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class Stalls:
+    """The waits of compute for one lane."""
+
+    known_seconds: float = 0.0
+    """The sum of those that are over and counted."""
+    pending: list[Stall] = field(default_factory=list)
+    """Those that may not be."""
+
+    def seconds(self) -> float:
+        """The sum of those that are over."""
+        unknown = []
+        for stall in self.pending:
+            seconds = stall.seconds()
+            if seconds is None:
+                unknown.append(stall)
+            else:
+                self.known_seconds += seconds
+        self.pending = unknown
+        return self.known_seconds
 
 
 @dataclass(slots=True, eq=False)
@@ -14,21 +45,9 @@ class Ledger:
     offloaded_bytes: int = 0
     reloaded_bytes: int = 0
     reused_bytes: int = 0
-    stall_seconds: float = 0.0
+    out: Stalls = field(default_factory=Stalls)
+    back: Stalls = field(default_factory=Stalls)
     notes: list[str] = field(default_factory=list)
-    _reused: set[int] = field(default_factory=set)
-
-    def reuse(self, entry: int, nbytes: int) -> None:
-        """Backward used an entry as it was; it counts once."""
-        if entry not in self._reused:
-            self._reused.add(entry)
-            self.reused_bytes += nbytes
-
-    def refuse(self, entry: int, nbytes: int, why: str) -> None:
-        """An entry stays, since no tier could take it. It is kept, and using it is no reuse."""
-        self.kept_bytes += nbytes
-        self._reused.add(entry)
-        self.note(f"kept on the device, since no tier could take it: {why}")
 
     def note(self, text: str) -> None:
         """Say once what was done otherwise than asked."""

@@ -1,25 +1,29 @@
 """What a tier is, and the host tier.
 
-A tier stores flat bytes in *slots*. ``store`` queues the way out and says when the source is no longer needed; ``load``
-queues the way back and says when the destination is written; both return at once. The caller has made the ``out``
-lane wait for the source, and the ``back`` lane for the destination. The disk tiers are in ``disk_tiers.py``.
+A tier stores bytes in *slots*. ``store`` queues the way out and says when the sources are no longer needed; ``load``
+queues the way back and says when the destinations are written; both take several at once, so that what a lane has to
+be told is told once for all of them, and return at once. The caller has made the ``out`` lane wait for the sources, and
+the ``back`` lane for the destinations. The disk tiers are in ``disk_tiers.py``.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
 from spillway.runtime.arena import Arena, Block
 from spillway.runtime.backend import Backend, Event, Lane
+from spillway.runtime.bytes import Bytes, Flat, Form
 
 
 class Slot(Protocol):
     """A place in a tier for one storage, owned by one entry."""
 
     nbytes: int
+    """Bytes that it has room for."""
 
 
 class Tier(ABC):
@@ -29,20 +33,23 @@ class Tier(ABC):
         self._backend = backend
 
     @abstractmethod
-    def reserve(self, source: torch.Tensor) -> Slot:
+    def reserve(self, source: Bytes) -> Slot:
         """A slot for these bytes; raises :class:`~spillway.errors.TierFullError`."""
 
     @abstractmethod
-    def store(self, slot: Slot, source: torch.Tensor) -> Event:
-        """Queue the way out. After the event the source is no longer needed."""
+    def store(self, slots: Sequence[Slot], sources: Sequence[Bytes]) -> Sequence[Event]:
+        """Queue the way out. After its event a source is no longer needed."""
 
-    def destination(self, slot: Slot) -> torch.Tensor:
-        """Bytes on the device that the slot can be loaded into, for use on the calling thread's compute lane."""
-        return self._backend.empty(slot.nbytes)
+    def destination(self, slot: Slot, nbytes: int, form: Form | None) -> torch.Tensor:
+        """A tensor on the device over ``nbytes`` bytes that the slot can be loaded into, in ``form`` if it can.
+
+        It is for use on the calling thread's compute lane.
+        """
+        return self._backend.empty(form if form is not None else Flat((nbytes,)))
 
     @abstractmethod
-    def load(self, slot: Slot, destination: torch.Tensor) -> Event:
-        """Queue the way back, into what :meth:`destination` gave. After the event it is written."""
+    def load(self, slots: Sequence[Slot], destinations: Sequence[Bytes]) -> Sequence[Event]:
+        """Queue the way back, into what :meth:`destination` gave. After its event a destination is written."""
 
     def cancel(self, slot: Slot) -> None:  # noqa: B027  (a copy is quick, and is done)
         """Nobody will load it: what is queued for it need not be done."""
@@ -59,18 +66,8 @@ class Tier(ABC):
         return 0
 
 
-class _HostSlot:
-    __slots__ = ("block", "loaded", "nbytes", "stored")
-
-    def __init__(self, nbytes: int, block: Block) -> None:
-        self.nbytes = nbytes
-        self.block = block
-        self.stored: Event | None = None
-        self.loaded: Event | None = None
-
-
 class HostTier(Tier):
-    """Blocks of host memory."""
+    """Blocks of host memory. A slot is a block, and its ``after`` the end of the last copy from or to it."""
 
     def __init__(self, backend: Backend, arena: Arena, *, out: Lane, back: Lane) -> None:
         super().__init__(backend)
@@ -78,29 +75,40 @@ class HostTier(Tier):
         self._out = out
         self._back = back
 
-    def reserve(self, source: torch.Tensor) -> _HostSlot:
-        nbytes = source.numel()
-        return _HostSlot(nbytes, self._arena.allocate(nbytes))
+    def reserve(self, source: Bytes) -> Block:
+        return self._arena.allocate(source.nbytes)
 
-    def store(self, slot: Slot, source: torch.Tensor) -> Event:
-        assert isinstance(slot, _HostSlot)
-        for event in slot.block.after:
-            self._backend.wait(self._out, event)
-        self._backend.copy(self._out, slot.block.first(slot.nbytes), source)
-        slot.stored = self._backend.record(self._out)
-        return slot.stored
+    def store(self, slots: Sequence[Slot], sources: Sequence[Bytes]) -> Sequence[Event]:
+        backend, out = self._backend, self._out
+        for block, source in zip(slots, sources, strict=True):
+            assert isinstance(block, Block)
+            for event in block.after:
+                backend.wait(out, event)
+            backend.copy(out, block.first(source.nbytes), source)
+        return self._recorded(out, slots)
 
-    def load(self, slot: Slot, destination: torch.Tensor) -> Event:
-        assert isinstance(slot, _HostSlot)
-        assert slot.stored is not None
-        # The two lanes know nothing of each other: a copy back that overtakes its own copy out brings back garbage.
-        self._backend.wait(self._back, slot.stored)
-        self._backend.copy(self._back, destination, slot.block.first(slot.nbytes))
-        slot.loaded = self._backend.record(self._back)
-        return slot.loaded
+    def load(self, slots: Sequence[Slot], destinations: Sequence[Bytes]) -> Sequence[Event]:
+        backend, back = self._backend, self._back
+        last: Event | None = None
+        for block, destination in zip(slots, destinations, strict=True):
+            assert isinstance(block, Block)
+            # The two lanes know nothing of each other: a copy back that overtakes its own copy out brings back garbage.
+            for event in block.after:
+                # What left together has one event.
+                if event is not last:
+                    backend.wait(back, event)
+                    last = event
+            backend.copy(back, destination, block.first(destination.nbytes))
+        return self._recorded(back, slots)
 
     def release(self, slot: Slot) -> None:
-        assert isinstance(slot, _HostSlot)
-        # The copy back came after the copy out.
-        last = slot.loaded if slot.loaded is not None else slot.stored
-        self._arena.free(slot.block, () if last is None else (last,))
+        assert isinstance(slot, Block)
+        self._arena.free(slot, slot.after)
+
+    def _recorded(self, lane: Lane, blocks: Sequence[Slot]) -> Sequence[Event]:
+        event = self._backend.record(lane)
+        after = (event,)
+        for block in blocks:
+            assert isinstance(block, Block)
+            block.after = after
+        return after * len(blocks)

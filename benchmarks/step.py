@@ -1,0 +1,435 @@
+"""One training step of a Llama stack, each way of saving memory in a process of its own.
+
+A step is a forward and a backward over a stack of decoder layers; gradients accumulate, nothing else is done. For each
+method: the median step of several, its range, the first step, the peak of the device's memory above weights and
+gradients, what the allocator reserved, what host memory was reserved, what was moved, and whether loss and gradients
+are bit for bit those of ``keep`` (a second, smaller run with deterministic algorithms).
+
+The *bound* is the least that a step can take which moves that many bytes over this link and computes no faster than
+``keep``: max(plain forward, bytes out / rate out) + max(plain backward, bytes back / rate back). All is measured in the
+same run.
+
+    python benchmarks/step.py --shape 8b --layers 16 --seq 8192 --json step.json
+
+Peers are measured where they can be imported, and named as absent where not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import hashlib
+import importlib.util
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import spillway
+from _llama import Stack, make_stack
+
+Way = Callable[[], AbstractContextManager[Any]]
+
+ABSENT = 3
+"""Exit code of a child whose method cannot be imported here."""
+
+
+@dataclass
+class Row:
+    """What one method did."""
+
+    method: str
+    step_seconds: float
+    step_min: float
+    step_max: float
+    first_seconds: float
+    forward_seconds: float
+    backward_seconds: float
+    host_seconds: float
+    """Until the host had queued a step."""
+    peak_bytes: int
+    """Allocated, above weights, gradients and input."""
+    reserved_bytes: int
+    host_bytes: int
+    """Host memory that the process gained."""
+    digest: str = ""
+    """Of loss and gradients in the deterministic run."""
+    stats: dict[str, Any] = field(default_factory=dict)
+    """Spillway's own, of the last step."""
+
+
+# The methods. Each gives the context of a forward, after having changed what it must in the stack.
+
+
+def keep(stack: Stack, options: argparse.Namespace) -> Way:
+    return nullcontext
+
+
+def checkpointed(stack: Stack, options: argparse.Namespace, *, use_reentrant: bool) -> Way:
+    stack.call = lambda layer, *args: checkpoint(layer, *args, use_reentrant=use_reentrant)
+    return nullcontext
+
+
+def saved_on_cpu(stack: Stack, options: argparse.Namespace) -> Way:
+    return lambda: torch.autograd.graph.save_on_cpu(pin_memory=options.device == "cuda")
+
+
+def offloaded(stack: Stack, options: argparse.Namespace, **how: Any) -> Way:
+    session = spillway.Session(window=options.window)
+    session.use_as_default()
+    return Spilled(partial(spillway.offload, session=session, **how))
+
+
+class Spilled:
+    """Makes contexts, and remembers the last for its statistics."""
+
+    def __init__(self, make: Callable[[], spillway.offload]) -> None:
+        self._make = make
+        self.last: spillway.offload | None = None
+
+    def __call__(self) -> spillway.offload:
+        self.last = self._make()
+        return self.last
+
+
+def trl(stack: Stack, options: argparse.Namespace) -> Way:
+    module = peer("trl", "models/activation_offloading.py")
+    return lambda: module.OffloadActivations(use_streams=True)
+
+
+def torchtune(stack: Stack, options: argparse.Namespace) -> Way:
+    module = peer("torchtune", "training/_activation_offloading.py")
+    return lambda: module.OffloadActivations(use_streams=True)
+
+
+def peer(package: str, path: str) -> Any:
+    """One file of a package, without what its ``__init__`` would import."""
+    found = importlib.util.find_spec(package)
+    if found is None or not found.submodule_search_locations:
+        sys.exit(ABSENT)
+    file = Path(found.submodule_search_locations[0]) / path
+    spec = importlib.util.spec_from_file_location(f"{package}_peer", file)
+    if spec is None or spec.loader is None or not file.exists():
+        sys.exit(ABSENT)
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except ImportError as error:
+        print(f"{package}: {error}", file=sys.stderr)
+        sys.exit(ABSENT)
+    return module
+
+
+METHODS: dict[str, Callable[[Stack, argparse.Namespace], Way]] = {
+    "keep": keep,
+    "checkpoint": partial(checkpointed, use_reentrant=False),
+    "checkpoint (reentrant)": partial(checkpointed, use_reentrant=True),
+    "save_on_cpu": saved_on_cpu,
+    "trl": trl,
+    "torchtune": torchtune,
+    "spillway.offload()": offloaded,
+    "spillway.offload(ratio=1)": partial(offloaded, ratio=1.0),
+    "spillway.offload(ratio=0.5)": partial(offloaded, ratio=0.5),
+    "spillway.offload(tier='disk')": partial(offloaded, ratio=1.0, tier="disk"),
+}
+
+
+# A child measures one method.
+
+
+class Clock:
+    """Moments on the device's own clock."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def now(self) -> Any:
+        if self._device.type == "cpu":
+            return time.perf_counter()
+        event = torch.Event(device=self._device, enable_timing=True)
+        event.record(torch.accelerator.current_stream(self._device))
+        return event
+
+    def between(self, first: Any, last: Any) -> float:
+        return last - first if self._device.type == "cpu" else first.elapsed_time(last) / 1e3
+
+    def synchronize(self) -> None:
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)
+
+
+def measure(options: argparse.Namespace) -> Row:
+    device = device_of(options)
+    row = timed(options, device)
+    gc.collect()
+    if options.equality_layers:
+        row.digest = digest(options, device)
+    return row
+
+
+def device_of(options: argparse.Namespace) -> torch.device:
+    return torch.device("cpu") if options.device == "cpu" else torch.device(options.device, 0)
+
+
+def timed(options: argparse.Namespace, device: torch.device) -> Row:
+    stack = make_stack(options.shape, options.layers, options.seq, device, torch.bfloat16)
+    way = METHODS[options.child](stack, options)
+    hidden = stack.layers[0].shape.hidden
+    x = torch.randn(options.batch, options.seq, hidden, device=device, dtype=torch.bfloat16, requires_grad=True)
+    for tensor in (*stack.parameters(), x):
+        tensor.grad = torch.zeros_like(tensor)
+    clock = Clock(device)
+    resident = host_memory()
+
+    def step() -> tuple[float, float, float, float]:
+        begin, start = time.perf_counter(), clock.now()
+        with way():
+            loss = stack(x).float().square().mean()
+        middle = clock.now()
+        loss.backward()
+        end, queued = clock.now(), time.perf_counter() - begin
+        clock.synchronize()
+        return time.perf_counter() - begin, clock.between(start, middle), clock.between(middle, end), queued
+
+    # The first step also loads kernels, for every method: plain once before it.
+    stack.layers[0](x[:, :128], stack.cos[:128], stack.sin[:128]).sum().backward()
+    clock.synchronize()
+    base = allocated(device, reset=True)
+    first = step()[0]
+    for _ in range(options.warmup):
+        step()
+    allocated(device, reset=True)
+    times = [step() for _ in range(options.steps)]
+    peak, reserved = peaks(device)
+    host_bytes = host_memory() - resident
+    stats: dict[str, Any] = {}
+    if isinstance(way, Spilled) and way.last is not None:
+        stats = asdict(way.last.stats())
+    if options.trace:
+        write_trace(options.trace, step)
+    steps, forwards, backwards, queued = (list(column) for column in zip(*times, strict=True))
+    return Row(
+        options.child,
+        statistics.median(steps),
+        min(steps),
+        max(steps),
+        first,
+        statistics.median(forwards),
+        statistics.median(backwards),
+        statistics.median(queued),
+        peak - base,
+        reserved,
+        host_bytes,
+        stats=stats,
+    )
+
+
+def write_trace(file: Path, step: Callable[[], object]) -> None:
+    """Two steps, as a Chrome trace."""
+    with torch.profiler.profile() as profile:
+        for _ in range(2):
+            step()
+    profile.export_chrome_trace(str(file))
+
+
+def digest(options: argparse.Namespace, device: torch.device) -> str:
+    """Of loss and gradients, after two steps of a smaller stack, with deterministic algorithms."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    tokens = min(options.seq, 4096)
+    stack = make_stack(options.shape, options.equality_layers, tokens, device, torch.bfloat16)
+    way = METHODS[options.child](stack, options)
+    torch.manual_seed(1)
+    hidden = stack.layers[0].shape.hidden
+    x = torch.randn(options.batch, tokens, hidden, device=device, dtype=torch.bfloat16, requires_grad=True)
+    for _ in range(3):
+        stack.zero_grad()
+        x.grad = None
+        with way():
+            loss = stack(x).float().square().mean()
+        loss.backward()
+    sums = hashlib.blake2b(digest_size=16)
+    for tensor in (loss.detach(), x.grad, *(parameter.grad for parameter in stack.parameters())):
+        assert isinstance(tensor, Tensor)
+        sums.update(tensor.contiguous().flatten().view(torch.uint8).cpu().numpy().data)
+    return sums.hexdigest()
+
+
+def allocated(device: torch.device, *, reset: bool) -> int:
+    if device.type == "cpu":
+        return host_memory()
+    torch.accelerator.synchronize(device)
+    if reset:
+        torch.accelerator.reset_peak_memory_stats(device)
+    return int(torch.accelerator.memory_allocated(device))
+
+
+def peaks(device: torch.device) -> tuple[int, int]:
+    if device.type == "cpu":
+        return host_memory(), host_memory()
+    return (
+        int(torch.accelerator.max_memory_allocated(device)),
+        int(torch.accelerator.max_memory_reserved(device)),
+    )
+
+
+def host_memory() -> int:
+    """Resident bytes of this process."""
+    import psutil
+
+    return int(psutil.Process().memory_info().rss)
+
+
+# The parent runs the children, and measures the link.
+
+
+def link_rates(device: torch.device) -> tuple[float, float]:
+    """Bytes a second out and back, each alone, between pinned host memory and the device."""
+    if device.type == "cpu":
+        return float("inf"), float("inf")
+    host = torch.empty(1 << 30, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty(1 << 30, dtype=torch.uint8, device=device)
+    clock, rates = Clock(device), []
+    for destination, source in ((host, there), (there, host)):
+        best = 0.0
+        for _ in range(5):
+            start = clock.now()
+            destination.copy_(source, non_blocking=True)
+            end = clock.now()
+            clock.synchronize()
+            best = max(best, host.numel() / clock.between(start, end))
+        rates.append(best)
+    return rates[0], rates[1]
+
+
+PASSED_ON = ("shape", "layers", "seq", "batch", "device", "steps", "warmup", "window", "equality_layers")
+
+
+def run_child(method: str, options: argparse.Namespace, trace: Path | None) -> Row | None:
+    given = {name: getattr(options, name) for name in PASSED_ON} | {"trace": trace}
+    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in given.items() if value is not None]
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        command = [sys.executable, __file__, *arguments, f"--child={method}", f"--child-json={file.name}"]
+        done = subprocess.run(command, check=False)
+        if done.returncode == ABSENT:
+            return None
+        if done.returncode:
+            print(f"{method}: ended with exit code {done.returncode}", flush=True)
+            return None
+        return Row(**json.loads(Path(file.name).read_text()))
+
+
+def bound(row: Row, plain: Row, rates: tuple[float, float]) -> float | None:
+    """Seconds of the least step that moves as many bytes."""
+    if not row.stats:
+        return None
+    out = row.stats["offloaded_bytes"] / rates[0]
+    back = row.stats["reloaded_bytes"] / rates[1]
+    return max(plain.forward_seconds, out) + max(plain.backward_seconds, back)
+
+
+def line(row: Row, plain: Row, rates: tuple[float, float]) -> str:
+    least = bound(row, plain, rates)
+    figures = [
+        f"{row.method:30}",
+        f"{row.step_seconds * 1e3:8.1f} ms ({row.step_min * 1e3:.1f} to {row.step_max * 1e3:.1f})",
+        f"x{row.step_seconds / plain.step_seconds:5.2f}",
+        "bound      " if least is None else f"bound x{row.step_seconds / least:5.3f}",
+        f"first {row.first_seconds / row.step_seconds:5.1f} steps",
+        f"host {row.host_seconds * 1e3:6.1f} ms",
+        f"peak {row.peak_bytes / 2**30:6.2f} GiB ({row.peak_bytes / max(plain.peak_bytes, 1):6.1%})",
+        f"reserved {row.reserved_bytes / 2**30:6.2f}",
+    ]
+    if row.stats:
+        moved = row.stats["offloaded_bytes"] + row.stats["reloaded_bytes"]
+        figures.append(
+            f"out {row.stats['offloaded_bytes'] / 2**30:6.2f} reused {row.stats['reused_bytes'] / 2**30:5.2f} of "
+            f"{row.stats['saved_bytes'] / 2**30:6.2f} GiB, {moved / row.step_seconds / 1e9:5.1f} GB/s, host "
+            f"{row.stats['host_bytes'] / 2**30:6.2f} GiB, stall {row.stats['stall_seconds'] * 1e3:.0f} ms"
+        )
+    figures.append("identical" if row.digest == plain.digest else "DIFFERENT")
+    return "  ".join(figures)
+
+
+def hardware(device: torch.device) -> dict[str, Any]:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return {"device": name, "cores": os.cpu_count(), "system": f"{platform.system()} {platform.machine()}"}
+
+
+def parser() -> argparse.ArgumentParser:
+    accelerator = torch.accelerator.current_accelerator()
+    here = "cpu" if accelerator is None else accelerator.type
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="tiny" if here == "cpu" else "8b", help="tiny, 1b, 8b or 70b")
+    parser.add_argument("--layers", type=int, default=2 if here == "cpu" else 16)
+    parser.add_argument("--seq", type=int, default=256 if here == "cpu" else 8192)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--device", default=here)
+    parser.add_argument("--steps", type=int, default=7, help="steps to take the median of")
+    parser.add_argument("--warmup", type=int, default=3, help="steps before these, beside the first")
+    parser.add_argument("--window", default=None, help="of the session, in bytes or as 512MiB")
+    parser.add_argument("--equality-layers", type=int, default=2, help="layers of the deterministic run; 0 for none")
+    parser.add_argument("--methods", nargs="*", default=list(METHODS), choices=list(METHODS), metavar="METHOD")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="write a trace of two steps of the last method")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--child-json", type=Path, help=argparse.SUPPRESS)
+    return parser
+
+
+def main() -> None:
+    options = parser().parse_args()
+    if options.child:
+        options.child_json.write_text(json.dumps(asdict(measure(options))))
+        return
+    device = device_of(options)
+    rates = link_rates(device)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    print(f"link: {rates[0] / 1e9:.1f} GB/s out, {rates[1] / 1e9:.1f} back", flush=True)
+    methods = ["keep", *(method for method in options.methods if method != "keep")]
+    rows: list[Row] = []
+    absent: list[str] = []
+    for method in methods:
+        row = run_child(method, options, options.trace if method == methods[-1] else None)
+        if row is None:
+            absent.append(method)
+            print(f"{method:30}  absent", flush=True)
+            continue
+        rows.append(row)
+        print(line(row, rows[0], rates), flush=True)
+    if options.json:
+        result = {
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "versions": {
+                "python": platform.python_version(),
+                "torch": torch.__version__,
+                "spillway": spillway.__version__,
+            },
+            "hardware": hardware(device),
+            "options": {name: getattr(options, name) for name in PASSED_ON},
+            "link": {"out_bytes_per_second": rates[0], "back_bytes_per_second": rates[1]},
+            "absent": absent,
+            "rows": [{**asdict(row), "bound_seconds": bound(row, rows[0], rates)} for row in rows],
+        }
+        options.json.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
