@@ -90,6 +90,7 @@ class Mover:
         self._check_process()
         with self._lock:
             self._check_open()
+            self._discount_all()
             if entry.handles == 0 or not (same_content or (entry.slot is None and entry.round == 0)):
                 return False
             entry.handles += 1
