@@ -52,7 +52,6 @@ ARGUMENTS = [
     Case("ratio too large", lambda: offload(ratio=1.5), UsageError, "ratio: got 1.5", "from 0", "offload all"),
     Case("ratio negative", lambda: offload(ratio=-0.1), UsageError, "ratio: got -0.1", "from 0", "keep all"),
     Case("ratio a string", lambda: offload(ratio="half"), UsageError, "ratio: got 'half'", "a number"),  # type: ignore[arg-type]
-    Case("ratio none", lambda: offload(ratio=None), UsageError, "ratio: got None", "a number"),  # type: ignore[arg-type]
     Case("ratio nan", lambda: offload(ratio=float("nan")), UsageError, "ratio: got nan", "a number"),
     Case("a ratio's own", lambda: Ratio(2), UsageError, "ratio: got 2", "a number"),
     Case(

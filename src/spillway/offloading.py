@@ -25,6 +25,8 @@ from spillway.runtime.ledger import Ledger
 from spillway.session import Session
 from spillway.units import parse_bytes
 
+_MIN_BYTES = 1 << 20
+
 
 class _ActivePasses(threading.local):
     """How many ``offload`` contexts the thread is inside of."""
@@ -47,9 +49,12 @@ class offload(ContextDecorator):  # noqa: N801  (a verb: people write ``with spi
 
     Args:
         ratio: offload the first tensors of a pass, up to this ratio of its bytes; the first pass under a tag
-            offloads all, and counts. From 0 to 1.
+            offloads all, and counts. From 0 to 1. ``None``: all, unless it is found that nothing is to be gained: a
+            context that is told nothing (no ratio, policy, size, tier or window) stands aside where a pass saves less
+            than a 64th of an accelerator's memory and there is room, and ``stats().notes`` says so.
         tag: names the code inside, for what is learned. ``None`` is a tag like any other.
-        min_bytes: leave smaller tensors where they are. Bytes, or a size like ``"1MiB"``.
+        min_bytes: leave smaller tensors where they are. Bytes, or a size like ``"4MiB"``. ``None``: 1 MiB, below which
+            a copy does not reach a link's rate.
         tier: ``"host"``, ``"disk"``, or ``"auto"``: host memory for an accelerator's tensors, disk for the CPU's.
         window: bytes that may be on their way out at once. ``None``: the session's.
         policy: decides instead of ``ratio``, about tensors of at least ``min_bytes``: any callable from
@@ -72,24 +77,26 @@ class offload(ContextDecorator):  # noqa: N801  (a verb: people write ``with spi
     def __init__(
         self,
         *,
-        ratio: float = 1.0,
+        ratio: float | None = None,
         tag: str | None = None,
-        min_bytes: int | str = "1MiB",
+        min_bytes: int | str | None = None,
         tier: str = "auto",
         window: int | str | None = None,
         policy: Policy | None = None,
         session: Session | None = None,
     ) -> None:
-        if policy is not None and ratio != 1.0:
+        if policy is not None and ratio is not None:
             raise UsageError(f"got both ratio={ratio!r} and a policy, expected one of them; a policy can contain Ratio")
         if policy is not None and not callable(policy):
             raise UsageError(f"policy: got {policy!r}, expected a callable from SavedTensor to Decision")
         if tag is not None and not isinstance(tag, str):
             raise UsageError(f"tag: got {tag!r}, expected a string or None")
-        ratio_policy = Ratio(ratio)
+        self._told_nothing = (ratio, min_bytes, window, policy, tier) == (None, None, None, None, "auto")
         # Everything is the usual case, and needs nobody asked.
-        self._policy = policy if policy is not None or ratio == 1 else ratio_policy
-        self._min_bytes = parse_bytes(min_bytes, what="min_bytes")
+        self._policy = Ratio(ratio) if ratio is not None else policy
+        if ratio == 1:
+            self._policy = None
+        self._min_bytes = parse_bytes(_MIN_BYTES if min_bytes is None else min_bytes, what="min_bytes")
         if session is not None and not isinstance(session, Session):
             raise UsageError(f"session: got {session!r}, expected a spillway.Session or None")
         self._tag = tag
@@ -102,7 +109,12 @@ class offload(ContextDecorator):  # noqa: N801  (a verb: people write ``with spi
     def __enter__(self) -> None:
         session = self._session if self._session is not None else Session.default()
         session.check_open()
-        locator = None
+        _refuse_transforms()
+        memory, locator = session.memory(self._tag), None
+        if self._told_nothing and memory.gain.is_none() and not session.marks.any:
+            self._passes().append((ExitStack(), session, _Aside(memory.gain.why_none)))
+            _active.depth += 1
+            return
         with ExitStack() as stack:
             modules, operators = wants_modules(self._policy), wants_operators(self._policy)
             if modules or operators:
@@ -110,12 +122,13 @@ class offload(ContextDecorator):  # noqa: N801  (a verb: people write ``with spi
             current = Pass(
                 session,
                 self._policy,
-                session.memory(self._tag),
+                memory,
                 min_bytes=self._min_bytes,
                 tag=self._tag,
                 tier=self._tier,
                 window=self._window,
                 locator=locator,
+                told_nothing=self._told_nothing,
             )
             stack.enter_context(_hooks(pack_kept if in_backward() else current.pack))
             self._passes().append((stack.pop_all(), session, current))
@@ -137,6 +150,7 @@ class offload(ContextDecorator):  # noqa: N801  (a verb: people write ``with spi
         if self._last is None:
             return StepStats()
         session, ledger = self._last
+        out, back = ledger.out.seconds(), ledger.back.seconds()
         return StepStats(
             saved_bytes=ledger.saved_bytes,
             kept_bytes=ledger.kept_bytes,
@@ -145,16 +159,28 @@ class offload(ContextDecorator):  # noqa: N801  (a verb: people write ``with spi
             reused_bytes=ledger.reused_bytes,
             host_bytes=session.host_bytes,
             disk_bytes=session.disk_bytes,
-            stall_seconds=ledger.out.seconds() + ledger.back.seconds(),
+            stall_seconds=out + back,
+            out_stall_seconds=out,
+            back_stall_seconds=back,
             peak_bytes=session.peak_bytes,
             notes=tuple(ledger.notes),
         )
 
-    def _passes(self) -> list[tuple[ExitStack, Session, Pass]]:
+    def _passes(self) -> list[tuple[ExitStack, Session, Pass | _Aside]]:
         if not hasattr(self._local, "passes"):
             self._local.passes = []
-        passes: list[tuple[ExitStack, Session, Pass]] = self._local.passes
+        passes: list[tuple[ExitStack, Session, Pass | _Aside]] = self._local.passes
         return passes
+
+
+class _Aside:
+    """A pass that is left alone."""
+
+    def __init__(self, why: str | None) -> None:
+        self.ledger = Ledger(notes=[] if why is None else [why])
+
+    def end(self, *, completed: bool) -> None:
+        """Nothing was done."""
 
 
 class keep(ContextDecorator):  # noqa: N801  (a verb, like offload)
@@ -242,10 +268,14 @@ def _mark(tensor: torch.Tensor, session: Session | None, *, offload: bool) -> No
     session.marks.set(tensor, offload=offload)
 
 
-def _hooks(pack: Callable[[torch.Tensor], Any]) -> saved_tensors_hooks:
+def _refuse_transforms() -> None:
     if torch._C._functorch.peek_interpreter_stack() is not None:
         raise UnsupportedError(
             "got a call inside of a torch.func transform (grad, vjp, jvp, vmap), expected plain autograd; torch.func "
             "allows no saved-tensor hooks: call it around the transform's function only without Spillway"
         )
+
+
+def _hooks(pack: Callable[[torch.Tensor], Any]) -> saved_tensors_hooks:
+    _refuse_transforms()
     return saved_tensors_hooks(pack, unpack)

@@ -94,7 +94,11 @@ class StepStats:
     disk_bytes: int = 0
     """Disk space reserved by the session, in use or free for use."""
     stall_seconds: float = 0.0
-    """Time that the host waited for a lane. (Waits inside an accelerator's own queue are not in it.)"""
+    """Time that compute waited for a lane: the two below together."""
+    out_stall_seconds: float = 0.0
+    """Time that compute waited for room in the window out, by the device's own clock where it has one."""
+    back_stall_seconds: float = 0.0
+    """Time that compute waited for what it had asked for."""
     peak_bytes: int = 0
     """Peak of the device's allocated bytes, or of the process's resident bytes on the CPU, since the process began or
     since the peak was last reset."""

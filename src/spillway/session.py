@@ -10,7 +10,6 @@ import os
 import threading
 from typing import ClassVar
 
-import psutil
 import torch
 
 from spillway.capture.identity import Identity, Marks
@@ -20,6 +19,7 @@ from spillway.events import Recorder
 from spillway.runtime.backend import quiet
 from spillway.runtime.device import DeviceRuntime, MakeBackend, backend_for
 from spillway.runtime.disk import SpillFile
+from spillway.runtime.host_memory import memory_limit
 from spillway.units import parse_bytes
 
 _HOST_SHARE = 0.7
@@ -34,7 +34,8 @@ class Session:
         window: bytes that may be on their way out of a device at once, and that may be on their way back ahead of
             need: what the device holds beyond what compute itself needs. ``None``: 64 MiB on the CPU, 512 MiB on an
             accelerator.
-        host_budget: most bytes of host memory per device. ``None``: 70 % of the machine's, divided by the local ranks.
+        host_budget: most bytes of host memory per device. ``None``: 70 % of what the process may use (control groups
+            are read), divided by the local ranks.
         disk_budget: most bytes in the spill file. ``None``: as much as the file system has.
         disk_bytes_per_hour: most bytes written to the spill file in an hour, for the sake of the drive. ``None``: any.
         spill_directory: where the spill file is. ``None``: ``$SPILLWAY_DIR``, or the first of the system's temporary
@@ -214,6 +215,6 @@ class Session:
 
 
 def _host_budget() -> int:
-    """The default cap on host memory: what the machine has, shared by the ranks that run on it."""
+    """The default cap on host memory: what the process may use, shared by the ranks that run on the machine."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return int(psutil.virtual_memory().total * _HOST_SHARE) // max(ranks, 1)
+    return int(memory_limit() * _HOST_SHARE) // max(ranks, 1)

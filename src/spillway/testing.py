@@ -40,7 +40,7 @@ from dataclasses import dataclass
 import torch
 
 from spillway.errors import RaceError
-from spillway.runtime.backend import Backend, Event, Lane, Task, anonymous_pages, raise_again
+from spillway.runtime.backend import Backend, Event, Lane, Several, Task, anonymous_pages, raise_again
 from spillway.runtime.bytes import Bytes, Form
 
 POISON = 0xA5
@@ -200,6 +200,10 @@ class AdversaryBackend(Backend):
     def wait(self, lane: Lane, event: Event) -> None:
         with self._lock:
             line = self._line(lane)
+            if isinstance(event, Several):
+                for each in event.events:
+                    self.wait(lane, each)
+                return
             if isinstance(event, _Job):
                 event.run()
                 if event.inner is None:

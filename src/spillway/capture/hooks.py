@@ -42,7 +42,7 @@ from spillway.policies import Policy
 from spillway.records import Decision, SavedTensor
 from spillway.runtime.device import DeviceRuntime
 from spillway.runtime.ledger import Ledger
-from spillway.runtime.tiers import Tier
+from spillway.runtime.tiers import HostTier, Tier
 
 _next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
 _graph_task: Callable[[], int] = torch._C._current_graph_task_id
@@ -79,6 +79,7 @@ class Pass:
         tier: where :attr:`Decision.OFFLOAD` goes: ``"auto"``, ``"host"`` or ``"disk"``.
         window: bytes that may be LEAVING at once, or ``None`` for the session's.
         locator: knows module and operator, if the policy wants them.
+        told_nothing: whether it may be found that there is nothing to be gained.
     """
 
     def __init__(
@@ -92,7 +93,9 @@ class Pass:
         tier: str,
         window: int | None,
         locator: Locator | None,
+        told_nothing: bool = False,
     ) -> None:
+        self._told_nothing = told_nothing
         self.ledger = Ledger()
         self._owner = owner
         self._policy = policy
@@ -133,6 +136,9 @@ class Pass:
             course = next(iter(self._devices.values())).course
             course.total_bytes = self.ledger.saved_bytes
             self._memory.keep(self._signature, course)
+            if self._told_nothing:
+                backends = [device.runtime.backend for device in self._devices.values()]
+                self._memory.gain.judge(self.ledger.saved_bytes, backends)
 
     def _pack(self, tensor: torch.Tensor) -> Handle:
         if is_parameter(tensor):
@@ -195,13 +201,14 @@ class Pass:
             self._begin(tensor, device)
         runtime = device.runtime
         decision = self._decide(tensor, storage, nbytes)
+        tier = self._tier_for(decision, device)
         # Bytes at an address that the allocator would not give cannot be put back as they were.
-        moves = decision is not _KEEP and storage.data_ptr() % runtime.backend.alignment == 0
+        moves = tier is not None and storage.data_ptr() % runtime.backend.alignment == 0
         ledger = self.ledger
         ledger.saved_bytes += nbytes
         saved = Saved(tensor, storage, start, nbytes, next(runtime.mover.numbers), ledger)
         self._owner.identity.add(storage, saved)
-        if not moves:
+        if not moves or tier is None:
             saved.keep()
             ledger.kept_bytes += nbytes
             return KeptHandle(tensor, saved)
@@ -214,10 +221,19 @@ class Pass:
         course = device.course
         saved.course = course
         saved.place = course.add(saved.reference)
-        tier = device.tier if decision is _OFFLOAD else runtime.tier(_TIERS[decision])
         self._waiting.append((saved, runtime, tier, course.in_tail(saved.place)))
         self._waiting_bytes += nbytes
         return handle
+
+    def _tier_for(self, decision: Decision, device: _Device) -> Tier | None:
+        """Where the bytes go; ``None`` if they stay."""
+        if decision is _KEEP:
+            return None
+        tier = device.tier if decision is _OFFLOAD else device.runtime.tier(_TIERS[decision])
+        if device.runtime.backend.unified and isinstance(tier, HostTier):
+            self.ledger.note("kept on the device, whose memory is the host's own: moving it there would free nothing")
+            return None
+        return tier
 
     def _meet(self, tensor: torch.Tensor) -> _Device:
         """The first tensor on a device."""

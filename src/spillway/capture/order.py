@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
 
+from spillway.capture.gain import Gain
 from spillway.runtime.entry import Entry
 
 Signature = Hashable
@@ -100,9 +101,13 @@ class Course:
 
 
 class Memory:
-    """The last finished course of each signature, for one tag. Old signatures are forgotten."""
+    """What is known of a tag: the last finished course of each signature, and whether moving it gains anything.
+
+    Old signatures are forgotten.
+    """
 
     def __init__(self) -> None:
+        self.gain = Gain()
         self._courses: dict[Signature, Course] = {}
 
     def recall(self, signature: Signature) -> Course | None:

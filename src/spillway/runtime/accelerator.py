@@ -1,25 +1,42 @@
 """The accelerator's backend: streams, events and registered host memory through ``torch.accelerator``.
 
 Written against ``torch.Stream`` and ``torch.Event``, which CUDA, XPU and others share. Host memory is the exception:
-on CUDA slabs are plain pages, touched by several threads at once and then registered (``cudaHostRegister``), which on
-an H200's host pins 4 GiB in a quarter of the time that the caching host allocator needs, in exact sizes. Elsewhere
-slabs come from torch's pinned allocator.
+on CUDA slabs are the process's own pages, touched by several threads at once and then registered
+(``cudaHostRegister``), in exact sizes. On an H200's host 4 GiB are pinned so in a quarter of a second, where torch's
+pinned allocator takes two. Elsewhere slabs come from that allocator.
+
+Tried on CUDA only.
 """
 
 from __future__ import annotations
 
-import ctypes
+import os
+import threading
 import weakref
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 
-from spillway.errors import BackendError
-from spillway.runtime.backend import Backend, Event, HostTasks, Lane, Task, TaskEvent, anonymous_pages, be_in_task
+from spillway.errors import TierFullError
+from spillway.runtime.backend import (
+    Backend,
+    Event,
+    HostTasks,
+    Lane,
+    Several,
+    Task,
+    TaskEvent,
+    anonymous_pages,
+    be_in_task,
+)
 from spillway.runtime.bytes import Bytes, Form
+from spillway.runtime.host_memory import near_cpus
+from spillway.runtime.ledger import Stalls
 
-_TOUCHING_THREADS = 8
+_MOST_TOUCHING_THREADS = 16
+_PAGE = 4096
 
 
 class AcceleratorBackend(Backend):
@@ -37,6 +54,7 @@ class AcceleratorBackend(Backend):
         super().__init__(device)
         self._tasks = HostTasks(threads)
         self._lanes: list[torch.Stream] = []
+        self.unified = _is_unified(device)
 
     def compute(self) -> Lane:
         return torch.accelerator.current_stream(self.device)
@@ -46,14 +64,22 @@ class AcceleratorBackend(Backend):
         return self._lanes[-1]
 
     def record(self, lane: Lane) -> Event:
-        event = torch.Event(device=self.device)
+        # With timing, which costs a microsecond, so that a stall can be told without anybody waiting.
+        event = torch.Event(device=self.device, enable_timing=True)
         event.record(lane)  # type: ignore[arg-type]
         return event
 
     def wait(self, lane: Lane, event: Event) -> None:
-        inner = event.resolve() if isinstance(event, TaskEvent) else event
-        if inner is not None:
+        for inner in _device_events(event):
             lane.wait_event(inner)  # type: ignore[attr-defined]
+
+    def timed_wait(self, lane: Lane, event: Event, stalls: Stalls) -> None:
+        inner = _device_events(event)
+        arrived = self.record(lane)
+        for each in inner:
+            lane.wait_event(each)  # type: ignore[attr-defined]
+        if inner:
+            stalls.pending.append(_Stall(arrived, inner))
 
     def copy(self, lane: Lane, destination: Bytes, source: Bytes) -> None:
         with lane:  # type: ignore[attr-defined]
@@ -75,9 +101,15 @@ class AcceleratorBackend(Backend):
     def host_slab(self, nbytes: int) -> torch.Tensor:
         if self.device.type != "cuda":
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-        slab = anonymous_pages(nbytes)
-        _touch(slab)
+        # A child would get its own copies of pinned pages, at the first write to them.
+        slab = anonymous_pages(nbytes, huge=True, for_children=False)
+        _touch(slab, self._near_cpus())
         return _registered(slab)
+
+    def memory_info(self) -> tuple[int, int] | None:
+        if self.device.type == "cuda":
+            return torch.cuda.mem_get_info(self.device)
+        return torch.accelerator.get_memory_info(self.device)
 
     def peak_bytes(self) -> int:
         return int(torch.accelerator.max_memory_allocated(self.device))
@@ -87,16 +119,63 @@ class AcceleratorBackend(Backend):
         for lane in self._lanes:
             lane.synchronize()
 
+    def _near_cpus(self) -> set[int]:
+        properties: Any = torch.cuda.get_device_properties(self.device)
+        address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+        return near_cpus(address)
 
-def _touch(slab: torch.Tensor) -> None:
-    """Write every page once, in several threads: the kernel clears pages faster so than one by one while pinning."""
-    step = -(-slab.numel() // _TOUCHING_THREADS)
 
-    def touch(start: int) -> None:
-        ctypes.memset(slab.data_ptr() + start, 0, min(step, slab.numel() - start))
+class _Stall:
+    """Compute came to ``arrived`` and went on when the events were reached."""
 
-    with ThreadPoolExecutor(_TOUCHING_THREADS, initializer=be_in_task) as pool:
-        list(pool.map(touch, range(0, slab.numel(), step)))
+    __slots__ = ("_arrived", "_events")
+
+    def __init__(self, arrived: Event, events: list[torch.Event]) -> None:
+        self._arrived = arrived
+        self._events = events
+
+    def seconds(self) -> float | None:
+        if not self._arrived.query() or not all(event.query() for event in self._events):
+            return None
+        arrived: Any = self._arrived
+        # Negative where the copy was done first.
+        return max(0.0, *(float(arrived.elapsed_time(event)) for event in self._events)) / 1e3
+
+
+def _device_events(event: Event) -> list[torch.Event]:
+    """The device's own events behind an event. Blocks until host work that comes before them is done."""
+    if isinstance(event, Several):
+        return [inner for each in event.events for inner in _device_events(each)]
+    inner = event.resolve() if isinstance(event, TaskEvent) else event
+    return [] if inner is None else [inner]  # type: ignore[list-item]
+
+
+def _is_unified(device: torch.device) -> bool:
+    if device.type == "mps":
+        return True
+    properties = getattr(torch, device.type).get_device_properties(device)
+    return bool(getattr(properties, "is_integrated", False))
+
+
+def _touch(slab: torch.Tensor, cpus: set[int]) -> None:
+    """Write to every page, in several threads: the kernel clears pages faster so than one by one while pinning.
+
+    A page comes from the node of the CPU that touches it first, so the threads run on those near to the device.
+    """
+    pages = slab[::_PAGE]
+    threads = max(1, min(_MOST_TOUCHING_THREADS, os.cpu_count() or 1))
+    step = -(-len(pages) // threads)
+    memory = pages.numpy()
+
+    def begin() -> None:
+        be_in_task()
+        # Known on Linux only, which has the calls.
+        allowed = cpus & os.sched_getaffinity(0) if cpus else None
+        if allowed:
+            os.sched_setaffinity(threading.get_native_id(), allowed)
+
+    with ThreadPoolExecutor(threads, initializer=begin) as pool:
+        list(pool.map(lambda start: memory[start : start + step].fill(0), range(0, len(pages), step)))
 
 
 def _registered(slab: torch.Tensor) -> torch.Tensor:
@@ -104,9 +183,9 @@ def _registered(slab: torch.Tensor) -> torch.Tensor:
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     error = int(runtime.cudaHostRegister(slab.data_ptr(), slab.numel(), 0))
     if error:
-        raise BackendError(
-            f"cudaHostRegister: got error {error} for {slab.numel()} bytes, expected pinned host memory; raise the "
-            f"limit on locked memory (ulimit -l), or lower host_budget"
+        raise TierFullError(
+            f"host memory: cudaHostRegister gave error {error} for {slab.numel()} bytes, expected pinned memory; raise "
+            f"the limit on locked memory (ulimit -l), or lower host_budget"
         )
     # The registration has to end before the pages are unmapped: the storage's finaliser runs first, since the tensor
     # that it is made of still holds them.

@@ -29,6 +29,8 @@ from spillway.units import format_bytes
 
 PAGE = 4096
 SLAB_BYTES = 32 << 20
+MOST_SLAB_BYTES = 512 << 20
+_SHARE_OF_A_SLAB = 32
 
 
 class Block(Bytes):
@@ -189,9 +191,17 @@ class Arena:
                 f"host memory: got a request for {format_bytes(nbytes)} with {format_bytes(self._used)} of "
                 f"{format_bytes(self.capacity)} in use, expected it to fit; raise host_budget, or send more to disk"
             )
-        # A whole number of what is asked for, since a step asks for the same sizes again and again.
-        wanted = nbytes * -(-self._slab_bytes // nbytes)
-        slab = _Slab(self._make_slab(wanted if wanted <= room else max(nbytes, room // nbytes * nbytes)))
+        # Large slabs are made faster, and what is not used of the last one is to be little of all. A whole number of
+        # what is asked for, since a step asks for the same sizes again and again.
+        usual = min(max(self.reserved_bytes // _SHARE_OF_A_SLAB, self._slab_bytes), MOST_SLAB_BYTES)
+        wanted = nbytes * -(-usual // nbytes)
+        try:
+            memory = self._make_slab(wanted if wanted <= room else max(nbytes, room // nbytes * nbytes))
+        except TierFullError:
+            # What failed once would fail for every tensor, and each time take as long.
+            self.capacity = self.reserved_bytes
+            raise
+        slab = _Slab(memory)
         self._slabs.append(slab)
         self.reserved_bytes += slab.nbytes
         return slab

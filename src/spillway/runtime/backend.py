@@ -20,18 +20,19 @@ Copies are between ranges of bytes (``bytes.py``). Three backends exist: :class:
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import ctypes
 import mmap
 import os
+import sys
 import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import NoReturn, Protocol
 
 import psutil
@@ -87,6 +88,10 @@ class Backend(ABC):
     def wait(self, lane: Lane, event: Event) -> None:
         """Whatever is queued on ``lane`` from now on starts after ``event``."""
 
+    def all_of(self, events: Sequence[Event]) -> Event:
+        """An event that is reached when all of these are. Not to be recorded again, only waited for."""
+        return events[0] if len(events) == 1 else Several(events)
+
     def timed_wait(self, lane: Lane, event: Event, stalls: Stalls) -> None:
         """The same, and count how long the lane has to wait."""
         before = time.perf_counter()
@@ -115,6 +120,13 @@ class Backend(ABC):
     direct_disk: bool = False
     """Whether the device's memory is host memory, which files can be written from and read into."""
 
+    unified: bool = False
+    """Whether the device's memory is the host's own, so that moving bytes to host memory frees none."""
+
+    def memory_info(self) -> tuple[int, int] | None:
+        """Bytes of the device that nobody has reserved, and all of them; ``None`` where it is not worth knowing."""
+        return None
+
     def alias(self, block: Bytes) -> torch.Tensor:
         """Host memory as a storage of its own, for use on the calling thread's compute lane. It keeps the memory."""
         memory = (ctypes.c_ubyte * block.nbytes).from_address(block.address)
@@ -131,6 +143,22 @@ class Backend(ABC):
     @abstractmethod
     def close(self) -> None:
         """Stop the threads. What was queued is done first."""
+
+
+class Several:
+    """All of some events."""
+
+    __slots__ = ("events",)
+
+    def __init__(self, events: Sequence[Event]) -> None:
+        self.events = events
+
+    def query(self) -> bool:
+        return all(event.query() for event in self.events)
+
+    def synchronize(self) -> None:
+        for event in self.events:
+            event.synchronize()
 
 
 class _Here(threading.local):
@@ -150,7 +178,7 @@ def be_in_task() -> None:
     _here.task = True
 
 
-@contextmanager
+@contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Inside, the calling thread counts as one that does a task."""
     before, _here.task = _here.task, True
@@ -215,9 +243,23 @@ def raise_again(error: BaseException) -> NoReturn:
     raise copy.copy(error).with_traceback(None) from error
 
 
-def anonymous_pages(nbytes: int) -> torch.Tensor:
-    """Page-aligned zeroed host memory, given back to the system when the tensor dies."""
-    return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
+def anonymous_pages(nbytes: int, *, huge: bool = False, for_children: bool = True) -> torch.Tensor:
+    """Page-aligned zeroed host memory, given back to the system when the tensor dies.
+
+    Args:
+        nbytes: how many.
+        huge: ask the system for pages of 2 MiB, where it has such.
+        for_children: whether a forked child gets a copy of what is in it.
+    """
+    if sys.platform == "win32":
+        return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
+    # Private: shared pages, which are Python's default, are those of a file in memory, and come four times slower.
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for wanted, advice in ((huge, "MADV_HUGEPAGE"), (not for_children, "MADV_DONTFORK")):
+        if wanted and hasattr(mmap, advice):
+            with contextlib.suppress(OSError):  # advice, and a kernel without such pages says EINVAL
+                pages.madvise(getattr(mmap, advice))
+    return torch.frombuffer(pages, dtype=torch.uint8)
 
 
 class _CpuQueue:

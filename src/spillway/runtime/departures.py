@@ -11,6 +11,7 @@ from spillway.runtime.backend import Lane
 from spillway.runtime.bytes import Bytes
 from spillway.runtime.compute_lanes import ComputeLanes
 from spillway.runtime.entry import Entry, State
+from spillway.runtime.labels import labelled
 from spillway.runtime.tiers import Slot, Tier
 
 Tell = Callable[[EventKind, Entry], None]
@@ -36,6 +37,7 @@ class Departures:
     def __len__(self) -> int:
         return len(self._leaving)
 
+    @labelled("release")
     def make_room(self, nbytes: int, window: int) -> None:
         """Let go of the oldest until so many more are within the window."""
         while self._leaving and self.nbytes + nbytes > window:
@@ -47,6 +49,7 @@ class Departures:
             entry.tier = tier
             self._join(entry)
 
+    @labelled("leave")
     def start(self, entries: Sequence[Entry], tier: Tier) -> None:
         """Queue the copies out. Those that the tier has no room for stay RESIDENT."""
         for entry in self._store(entries, tier):

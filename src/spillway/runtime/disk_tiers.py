@@ -2,8 +2,9 @@
 
 *Staged*, for an accelerator. Direct I/O wants page-aligned host memory, and the device has none: device -> block on the
 ``out`` lane -> file in a task, and file -> block in a task -> device on the ``back`` lane. How much may wait in blocks
-for its write is bounded: past that, ``reserve`` blocks the caller, since otherwise a disk slower than the compute would
-turn into a host tier without a cap.
+for its write is bounded: past that, ``reserve`` and ``store`` block the caller, since otherwise a disk slower than the
+compute would turn into a host tier without a cap. A large storage is cut into pieces, which several threads write and
+read at once, and of which the first is on the disk while the last is still being copied.
 
 *Direct*, for the CPU, where a tensor is host memory already. Every copy costs the cores that compute. So the file is
 written from the storage itself, which is let go when its write is done, and read into memory that then is the tensor's:
@@ -32,6 +33,9 @@ from spillway.runtime.bytes import Bytes, Form
 from spillway.runtime.disk import Extent, SpillFile
 from spillway.runtime.tiers import Slot, Tier
 
+PIECE_BYTES = 16 << 20
+"""What one thread writes or reads at a time."""
+
 
 class _DiskSlot:
     __slots__ = ("block", "extent", "nbytes", "released", "users", "written")
@@ -40,7 +44,7 @@ class _DiskSlot:
         self.nbytes = nbytes
         self.extent = extent
         self.block = block
-        """On the staged way out: where the bytes wait for their write."""
+        """On the staged way out, once it is taken: where the bytes wait for their write."""
         self.written: Event | None = None
         self.users = 1
         """Who wants the extent: the entry, the write, the reads."""
@@ -57,15 +61,6 @@ class _DiskTier(Tier):
         self._back = back
         self._writes: deque[_DiskSlot] = deque()
         self._lock = threading.Lock()
-
-    def release(self, slot: Slot) -> None:
-        assert isinstance(slot, _DiskSlot)
-        slot.released = True
-        self._let_go(slot)
-
-    def cancel(self, slot: Slot) -> None:
-        assert isinstance(slot, _DiskSlot)
-        slot.released = True
 
     def synchronize(self) -> None:
         while self._writes:
@@ -115,23 +110,32 @@ class StagedDiskTier(_DiskTier):
         self._landed = threading.Condition()
         self._landing_blocks = 0
 
-    def reserve(self, source: Bytes) -> _DiskSlot:
-        nbytes = source.nbytes
-        block = self._stage(nbytes)
+    def reserve(self, source: Bytes) -> _Pieces:
+        pieces: list[_DiskSlot] = []
+        done = False
         try:
-            with quiet():
-                return _DiskSlot(nbytes, self._file.allocate(nbytes), block)
-        except TierError:
-            self._arena.free(block)
-            raise
+            for piece in _cut(source):
+                with quiet():
+                    pieces.append(_DiskSlot(piece.nbytes, self._file.allocate(piece.nbytes)))
+            # The others follow as writes end: one has to be had, or none will.
+            pieces[0].block = self._stage(pieces[0].nbytes)
+            done = True
+            return _Pieces(source.nbytes, pieces)
+        finally:
+            if not done:
+                for slot in pieces:
+                    self._release(slot)
 
     def store(self, slots: Sequence[Slot], sources: Sequence[Bytes]) -> Sequence[Event]:
-        return [self._store(slot, source) for slot, source in zip(slots, sources, strict=True)]
+        copied = []
+        for slot, source in zip(slots, sources, strict=True):
+            assert isinstance(slot, _Pieces)
+            # They are copied one after the other: after the last, the source is no longer needed.
+            copied.append([self._store(*piece) for piece in zip(slot.pieces, _cut(source), strict=True)][-1])
+        return copied
 
-    def _store(self, slot: Slot, source: Bytes) -> Event:
-        assert isinstance(slot, _DiskSlot)
-        assert slot.block is not None
-        block = slot.block
+    def _store(self, slot: _DiskSlot, source: Bytes) -> Event:
+        block = slot.block = slot.block if slot.block is not None else self._stage(slot.nbytes, over_cap=True)
         for event in block.after:
             self._backend.wait(self._out, event)
         self._backend.copy(self._out, block.first(slot.nbytes), source)
@@ -155,10 +159,14 @@ class StagedDiskTier(_DiskTier):
         return copied
 
     def load(self, slots: Sequence[Slot], destinations: Sequence[Bytes]) -> Sequence[Event]:
-        return [self._load(slot, destination) for slot, destination in zip(slots, destinations, strict=True)]
+        loaded = []
+        for slot, destination in zip(slots, destinations, strict=True):
+            assert isinstance(slot, _Pieces)
+            events = [self._load(*piece) for piece in zip(slot.pieces, _cut(destination), strict=True)]
+            loaded.append(self._backend.all_of(events))
+        return loaded
 
-    def _load(self, slot: Slot, destination: Bytes) -> Event:
-        assert isinstance(slot, _DiskSlot)
+    def _load(self, slot: _DiskSlot, destination: Bytes) -> Event:
         assert slot.written is not None
         written = slot.written
 
@@ -187,19 +195,29 @@ class StagedDiskTier(_DiskTier):
         return self._backend.run(read)
 
     def release(self, slot: Slot) -> None:
-        assert isinstance(slot, _DiskSlot)
+        assert isinstance(slot, _Pieces)
+        for piece in slot.pieces:
+            self._release(piece)
+
+    def cancel(self, slot: Slot) -> None:
+        assert isinstance(slot, _Pieces)
+        for piece in slot.pieces:
+            piece.released = True
+
+    def _release(self, slot: _DiskSlot) -> None:
         if slot.written is None and slot.block is not None:
             self._arena.free(slot.block)
-        super().release(slot)
+        slot.released = True
+        self._let_go(slot)
 
-    def _stage(self, nbytes: int) -> Block:
+    def _stage(self, nbytes: int, *, over_cap: bool = False) -> Block:
         """A block for the way to the disk; waits for the oldest writes where too many wait already."""
         wanted = pages(nbytes)
         while self._writes and (_is_done(self._writes[0]) or self._writing_bytes + wanted > self._staging):
             self._settle()
         while True:
             try:
-                return self._arena.allocate(nbytes)
+                return self._arena.allocate(nbytes, over_cap=over_cap and not self._writes)
             except TierFullError:
                 if not self._writes:
                     raise
@@ -226,6 +244,22 @@ class StagedDiskTier(_DiskTier):
         assert block is not None
         self._writing_bytes -= block.nbytes
         super()._settle()
+
+
+class _Pieces:
+    """A storage's place on disk: pieces that are written and read by several threads at once."""
+
+    __slots__ = ("nbytes", "pieces")
+
+    def __init__(self, nbytes: int, pieces: Sequence[_DiskSlot]) -> None:
+        self.nbytes = nbytes
+        self.pieces = pieces
+
+
+def _cut(whole: Bytes) -> list[Bytes]:
+    """The pieces of some bytes, of which all but the last are as long."""
+    starts = range(0, whole.nbytes, PIECE_BYTES)
+    return [Bytes(whole.storage, whole.start + start, min(PIECE_BYTES, whole.nbytes - start)) for start in starts]
 
 
 class DirectDiskTier(_DiskTier):
@@ -269,6 +303,15 @@ class DirectDiskTier(_DiskTier):
         slot.written = self._backend.run(write)
         self._writes.append(slot)
         return slot.written
+
+    def release(self, slot: Slot) -> None:
+        assert isinstance(slot, _DiskSlot)
+        slot.released = True
+        self._let_go(slot)
+
+    def cancel(self, slot: Slot) -> None:
+        assert isinstance(slot, _DiskSlot)
+        slot.released = True
 
     def destination(self, slot: Slot, nbytes: int, form: Form | None) -> torch.Tensor:
         assert isinstance(slot, _DiskSlot)

@@ -15,6 +15,7 @@ from spillway.runtime.bytes import Bytes, Form
 from spillway.runtime.compute_lanes import ComputeLanes
 from spillway.runtime.departures import Tell
 from spillway.runtime.entry import Entry, State
+from spillway.runtime.labels import labelled
 
 
 class Order(Protocol):
@@ -54,6 +55,7 @@ class Returns:
         self.nbytes = 0
         """Bytes of all of them."""
 
+    @labelled("take")
     def take(self, entry: Entry, compute: Lane) -> torch.UntypedStorage:
         """The entry's bytes, which are not on the device yet, or not for this compute lane."""
         if entry.state is State.RETURNING and entry.lane != compute:
@@ -115,6 +117,7 @@ class Returns:
             # The read has failed, so it is over, and nobody asks for these bytes.
             entry.let_go()
 
+    @labelled("fetch")
     def _fetch(self, entries: Sequence[Entry], compute: Lane) -> None:
         made = []
         for entry in entries:
