@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional
 
 
 @dataclass(frozen=True)
@@ -67,12 +67,12 @@ class Layer(nn.Module):
         shape = self.shape
         y = self.norm1(x)
         q, k, v = (linear(y).unflatten(-1, (-1, shape.head)).transpose(1, 2) for linear in (self.q, self.k, self.v))
-        attended = F.scaled_dot_product_attention(
+        attended = functional.scaled_dot_product_attention(
             rotated(q, cos, sin), rotated(k, cos, sin), v, is_causal=True, enable_gqa=True
         )
         x = x + self.o(attended.transpose(1, 2).flatten(2))
         y = self.norm2(x)
-        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+        return x + self.down(functional.silu(self.gate(y)) * self.up(y))
 
 
 class Stack(nn.Module):

@@ -69,6 +69,8 @@ class Row:
     """Host memory that the process gained."""
     digest: str = ""
     """Of loss and gradients in the deterministic run."""
+    paired: list[float] = field(default_factory=list)
+    """Quartiles of the ratio of its step to a plain one right before it, in the same process."""
     stats: dict[str, Any] = field(default_factory=dict)
     """Spillway's own, of the last step."""
 
@@ -196,7 +198,7 @@ def timed(options: argparse.Namespace, device: torch.device) -> Row:
     clock = Clock(device)
     resident = host_memory()
 
-    def step() -> tuple[float, float, float, float]:
+    def step(way: Way = way) -> tuple[float, float, float, float]:
         begin, start = time.perf_counter(), clock.now()
         with way():
             loss = stack(x).float().square().mean()
@@ -220,6 +222,7 @@ def timed(options: argparse.Namespace, device: torch.device) -> Row:
     stats: dict[str, Any] = {}
     if isinstance(way, Spilled) and way.last is not None:
         stats = asdict(way.last.stats())
+    pairs = [(step(nullcontext)[0], step()[0]) for _ in range(options.pairs)]
     if options.trace:
         write_trace(options.trace, step)
     steps, forwards, backwards, queued = (list(column) for column in zip(*times, strict=True))
@@ -235,6 +238,7 @@ def timed(options: argparse.Namespace, device: torch.device) -> Row:
         peak - base,
         reserved,
         host_bytes,
+        paired=statistics.quantiles([ours / plain for plain, ours in pairs], n=4) if pairs else [],
         stats=stats,
     )
 
@@ -318,7 +322,7 @@ def link_rates(device: torch.device) -> tuple[float, float]:
     return rates[0], rates[1]
 
 
-PASSED_ON = ("shape", "layers", "seq", "batch", "device", "steps", "warmup", "window", "equality_layers")
+PASSED_ON = ("shape", "layers", "seq", "batch", "device", "steps", "warmup", "pairs", "window", "equality_layers")
 
 
 def run_child(method: str, options: argparse.Namespace, trace: Path | None) -> Row | None:
@@ -363,6 +367,8 @@ def line(row: Row, plain: Row, rates: tuple[float, float]) -> str:
             f"{row.stats['saved_bytes'] / 2**30:6.2f} GiB, {moved / row.step_seconds / 1e9:5.1f} GB/s, host "
             f"{row.stats['host_bytes'] / 2**30:6.2f} GiB, stall {row.stats['stall_seconds'] * 1e3:.0f} ms"
         )
+    if row.paired:
+        figures.append("paired x{1:.3f} ({0:.3f} to {2:.3f})".format(*row.paired))
     figures.append("identical" if row.digest == plain.digest else "DIFFERENT")
     return "  ".join(figures)
 
@@ -383,6 +389,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", default=here)
     parser.add_argument("--steps", type=int, default=7, help="steps to take the median of")
     parser.add_argument("--warmup", type=int, default=3, help="steps before these, beside the first")
+    parser.add_argument(
+        "--pairs", type=int, default=0, help="plain and other steps to alternate, for small differences"
+    )
     parser.add_argument("--window", default=None, help="of the session, in bytes or as 512MiB")
     parser.add_argument("--equality-layers", type=int, default=2, help="layers of the deterministic run; 0 for none")
     parser.add_argument("--methods", nargs="*", default=list(METHODS), choices=list(METHODS), metavar="METHOD")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -133,3 +135,47 @@ def test_a_slab_ends_with_its_last_block() -> None:
     block = arena.allocate(PAGE)
     arena.close()
     assert torch.equal(block.tensor().fill_(1), torch.ones(PAGE, dtype=torch.uint8))
+
+
+def test_a_large_arena_has_its_next_slabs_made_in_advance() -> None:
+    made: list[tuple[int, str]] = []
+
+    def make_slab(nbytes: int) -> torch.Tensor:
+        made.append((nbytes, threading.current_thread().name))
+        return anonymous_pages(nbytes)
+
+    arena = Arena(make_slab, capacity=1 << 30, slab_bytes=16 * PAGE)
+    blocks = [arena.allocate(16 * PAGE) for _ in range(400)]
+    ahead = [nbytes for nbytes, name in made if name.startswith("spillway-slab")]
+    assert len(ahead) > 4
+    assert len({block.address for block in blocks}) == 400
+    assert arena.used_bytes == 400 * 16 * PAGE
+    assert arena.used_bytes <= arena.reserved_bytes <= 1.05 * arena.used_bytes
+    arena.close()
+    assert arena.reserved_bytes == 0
+    assert sum(nbytes for nbytes, _ in made) <= 1.05 * 400 * 16 * PAGE
+
+
+def test_slabs_made_in_advance_keep_to_the_cap() -> None:
+    arena = Arena(anonymous_pages, capacity=300 * 16 * PAGE, slab_bytes=16 * PAGE)
+    for _ in range(300):
+        arena.allocate(16 * PAGE)
+    assert arena.reserved_bytes <= arena.capacity
+    with pytest.raises(TierFullError):
+        arena.allocate(16 * PAGE)
+    arena.close()
+
+
+def test_a_slab_that_cannot_be_made_is_asked_for_once() -> None:
+    calls = 0
+
+    def refuse(nbytes: int) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        raise TierFullError("no pinned memory here")
+
+    arena = Arena(refuse, capacity=1 << 20)
+    for _ in range(3):
+        with pytest.raises(TierFullError, match="no pinned memory here"):
+            arena.allocate(PAGE)
+    assert calls == 1

@@ -52,7 +52,8 @@ def _waits() -> Iterator[tuple[type, str, int, str]]:
         for cls in vars(module).values():
             if not inspect.isclass(cls) or cls.__module__ != module.__name__:
                 continue
-            for name, function in vars(cls).items():
+            for name, member in vars(cls).items():
+                function = inspect.unwrap(member) if callable(member) else member
                 if inspect.isfunction(function) and function.__code__.co_filename == module.__file__:
                     finder = _Without(-1)
                     finder.visit(_parsed(function))
@@ -98,7 +99,7 @@ def test_nothing_fails_with_all_waits_in_place() -> None:
 def test_without_this_wait_something_fails(
     monkeypatch: pytest.MonkeyPatch, cls: type, name: str, number: int, text: str
 ) -> None:
-    function = vars(cls)[name]
+    function = inspect.unwrap(vars(cls)[name])
     tree = ast.fix_missing_locations(_Without(number).visit(_parsed(function)))
     namespace = dict(vars(inspect.getmodule(cls)))  # type: ignore[arg-type]
     exec(compile(tree, inspect.getsourcefile(cls), "exec"), namespace)

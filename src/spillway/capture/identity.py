@@ -32,6 +32,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from spillway.capture.order import Course
+from spillway.runtime.bytes import over
 from spillway.runtime.entry import Entry
 from spillway.runtime.ledger import Ledger
 
@@ -251,8 +252,7 @@ class ViewRecipe(NamedTuple):
 
     def rebuild(self, storage: torch.UntypedStorage, low: int) -> torch.Tensor:
         """The tensor over ``storage``, which lacks the first ``low`` bytes of the original."""
-        tensor = torch.empty(0, dtype=self.dtype, device=self.device)
-        tensor.set_(storage, self.offset - low // self.dtype.itemsize, self.size, self.stride)
+        tensor = over(storage, self.dtype, self.offset - low // self.dtype.itemsize, self.size, self.stride)
         if self.conj:
             torch._C._set_conj(tensor, True)
         if self.neg:

@@ -35,7 +35,7 @@ from spillway.runtime.bytes import Bytes, Form
 from spillway.runtime.host_memory import near_cpus
 from spillway.runtime.ledger import Stalls
 
-_MOST_TOUCHING_THREADS = 16
+_MOST_THREADS = 16
 _PAGE = 4096
 
 
@@ -44,15 +44,15 @@ class AcceleratorBackend(Backend):
 
     Args:
         device: with an index: ``torch.device("cuda", 0)``.
-        threads: how many threads read and write the spill file.
+        threads: how many threads read and write the spill file. ``None``: one a CPU, up to 16.
     """
 
     # The caching allocator cuts at multiples of 512 bytes.
     alignment = 512
 
-    def __init__(self, device: torch.device, *, threads: int = 8) -> None:
+    def __init__(self, device: torch.device, *, threads: int | None = None) -> None:
         super().__init__(device)
-        self._tasks = HostTasks(threads)
+        self._tasks = HostTasks(threads if threads is not None else min(_MOST_THREADS, os.cpu_count() or 1))
         self._lanes: list[torch.Stream] = []
         self.unified = _is_unified(device)
 
@@ -82,8 +82,9 @@ class AcceleratorBackend(Backend):
             stalls.pending.append(_Stall(arrived, inner))
 
     def copy(self, lane: Lane, destination: Bytes, source: Bytes) -> None:
+        written, read = destination.tensor(), source.tensor()
         with lane:  # type: ignore[attr-defined]
-            destination.tensor().copy_(source.tensor(), non_blocking=True)
+            written.copy_(read, non_blocking=True)
 
     def run(self, task: Task) -> Event:
         return self._tasks.run(task)
@@ -94,7 +95,7 @@ class AcceleratorBackend(Backend):
     def hand_back(self, storage: torch.UntypedStorage, lanes: Iterable[Lane]) -> None:
         # The allocator ignores the stream that it allocated the storage on, so this does nothing, and the peak goes by
         # program order, unless the storage comes from a stream that the mover has never seen: a data loader's, say.
-        memory = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
+        memory = Bytes(storage, 0, storage.nbytes()).tensor()
         for lane in lanes:
             memory.record_stream(lane)  # type: ignore[arg-type]
 
@@ -163,7 +164,7 @@ def _touch(slab: torch.Tensor, cpus: set[int]) -> None:
     A page comes from the node of the CPU that touches it first, so the threads run on those near to the device.
     """
     pages = slab[::_PAGE]
-    threads = max(1, min(_MOST_TOUCHING_THREADS, os.cpu_count() or 1))
+    threads = max(1, min(_MOST_THREADS, os.cpu_count() or 1))
     step = -(-len(pages) // threads)
     memory = pages.numpy()
 

@@ -38,8 +38,21 @@ class Bytes:
 
     def tensor(self) -> torch.Tensor:
         """The same bytes as a flat ``torch.uint8`` tensor."""
-        flat = torch.empty(0, dtype=torch.uint8, device=self.storage.device)
-        return flat.set_(self.storage, self.start, (self.nbytes,), (1,))
+        return over(self.storage, torch.uint8, self.start, (self.nbytes,), (1,))
+
+
+def over(
+    storage: torch.UntypedStorage, dtype: torch.dtype, offset: int, size: Sequence[int], stride: Sequence[int]
+) -> torch.Tensor:
+    """A tensor over a storage.
+
+    Dispatch modes do not see how it is made: it computes nothing, and a user's counter of operators, or the sanitizer
+    of CUDA streams, would take it for a kernel.
+    """
+    if torch._C._len_torch_dispatch_stack() > 0:
+        with torch._C._DisableTorchDispatch():
+            return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)
 
 
 class Form(Protocol):

@@ -1,0 +1,55 @@
+"""Makes slabs of host memory, the next ones while the present one is filled.
+
+To pin memory, the system clears its pages and the driver then registers them: two things that two slabs can do at the
+same time, and that a copy into a third does not disturb.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+from spillway.runtime.backend import be_in_task
+
+AHEAD = 2
+"""How many slabs are made at once."""
+
+
+class SlabMaker:
+    """Makes slabs. Used with the arena's lock held.
+
+    Args:
+        make: bytes in, host memory out (:meth:`Backend.host_slab`).
+    """
+
+    def __init__(self, make: Callable[[int], torch.Tensor]) -> None:
+        self._make = make
+        self._coming: deque[Future[torch.Tensor]] = deque()
+        self._pool: ThreadPoolExecutor | None = None
+
+    def make(self, nbytes: int) -> torch.Tensor:
+        """A slab, now."""
+        return self._make(nbytes)
+
+    def prepare(self, nbytes: int) -> bool:
+        """Begin to make one for later, if there are not enough already; says whether."""
+        if len(self._coming) >= AHEAD:
+            return False
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(AHEAD, thread_name_prefix="spillway-slab", initializer=be_in_task)
+        self._coming.append(self._pool.submit(self._make, nbytes))
+        return True
+
+    def prepared(self) -> torch.Tensor | None:
+        """The oldest one that was prepared, when it is made; raises what went wrong in making it."""
+        return self._coming.popleft().result() if self._coming else None
+
+    def close(self) -> None:
+        """Let go of what nobody has asked for, and end the threads."""
+        self._coming.clear()
+        if self._pool is not None:
+            self._pool.shutdown(wait=True)
+            self._pool = None

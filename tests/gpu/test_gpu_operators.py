@@ -1,0 +1,49 @@
+"""The operator database on an accelerator, in one dtype: every differentiable operator, through both tiers.
+
+Atomic additions make some kernels give other bits from run to run, in plain PyTorch too. Such an operator is run
+several times, and counts as equal if a run of ours is, or if plain runs differ; how many there were is said at the end.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from operator_bench import IGNORED, Bench, first_dtype, name_of, operator_samples
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    invocations = pytest.importorskip("torch.testing._internal.common_methods_invocations")
+
+pytestmark = [pytest.mark.gpu, *IGNORED]
+
+DEVICE = "cuda"
+DIFFERENTIABLE = [
+    each for each in invocations.op_db if each.supports_autograd and first_dtype(each.supported_backward_dtypes(DEVICE))
+]
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[Bench]:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    bench = Bench(DEVICE)
+    yield bench
+    print(f"\n{len(bench.operators)} operators, {bench.samples} samples, not stable: {sorted(bench.unstable)}")
+    bench.session.close()
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("operator", DIFFERENTIABLE, ids=name_of)
+def test_an_operator_is_the_same_in_every_bit(operator: Any, bench: Bench) -> None:
+    dtype = first_dtype(operator.supported_backward_dtypes(DEVICE))
+    bench.check(name_of(operator), lambda: operator_samples(operator, dtype, DEVICE), errors=True)
+
+
+def test_few_operators_are_not_stable(bench: Bench) -> None:
+    """It comes last."""
+    assert len(bench.unstable) <= len(bench.operators) // 20
