@@ -20,7 +20,9 @@ a saved tensor is noticed by the next one that reads it.
 
 from __future__ import annotations
 
+import operator
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -69,7 +71,8 @@ class AwayHandle:
         self._tracker.data = runtime.nothing
 
     def unpack(self) -> torch.Tensor:
-        check_version(self._tracker, self._version, self._recipe)
+        if self._tracker._version != self._version:
+            check_version(self._tracker, self._version, self._recipe)
         if torch.is_inference_mode_enabled():
             # What is made inside has no version counter, and could not share the user's.
             with torch.inference_mode(mode=False):
@@ -130,9 +133,8 @@ class PartsHandle:
 Handle = KeptHandle | AwayHandle | PartsHandle | ObjectHandle
 
 
-def unpack(handle: Handle) -> torch.Tensor:
-    """The hook: what autograd gets for what it holds."""
-    return handle.unpack()
+unpack: Callable[[Handle], torch.Tensor] = operator.methodcaller("unpack")
+"""The hook: what autograd gets for what it holds."""
 
 
 def pack_kept(tensor: torch.Tensor) -> KeptHandle:

@@ -18,6 +18,7 @@ and would hand back another tensor if some were missing.
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable
 from typing import Protocol
 
@@ -261,7 +262,7 @@ class Pass:
             return _KEEP
         if self._policy is None:
             return _OFFLOAD
-        module, operator = self._locator.here() if self._locator is not None else (None, None)
+        module, function = self._locator.here() if self._locator is not None else (None, None)
         saved = SavedTensor(
             nbytes,
             tensor.shape,
@@ -272,7 +273,7 @@ class Pass:
             self._offloaded_bytes,
             self._total_bytes,
             module,
-            operator,
+            function,
         )
         decision = self._policy(saved)
         if not isinstance(decision, Decision):
@@ -285,7 +286,7 @@ class Pass:
     def _send(self) -> None:
         """What waits leaves now. See NOTE [ When a tensor may leave ]."""
         waiting, self._waiting, self._waiting_bytes = self._waiting, [], 0
-        for (runtime, tier, hold), departures in itertools.groupby(waiting, key=_way):
+        for (runtime, tier, hold), departures in itertools.groupby(waiting, key=operator.itemgetter(1, 2, 3)):
             entries = [departure[0] for departure in departures]
             runtime.mover.put(entries, tier, window=self._window, hold=hold)
 
@@ -305,7 +306,3 @@ class _Device:
 # What waits to leave, where it goes through and to, and whether it is to be held back. A plain tuple: it is made for
 # every saved tensor.
 _Departure = tuple[Saved, DeviceRuntime, Tier, bool]
-
-
-def _way(departure: _Departure) -> tuple[DeviceRuntime, Tier, bool]:
-    return departure[1:]
