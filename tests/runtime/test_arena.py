@@ -151,6 +151,12 @@ def test_a_large_arena_has_its_next_slabs_made_in_advance() -> None:
     assert len({block.address for block in blocks}) == 400
     assert arena.used_bytes == 400 * 16 * PAGE
     assert arena.used_bytes <= arena.reserved_bytes <= 1.05 * arena.used_bytes
+    for block in blocks:
+        arena.free(block)
+    # The next step needs no more, so what was made for more goes.
+    before = arena.reserved_bytes
+    assert {arena.allocate(16 * PAGE).address for _ in range(400)} == {block.address for block in blocks}
+    assert 400 * 16 * PAGE <= arena.reserved_bytes < before
     arena.close()
     assert arena.reserved_bytes == 0
     assert sum(nbytes for nbytes, _ in made) <= 1.05 * 400 * 16 * PAGE

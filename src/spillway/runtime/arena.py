@@ -13,7 +13,8 @@ A training step asks for the same sizes again and again. So what is given back l
 handed out as it is; only when a bin is empty are all bins emptied, neighbours joined, and the best fit cut.
 
 Slabs grow with the arena, and once it is large the next two are made in advance (``slab_maker.py``): all that a step
-leaves unused of them is a twentieth at most.
+leaves unused of them is a twentieth at most. What was made in advance and is not needed when blocks are handed out for
+the second time, is given back.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from spillway.units import format_bytes
 PAGE = 4096
 SLAB_BYTES = 32 << 20
 MOST_SLAB_BYTES = 512 << 20
-_SHARE_OF_A_SLAB = 64
+_SHARE_OF_A_SLAB = 128
 
 
 class Block(Bytes):
@@ -121,7 +122,14 @@ class Arena:
             if self._freed:
                 self._fill_bins()
             same_size = self._bins.get(nbytes)
-            block = same_size.pop() if same_size else self._cut(nbytes, over_cap=over_cap)
+            if same_size:
+                block = same_size.pop()
+                if self._maker.coming_bytes:
+                    # A step has ended, and this is the next: what it did not need, none will.
+                    self.reserved_bytes -= self._maker.coming_bytes
+                    self._maker.close()
+            else:
+                block = self._cut(nbytes, over_cap=over_cap)
             self._used += nbytes
             return block
 

@@ -27,8 +27,9 @@ class SlabMaker:
 
     def __init__(self, make: Callable[[int], torch.Tensor]) -> None:
         self._make = make
-        self._coming: deque[Future[torch.Tensor]] = deque()
+        self._coming: deque[tuple[int, Future[torch.Tensor]]] = deque()
         self._pool: ThreadPoolExecutor | None = None
+        self._closed = False
 
     def make(self, nbytes: int) -> torch.Tensor:
         """A slab, now."""
@@ -36,19 +37,25 @@ class SlabMaker:
 
     def prepare(self, nbytes: int) -> bool:
         """Begin to make one for later, if there are not enough already; says whether."""
-        if len(self._coming) >= AHEAD:
+        if self._closed or len(self._coming) >= AHEAD:
             return False
         if self._pool is None:
             self._pool = ThreadPoolExecutor(AHEAD, thread_name_prefix="spillway-slab", initializer=be_in_task)
-        self._coming.append(self._pool.submit(self._make, nbytes))
+        self._coming.append((nbytes, self._pool.submit(self._make, nbytes)))
         return True
 
     def prepared(self) -> torch.Tensor | None:
         """The oldest one that was prepared, when it is made; raises what went wrong in making it."""
-        return self._coming.popleft().result() if self._coming else None
+        return self._coming.popleft()[1].result() if self._coming else None
+
+    @property
+    def coming_bytes(self) -> int:
+        """Bytes of those that are prepared."""
+        return sum(nbytes for nbytes, _ in self._coming)
 
     def close(self) -> None:
-        """Let go of what nobody has asked for, and end the threads."""
+        """Prepare no more, let go of what nobody has asked for, and end the threads."""
+        self._closed = True
         self._coming.clear()
         if self._pool is not None:
             self._pool.shutdown(wait=True)
