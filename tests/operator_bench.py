@@ -236,8 +236,15 @@ class Bench:
         return count
 
 
+def ask_for_determinism(device: str) -> None:
+    """On an accelerator, before every run: some samples are made by code that switches it off again."""
+    if device != "cpu":
+        torch.use_deterministic_algorithms(True, warn_only=True)
+
+
 def run(sample: Sample, context: Callable[[], AbstractContextManager[Any]], device: str, *, twice: bool) -> Outcome:
     torch.manual_seed(1)
+    ask_for_determinism(device)
     call = sample.make()
     leaves: list[torch.Tensor] = []
     inputs = [pytree.tree_map_only(torch.Tensor, Copies(leaves), sample.inputs)]

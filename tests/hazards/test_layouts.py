@@ -30,6 +30,8 @@ DENSE: dict[str, Callable[[], torch.Tensor]] = {
     "imaginary part": lambda: torch.randn(64, dtype=torch.complex64).imag,
     "half complex": lambda: torch.randn(64).to(torch.complex32),
     "bool": lambda: torch.randn(256) > 0,
+    "any stride along a dimension of one": lambda: torch.zeros(1, dtype=torch.uint8).as_strided((1,), (0,)),
+    "any stride along a dimension of one of several": lambda: torch.randn(64).as_strided((1, 64), (7, 1)),
     "uint8": lambda: torch.randint(256, (256,), dtype=torch.uint8),
     "int64": lambda: torch.randint(2**62, (256,)),
     "uint16": lambda: torch.randint(2**15, (256,)).to(torch.uint16),

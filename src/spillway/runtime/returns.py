@@ -156,8 +156,10 @@ class Returns:
 
 
 def _has_form(tensor: torch.Tensor, form: Form | None) -> bool:
-    # Both cover a storage of as many bytes from end to end.
-    return form is not None and tensor.dtype == form.dtype and tensor.shape == form.size
+    # The stride too: along a dimension of length 1 it may be anything.
+    return (
+        form is not None and tensor.dtype == form.dtype and tensor.shape == form.size and tensor.stride() == form.stride
+    )
 
 
 def _nowhere() -> None:
