@@ -201,8 +201,7 @@ class AdversaryBackend(Backend):
         with self._lock:
             line = self._line(lane)
             if isinstance(event, Several):
-                for each in event.events:
-                    self.wait(lane, each)
+                event.each(lambda one: self.wait(lane, one))
                 return
             if isinstance(event, _Job):
                 event.run()

@@ -57,7 +57,10 @@ class Course:
         sequence = self._sequence
         if sequence is None or len(sequence) != len(self._entries):
             self._sequence = self._predict()
-        position = self._place[place]
+        position = self._place.get(place)
+        if position is None:
+            # Another thread predicted for fewer entries just now. All this is a hint.
+            return
         # Backward asks for the first of them again when it runs a second time over the same graph.
         if position == 0:
             self._fetched = 1
@@ -79,8 +82,10 @@ class Course:
         if not self._asked and len(self._expected) == len(self._entries):
             # Nobody asked, in an evaluation say: what was learned before still stands.
             return self._expected
-        rest = [place for place in reversed(range(len(self._entries))) if place not in self._asked]
-        return [*self._asked, *rest]
+        # One look at it: another thread's backward may be adding to it.
+        asked = list(self._asked)
+        done = set(asked)
+        return [*asked, *(place for place in reversed(range(len(self._entries))) if place not in done)]
 
     def tail_to_come(self) -> frozenset[int]:
         """The tail for the next pass.

@@ -54,6 +54,7 @@ class AcceleratorBackend(Backend):
         super().__init__(device)
         self._tasks = HostTasks(threads if threads is not None else min(_MOST_THREADS, os.cpu_count() or 1))
         self._lanes: list[torch.Stream] = []
+        self._entering = threading.Lock()
         self.unified = _is_unified(device)
 
     def compute(self) -> Lane:
@@ -70,20 +71,29 @@ class AcceleratorBackend(Backend):
         return event
 
     def wait(self, lane: Lane, event: Event) -> None:
-        for inner in _device_events(event):
-            lane.wait_event(inner)  # type: ignore[attr-defined]
+        self._wait(lane, event, [])
 
     def timed_wait(self, lane: Lane, event: Event, stalls: Stalls) -> None:
-        inner = _device_events(event)
         arrived = self.record(lane)
-        for each in inner:
-            lane.wait_event(each)  # type: ignore[attr-defined]
-        if inner:
-            stalls.pending.append(_Stall(arrived, inner))
+        waited: list[torch.Event] = []
+        self._wait(lane, event, waited)
+        if waited:
+            stalls.pending.append(_Stall(arrived, waited))
+
+    def _wait(self, lane: Lane, event: Event, waited: list[torch.Event]) -> None:
+        if isinstance(event, Several):
+            event.each(lambda one: self._wait(lane, one, waited))
+            return
+        # Blocks until host work that comes before it is done.
+        inner: Any = event.resolve() if isinstance(event, TaskEvent) else event
+        if inner is not None:
+            lane.wait_event(inner)  # type: ignore[attr-defined]
+            waited.append(inner)
 
     def copy(self, lane: Lane, destination: Bytes, source: Bytes) -> None:
         written, read = destination.tensor(), source.tensor()
-        with lane:  # type: ignore[attr-defined]
+        # A stream object remembers which stream it has taken the place of: two threads must not be inside of one.
+        with self._entering, lane:  # type: ignore[attr-defined]
             written.copy_(read, non_blocking=True)
 
     def run(self, task: Task) -> Event:
@@ -105,7 +115,9 @@ class AcceleratorBackend(Backend):
         # A child would get its own copies of pinned pages, at the first write to them.
         slab = anonymous_pages(nbytes, huge=True, for_children=False)
         _touch(slab, self._near_cpus())
-        return _registered(slab)
+        # Also in a thread of the arena's, whose current device would be the first.
+        with torch.cuda.device(self.device):
+            return _registered(slab)
 
     def memory_info(self) -> tuple[int, int] | None:
         if self.device.type == "cuda":
@@ -141,14 +153,6 @@ class _Stall:
         arrived: Any = self._arrived
         # Negative where the copy was done first.
         return max(0.0, *(float(arrived.elapsed_time(event)) for event in self._events)) / 1e3
-
-
-def _device_events(event: Event) -> list[torch.Event]:
-    """The device's own events behind an event. Blocks until host work that comes before them is done."""
-    if isinstance(event, Several):
-        return [inner for each in event.events for inner in _device_events(each)]
-    inner = event.resolve() if isinstance(event, TaskEvent) else event
-    return [] if inner is None else [inner]  # type: ignore[list-item]
 
 
 def _is_unified(device: torch.device) -> bool:

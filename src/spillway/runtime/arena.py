@@ -104,8 +104,13 @@ class Arena:
         self._freed: deque[Block] = deque()
         self._lock = threading.Lock()
         self.capacity = capacity
-        self.reserved_bytes = 0
+        self._slabs_bytes = 0
         self._used = 0
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes of all slabs, those that are being made too."""
+        return self._slabs_bytes + self._maker.coming_bytes
 
     def allocate(self, nbytes: int, *, over_cap: bool = False) -> Block:
         """A block of at least ``nbytes``, rounded up to a page.
@@ -126,8 +131,7 @@ class Arena:
                 block = same_size.pop()
                 if self._maker.coming_bytes:
                     # A step has ended, and this is the next: what it did not need, none will.
-                    self.reserved_bytes -= self._maker.coming_bytes
-                    self._maker.close()
+                    self._maker.drop()
             else:
                 block = self._cut(nbytes, over_cap=over_cap)
             self._used += nbytes
@@ -158,7 +162,9 @@ class Arena:
                     event.synchronize()
                 self._slabs.remove(slab)
             freed = sum(slab.nbytes for slab in idle)
-            self.reserved_bytes -= freed
+            self._slabs_bytes -= freed
+            freed += self._maker.coming_bytes
+            self._maker.drop()
             return freed
 
     def close(self) -> None:
@@ -170,7 +176,7 @@ class Arena:
             self._slabs.clear()
             self._bins.clear()
             self._freed.clear()
-            self.reserved_bytes = self._used = 0
+            self._slabs_bytes = self._used = 0
 
     def _fill_bins(self) -> None:
         while self._freed:
@@ -217,15 +223,16 @@ class Arena:
         size = wanted if wanted <= room else max(nbytes, room // nbytes * nbytes)
         memory = self._made(lambda: self._maker.make(size))
         assert memory is not None
-        self.reserved_bytes += size
+        slab = self._add(memory)
         if usual > self._slab_bytes:
             self._prepare(size)
-        return self._add(memory)
+        return slab
 
     def _prepare(self, nbytes: int) -> None:
         """Have slabs of this size made for what will be asked for next, as far as the cap allows."""
-        while self.reserved_bytes + nbytes <= self.capacity and self._maker.prepare(nbytes):
-            self.reserved_bytes += nbytes
+        while self.reserved_bytes + nbytes <= self.capacity:
+            if not self._maker.prepare(nbytes):
+                return
 
     def _made(self, make: Callable[[], torch.Tensor | None]) -> torch.Tensor | None:
         # What failed once would fail for every tensor, and each time take as long.
@@ -235,11 +242,13 @@ class Arena:
             return make()
         except TierFullError as error:
             self._refusal = str(error)
+            self._maker.drop()
             raise
 
     def _add(self, memory: torch.Tensor) -> _Slab:
         slab = _Slab(memory)
         self._slabs.append(slab)
+        self._slabs_bytes += slab.nbytes
         return slab
 
 

@@ -157,8 +157,13 @@ class Several:
         return all(event.query() for event in self.events)
 
     def synchronize(self) -> None:
-        for event in self.events:
-            event.synchronize()
+        self.each(lambda event: event.synchronize())
+
+    def each(self, wait: Callable[[Event], None]) -> None:
+        """Wait for all of them, also for those behind one that failed: they may still be reading and writing."""
+        with contextlib.ExitStack() as stack:
+            for event in reversed(self.events):
+                stack.callback(wait, event)
 
 
 class _Here(threading.local):

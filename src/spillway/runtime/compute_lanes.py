@@ -12,6 +12,8 @@ dropped, and fetched again for the lane that asks.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 from spillway.runtime.backend import Backend, Event, Lane
 from spillway.runtime.entry import Entry
 from spillway.runtime.ledger import Stalls
@@ -29,9 +31,14 @@ class ComputeLanes:
         """The calling thread's."""
         lane = self._backend.compute()
         if lane not in self._seen:
-            self._seen[lane] = None
+            # A new dictionary, since `knows` is called without the lock.
+            self._seen = {**self._seen, lane: None}
             self._awaited = None
         return lane
+
+    def knows(self) -> bool:
+        """Whether the calling thread's has been seen. May be called without the mover's lock."""
+        return self._backend.compute() in self._seen
 
     def go_before(self, lane: Lane) -> None:
         """What is queued on ``lane`` from now on starts after all that is queued here by now."""
@@ -40,13 +47,16 @@ class ComputeLanes:
 
     def let_go(self, entry: Entry, stalls: Stalls) -> None:
         """Let go of an entry's bytes once the copy under way is done."""
-        copied, entry.copied = entry.copied, None
+        copied = entry.copied
         assert copied is not None
         # What left together has one event, and needs to be waited for once.
         if copied is not self._awaited:
-            for lane in self._seen:
-                self._backend.timed_wait(lane, copied, stalls)
+            # All of them wait, also those behind one that hears of an error.
+            with ExitStack() as stack:
+                for lane in self._seen:
+                    stack.callback(self._backend.timed_wait, lane, copied, stalls)
             self._awaited = copied
+        entry.copied = None
         if entry.storage is not None and entry.round == 0:
             self._backend.hand_back(entry.storage, self._seen)
         entry.let_go()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from spillway.errors import TierError, TierFullError
 from spillway.events import EventKind
-from spillway.runtime.backend import Lane
+from spillway.runtime.backend import Event, Lane
 from spillway.runtime.bytes import Bytes
 from spillway.runtime.compute_lanes import ComputeLanes
 from spillway.runtime.entry import Entry, State
@@ -52,9 +52,12 @@ class Departures:
     @labelled("leave")
     def start(self, entries: Sequence[Entry], tier: Tier) -> None:
         """Queue the copies out. Those that the tier has no room for stay RESIDENT."""
-        for entry in self._store(entries, tier):
+        started = self._store(entries, tier)
+        for entry in started:
             self._join(entry)
-            if self._tell is not None:
+        # When all is settled: whoever is told may raise.
+        if self._tell is not None:
+            for entry in started:
                 self._tell(EventKind.LEAVE, entry)
 
     def drop(self, entry: Entry) -> None:
@@ -67,6 +70,7 @@ class Departures:
                 self._compute.let_go(entry, entry.ledger.out)
             except TierError:
                 # The write has failed, so it is over, and nobody asks for these bytes.
+                entry.copied = None
                 entry.let_go()
 
     def clear(self) -> None:
@@ -85,36 +89,38 @@ class Departures:
 
     def _store(self, entries: Sequence[Entry], tier: Tier) -> list[Entry]:
         """Queue the copies of all that the tier has room for, and give these."""
-        stored, slots, sources = [], [], []
-        for entry in entries:
-            source = _source(entry)
-            if source is None:
-                self._refuse(entry, "its owner has taken the memory from under it")
-                continue
-            try:
-                slots.append(tier.reserve(source))
-            except TierFullError as error:
-                self._refuse(entry, str(error))
-                continue
-            sources.append(source)
-            stored.append(entry)
-        if stored:
-            self._queue(stored, slots, sources, tier)
-        return stored
-
-    def _queue(self, entries: Sequence[Entry], slots: Sequence[Slot], sources: Sequence[Bytes], tier: Tier) -> None:
-        done = False
+        stored: list[Entry] = []
+        slots: list[Slot] = []
+        sources: list[Bytes] = []
+        copied: Sequence[Event] | None = None
         try:
-            self._compute.go_before(self._out)
-            copied = tier.store(slots, sources)
-            done = True
+            for entry in entries:
+                self._reserve(entry, tier, stored, slots, sources)
+            if stored:
+                self._compute.go_before(self._out)
+                copied = tier.store(slots, sources)
         finally:
-            if not done:
+            if copied is None:
+                # Also those of the batch that came before the one that failed.
                 for slot in slots:
                     tier.release(slot)
-        for entry, slot, event in zip(entries, slots, copied, strict=True):
+        for entry, slot, event in zip(stored, slots, copied or (), strict=True):
             entry.tier, entry.slot, entry.copied = tier, slot, event
             entry.ledger.offloaded_bytes += entry.nbytes
+        return stored
+
+    def _reserve(self, entry: Entry, tier: Tier, stored: list[Entry], slots: list[Slot], sources: list[Bytes]) -> None:
+        source = _source(entry)
+        if source is None:
+            self._refuse(entry, "its owner has taken the memory from under it")
+            return
+        try:
+            slots.append(tier.reserve(source))
+        except TierFullError as error:
+            self._refuse(entry, str(error))
+            return
+        sources.append(source)
+        stored.append(entry)
 
     def _refuse(self, entry: Entry, why: str) -> None:
         """It is kept, and using it is no reuse."""
@@ -141,7 +147,7 @@ class Departures:
             # It was not stored, but it is still here: it stays, and whoever filled the window hears of it.
             assert entry.tier is not None
             assert entry.slot is not None
-            slot, entry.slot = entry.slot, None
+            slot, entry.slot, entry.copied = entry.slot, None, None
             entry.tier.release(slot)
             raise
         entry.state = State.AWAY

@@ -234,6 +234,9 @@ class StagedDiskTier(_DiskTier):
                 try:
                     block = self._arena.allocate(nbytes, over_cap=self._landing_blocks == 0)
                 except TierFullError:
+                    if self._landing_blocks == 0:
+                        # There is no more host memory at all, and nobody to wait for.
+                        raise
                     self._landed.wait()
                 else:
                     self._landing_blocks += 1

@@ -77,7 +77,9 @@ class Mover:
 
     def see(self) -> None:
         """The calling thread's compute lane writes something that will be put. See NOTE [ Whose stream ]."""
-        self._compute.now()
+        if not self._compute.knows():
+            with self._lock:
+                self._compute.now()
 
     def adopt(self, entry: Entry, *, same_content: bool) -> bool:
         """One more handle for the entry, if it may have one: then True.
@@ -90,11 +92,14 @@ class Mover:
         self._check_process()
         with self._lock:
             self._check_open()
+            # Whoever saves it uses it, and may do so on a lane of his own.
+            self._compute.now()
             self._discount_all()
-            if entry.handles == 0 or not (same_content or (entry.slot is None and entry.round == 0)):
-                return False
-            entry.handles += 1
-            return True
+            shared = entry.handles > 0 and (same_content or (entry.slot is None and entry.round == 0))
+            entry.handles += shared
+        if self._forgotten:
+            self.read_notes()
+        return shared
 
     def put(self, entries: Sequence[Entry], tier: Tier, *, window: int | None = None, hold: bool = False) -> None:
         """Send entries away, in order, small ones together.
@@ -110,16 +115,18 @@ class Mover:
                 for the tail of a forward, which backward asks for first.
         """
         self._check_process()
-        with self._lock:
-            self._check_open()
-            self._compute.now()
-            self._discount_all()
-            window = self.window if window is None else window
-            move = self._departures.hold if hold else self._departures.start
-            for together in self._batches(entries, min(self.batch, batch_bytes(window))):
-                self._departures.make_room(sum([entry.nbytes for entry in together]), window)
-                move(together, tier)
-        self.read_notes()
+        try:
+            with self._lock:
+                self._check_open()
+                self._compute.now()
+                self._discount_all()
+                window = self.window if window is None else window
+                move = self._departures.hold if hold else self._departures.start
+                for together in self._batches(entries, min(self.batch, batch_bytes(window))):
+                    self._departures.make_room(sum([entry.nbytes for entry in together]), window)
+                    move(together, tier)
+        finally:
+            self.read_notes()
 
     def take(
         self, entry: Entry, asked_round: int, order: Order | None = None
@@ -136,24 +143,26 @@ class Mover:
             come before its first; and the entry's round.
         """
         self._check_process()
-        with self._lock:
-            self._check_open()
-            compute = self._compute.now()
-            self._discount_all()
-            storage = _usable(entry, compute)
-            if storage is None:
-                storage = self._returns.take(entry, compute)
-            else:
-                self._count_reuse(entry)
-            made = entry.made
-            if asked_round != entry.round:
-                entry.asked += 1
-                _let_go_if_asked_by_all(entry)
-            if order is not None:
-                self._returns.prefetch(order, compute)
-            low, asked_round = entry.low, entry.round
-        if self._forgotten:
-            self.read_notes()
+        try:
+            with self._lock:
+                self._check_open()
+                compute = self._compute.now()
+                self._discount_all()
+                storage = _usable(entry, compute)
+                if storage is None:
+                    storage = self._returns.take(entry, compute)
+                else:
+                    self._count_reuse(entry)
+                made = entry.made
+                if asked_round != entry.round:
+                    entry.asked += 1
+                    _let_go_if_asked_by_all(entry)
+                if order is not None:
+                    self._returns.prefetch(order, compute)
+                low, asked_round = entry.low, entry.round
+        finally:
+            if self._forgotten:
+                self.read_notes()
         return storage, made, low, asked_round
 
     def forget(self, entry: Entry, asked_round: int) -> None:
@@ -167,10 +176,12 @@ class Mover:
         """Inside, no entry changes, and nothing that has died is given back: for using the tiers from elsewhere."""
         self._check_process()
         self.read_notes()
-        with self._lock:
-            self._check_open()
-            yield
-        self.read_notes()
+        try:
+            with self._lock:
+                self._check_open()
+                yield
+        finally:
+            self.read_notes()
 
     def close(self) -> None:
         """Give everything up: what is away is lost, and every later call but ``forget`` raises."""

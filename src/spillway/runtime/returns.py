@@ -91,17 +91,24 @@ class Returns:
         """Fetch what will be asked for, in order, as far as the window goes. What is not AWAY, or alive, is passed."""
         if self.nbytes > self._refill_at:
             return
-        count, wanted, nbytes = 0, [], self.nbytes
+        count, nbytes = 0, self.nbytes
+        wanted: dict[Entry, None] = {}
         for entry in order.upcoming():
-            if entry is not None and entry.state is State.AWAY and entry.handles > 0 and entry.alive() is None:
+            if (
+                entry is not None
+                and entry.state is State.AWAY
+                and entry.handles > 0
+                and entry not in wanted
+                and entry.alive() is None
+            ):
                 nbytes += entry.nbytes
                 if nbytes > self._window:
                     break
-                wanted.append(entry)
+                wanted[entry] = None
             count += 1
         if wanted:
             try:
-                self._fetch(wanted, compute)
+                self._fetch(list(wanted), compute)
             except (TierError, torch.OutOfMemoryError):
                 # Nobody has asked for it yet. Who does, fetches it, and hears of it.
                 return
@@ -115,6 +122,7 @@ class Returns:
             self._compute.let_go(entry, entry.ledger.back)
         except TierError:
             # The read has failed, so it is over, and nobody asks for these bytes.
+            entry.copied = None
             entry.let_go()
 
     @labelled("fetch")
@@ -151,7 +159,8 @@ class Returns:
             entry.lane = compute
             entry.state = State.RETURNING
             self.nbytes += entry.nbytes
-            if self._tell is not None:
+        if self._tell is not None:
+            for entry in entries:
                 self._tell(EventKind.RETURN, entry)
 
 

@@ -53,10 +53,16 @@ class SlabMaker:
         """Bytes of those that are prepared."""
         return sum(nbytes for nbytes, _ in self._coming)
 
-    def close(self) -> None:
-        """Prepare no more, let go of what nobody has asked for, and end the threads."""
+    def drop(self) -> None:
+        """Prepare no more, and let go of what nobody has asked for, when it is made."""
         self._closed = True
         self._coming.clear()
+        if self._pool is not None:
+            self._pool.shutdown(wait=False)
+
+    def close(self) -> None:
+        """The same, and wait for the threads to end."""
+        self.drop()
         if self._pool is not None:
             self._pool.shutdown(wait=True)
             self._pool = None

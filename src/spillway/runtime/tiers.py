@@ -80,12 +80,16 @@ class HostTier(Tier):
 
     def store(self, slots: Sequence[Slot], sources: Sequence[Bytes]) -> Sequence[Event]:
         backend, out = self._backend, self._out
-        for block, source in zip(slots, sources, strict=True):
-            assert isinstance(block, Block)
-            for event in block.after:
-                backend.wait(out, event)
-            backend.copy(out, block.first(source.nbytes), source)
-        return self._recorded(out, slots)
+        try:
+            for block, source in zip(slots, sources, strict=True):
+                assert isinstance(block, Block)
+                for event in block.after:
+                    backend.wait(out, event)
+                backend.copy(out, block.first(source.nbytes), source)
+        finally:
+            # Also where one failed: the others are under way.
+            copied = self._recorded(out, slots)
+        return copied
 
     def load(self, slots: Sequence[Slot], destinations: Sequence[Bytes]) -> Sequence[Event]:
         backend, back = self._backend, self._back
