@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from operator_bench import IGNORED, Bench, first_dtype, name_of, operator_samples
+from operator_bench import IGNORED, Bench, Sample, first_dtype, name_of, operator_samples
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -22,6 +23,12 @@ with warnings.catch_warnings():
 pytestmark = [pytest.mark.gpu, *IGNORED]
 
 DEVICE = "cuda"
+
+READS_WHAT_IS_NOT_ITS_OWN = {
+    "nn_functional_pad_reflect": "with a negative padding, the deterministic kernel of its backward adds a row that lies "
+    "before the gradient: whatever is there in memory (torch 2.11, sample 11)",
+}
+"""Operators whose gradient in plain PyTorch depends on what lies beside its arguments. They are run, not compared."""
 DIFFERENTIABLE = [
     each for each in invocations.op_db if each.supports_autograd and first_dtype(each.supported_backward_dtypes(DEVICE))
 ]
@@ -40,9 +47,16 @@ def bench() -> Iterator[Bench]:
 @pytest.mark.parametrize("operator", DIFFERENTIABLE, ids=name_of)
 def test_an_operator_is_the_same_in_every_bit(operator: Any, bench: Bench) -> None:
     dtype = first_dtype(operator.supported_backward_dtypes(DEVICE))
-    bench.check(name_of(operator), lambda: operator_samples(operator, dtype, DEVICE), errors=True)
+    compared = name_of(operator) not in READS_WHAT_IS_NOT_ITS_OWN
+
+    def samples() -> Iterator[Sample]:
+        for sample in operator_samples(operator, dtype, DEVICE):
+            yield replace(sample, deterministic=sample.deterministic and compared)
+
+    bench.check(name_of(operator), samples, errors=True)
 
 
 def test_few_operators_are_not_stable(bench: Bench) -> None:
     """It comes last."""
+    assert {name_of(each) for each in DIFFERENTIABLE} >= READS_WHAT_IS_NOT_ITS_OWN.keys()
     assert len(bench.unstable) <= len(bench.operators) // 20
