@@ -240,10 +240,10 @@ class Arena:
             raise TierFullError(self._refusal)
         try:
             return make()
-        except TierFullError as error:
-            self._refusal = str(error)
+        except (TierFullError, OSError) as error:
+            self._refusal = str(error) if isinstance(error, TierFullError) else f"host memory: the system said {error}"
             self._maker.drop()
-            raise
+            raise TierFullError(self._refusal) from error
 
     def _add(self, memory: torch.Tensor) -> _Slab:
         slab = _Slab(memory)
