@@ -10,6 +10,10 @@ from typing import Any
 GIB = 2**30
 
 
+def compared(digest: str, plain: str) -> str:
+    return "not compared" if not digest else "yes" if digest == plain else "NO"
+
+
 def ratio(seconds: float, bound: float) -> str:
     return f"{seconds / bound:.3f}"
 
@@ -29,7 +33,7 @@ def lines(result: dict[str, Any]) -> list[str]:
             f"| {ratio(row['step_seconds'], bound) if moved else '-'} "
             f"| {row['first_seconds']:.1f} s "
             f"| {row['peak_bytes'] / GIB:.2f} GiB | {row['peak_bytes'] / plain['peak_bytes']:.1%} "
-            f"| {'yes' if row['digest'] == plain['digest'] else 'NO'} |"
+            f"| {compared(row['digest'], plain['digest'])} |"
         )
     return table
 

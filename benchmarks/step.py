@@ -68,7 +68,7 @@ class Row:
     host_bytes: int
     """Host memory that the process gained."""
     digest: str = ""
-    """Of loss and gradients in the deterministic run."""
+    """Of loss and gradients in the deterministic run; empty if nothing was compared."""
     paired: list[float] = field(default_factory=list)
     """Quartiles of the ratio of its step to a plain one right before it, in the same process."""
     stats: dict[str, Any] = field(default_factory=dict)
@@ -252,7 +252,10 @@ def write_trace(file: Path, step: Callable[[], object]) -> None:
 
 
 def digest(options: argparse.Namespace, device: torch.device) -> str:
-    """Of loss and gradients, after two steps of a smaller stack, with deterministic algorithms."""
+    """Of loss and gradients of the third step of a smaller stack, with deterministic algorithms.
+
+    Empty where Spillway moved nothing in it: that would compare a plain step with itself.
+    """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False
@@ -268,6 +271,8 @@ def digest(options: argparse.Namespace, device: torch.device) -> str:
         with way():
             loss = stack(x).float().square().mean()
         loss.backward()
+    if isinstance(way, Spilled) and (way.last is None or way.last.stats().offloaded_bytes == 0):
+        return ""
     sums = hashlib.blake2b(digest_size=16)
     for tensor in (loss.detach(), x.grad, *(parameter.grad for parameter in stack.parameters())):
         assert isinstance(tensor, Tensor)
@@ -369,7 +374,7 @@ def line(row: Row, plain: Row, rates: tuple[float, float]) -> str:
         )
     if row.paired:
         figures.append("paired x{1:.3f} ({0:.3f} to {2:.3f})".format(*row.paired))
-    figures.append("identical" if row.digest == plain.digest else "DIFFERENT")
+    figures.append("not compared" if not row.digest else "identical" if row.digest == plain.digest else "DIFFERENT")
     return "  ".join(figures)
 
 

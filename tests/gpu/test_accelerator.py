@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -42,20 +41,6 @@ class Block(torch.nn.Module):
         hidden = self.norm2(x)
         result: torch.Tensor = x + self.down(torch.nn.functional.silu(self.gate(hidden)) * self.up(hidden))
         return result
-
-
-@pytest.fixture
-def device() -> torch.device:
-    accelerator = torch.accelerator.current_accelerator()
-    assert accelerator is not None, "tests marked gpu need an accelerator"
-    return torch.device(accelerator.type, 0)
-
-
-@pytest.fixture
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture

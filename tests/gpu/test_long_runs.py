@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,20 +20,6 @@ MIB = 1 << 20
 ROWS, WIDTH, LAYERS = 2048, 2048, 24
 HIDDEN = ROWS * WIDTH * 2
 """Bytes of what goes from layer to layer, in bfloat16: 8 MiB."""
-
-
-@pytest.fixture
-def device() -> torch.device:
-    accelerator = torch.accelerator.current_accelerator()
-    assert accelerator is not None, "tests marked gpu need an accelerator"
-    return torch.device(accelerator.type, 0)
-
-
-@pytest.fixture
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 class Chain(torch.nn.Module):

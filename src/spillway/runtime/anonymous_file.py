@@ -26,7 +26,7 @@ import os
 import secrets
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from spillway.errors import CorruptError, SpillPathError, TierFullError, TransferError
@@ -177,11 +177,11 @@ def _open(directory: Path, calls: SystemCalls) -> tuple[int, bool]:
     """The descriptor of a new anonymous file, and whether it is in ``O_DIRECT`` mode."""
     try:
         fd = _open_anonymous(directory, calls)
-        try:
-            return fd, _made_direct(fd, calls)
-        except BaseException:
-            calls.close(fd)
-            raise
+        with ExitStack() as undo:
+            undo.callback(calls.close, fd)
+            direct = _made_direct(fd, calls)
+            undo.pop_all()
+        return fd, direct
     except OSError as error:
         kind = TierFullError if error.errno in _FULL else SpillPathError
         raise kind(
@@ -198,11 +198,10 @@ def _open_anonymous(directory: Path, calls: SystemCalls) -> int:
             return calls.open(str(directory), os.O_TMPFILE | os.O_RDWR | os.O_EXCL, 0o600)
     path = str(directory / f".spillway-{secrets.token_hex(16)}")
     fd = calls.open(path, os.O_CREAT | os.O_RDWR | os.O_EXCL, 0o600)
-    try:
+    with ExitStack() as undo:
+        undo.callback(calls.close, fd)
         calls.unlink(path)
-    except BaseException:
-        calls.close(fd)
-        raise
+        undo.pop_all()
     return fd
 
 

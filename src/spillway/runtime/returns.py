@@ -75,7 +75,7 @@ class Returns:
                 self._awaited = copied
             finally:
                 if self._awaited is None:
-                    # The read failed, so no copy was queued: whoever asks again, tries again.
+                    # A read failed, and what was queued beside it has been waited for: whoever asks again, tries again.
                     entry.let_go()
         entry.state = State.RESIDENT
         entry.ledger.reloaded_bytes += entry.nbytes
