@@ -13,9 +13,9 @@ SOURCE = Path(__file__).parent.parent / "src"
 PACKAGE = SOURCE / "spillway"
 
 WORDS = {"errors", "units", "records", "events"}
-PURE = {"policies", "planning", "report"}
+PURE = {"policies", "operators", "blocks", "planning", "report"}
 ENGINE = WORDS | PURE | {"runtime", "capture"}
-SERVICES = ENGINE | {"session", "offloading", "profiling", "testing"}
+SERVICES = ENGINE | {"session", "offloading", "recomputing", "attaching", "profiling", "testing"}
 LIBRARY = SERVICES | {"optim", "accumulate"}
 
 # Which rooms a room may import, beside itself. A room is a file or a folder right under src/spillway.
@@ -26,13 +26,17 @@ ALLOWED: dict[str, set[str]] = {
     "records": {"errors", "units"},
     "events": {"errors", "units", "records"},
     "policies": WORDS,
+    "operators": WORDS,
+    "blocks": WORDS,
     "planning": WORDS,
     "report": WORDS | {"planning"},
     "runtime": WORDS,
-    "capture": WORDS | {"policies", "runtime"},
+    "capture": WORDS | {"policies", "operators", "runtime"},
     "testing": WORDS | {"runtime"},
     "session": ENGINE,
     "offloading": ENGINE | {"session"},
+    "recomputing": ENGINE | {"session"},
+    "attaching": ENGINE | {"session", "offloading", "recomputing"},
     "profiling": ENGINE | {"session", "offloading"},
     "optim": SERVICES - {"testing"},
     "accumulate": SERVICES - {"testing"},

@@ -485,9 +485,11 @@ programs = st.builds(
     st.lists(_index, min_size=1, max_size=3),
     st.sampled_from((torch.float64, torch.float32, torch.bfloat16)),
 )
+# What a policy of `offload` may answer: to compute again is a region's to decide.
+MOVES = [decision for decision in Decision if decision is not Decision.RECOMPUTE]
 treatments = st.builds(
     Treatment,
-    st.lists(st.sampled_from(Decision), min_size=1, max_size=7),
+    st.lists(st.sampled_from(MOVES), min_size=1, max_size=7),
     st.sampled_from((0, 3000, 20_000, 1 << 20)),
     st.sampled_from((0, 0, 600, 3000)),
     st.sampled_from(("host", "disk", "auto")),

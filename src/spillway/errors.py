@@ -9,6 +9,7 @@
     ├── UnsupportedError (RuntimeError)    a place where Spillway cannot work: torch too old, torch.func
     │   └── BackendError                   a device that no backend serves
     ├── SessionError (RuntimeError)        a session that is closed, or that belongs to another process
+    ├── RecomputeError (RuntimeError)      a region that cannot be run again with the same outcome
     ├── InplaceError (RuntimeError)        a saved tensor was changed in place: autograd's own message
     ├── RaceError (RuntimeError)           an access without a happens-before edge (the checking backend only)
     └── TierError (RuntimeError)           bytes that could not be stored or brought back
@@ -50,6 +51,10 @@ class BackendError(UnsupportedError):
 
 class SessionError(SpillwayError, RuntimeError):
     """A session that is closed, or that belongs to the process this one was forked from."""
+
+
+class RecomputeError(SpillwayError, RuntimeError):
+    """A recomputed region that cannot be run again with the same outcome."""
 
 
 class InplaceError(SpillwayError, RuntimeError):

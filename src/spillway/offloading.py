@@ -13,19 +13,20 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.autograd.graph import saved_tensors_hooks
 
+from spillway.capture.dynamo import keep_out
 from spillway.capture.handles import pack_kept, unpack
-from spillway.capture.hooks import Pass, in_backward
+from spillway.capture.hooks import Pass, in_backward, refuse_transforms
 from spillway.capture.location import Locator
-from spillway.errors import UnsupportedError, UsageError
+from spillway.capture.rerun import in_rerun
+from spillway.errors import UsageError
 from spillway.policies import Policy, Ratio, check_tier, wants_modules, wants_operators
 from spillway.records import StepStats
 from spillway.runtime.ledger import Ledger
-from spillway.session import Session
+from spillway.session import MIN_BYTES, Session
 from spillway.units import parse_bytes
-
-_MIN_BYTES = 1 << 20
 
 
 class _ActivePasses(threading.local):
@@ -96,7 +97,7 @@ class offload(ContextDecorator):  # noqa: N801  (a verb: people write ``with spi
         self._policy = Ratio(ratio) if ratio is not None else policy
         if ratio == 1:
             self._policy = None
-        self._min_bytes = parse_bytes(_MIN_BYTES if min_bytes is None else min_bytes, what="min_bytes")
+        self._min_bytes = parse_bytes(MIN_BYTES if min_bytes is None else min_bytes, what="min_bytes")
         if session is not None and not isinstance(session, Session):
             raise UsageError(f"session: got {session!r}, expected a spillway.Session or None")
         self._tag = tag
@@ -109,10 +110,13 @@ class offload(ContextDecorator):  # noqa: N801  (a verb: people write ``with spi
     def __enter__(self) -> None:
         session = self._session if self._session is not None else Session.default()
         session.check_open()
-        _refuse_transforms()
         memory, locator = session.memory(self._tag), None
         if self._told_nothing and memory.gain.is_none() and not session.marks.any:
-            self._passes().append((ExitStack(), session, _Aside(memory.gain.why_none)))
+            with ExitStack() as stack:
+                if _top_saved_tensors_default_hooks(True) is not None:
+                    # Somebody around counts what is saved (a checkpoint does): as much as before, and as in a re-run.
+                    stack.enter_context(_hooks(pack_kept))
+                self._passes().append((stack.pop_all(), session, _Aside(memory.gain.why_none)))
             _active.depth += 1
             return
         with ExitStack() as stack:
@@ -130,8 +134,9 @@ class offload(ContextDecorator):  # noqa: N801  (a verb: people write ``with spi
                 locator=locator,
                 told_nothing=self._told_nothing,
             )
-            stack.enter_context(_hooks(pack_kept if in_backward() else current.pack))
+            stack.enter_context(_hooks(pack_kept if in_backward() or in_rerun() else current.pack))
             self._passes().append((stack.pop_all(), session, current))
+            session.passes.enter(current)
         _active.depth += 1
 
     def __exit__(
@@ -139,6 +144,8 @@ class offload(ContextDecorator):  # noqa: N801  (a verb: people write ``with spi
     ) -> None:
         _active.depth -= 1
         hooks, session, current = self._passes().pop()
+        if isinstance(current, Pass):
+            session.passes.leave()
         try:
             hooks.__exit__(kind, error, trace)
         finally:
@@ -157,6 +164,7 @@ class offload(ContextDecorator):  # noqa: N801  (a verb: people write ``with spi
             offloaded_bytes=ledger.offloaded_bytes,
             reloaded_bytes=ledger.reloaded_bytes,
             reused_bytes=ledger.reused_bytes,
+            recomputed_bytes=ledger.recomputed_bytes,
             host_bytes=session.host_bytes,
             disk_bytes=session.disk_bytes,
             stall_seconds=out + back,
@@ -268,14 +276,7 @@ def _mark(tensor: torch.Tensor, session: Session | None, *, offload: bool) -> No
     session.marks.set(tensor, offload=offload)
 
 
-def _refuse_transforms() -> None:
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        raise UnsupportedError(
-            "got a call inside of a torch.func transform (grad, vjp, jvp, vmap), expected plain autograd; torch.func "
-            "allows no saved-tensor hooks: call it around the transform's function only without Spillway"
-        )
-
-
 def _hooks(pack: Callable[[torch.Tensor], Any]) -> saved_tensors_hooks:
-    _refuse_transforms()
+    refuse_transforms()
+    keep_out()
     return saved_tensors_hooks(pack, unpack)

@@ -10,7 +10,7 @@ import torch
 
 
 class Decision(enum.Enum):
-    """What becomes of one saved tensor."""
+    """What becomes of one saved tensor, or of one operator's output."""
 
     KEEP = "keep"
     """It stays where it is."""
@@ -20,6 +20,8 @@ class Decision(enum.Enum):
     """It leaves for host memory."""
     OFFLOAD_DISK = "offload-disk"
     """It leaves for the disk."""
+    RECOMPUTE = "recompute"
+    """It is dropped and computed again in backward. Only for what a recomputed region computes."""
 
 
 class SavedTensor(NamedTuple):

@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Hashable
 from typing import ClassVar
 
 import torch
 
+from spillway.capture.hooks import Pass
 from spillway.capture.identity import Identity, Marks
 from spillway.capture.order import Memory
+from spillway.capture.outputs import DroppedOutputs
+from spillway.capture.passes import Passes
+from spillway.capture.proofs import Proofs
 from spillway.errors import SessionError, UsageError
 from spillway.events import Recorder
 from spillway.runtime.backend import quiet
@@ -21,6 +26,9 @@ from spillway.runtime.device import DeviceRuntime, MakeBackend, backend_for
 from spillway.runtime.disk import SpillFile
 from spillway.runtime.host_memory import memory_limit
 from spillway.units import parse_bytes
+
+MIN_BYTES = 1 << 20
+"""A copy of fewer bytes does not reach a link's rate."""
 
 _HOST_SHARE = 0.7
 _CPU_WINDOW = 64 << 20
@@ -75,6 +83,9 @@ class Session:
                 raise UsageError(f"{name}: got {value!r}, expected a callable")
         self.identity = Identity()
         self.marks = Marks()
+        self.outputs = DroppedOutputs()
+        self.passes = Passes()
+        self._proofs: dict[Hashable, Proofs] = {}
         self._window = None if window is None else parse_bytes(window, what="window")
         self._host_budget = _host_budget() if host_budget is None else parse_bytes(host_budget, what="host_budget")
         capacity = None if disk_budget is None else parse_bytes(disk_budget, what="disk_budget")
@@ -123,6 +134,19 @@ class Session:
         """What was learned under a tag."""
         with self._lock:
             return self._memories.setdefault(tag, Memory())
+
+    def proofs(self, function: Hashable) -> Proofs:
+        """Which re-runs of a function were seen to be right; by what tells it from others."""
+        with self._lock:
+            return self._proofs.setdefault(function, Proofs())
+
+    def current_pass(self) -> Pass:
+        """The innermost pass that the calling thread is inside of, or one for what is saved outside of any."""
+        return self.passes.current(self._open_pass)
+
+    def _open_pass(self) -> Pass:
+        memory = self.memory(None)
+        return Pass(self, None, memory, min_bytes=MIN_BYTES, tag=None, tier="auto", window=None, locator=None)
 
     @property
     def host_bytes(self) -> int:

@@ -138,6 +138,7 @@ class AdversaryBackend(Backend):
     """
 
     alignment = 64
+    poisons = True
 
     def __init__(self, device: torch.device | None = None, *, direct_disk: bool = False) -> None:
         super().__init__(device if device is not None else torch.device("cpu"))

@@ -159,6 +159,17 @@ def test_two_processes_on_two_devices() -> None:
     assert ["equal" in process.communicate(timeout=300)[0] for process in processes] == [True, True]
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two accelerators")
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_a_process_of_the_second_device_leaves_the_first_alone(tier: str) -> None:
+    """A context costs half a gigabyte of a device that another rank trains on."""
+    script = TRAIN.format(tier=tier, window=MIB).replace('torch.device("cuda", 0)', 'torch.device("cuda", 1)')
+    script = (
+        "    import torch; torch.cuda.set_device(1)\n" + script + "\n    print(torch._C._cuda_hasPrimaryContext(0))"
+    )
+    assert run_script(script).stdout.split() == ["equal", "False"]
+
+
 def test_memory_that_runs_out_in_forward_leaves_nothing_behind(device: torch.device) -> None:
     """The error passes through the context while some of the pass is leaving; what was away is given back."""
     model = Chain(device)

@@ -23,13 +23,23 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from spillway.capture.identity import Saved, ViewRecipe
 from spillway.errors import InplaceError
 from spillway.runtime.device import DeviceRuntime
+
+
+class Handle(Protocol):
+    """What autograd holds in place of a saved tensor. See NOTE [ What autograd owns ]."""
+
+    def unpack(self) -> Any: ...
+
+    def is_intact(self) -> bool:
+        """Whether what was saved was not written since, as far as versions tell."""
+        ...
 
 
 class KeptHandle:
@@ -54,16 +64,19 @@ class KeptHandle:
         check_version(self._alias, self._version, self._alias)
         return self._alias
 
+    def is_intact(self) -> bool:
+        return self._alias._version == self._version
+
 
 class AwayHandle:
     """Stands for a tensor whose storage is an entry of the mover. It owns one of the entry's handles."""
 
-    __slots__ = ("_mover", "_recipe", "_round", "_saved", "_tracker", "_version")
+    __slots__ = ("_mover", "_recipe", "_round", "_tracker", "_version", "saved")
 
     def __init__(self, tensor: torch.Tensor, saved: Saved, recipe: ViewRecipe, runtime: DeviceRuntime) -> None:
         # What the finaliser reads comes first: it runs also if what follows raises.
         self._round = -1
-        self._saved = saved
+        self.saved = saved
         self._mover = runtime.mover
         self._version = tensor._version
         self._recipe = recipe
@@ -77,7 +90,13 @@ class AwayHandle:
             # What is made inside has no version counter, and could not share the user's.
             with torch.inference_mode(mode=False):
                 return self.unpack()
-        saved = self._saved
+        if torch._C._len_torch_dispatch_stack() > 0:
+            with torch._C._DisableTorchDispatch():
+                return self._fetch()
+        return self._fetch()
+
+    def _fetch(self) -> torch.Tensor:
+        saved = self.saved
         course = saved.course
         if course is not None:
             # Whether it was caught before it left is a hint to the order: reading it without the lock does no harm.
@@ -88,8 +107,16 @@ class AwayHandle:
         tensor.data = made if made is not None and self._recipe is saved.form else self._recipe.rebuild(storage, low)
         return tensor
 
+    def is_intact(self) -> bool:
+        return self._tracker._version == self._version
+
     def __del__(self) -> None:
-        self._mover.forget(self._saved, self._round)
+        if torch._C._len_torch_dispatch_stack() > 0:
+            # What is given back here is no operator of whoever's mode is in force.
+            with torch._C._DisableTorchDispatch():
+                self._mover.forget(self.saved, self._round)
+        else:
+            self._mover.forget(self.saved, self._round)
 
 
 class ObjectHandle:
@@ -102,6 +129,9 @@ class ObjectHandle:
 
     def unpack(self) -> Any:
         return self._part
+
+    def is_intact(self) -> bool:
+        return True
 
 
 class PartsHandle:
@@ -129,8 +159,9 @@ class PartsHandle:
         tensor: torch.Tensor = self._type.__tensor_unflatten__(parts, self._context, self._size, self._stride)
         return tensor.detach() if tensor.requires_grad else tensor
 
-
-Handle = KeptHandle | AwayHandle | PartsHandle | ObjectHandle
+    def is_intact(self) -> bool:
+        owner = self._owner()
+        return owner is None or owner._version == self._version
 
 
 unpack: Callable[[Handle], torch.Tensor] = operator.methodcaller("unpack")
@@ -142,7 +173,20 @@ def pack_kept(tensor: torch.Tensor) -> KeptHandle:
     return KeptHandle(tensor)
 
 
-def check_version(tracker: torch.Tensor, version: int, like: torch.Tensor | ViewRecipe) -> None:
+class Likeness(Protocol):
+    """What an error says of a tensor."""
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+
+def check_version(tracker: torch.Tensor, version: int, like: Likeness | ViewRecipe) -> None:
     """Autograd's own check, in autograd's own words. See NOTE [ The check that hooks switch off ]."""
     if tracker._version != version:
         size = like.size if isinstance(like, ViewRecipe) else like.shape

@@ -38,7 +38,7 @@ from spillway.capture.identity import (
 )
 from spillway.capture.location import Locator
 from spillway.capture.order import Course, Memory
-from spillway.errors import PolicyError
+from spillway.errors import PolicyError, UnsupportedError
 from spillway.policies import Policy
 from spillway.records import Decision, SavedTensor
 from spillway.runtime.device import DeviceRuntime
@@ -54,9 +54,33 @@ def in_backward() -> bool:
     return _graph_task() != -1
 
 
+def refuse_transforms() -> None:
+    """Raise :class:`~spillway.errors.UnsupportedError` inside of a ``torch.func`` transform."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise UnsupportedError(
+            "got a call inside of a torch.func transform (grad, vjp, jvp, vmap), expected plain autograd; torch.func "
+            "allows no saved-tensor hooks: call it around the transform's function only without Spillway"
+        )
+
+
 # A member of an enum costs a search of its class each time that it is named.
 _KEEP, _OFFLOAD = Decision.KEEP, Decision.OFFLOAD
 _TIERS = {Decision.OFFLOAD_HOST: "host", Decision.OFFLOAD_DISK: "disk"}
+
+
+class Packer(Protocol):
+    """Makes handles for what sees an output that a region can compute again."""
+
+    def pack(self, tensor: torch.Tensor, nothing: torch.Tensor) -> Handle: ...
+
+
+class Outputs(Protocol):
+    """The outputs that regions can compute again."""
+
+    @property
+    def any(self) -> bool: ...
+
+    def get(self, storage: torch.UntypedStorage) -> Packer | None: ...
 
 
 class Owner(Protocol):
@@ -64,6 +88,9 @@ class Owner(Protocol):
 
     identity: Identity
     marks: Marks
+
+    @property
+    def outputs(self) -> Outputs: ...
 
     def runtime(self, device: torch.device) -> DeviceRuntime: ...
 
@@ -114,11 +141,37 @@ class Pass:
         self._waiting: list[_Departure] = []
         self._waiting_bytes = 0
         self._waiting_node = 0
+        self._nothing: dict[torch.device, torch.Tensor] = {}
+        self.was_recomputed = False
+        """Whether backward has come to a region of the pass."""
+
+    @property
+    def was_asked(self) -> bool:
+        """Whether backward has begun to ask for what was saved."""
+        return self.was_recomputed or any(device.course.was_asked for device in self._devices.values())
+
+    def nothing(self, device: torch.device) -> torch.Tensor:
+        """An empty tensor there, for trackers."""
+        nothing = self._nothing.get(device)
+        if nothing is None:
+            nothing = self._nothing[device] = torch.empty(0, device=device)
+        return nothing
+
+    def poisons(self, device: torch.device) -> bool:
+        """Whether the device's backend wants unwritten memory to show."""
+        return device.type != "meta" and self._owner.runtime(device).backend.poisons
 
     def pack(self, tensor: torch.Tensor) -> Handle:
         """The hook: what autograd holds for ``tensor``."""
         if _graph_task() != -1:
             return KeptHandle(tensor)
+        if torch._C._len_torch_dispatch_stack() > 0 and type(tensor) is torch.Tensor:
+            # What is done here is no operator of the user's, whose modes (a region's, a counter's) see the others.
+            with torch._C._DisableTorchDispatch():
+                return self._pack_in_order(tensor)
+        return self._pack_in_order(tensor)
+
+    def _pack_in_order(self, tensor: torch.Tensor) -> Handle:
         node = _next_node()
         if node > self._waiting_node:
             self._waiting_node = node
@@ -126,6 +179,37 @@ class Pass:
             if self._waiting and self._waiting_bytes >= self._waiting[-1][1].mover.batch:
                 self._send()
         return self._pack(tensor)
+
+    def save(self, tensor: torch.Tensor, decision: Decision) -> Handle:
+        """A handle of a tensor about which was decided already. See NOTE [ Inside a backward ]."""
+        return KeptHandle(tensor) if in_backward() else self._pack(tensor, decision)
+
+    def pack_to_leave(self, tensor: torch.Tensor) -> Handle:
+        """A hook: like :meth:`pack`, but whatever is saved leaves."""
+        return self.save(tensor, _OFFLOAD)
+
+    def alias(self, tensor: torch.Tensor) -> Handle:
+        """A handle of bytes that are alive anyway, and leave only if they were sent away before."""
+        if type(tensor) is torch.Tensor and why_unmovable(tensor) is None:
+            storage = tensor.untyped_storage()
+            known = self._owner.identity.find(storage, *reach(tensor, storage.nbytes()))
+            if known is not None and known.moves and tensor.device in self._devices:
+                handle = self._pack_known(tensor, storage, known, self._devices[tensor.device])
+                if handle is not None:
+                    return handle
+        return KeptHandle(tensor)
+
+    def another(self, handle: Handle, tensor: torch.Tensor, decision: Decision) -> Handle:
+        """A second handle of bytes that have one, for a tensor that is known to see them as they were saved."""
+        if isinstance(handle, AwayHandle) and handle.saved.reaches(*reach(tensor, tensor.untyped_storage().nbytes())):
+            runtime = self._devices[tensor.device].runtime
+            if runtime.mover.adopt(handle.saved, same_content=True):
+                return AwayHandle(tensor, handle.saved, ViewRecipe.of(tensor), runtime)
+        return self.save(tensor, decision)
+
+    def flush(self) -> None:
+        """What waits leaves now: every operator that saved some of it has returned."""
+        self._send()
 
     def end(self, *, completed: bool) -> None:
         """The context exits: what still waits leaves, and if nothing was raised inside, the pass is remembered."""
@@ -141,16 +225,21 @@ class Pass:
                 backends = [device.runtime.backend for device in self._devices.values()]
                 self._memory.gain.judge(self.ledger.saved_bytes, backends)
 
-    def _pack(self, tensor: torch.Tensor) -> Handle:
+    def _pack(self, tensor: torch.Tensor, decision: Decision | None = None) -> Handle:
         if is_parameter(tensor):
             return KeptHandle(tensor)
         if type(tensor) is not torch.Tensor and is_wrapper(tensor):
-            return self._pack_parts(tensor)
+            return self._pack_parts(tensor, decision)
         if why_unmovable(tensor) is not None:
             return KeptHandle(tensor)
         storage = tensor.untyped_storage()
         if self._locator is not None and self._locator.is_parameter_storage(storage):
             return KeptHandle(tensor)
+        outputs = self._owner.outputs
+        if outputs.any:
+            dropped = outputs.get(storage)
+            if dropped is not None:
+                return dropped.pack(tensor, self.nothing(tensor.device))
         device = self._devices.get(tensor.device)
         if device is None:
             device = self._meet(tensor)
@@ -163,9 +252,9 @@ class Pass:
             handle = self._pack_known(tensor, storage, known, device)
             if handle is not None:
                 return handle
-        return self._pack_new(tensor, storage, start, nbytes, device, whole=whole)
+        return self._pack_new(tensor, storage, start, nbytes, device, decision, whole=whole)
 
-    def _pack_parts(self, tensor: torch.Tensor) -> Handle:
+    def _pack_parts(self, tensor: torch.Tensor, decision: Decision | None) -> Handle:
         names, context = flatten(tensor)
         parts: dict[str, Handle] = {}
         for name in names:
@@ -175,7 +264,7 @@ class Pass:
                 continue
             # The shape of a jagged tensor is known by its offsets, the very object: only its values may move.
             moves = not tensor.is_nested or name == "_values"
-            parts[name] = self._pack(part) if moves else KeptHandle(part)
+            parts[name] = self._pack(part, decision) if moves else KeptHandle(part)
         return PartsHandle(tensor, parts, context)
 
     def _pack_known(
@@ -195,13 +284,14 @@ class Pass:
         start: int,
         nbytes: int,
         device: _Device,
+        decision: Decision | None,
         *,
         whole: bool,
     ) -> Handle:
         if self._signature is None:
             self._begin(tensor, device)
         runtime = device.runtime
-        decision = self._decide(tensor, storage, nbytes)
+        decision = self._decide(tensor, storage, nbytes, decision)
         tier = self._tier_for(decision, device)
         # Bytes at an address that the allocator would not give cannot be put back as they were.
         moves = tier is not None and storage.data_ptr() % runtime.backend.alignment == 0
@@ -221,7 +311,7 @@ class Pass:
         handle = AwayHandle(tensor, saved, recipe, runtime)
         course = device.course
         saved.course = course
-        saved.place = course.add(saved.reference)
+        saved.place = course.add(saved.reference, nbytes)
         self._waiting.append((saved, runtime, tier, course.in_tail(saved.place)))
         self._waiting_bytes += nbytes
         return handle
@@ -239,7 +329,9 @@ class Pass:
     def _meet(self, tensor: torch.Tensor) -> _Device:
         """The first tensor on a device."""
         runtime = self._owner.runtime(tensor.device)
-        device = self._devices[tensor.device] = _Device(runtime, runtime.tier(self._tier), Course())
+        device = self._devices[tensor.device] = _Device(
+            runtime, runtime.tier(self._tier), Course(window=runtime.window)
+        )
         return device
 
     def _begin(self, tensor: torch.Tensor, device: _Device) -> None:
@@ -248,9 +340,12 @@ class Pass:
         previous = self._memory.recall(self._signature)
         if previous is not None and previous.total_bytes:
             self._total_bytes = previous.total_bytes
-        device.course = Course(previous)
+        window = device.runtime.window if self._window is None else self._window
+        device.course = Course(previous, window)
 
-    def _decide(self, tensor: torch.Tensor, storage: torch.UntypedStorage, nbytes: int) -> Decision:
+    def _decide(
+        self, tensor: torch.Tensor, storage: torch.UntypedStorage, nbytes: int, decided: Decision | None
+    ) -> Decision:
         position = self._count
         self._count += 1
         marks = self._owner.marks
@@ -260,6 +355,8 @@ class Pass:
                 return _OFFLOAD if marked else _KEEP
         if nbytes < self._min_bytes:
             return _KEEP
+        if decided is not None:
+            return decided
         if self._policy is None:
             return _OFFLOAD
         module, function = self._locator.here() if self._locator is not None else (None, None)
@@ -276,19 +373,22 @@ class Pass:
             function,
         )
         decision = self._policy(saved)
-        if not isinstance(decision, Decision):
+        if not isinstance(decision, Decision) or decision is Decision.RECOMPUTE:
             raise PolicyError(
                 f"policy {self._policy!r}: got {decision!r} for {saved}, expected a spillway.Decision; return one of "
-                f"{', '.join(str(member) for member in Decision)}"
+                f"{', '.join(str(member) for member in Decision if member is not Decision.RECOMPUTE)}, and put what is "
+                f"to be computed again into a spillway.recompute"
             )
         return decision
 
     def _send(self) -> None:
         """What waits leaves now. See NOTE [ When a tensor may leave ]."""
         waiting, self._waiting, self._waiting_bytes = self._waiting, [], 0
-        for (runtime, tier, hold), departures in itertools.groupby(waiting, key=operator.itemgetter(1, 2, 3)):
-            entries = [departure[0] for departure in departures]
-            runtime.mover.put(entries, tier, window=self._window, hold=hold)
+        # Copies are no operators of the user's, whose modes may still be in force.
+        with torch._C._DisableTorchDispatch():
+            for (runtime, tier, hold), departures in itertools.groupby(waiting, key=operator.itemgetter(1, 2, 3)):
+                entries = [departure[0] for departure in departures]
+                runtime.mover.put(entries, tier, window=self._window, hold=hold)
 
 
 class _Device:

@@ -28,10 +28,17 @@ Function = Callable[..., Any]
 
 
 class Locator:
-    """Knows, while it is entered, which module and which operator runs in the thread that entered it."""
+    """Knows, while it is entered, which module and which operator runs in the thread that entered it.
 
-    def __init__(self, *, modules: bool, operators: bool) -> None:
+    Args:
+        modules: whether it knows the module.
+        operators: whether it knows the operator.
+        root: the module that paths begin below; ``None``: the first one that is called.
+    """
+
+    def __init__(self, *, modules: bool, operators: bool, root: torch.nn.Module | None = None) -> None:
         self._wants_modules = modules
+        self._root = root
         self._operators = _Operators() if operators else None
         self._names: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()
         self._parameters: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
@@ -69,10 +76,11 @@ class Locator:
     def _before(self, module: torch.nn.Module, args: Any) -> None:
         if threading.get_ident() != self._thread:
             return
-        if not self._stack:
-            for name, child in module.named_modules():
+        if not self._stack and (self._root is None or not self._names):
+            root = module if self._root is None else self._root
+            for name, child in root.named_modules():
                 self._names[child] = name
-            self._note_parameters((*module.parameters(), *module.buffers()))
+            self._note_parameters((*root.parameters(), *root.buffers()))
         self._stack.append(self._names.get(module, type(module).__name__))
 
     def _after(self, module: torch.nn.Module, args: Any, output: Any) -> None:

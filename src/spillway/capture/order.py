@@ -25,9 +25,12 @@ class Course:
 
     Args:
         previous: the last finished pass of the same signature.
+        window: bytes that may be LEAVING at once.
     """
 
-    def __init__(self, previous: Course | None = None) -> None:
+    def __init__(self, previous: Course | None = None, window: int = 0) -> None:
+        self._window = window
+        self._sizes: list[int] = []
         self._entries: list[Callable[[], Entry | None]] = []
         self._asked: dict[int, None] = {}
         self._caught: set[int] = set()
@@ -39,10 +42,16 @@ class Course:
         self.total_bytes = 0
         """Distinct bytes saved, once the pass has ended."""
 
-    def add(self, reference: Callable[[], Entry | None]) -> int:
+    def add(self, reference: Callable[[], Entry | None], nbytes: int) -> int:
         """The next entry saved, weakly referred to, takes the next place in packing order, which this gives."""
         self._entries.append(reference)
+        self._sizes.append(nbytes)
         return len(self._entries) - 1
+
+    @property
+    def was_asked(self) -> bool:
+        """Whether backward has asked for any of them."""
+        return bool(self._asked)
 
     def in_tail(self, place: int) -> bool:
         """Whether backward will ask for the entry there before it could have left."""
@@ -95,7 +104,15 @@ class Course:
         """
         if len(self._expected) == len(self._entries) and (self._tail or not self._asked):
             return self._tail
-        return frozenset(self._caught)
+        # What is held back takes room in the window: of more than fits, the first would be sent after all, and late.
+        tail: set[int] = set()
+        nbytes = 0
+        for place in sorted(self._caught, reverse=True):
+            nbytes += self._sizes[place]
+            if tail and nbytes > self._window:
+                break
+            tail.add(place)
+        return frozenset(tail)
 
     def _predict(self) -> list[int]:
         count = len(self._entries)

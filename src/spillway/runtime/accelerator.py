@@ -52,7 +52,8 @@ class AcceleratorBackend(Backend):
 
     def __init__(self, device: torch.device, *, threads: int | None = None) -> None:
         super().__init__(device)
-        self._tasks = HostTasks(threads if threads is not None else min(_MOST_THREADS, os.cpu_count() or 1))
+        most = threads if threads is not None else min(_MOST_THREADS, os.cpu_count() or 1)
+        self._tasks = HostTasks(most, self._begin_tasks)
         self._lanes: list[torch.Stream] = []
         self._entering = threading.Lock()
         self.unified = _is_unified(device)
@@ -131,6 +132,12 @@ class AcceleratorBackend(Backend):
         self._tasks.close()
         for lane in self._lanes:
             lane.synchronize()
+
+    def _begin_tasks(self) -> None:
+        be_in_task()
+        # A thread's current device is the first, until it is told otherwise: entering a lane would put a context of
+        # this process, half a gigabyte, on a device that belongs to another rank.
+        torch.accelerator.set_device_index(self.device)
 
     def _near_cpus(self) -> set[int]:
         properties: Any = torch.cuda.get_device_properties(self.device)

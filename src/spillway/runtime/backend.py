@@ -120,6 +120,9 @@ class Backend(ABC):
     direct_disk: bool = False
     """Whether the device's memory is host memory, which files can be written from and read into."""
 
+    poisons: bool = False
+    """Whether memory that nobody wrote must show, if somebody reads it all the same: for a backend that checks."""
+
     unified: bool = False
     """Whether the device's memory is the host's own, so that moving bytes to host memory frees none."""
 
@@ -194,10 +197,15 @@ def quiet() -> Iterator[None]:
 
 
 class HostTasks:
-    """A few threads for host work. They start with the first task."""
+    """A few threads for host work. They start with the first task.
 
-    def __init__(self, threads: int) -> None:
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="spillway-task", initializer=be_in_task)
+    Args:
+        threads: how many.
+        begin: what each of them does first.
+    """
+
+    def __init__(self, threads: int, begin: Callable[[], None] = be_in_task) -> None:
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="spillway-task", initializer=begin)
 
     def run(self, task: Task) -> TaskEvent:
         # The thread keeps what it was given until a moment after the event is reached, and a task holds memory: so it

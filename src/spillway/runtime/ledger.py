@@ -45,6 +45,7 @@ class Ledger:
     offloaded_bytes: int = 0
     reloaded_bytes: int = 0
     reused_bytes: int = 0
+    recomputed_bytes: int = 0
     out: Stalls = field(default_factory=Stalls)
     back: Stalls = field(default_factory=Stalls)
     notes: list[str] = field(default_factory=list)

@@ -1,0 +1,57 @@
+"""States of random generators, before and after the operators that draw from them.
+
+A re-run that leaves out a random operator must leave the generator where that operator would have left it, and one that
+runs must draw what it drew. So both states are noted in the first run, of random operators only.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from spillway.capture.trace import tensors_of
+
+
+class GeneratorState(NamedTuple):
+    """The state of a generator at some moment."""
+
+    device: torch.device
+    state: torch.Tensor
+
+
+def generator_of(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> torch.Generator:
+    """The generator that a call draws from: the one it is given, or its device's own."""
+    given = given_generator(args, kwargs)
+    return default_generator(device) if given is None else given
+
+
+def given_generator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Generator | None:
+    """The generator among the arguments, if there is one."""
+    return next((value for value in (*kwargs.values(), *args) if isinstance(value, torch.Generator)), None)
+
+
+def state_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> GeneratorState:
+    """Its state now."""
+    device = device_of(args, kwargs)
+    return GeneratorState(device, generator_of(args, kwargs, device).get_state())
+
+
+def device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
+    """Where a call makes its tensors."""
+    device = kwargs.get("device")
+    if device is not None:
+        return torch.device(device)
+    for tensor in tensors_of(args, kwargs):
+        return tensor.device
+    return torch.device("cpu")
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """The generator that a device's operators draw from when they are given none."""
+    if device.type == "cpu":
+        return torch.default_generator
+    module: Any = torch.get_device_module(device)
+    index = device.index if device.index is not None else module.current_device()
+    generator: torch.Generator = module.default_generators[index]
+    return generator

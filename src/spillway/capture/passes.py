@@ -1,0 +1,38 @@
+"""The passes that a thread is inside of: whose order and window a region's tensors go by."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from spillway.capture.hooks import Pass
+
+
+class Passes(threading.local):
+    """The passes of one session that the calling thread has entered, the innermost last.
+
+    Where there is none, a pass is opened that nobody has entered. It ends when backward has begun to ask for what was
+    saved in it: what is saved after that belongs to another forward.
+    """
+
+    def __init__(self) -> None:
+        self._entered: list[Pass] = []
+        self._open: Pass | None = None
+
+    def enter(self, current: Pass) -> None:
+        """The calling thread enters a pass."""
+        self._entered.append(current)
+
+    def leave(self) -> None:
+        """And leaves it."""
+        self._entered.pop()
+
+    def current(self, make: Callable[[], Pass]) -> Pass:
+        """The innermost, or one that is open to all."""
+        if self._entered:
+            return self._entered[-1]
+        if self._open is None or self._open.was_asked:
+            if self._open is not None:
+                self._open.end(completed=True)
+            self._open = make()
+        return self._open

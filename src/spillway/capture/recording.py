@@ -1,0 +1,134 @@
+"""The mode of a region's first run: it writes the trace, and decides about each operator's output."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from spillway.capture.generators import given_generator, state_of
+from spillway.capture.labels import Unseen
+from spillway.capture.location import Locator
+from spillway.capture.schema import facts_of
+from spillway.capture.trace import Call, Trace, aliases_of, constants_of, nbytes_of
+from spillway.errors import RecomputeError
+from spillway.operators import Choices, OperatorCall
+from spillway.records import Decision
+
+_MOST_SETTLED_BYTES = 64 << 20
+
+
+class Recording(TorchDispatchMode):
+    """Runs every operator, and notes it.
+
+    Args:
+        trace: what it is noted in.
+        choices: what is kept and offloaded.
+        on_call: told of every call that ended, with its new tensors.
+        root: the module that paths of submodules begin below, if there is one.
+        draws: whether states of generators are noted.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(
+        self,
+        trace: Trace,
+        choices: Choices,
+        on_call: Callable[[Call, list[torch.Tensor]], None] | None,
+        *,
+        root: torch.nn.Module | None,
+        draws: bool,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._trace = trace
+        self._choices = choices
+        self._on_call = on_call
+        self._draws = draws
+        self._unseen = Unseen()
+        self._decides = choices.any
+        self._locator = Locator(modules=True, operators=False, root=root) if choices.wants_modules else None
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """What a compiled function does inside is one operator's business."""
+        return True
+
+    def __enter__(self) -> Recording:
+        if self._locator is not None:
+            self._locator.__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        if self._locator is not None:
+            self._locator.__exit__(*error)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        facts = facts_of(func)
+        if facts.ignored or self._unseen(func, args):
+            return func(*args, **kwargs)
+        trace = self._trace
+        if facts.casts and trace.is_cast(trace.values, args):
+            output = func(*args, **kwargs)
+            trace.add_cast(args[0], output)
+            return output
+        seen = trace.count
+        call = Call(func, facts, trace.read(args, kwargs), constants_of(args, kwargs))
+        if facts.writes:
+            call.writes = trace.written(facts, args, kwargs, call.reads, seen=seen)
+            for value in call.writes:
+                self._is_written(value, call)
+        if facts.is_random and self._draws:
+            call.before = state_of(args, kwargs)
+            if (own := given_generator(args, kwargs)) is not None:
+                trace.generators.setdefault(id(own), (own, call.before.state))
+        output = func(*args, **kwargs)
+        if call.before is not None:
+            call.after = state_of(args, kwargs)
+        new = trace.add(call, output)
+        if self._decides or facts.is_settled:
+            self._decide(call, output, new, args, kwargs)
+            if call.is_given:
+                # What the host or a shape hangs on is small, and may be written unseen: a copy of it is kept.
+                call.held = [alias.clone() if call.is_settled else alias for alias in aliases_of(new)]
+        if self._on_call is not None:
+            self._on_call(call, new)
+        return output
+
+    def _decide(self, call: Call, output: Any, new: list[torch.Tensor], args: Any, kwargs: Any) -> None:
+        """Whether the call's new tensors are kept or offloaded."""
+        if call.facts.is_settled and call.plain and sum(map(nbytes_of, new)) <= _MOST_SETTLED_BYTES:
+            call.decision = Decision.KEEP
+            return
+        if not new:
+            return
+        decision = self._choices.by_name(call.func)
+        if decision is not Decision.KEEP and self._choices.asks:
+            module = self._locator.here()[0] if self._locator is not None else None
+            nbytes = sum(map(nbytes_of, new))
+            asked = OperatorCall(call.func, module, len(self._trace.calls) - 1, nbytes)
+            answer, call.must = self._choices.by_call(asked, output, args, kwargs)
+            if decision is None or answer is Decision.KEEP:
+                decision = answer
+        call.decision = decision or Decision.RECOMPUTE
+
+    def _is_written(self, value: int, writer: Call) -> None:
+        """What was kept or offloaded of it is not what it will hold: its maker, and the writer, run again."""
+        self._trace.rewritten.add(value)
+        maker = self._trace.makers.get(value)
+        if maker is None or not maker.is_given:
+            return
+        if maker.must:
+            raise RecomputeError(
+                f"got {writer.func}, which writes in place into the output of {maker.func}, expected that output to "
+                f"stay as it was, since the policy says that it must be saved or offloaded; answer with a PREFER "
+                f"value, which lets it be computed again, or write out of place"
+            )
+        maker.decision, maker.held = Decision.RECOMPUTE, None

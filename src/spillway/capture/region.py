@@ -1,0 +1,389 @@
+"""A recomputed region: one call of a function whose saved tensors are mostly computed again.
+
+NOTE [ How a region goes ]
+
+``torch.utils.checkpoint`` runs the function, and runs it again when backward asks; it sees to random generators,
+autocast, nesting and early stop. What it runs is :meth:`Region.run`, which does more, inside of torch's own hooks:
+
+First run
+    Under a mode that writes the trace (``recording.py``), and under hooks of our own, which pass on to torch's what is
+    to be computed again. A saved tensor that is kept or offloaded gets a handle as anywhere else, and torch never hears
+    of it; neither does it of parameters, nor of what comes from outside and is alive anyway. When the function has
+    returned, it is settled which operators must run again, and what these need handed in gets handles too.
+
+Re-run
+    Under the mode of ``replay.py``. What is saved is collected, and told to torch all at once when the last tensor that
+    torch waits for is there (torch then stops the run). So if an operator turns out to differ from the first run's,
+    nothing has been told yet, and the function runs again, whole.
+
+NOTE [ What holds what ]
+
+Autograd owns the handles; a handle that is to be computed owns torch's holder and hook, which own torch's frame, which
+owns the region, which owns the handles for its re-run. A region never owns a hook of torch's, nor any of its outputs.
+
+NOTE [ The reentrant mode ]
+
+It runs the function without autograd first, so nothing is known of what autograd will save: in the re-run every
+operator runs but those whose outputs were kept or offloaded.
+"""
+
+from __future__ import annotations
+
+import enum
+import operator
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._C._autograd import _top_saved_tensors_default_hooks
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import GraphExecGroup
+
+from spillway.capture.handles import Handle, KeptHandle, check_version
+from spillway.capture.hooks import Pass
+from spillway.capture.identity import is_parameter, version_owner
+from spillway.capture.proofs import Proofs, fingerprint
+from spillway.capture.recording import Recording
+from spillway.capture.replay import Act, acts_of
+from spillway.capture.rerun import NOT_WANTED, Pack, Rerun
+from spillway.capture.trace import Call, Trace, aliases_of, is_strided, tensors_in
+from spillway.operators import Choices
+from spillway.records import Decision
+
+Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+
+_next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
+_graph_task: Callable[[], int] = torch._C._current_graph_task_id
+_unpack: Callable[[Any], torch.Tensor] = operator.methodcaller("unpack")
+
+
+class Outside(enum.Enum):
+    """How a region saves what it did not make."""
+
+    KEEP = "keep"
+    """It is alive anyway."""
+    PASS = "pass"
+    """The pass around may have sent it away: then it is that copy."""
+    TORCH = "torch"
+    """As torch does, which asks whoever saved the region's inputs: another region, or somebody's hooks."""
+
+
+def surroundings() -> Outside:
+    """By the hooks that are in force where a region is called."""
+    hooks: tuple[object, object] | None = _top_saved_tensors_default_hooks(True)
+    if hooks is None:
+        return Outside.KEEP
+    return Outside.PASS if isinstance(getattr(hooks[0], "__self__", None), Pass) else Outside.TORCH
+
+
+class Region:
+    """One call of a recomputed function.
+
+    Args:
+        function: what runs; called with the tensors that :meth:`run` is given.
+        first: runs it the first time, with the caller's own arguments.
+        choices: what is kept and offloaded.
+        passage: the pass that the region belongs to.
+        proofs: which re-runs of the function were seen to be right.
+        root: the module that paths of submodules begin below, if there is one.
+        outside: how it saves what it did not make.
+        reentrant: see NOTE [ The reentrant mode ].
+        stops_early: whether a re-run ends with the last tensor that is wanted.
+        draws: whether random numbers are to be the same in the re-run.
+        drops_output: whether the output, too, can be computed again: :attr:`outputs` then has handles of it.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        first: Callable[[], Any],
+        choices: Choices,
+        passage: Pass,
+        proofs: Proofs,
+        *,
+        root: torch.nn.Module | None,
+        outside: Outside,
+        reentrant: bool,
+        stops_early: bool,
+        draws: bool,
+        drops_output: bool,
+    ) -> None:
+        self._first: Callable[[], Any] | None = first
+        self._choices = choices
+        self._passage = passage
+        self._outside = outside
+        self._root = root
+        self._reentrant = reentrant
+        self._draws = draws
+        self._drops_output = drops_output
+        self._trace = Trace(reentrant=reentrant)
+        self._packs: list[Pack] = []
+        self._rerun = Rerun(
+            function, self._trace, self._packs, passage, proofs, reentrant=reentrant, stops_early=stops_early
+        )
+        self._torch: Hooks | None = None
+        self._handles: dict[int, Handle] = {}
+        self._pending: list[tuple[Pack, ComputedHandle, torch.Tensor]] = []
+        self._input_values: list[tuple[int, ...]] = []
+        self._takes_prints = proofs.is_untried and not reentrant
+        self._last_node = 0
+        self.outputs: list[tuple[torch.Tensor, ComputedHandle]] = []
+        """The outputs with the handles by which they can be computed again; whoever reads it clears it."""
+        self.error: BaseException | None = None
+        """What the function raised in its first run. Torch is not told: it would leave its hooks behind."""
+
+    def run(self, *tensors: torch.Tensor) -> Any:
+        """The function, for the first time or again. See NOTE [ How a region goes ]."""
+        first, self._first = self._first, None
+        if first is None:
+            return self._rerun(tensors)
+        try:
+            return self._run_first(first, tensors)
+        except BaseException as error:  # noqa: BLE001  (raised again by whoever called torch's checkpoint)
+            self.error = error
+            return None
+
+    def input_before(self, place: int) -> torch.UntypedStorage | None:
+        """The storage of an input as it was before the region wrote it, if it did."""
+        values = self._input_values[place] if place < len(self._input_values) else ()
+        outside = self._trace.outside.get(values[0]) if len(values) == 1 else None
+        before = None if outside is None else outside.before
+        return None if before is None else before.clone().untyped_storage()
+
+    def _run_first(self, first: Callable[[], Any], tensors: tuple[torch.Tensor, ...]) -> Any:
+        self._input_values = [
+            tuple([self._trace.value(part, is_input=True) for part in tensors_in((tensor,))]) for tensor in tensors
+        ]
+        recording = Recording(
+            self._trace,
+            self._choices,
+            self._on_call if self._choices.saved_by else None,
+            root=self._root,
+            draws=self._draws,
+        )
+        self._root = None
+        if self._reentrant:
+            self._trace.inputs = tuple(value for values in self._input_values for value in values)
+            with recording:
+                output = first()
+            self._rerun.output_prints = _prints(output)
+            self._end()
+            return output
+        self._torch = _top_saved_tensors_default_hooks(True)
+        try:
+            with saved_tensors_hooks(self._pack, _unpack), recording:
+                output = first()
+            if self._drops_output:
+                self._save_outputs(output)
+            self._end()
+        finally:
+            self._torch = None
+            self._pending.clear()
+            self._handles.clear()
+        return output
+
+    # Hooks of the first run.
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        if type(tensor) is not torch.Tensor:
+            # A wrapper's own code may have to run.
+            with _disable_current_modes():
+                return self._pack_here(tensor)
+        with torch._C._DisableTorchDispatch():
+            return self._pack_here(tensor)
+
+    def _pack_here(self, tensor: torch.Tensor) -> Any:
+        if is_parameter(tensor):
+            self._packs.append(NOT_WANTED)
+            return KeptHandle(tensor)
+        trace = self._trace
+        values = [value for part in tensors_in((tensor,)) if (value := trace.values.find(part)) is not None]
+        makers = [maker for value in values if (maker := trace.makers.get(value)) is not None]
+        if not makers and self._outside is not Outside.TORCH and trace.casts.isdisjoint(values):
+            self._packs.append(NOT_WANTED)
+            return self._passage.alias(tensor) if self._outside is Outside.PASS else KeptHandle(tensor)
+        if not values:
+            values = [trace.value(part) for part in tensors_in((tensor,))]
+        pack = Pack(len(trace.calls), tuple(values))
+        decision = self._decided(pack, makers)
+        if decision is not Decision.RECOMPUTE:
+            self._packs.append(NOT_WANTED)
+            return self._save(tensor, pack, decision)
+        self._packs.append(pack)
+        handle = self._to_be_computed(tensor, pack)
+        if self._choices.saved_by:
+            self._pending.append((pack, handle, tensor))
+        return handle
+
+    def _decided(self, pack: Pack, makers: list[Call]) -> Decision:
+        """What becomes of what was packed."""
+        if makers and all(maker.is_given for maker in makers):
+            return makers[0].decision
+        if makers and self._choices.saved_by:
+            last = self._trace.calls[-1]
+            # An operator saves its own output under the number of its own node; the next one has a higher number.
+            saving = self._choices.by_saving(last.func) if _next_node() == self._last_node else None
+            if saving is not None and makers == [last] and last.held is not None:
+                last.decision = saving
+                return saving
+        return Decision.RECOMPUTE
+
+    def _to_be_computed(self, tensor: torch.Tensor, pack: Pack) -> ComputedHandle:
+        assert self._torch is not None
+        pack.told = pack.wanted = True
+        if self._takes_prints and not self._is_state(tensor, pack):
+            pack.prints = _prints(tensor)
+        return ComputedHandle(tensor, self._torch, self._passage.nothing(tensor.device))
+
+    def _is_state(self, tensor: torch.Tensor, pack: Pack) -> bool:
+        """Whether a random operator keeps its seed in it, which kernels leave unwritten where they drew nothing."""
+        makers = [self._trace.makers.get(value) for value in pack.values]
+        is_number = not (tensor.is_floating_point() or tensor.is_complex())
+        return is_number and any(maker is not None and maker.facts.is_random for maker in makers)
+
+    def _save(self, tensor: torch.Tensor, pack: Pack, decision: Decision) -> Handle:
+        handle = self._passage.save(tensor, decision)
+        for value in pack.values:
+            self._handles[value] = handle
+        return handle
+
+    def _on_call(self, call: Call, new: list[torch.Tensor]) -> None:
+        """For ``saved_by``: an operator ran; what was packed right before is what it saved of its inputs."""
+        self._last_node = _next_node()
+        decision = self._choices.by_saving(call.func)
+        if decision is not None:
+            if call.held is None:
+                call.held = aliases_of(new)
+            # Below autograd, where a mode is called, aliases do not share the counter of versions unless told to; and
+            # what is done here is no operator of an outer region.
+            with (
+                torch._C._DisableTorchDispatch(),
+                torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False),
+            ):
+                for pack, handle, tensor in self._pending:
+                    if pack.values and set(pack.values) <= set(call.reads):
+                        self._save_after_all(pack, handle, tensor, decision)
+        self._pending.clear()
+
+    def _save_after_all(self, pack: Pack, handle: ComputedHandle, tensor: torch.Tensor, decision: Decision) -> None:
+        pack.wanted = False
+        handle.forgo(self._save(tensor, pack, decision))
+        (value, *others) = pack.values
+        maker = self._trace.makers.get(value)
+        if others or maker is None or maker.is_given or value in self._trace.rewritten:
+            return
+        # What made it need not run either, if its output can be told from what was saved.
+        whole = tensor.nbytes == tensor.untyped_storage().nbytes() and not (tensor.is_conj() or tensor.is_neg())
+        if whole and maker.plain and maker.makes == (value,) and maker.single:
+            form = maker.forms[0]
+            maker.decision = decision
+            maker.held = [tensor.detach().as_strided(form.size, form.stride, 0)]
+
+    # The end of the first run.
+
+    def _save_outputs(self, output: Any) -> None:
+        with torch._C._DisableTorchDispatch():
+            for index, tensor in enumerate(tensors_in(tree_leaves(output))):
+                values = tuple(value for value in (self._trace.values.find(tensor),) if value is not None)
+                if not all(value in self._trace.makers for value in values):
+                    continue
+                pack = Pack(len(self._trace.calls), values)
+                self._packs.append(pack)
+                self._rerun.output_leaves.append(index)
+                self.outputs.append((tensor, self._to_be_computed(tensor, pack)))
+
+    def _end(self) -> None:
+        """It is settled what runs again, and that gets what it needs handed in."""
+        trace = self._trace
+        trace.settle()
+        wanted = [(value, len(trace.calls)) for value in range(trace.count)] if self._reentrant else self._wanted()
+        self._rerun.wanted = wanted
+        acts = acts_of(trace, wanted)
+        with torch._C._DisableTorchDispatch():
+            for call, act in zip(trace.calls, acts, strict=True):
+                held, call.held = call.held, None
+                if act is Act.GIVE:
+                    call.given = [self._give(call, *each) for each in zip(call.makes, held or (), strict=True)]
+            self._passage.flush()
+        self._rerun.acts = acts
+
+    def _wanted(self) -> list[tuple[int, int]]:
+        """What is to be computed again, each with how many operators must have run."""
+        calls = self._trace.calls
+        wanted: list[tuple[int, int]] = []
+        for pack in self._packs:
+            if not pack.wanted:
+                continue
+            place = pack.place
+            if place < len(calls) and not set(pack.values).isdisjoint(calls[place].writes):
+                # Saved before its own operator wrote it (rrelu's noise): it is good when that has run.
+                place += 1
+                pack.prints = None
+                self._rerun.stops_early = False
+            wanted.extend((value, place) for value in pack.values)
+        return wanted
+
+    def _give(self, call: Call, value: int, tensor: torch.Tensor) -> Handle:
+        known = self._handles.get(value)
+        return (
+            self._passage.save(tensor, call.decision)
+            if known is None
+            else self._passage.another(known, tensor, call.decision)
+        )
+
+
+def _prints(output: Any) -> list[torch.Tensor | None]:
+    with torch._C._DisableTorchDispatch():
+        return [fingerprint(part) for part in tensors_in(tree_leaves(output))]
+
+
+class ComputedHandle:
+    """Stands for a tensor that is computed again when it is asked for."""
+
+    __slots__ = ("_asked", "_holder", "_hook", "_owner", "_tracker", "_version", "device", "dtype", "given", "shape")
+
+    def __init__(self, tensor: torch.Tensor, hooks: Hooks, nothing: torch.Tensor) -> None:
+        pack, hook = hooks
+        self._hook: Callable[[Any], torch.Tensor] = hook
+        self._holder = pack(tensor)
+        self._version = tensor._version
+        self._tracker: torch.Tensor | None = None
+        self._owner: Callable[[], torch.Tensor | None] | None = None
+        if type(tensor) is torch.Tensor and is_strided(tensor):
+            self._tracker = tensor.detach()
+            self._tracker.data = nothing
+        else:
+            # As for the parts of a wrapper: see PartsHandle.
+            self._owner = weakref.ref(version_owner(tensor))
+        self.shape = torch.Size() if tensor.is_nested else tensor.shape
+        self.dtype, self.device = tensor.dtype, tensor.device
+        self._asked = -1
+        self.given: Handle | None = None
+        """What stands for it instead, if it was kept or offloaded after all."""
+
+    def unpack(self) -> torch.Tensor:
+        if self.given is not None:
+            given: torch.Tensor = self.given.unpack()
+            return given
+        owner = self._tracker if self._owner is None else self._owner()
+        if owner is not None:
+            check_version(owner, self._version, self)
+        task = _graph_task()
+        if task != -1 and task == self._asked and GraphExecGroup._get_current_group() is None:
+            # Torch gives what it computed once in a backward. Within a group of its own, it computes it again.
+            with GraphExecGroup():
+                return self._compute()
+        self._asked = task
+        return self._compute()
+
+    def _compute(self) -> torch.Tensor:
+        tensor: torch.Tensor = self._hook(self._holder)
+        return tensor
+
+    def forgo(self, given: Handle) -> None:
+        """Torch need not compute it."""
+        self.given = given
+        self._holder = None

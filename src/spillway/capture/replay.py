@@ -1,0 +1,311 @@
+"""The re-run of a region: which of its operators run again, and the mode that sees to it.
+
+NOTE [ What must run again ]
+
+Backward wants some of what autograd saved to be computed again. Going through the trace from its end, an operator must
+run if it makes or writes a value that is wanted; then what it read is wanted too. Where its output was kept or
+offloaded, it is handed in instead, and nothing is wanted for its sake. What nobody wants is not run: its output is
+handed back unwritten. Views always run: they compute nothing.
+
+NOTE [ What the trace does not see ]
+
+A kernel that is launched without the dispatcher (Triton's, an extension's) reads and writes unseen, so that an operator
+may seem unwanted whose output such a kernel reads. So a pruned re-run is trusted only after it was seen to be right:
+the first time, the region runs whole and then pruned, with NaN in all that was not computed, and both must give the
+same bits (:mod:`spillway.capture.proofs`).
+"""
+
+from __future__ import annotations
+
+import enum
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from spillway.capture.generators import GeneratorState, generator_of
+from spillway.capture.labels import Unseen
+from spillway.capture.schema import argument, facts_of
+from spillway.capture.trace import Argument, Call, Form, Trace, Values, alias_of, constants_of, tensors_in, tensors_of
+from spillway.errors import RecomputeError
+from spillway.runtime.bytes import over
+
+
+class Act(enum.Enum):
+    """What a re-run does with an operator."""
+
+    RUN = "run"
+    """It runs again."""
+    GIVE = "give"
+    """What was kept or offloaded is handed in."""
+    SKIP = "skip"
+    """Nobody wants it: its output is handed back unwritten."""
+
+
+class Differs(Exception):  # noqa: N818  (no error of anybody's: the re-run starts anew)
+    """A re-run did something else than the first run."""
+
+
+def acts_of(trace: Trace, wanted: Iterable[tuple[int, int]]) -> list[Act]:
+    """What to do with each operator of the trace. See NOTE [ What must run again ].
+
+    Args:
+        trace: of the first run.
+        wanted: values to be computed again, each with the number of operators that had run when it was saved.
+    """
+    if trace.values.opaque is not None:
+        return whole(trace)
+    at: dict[int, list[int]] = {}
+    for value, place in wanted:
+        at.setdefault(place, []).append(value)
+    want: set[int] = set(at.get(len(trace.calls), ()))
+    acts: list[Act] = []
+    for place in range(len(trace.calls) - 1, -1, -1):
+        call = trace.calls[place]
+        act = _act_on(call, want)
+        want.difference_update(call.makes)
+        if act is Act.RUN and not call.is_only_a_view:
+            want.update(call.reads)
+            want.update(call.writes)
+        acts.append(act)
+        want.update(at.get(place, ()))
+    acts.reverse()
+    return acts
+
+
+def _act_on(call: Call, want: set[int]) -> Act:
+    if call.is_settled:
+        return Act.GIVE
+    if not call.plain or call.facts.reshapes or not want.isdisjoint(call.writes):
+        return Act.RUN
+    if want.isdisjoint(call.makes):
+        # A function may keep a constant that it makes, for later: that must be one.
+        return Act.SKIP if call.depends else Act.RUN
+    return Act.GIVE if call.is_given else Act.RUN
+
+
+def whole(trace: Trace) -> list[Act]:
+    """Everything runs again, but what it must not."""
+    return [Act.GIVE if call.is_settled else Act.RUN for call in trace.calls]
+
+
+class Replay(TorchDispatchMode):
+    """Sees the operators of a re-run, and leaves out those that need not run.
+
+    Args:
+        trace: of the first run.
+        acts: what to do with each.
+        inputs: what the function is called with.
+        reentrant: whether the graph of the re-run is the one that backward goes through: then nothing can stand for
+            what it reads.
+        poisoned: whether what is not computed is filled with NaN.
+
+    Raises:
+        Differs: from within any operator, once one of them was not the one of the first run.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(
+        self,
+        trace: Trace,
+        acts: list[Act],
+        inputs: Sequence[torch.Tensor],
+        *,
+        reentrant: bool,
+        poisoned: Callable[[torch.device], bool],
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._trace = trace
+        self._acts = acts
+        self._reentrant = reentrant
+        self._poisoned = poisoned
+        self._unseen = Unseen()
+        self._values = Values()
+        self._scratch: dict[int, torch.UntypedStorage] = {}
+        self._held: dict[int, torch.UntypedStorage] = {}
+        """By value, what stands for something of the first run's that was made anew."""
+        self._generators: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
+        for tensor, value in zip(tensors_in(inputs), trace.inputs, strict=False):
+            self._values.name(tensor, value)
+        self._place = 0
+        self.watched: list[weakref.ref[torch.UntypedStorage]] | None = None
+        """What was handed out unwritten, if somebody wants to know."""
+        self.differs: str | None = None
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """What a compiled function does inside is one operator's business."""
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._place < len(self._trace.calls) and self._trace.calls[self._place].func is func:
+            facts = self._trace.calls[self._place].facts
+        else:
+            facts = facts_of(func)
+        if facts.ignored or self._unseen(func, args) or (facts.casts and self._trace.is_cast(self._values, args)):
+            return func(*args, **kwargs)
+        call = self._next(func, args, kwargs)
+        act = self._acts[self._place]
+        self._place += 1
+        if act is Act.RUN:
+            output = self._run(call, args, kwargs)
+        else:
+            self._set_generator(call.after, args, kwargs)
+            with torch._C._DisableTorchDispatch():
+                output = _given(call) if act is Act.GIVE else self._unwritten(call, args, kwargs)
+        self._name(call, output)
+        return output
+
+    def _next(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """The call of the first run that this one is."""
+        trace = self._trace
+        if self.differs is None:
+            if self._place >= len(trace.calls):
+                self.differs = f"one more operator, {func}"
+            else:
+                call = trace.calls[self._place]
+                if call.func is not func:
+                    self.differs = f"operator {self._place} is {func}, and was {call.func}"
+                elif not _same(call.constants, constants_of(args, kwargs)):
+                    self.differs = f"operator {self._place}, {func}, has other arguments"
+                elif not self._reads_the_same(call, args, kwargs):
+                    self.differs = f"operator {self._place}, {func}, reads other tensors"
+                else:
+                    return call
+        raise Differs(self.differs)
+
+    def _reads_the_same(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        tensors = tensors_of(args, kwargs)
+        if len(tensors) != len(call.reads):
+            return False
+        outsides = self._trace.outside
+        for tensor, value in zip(tensors, call.reads, strict=True):
+            outside = outsides.get(value)
+            if outside is None:
+                if self._values.find(tensor) != value:
+                    return False
+            elif self._values.find_or_name(tensor, value) != value:
+                return False
+            elif outside.is_another(tensor):
+                if not (outside.has_gradient or self._reentrant):
+                    if outside.held is None or not _same_form(outside.held, tensor):
+                        return False
+                    self._held[value] = outside.held.untyped_storage()
+                    continue
+                raise RecomputeError(
+                    f"got a re-run that reads another tensor of shape {list(tensor.shape)} where the first run read "
+                    f"one that is still there, expected the same, or its gradient would be lost; give it to the region "
+                    f"as an argument (torch.func.functional_call: inside the region, with the parameters as arguments)"
+                )
+        return True
+
+    def _run(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._set_generator(call.before, args, kwargs)
+        # A view keeps to the real bytes: whoever computes with it is given the copy.
+        if call.is_only_a_view or not (self._trace.writes_outside or self._held):
+            return call.func(*args, **kwargs)
+        output = call.func(*self.instead(args), **self.instead(kwargs))
+        return _as_the_caller_knows_it(call, output, args, kwargs)
+
+    def _set_generator(self, moment: GeneratorState | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if moment is None:
+            return
+        generator = generator_of(args, kwargs, moment.device)
+        self._generators.setdefault(id(generator), (generator, generator.get_state()))
+        generator.set_state(moment.state)
+
+    def __exit__(self, *error: Any) -> None:
+        for generator, state in self._generators.values():
+            generator.set_state(state)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def instead(self, values: Any) -> Any:
+        """The same arguments, with a copy in place of what the region writes and did not make."""
+        if isinstance(values, torch.Tensor):
+            value = self._values.find(values)
+            outside = None if value is None else self._trace.outside.get(value)
+            if value in self._held and (outside is None or outside.before is None):
+                offset = int(values.storage_offset())
+                return over(self._held[value], values.dtype, offset, values.shape, values.stride())
+            if outside is None or outside.before is None:
+                return values
+            assert value is not None
+            if value not in self._scratch:
+                with torch._C._DisableTorchDispatch():
+                    self._scratch[value] = outside.before.clone().untyped_storage()
+                self._values.name(over(self._scratch[value], torch.uint8, 0, (0,), (1,)), value)
+            offset = int(values.storage_offset())
+            return over(self._scratch[value], values.dtype, offset, values.shape, values.stride())
+        if isinstance(values, dict):
+            return {key: self.instead(value) for key, value in values.items()}
+        if isinstance(values, (list, tuple)):
+            return type(values)(self.instead(value) for value in values)
+        return values
+
+    def _unwritten(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        outputs = []
+        for form in call.forms:
+            if isinstance(form, Form):
+                output = form.unwritten(poisoned=self._poisoned(form.device))
+                if self.watched is not None:
+                    self.watched.append(weakref.ref(output.untyped_storage()))
+                outputs.append(output)
+            elif isinstance(form, Argument):
+                outputs.append(argument(args, kwargs, form.key))
+            else:
+                outputs.append(form)
+        return outputs[0] if call.single else _sequence(call, outputs)
+
+    def _name(self, call: Call, output: Any) -> None:
+        if len(call.makes) == 1 and call.single and call.plain:
+            form = call.forms[0]
+            if output.dtype is not form.dtype or output.shape != form.size:
+                self.differs = f"{call.func} gave {output.dtype} of {list(output.shape)}, and had given {form}"
+                raise Differs(self.differs)
+            self._values.name(output, call.makes[0])
+        elif call.makes:
+            parts = tensors_in((output,) if call.single else output)
+            new = [part for part in parts if self._values.find(part) not in call.reads]
+            for part, value in zip(new, call.makes, strict=False):
+                self._values.name(part, value)
+
+
+def _same(a: list[Any], b: list[Any]) -> bool:
+    # Not a number is not equal to itself.
+    return a == b or repr(a) == repr(b)
+
+
+def _same_form(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.untyped_storage().nbytes() == b.untyped_storage().nbytes() and a.dtype is b.dtype
+
+
+def _given(call: Call) -> Any:
+    assert call.given is not None
+    handles = iter(call.given)
+    # A new alias each time: autograd gives it a history, which would come to hold what holds the handle.
+    outputs = [alias_of(next(handles).unpack()) if isinstance(form, Form) else form for form in call.forms]
+    if call.is_settled:
+        outputs = [each.clone() if isinstance(each, torch.Tensor) else each for each in outputs]
+    return outputs[0] if call.single else _sequence(call, outputs)
+
+
+def _sequence(call: Call, outputs: list[Any]) -> Any:
+    """As the operator's kernel gives it: one list, or a tuple of outputs."""
+    returns = call.func._schema.returns
+    return outputs if len(returns) == 1 else tuple(outputs)
+
+
+def _as_the_caller_knows_it(call: Call, output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The outputs that are arguments, by the arguments that the caller gave; others as they are."""
+    outputs = [output] if call.single else list(output)
+    returned = call.facts.returned or ()
+    for index, key in enumerate(returned):
+        if key is not None:
+            outputs[index] = argument(args, kwargs, key)
+    return outputs[0] if call.single else _sequence(call, outputs)

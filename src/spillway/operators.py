@@ -1,0 +1,266 @@
+"""Operators by name: which outputs of a recomputed region are kept or offloaded, and which are computed again.
+
+A *selector* names operators. It is one of
+
+* a family: ``"matmul"``, ``"attention"``, ``"norm"``, ``"convolution"``, ``"softmax"``, ``"embedding"``,
+  ``"pointwise"``, ``"random"``;
+* an operator: ``torch.ops.aten.mm.default``, all its overloads (``torch.ops.aten.mm``), or its name, with or without
+  overload, as in a shell: ``"aten::mm"``, ``"aten::add.Tensor"``, ``"aten::*softmax*"``;
+* the submodule that ran it, by its path below the region's module: ``"*.q_proj"``, ``"mlp.*"``;
+* :class:`saved_by`: what operators save for backward, whoever computed it;
+* a predicate, called with an :class:`OperatorCall`;
+* ``"inputs"``: the inputs of the region.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
+
+from spillway.errors import PolicyError, UsageError
+from spillway.records import Decision
+
+INPUTS = "inputs"
+
+_NAMES = {
+    "matmul": (
+        *("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::addbmm", "aten::mv", "aten::addmv"),
+        *("aten::dot", "aten::linear", "aten::matmul", "aten::_int_mm", "aten::_scaled_mm", "aten::_grouped_mm"),
+        *("aten::_scaled_grouped_mm", "aten::mkldnn_linear", "mkldnn::_linear_pointwise"),
+    ),
+    "attention": (
+        *("aten::_scaled_dot_product_*", "aten::_flash_attention_forward", "aten::_efficient_attention_forward"),
+        *("flex_attention", "flash_attn*::*forward*", "xformers*::*attention*"),
+    ),
+    "norm": (
+        *("aten::native_layer_norm", "aten::native_group_norm", "aten::native_batch_norm", "aten::*rms_norm"),
+        *("aten::_native_batch_norm_legit*", "aten::_batch_norm_with_update*", "aten::cudnn_batch_norm"),
+        *("aten::miopen_batch_norm", "aten::*_layer_norm"),
+    ),
+    "convolution": ("aten::*convolution*", "aten::conv[123]d", "aten::_slow_conv*"),
+    "softmax": ("aten::*softmax",),
+    "embedding": ("aten::embedding", "aten::_embedding_bag*"),
+}
+_TAGS = {"pointwise": torch.Tag.pointwise, "random": torch.Tag.nondeterministic_seeded}
+FAMILIES = (*_NAMES, *_TAGS)
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorCall:
+    """One operator that ran in a region: what a predicate decides from."""
+
+    operator: Any
+    """The overload: ``torch.ops.aten.mm.default``."""
+    module: str | None
+    """Path of the submodule that ran it, below the region's module, which is ``""``."""
+    index: int
+    """How many operators ran in the region before it."""
+    nbytes: int
+    """Bytes of its outputs."""
+
+    @property
+    def name(self) -> str:
+        """``"aten::mm.default"``."""
+        return full_name(self.operator)
+
+
+Predicate = Callable[[OperatorCall], bool]
+
+
+@dataclass(frozen=True)
+class saved_by:  # noqa: N801  (read aloud: offload=[saved_by("attention")])
+    """What operators save for backward and has been computed in the region: their inputs and outputs, as autograd asks.
+
+    ``offload=[saved_by("attention")]`` sends away the very queries, keys and values that attention was given (after
+    rotary embedding, that is), its output and its statistics, so that nothing before it has to run again for its sake.
+
+    Args:
+        selector: a family, or an operator.
+    """
+
+    selector: Any
+
+    def __post_init__(self) -> None:
+        _test_of(self.selector)
+
+    def matches(self, operator: Any) -> bool:
+        """Whether the operator is one of them."""
+        return bool(_test_of(self.selector)(operator))
+
+
+Selector = str | torch._ops.OpOverload | torch._ops.OpOverloadPacket | Predicate | saved_by
+
+
+class Choices:
+    """Decides about the operators of a region.
+
+    Args:
+        save: selectors of what is kept.
+        offload: selectors of what leaves. What both name is kept.
+        policy: a policy function of ``torch.utils.checkpoint.create_selective_checkpoint_contexts``, asked instead. The
+            ``MUST`` and ``PREFER`` values differ in one thing: an output that must be saved or offloaded and is then
+            written in place is an error, one that is preferred to be is computed again.
+
+    Raises:
+        UsageError: for a selector that cannot be meant.
+    """
+
+    def __init__(
+        self,
+        save: Selector | Sequence[Selector] = (),
+        offload: Selector | Sequence[Selector] = (),
+        policy: Callable[..., CheckpointPolicy | bool] | None = None,
+    ) -> None:
+        if policy is not None and not callable(policy):
+            raise UsageError(f"policy: got {policy!r}, expected a callable as torch's selective checkpointing takes it")
+        self._policy = policy
+        self.inputs: Decision | None = None
+        """What is done with the inputs of a region."""
+        self.wants_modules = False
+        self.patterns: list[str] = []
+        """Patterns of submodules."""
+        self.saved_by: list[tuple[saved_by, Decision]] = []
+        self._tests: list[tuple[Callable[[Any], bool], Decision]] = []
+        self._predicates: list[tuple[Predicate, Decision]] = []
+        for selectors, decision in ((save, Decision.KEEP), (offload, Decision.OFFLOAD)):
+            for selector in _listed(selectors):
+                self._add(selector, decision)
+        self._known: dict[Any, Decision | None] = {}
+        if policy is not None and (self._tests or self._predicates or self.saved_by or self.inputs):
+            raise UsageError("got both a policy and selectors, expected one of them")
+
+    @property
+    def any(self) -> bool:
+        """Whether anything is said of operators' outputs."""
+        return bool(self._policy or self._tests or self._predicates)
+
+    def by_name(self, operator: Any) -> Decision | None:
+        """The decision, if it follows from the operator alone."""
+        try:
+            return self._known[operator]
+        except KeyError:
+            decision = next((decision for test, decision in self._tests if test(operator)), None)
+            self._known[operator] = decision
+            return decision
+
+    @property
+    def asks(self) -> bool:
+        """Whether each call must be asked about."""
+        return bool(self._predicates) or self._policy is not None
+
+    def by_call(self, call: OperatorCall, output: Any, args: Any, kwargs: Any) -> tuple[Decision, bool]:
+        """The decision about one call, and whether it must be so."""
+        if self._policy is not None:
+            return self._by_policy(call.operator, output, args, kwargs)
+        for predicate, decision in self._predicates:
+            if predicate(call):
+                return decision, False
+        return Decision.RECOMPUTE, False
+
+    def by_saving(self, operator: Any) -> Decision | None:
+        """What is done with what the operator saves."""
+        return next((decision for selector, decision in self.saved_by if selector.matches(operator)), None)
+
+    def _by_policy(self, operator: Any, output: Any, args: Any, kwargs: Any) -> tuple[Decision, bool]:
+        assert self._policy is not None
+        answer = self._policy(_context(output), operator, *args, **kwargs)
+        if isinstance(answer, bool):
+            answer = CheckpointPolicy.MUST_SAVE if answer else CheckpointPolicy.PREFER_RECOMPUTE
+        if not isinstance(answer, CheckpointPolicy):
+            raise PolicyError(
+                f"policy {self._policy!r}: got {answer!r} for {operator}, expected a "
+                f"torch.utils.checkpoint.CheckpointPolicy or a bool"
+            )
+        return _MEANING[answer], answer.name.startswith("MUST")
+
+    def _add(self, selector: Any, decision: Decision) -> None:
+        if isinstance(selector, str) and selector == INPUTS:
+            self.inputs = self.inputs or decision
+        elif isinstance(selector, saved_by):
+            self.saved_by.append((selector, decision))
+        elif _is_module_pattern(selector):
+            self.patterns.append(selector)
+            self.wants_modules = True
+            self._predicates.append((_in_module(selector), decision))
+        elif isinstance(selector, (str, torch._ops.OperatorBase, torch._ops.OpOverloadPacket)):
+            self._tests.append((_test_of(selector), decision))
+        elif callable(selector):
+            # It may look at the module.
+            self.wants_modules = True
+            self._predicates.append((selector, decision))
+        else:
+            raise UsageError(_unknown(selector))
+
+
+_MEANING = {
+    CheckpointPolicy.MUST_SAVE: Decision.KEEP,
+    CheckpointPolicy.PREFER_SAVE: Decision.KEEP,
+    CheckpointPolicy.MUST_RECOMPUTE: Decision.RECOMPUTE,
+    CheckpointPolicy.PREFER_RECOMPUTE: Decision.RECOMPUTE,
+    CheckpointPolicy.MUST_CPU_OFFLOAD: Decision.OFFLOAD,
+    CheckpointPolicy.PREFER_CPU_OFFLOAD: Decision.OFFLOAD,
+}
+
+
+def full_name(operator: Any) -> str:
+    """``"aten::mm.default"``; of an operator of higher order, its name."""
+    if isinstance(operator, torch._ops.OpOverload):
+        return f"{operator._schema.name}.{operator._overloadname}"
+    return str(operator)
+
+
+def _context(output: Any) -> SelectiveCheckpointContext:
+    context = SelectiveCheckpointContext(is_recompute=False)
+    context.op_output = output  # type: ignore[attr-defined, unused-ignore]  # younger than the oldest torch served
+    return context
+
+
+def _listed(selectors: Any) -> Iterable[Any]:
+    if isinstance(selectors, (list, tuple, set, frozenset)):
+        return selectors
+    return (selectors,)
+
+
+def _is_module_pattern(selector: Any) -> bool:
+    if not isinstance(selector, str) or "::" in selector or selector in FAMILIES:
+        return False
+    if selector == "" or not any(sign in selector for sign in ".*?["):
+        raise UsageError(_unknown(selector))
+    return True
+
+
+def _in_module(pattern: str) -> Predicate:
+    return lambda call: call.module is not None and fnmatch.fnmatchcase(call.module, pattern)
+
+
+def _test_of(selector: Any) -> Callable[[Any], bool]:
+    """Whether an operator is meant by a family, an operator or its name."""
+    if isinstance(selector, torch._ops.OpOverloadPacket):
+        return lambda operator: getattr(operator, "overloadpacket", None) is selector
+    if isinstance(selector, torch._ops.OperatorBase):
+        return lambda operator: operator is selector
+    if isinstance(selector, str) and selector in _TAGS:
+        tag = _TAGS[selector]
+        return lambda operator: tag in getattr(operator, "tags", ())
+    if isinstance(selector, str) and (selector in _NAMES or "::" in selector):
+        patterns = _NAMES.get(selector, (selector,))
+        return lambda operator: any(_named(operator, pattern) for pattern in patterns)
+    raise UsageError(_unknown(selector))
+
+
+def _named(operator: Any, pattern: str) -> bool:
+    name = full_name(operator)
+    return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name.rpartition(".")[0] or name, pattern)
+
+
+def _unknown(selector: object) -> str:
+    return (
+        f"selector: got {selector!r}, expected one of {', '.join(map(repr, FAMILIES))} or {INPUTS!r}, an operator "
+        f"(torch.ops.aten.mm, 'aten::mm'), a pattern of a submodule's path with a '.' or a '*' ('*.q_proj'), "
+        f"spillway.saved_by(...), or a predicate of an OperatorCall"
+    )

@@ -1,0 +1,333 @@
+"""The public call that recomputes: a function whose saved tensors are dropped, and computed again in backward."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, overload
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint
+
+from spillway.capture.dynamo import keep_out
+from spillway.capture.handles import pack_kept, unpack
+from spillway.capture.hooks import refuse_transforms
+from spillway.capture.inputs import InputHooks
+from spillway.capture.region import Outside, Region, surroundings
+from spillway.capture.rerun import in_rerun
+from spillway.errors import UsageError
+from spillway.operators import Choices, Selector
+from spillway.records import Decision
+from spillway.session import Session
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_CHECKS = ("default", "none")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recompute:
+    """How a region is recomputed: the options of :func:`recompute` as a value, for :func:`spillway.attach`.
+
+    Args:
+        save: what is kept: one selector or several (:mod:`spillway.operators`).
+        offload: what leaves, and is back in time.
+        policy: decides instead: a policy function of torch's selective checkpointing.
+        use_reentrant: which of the two modes of ``torch.utils.checkpoint``.
+        early_stop: end a re-run with the last tensor that backward wants.
+        preserve_rng_state: draw the same random numbers in the re-run.
+        determinism_check: ``"default"``: shape, dtype and device of what is computed again must be the same;
+            ``"none"``.
+        drop_output: let the output go, too, after its consumer has run.
+
+    Raises:
+        UsageError: for options that cannot be meant, or not together.
+
+    Example:
+        >>> how = spillway.Recompute(offload=[spillway.saved_by("attention")])  # doctest: +SKIP
+        >>> y = how(block, x, mask)  # doctest: +SKIP
+    """
+
+    save: Selector | Sequence[Selector] = ()
+    offload: Selector | Sequence[Selector] = ()
+    policy: Callable[..., CheckpointPolicy | bool] | None = None
+    use_reentrant: bool = False
+    early_stop: bool = True
+    preserve_rng_state: bool = True
+    determinism_check: str = "default"
+    drop_output: bool = False
+    choices: Choices = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.determinism_check not in _CHECKS:
+            raise UsageError(
+                f"determinism_check: got {self.determinism_check!r}, expected one of {', '.join(map(repr, _CHECKS))}"
+            )
+        choices = Choices(self.save, self.offload, self.policy)
+        if self.use_reentrant:
+            for name, given in (
+                ("determinism_check='none'", self.determinism_check == "none"),
+                ("drop_output", self.drop_output),
+                ("saved_by", bool(choices.saved_by)),
+            ):
+                if given:
+                    raise UsageError(
+                        f"{name}: got it with use_reentrant=True, whose first run is without autograd, expected "
+                        f"use_reentrant=False"
+                    )
+        object.__setattr__(self, "choices", choices)
+
+    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a function so: what it returns."""
+        return call_region(self, function, args, kwargs, None)
+
+
+@overload
+def recompute(function: None = None, /, **options: Any) -> Callable[[Function], Function]: ...
+@overload
+def recompute(function: Callable[..., Any], /, *args: Any, **options: Any) -> Any: ...
+
+
+def recompute(
+    function: Callable[..., Any] | None = None,
+    /,
+    *args: Any,
+    save: Selector | Sequence[Selector] = (),
+    offload: Selector | Sequence[Selector] = (),
+    policy: Callable[..., CheckpointPolicy | bool] | None = None,
+    use_reentrant: bool = False,
+    early_stop: bool = True,
+    preserve_rng_state: bool = True,
+    determinism_check: str = "default",
+    drop_output: bool = False,
+    session: Session | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Call a function, drop what autograd saved of it, and compute that again in backward.
+
+    What the operators named by ``save`` gave is kept, what those named by ``offload`` gave leaves and is fetched ahead;
+    of the rest, backward runs again only the operators that something still hangs on. Gradients are bit for bit those
+    of a plain call: random numbers, autocast, batch-norm statistics and routing are the same in the re-run.
+
+    Built on ``torch.utils.checkpoint``. In the spirit of Chen et al. 2016 (checkpointing) and of selective recompute
+    (Korthikanti et al. 2022), with a third choice beside keeping and recomputing.
+
+    Args:
+        function: a function or module. Without arguments for it, what is given back is a function that calls it so
+            (also as a decorator, with options or without).
+        *args: its arguments. Tensors in lists, tuples and dictionaries are found, and saved by whatever hooks are in
+            force outside: an ``offload`` context around sends them away, and so does ``offload=["inputs"]``.
+        save: selectors of what is kept: see :mod:`spillway.operators`. What both name is kept.
+        offload: selectors of what leaves, to host memory (of CPU tensors: disk).
+        policy: a policy function of ``torch.utils.checkpoint.create_selective_checkpoint_contexts``, asked instead.
+            All six ``CheckpointPolicy`` values mean what they say.
+        use_reentrant: which of the two modes of ``torch.utils.checkpoint``. The reentrant one runs every operator again
+            that is neither kept nor offloaded.
+        early_stop: end the re-run with the last tensor that backward wants.
+        preserve_rng_state: draw the same random numbers in the re-run.
+        determinism_check: ``"default"``: shape, dtype and device of what is computed again must be the same;
+            ``"none"``.
+        drop_output: let the output go, too, after its consumer has run, and compute it again for the consumer's
+            backward. Within an :class:`~spillway.offload` context, which sees the consumer save it.
+        session: ``None``: the default one.
+        **kwargs: keyword arguments for the function, saved like the others.
+
+    Returns:
+        What the function returns.
+
+    Raises:
+        UsageError: for options that cannot be meant, or not together.
+        RecomputeError: in backward, where running again would not give the same; in forward, where an output that a
+            policy says must be saved is written in place.
+
+    Example:
+        >>> y = spillway.recompute(block, x, mask, offload=["inputs", "attention"])  # doctest: +SKIP
+    """
+    how = Recompute(
+        save=save,
+        offload=offload,
+        policy=policy,
+        use_reentrant=use_reentrant,
+        early_stop=early_stop,
+        preserve_rng_state=preserve_rng_state,
+        determinism_check=determinism_check,
+        drop_output=drop_output,
+    )
+    if function is None:
+        return functools.partial(_wrapped, how=how, session=session)
+    if not callable(function):
+        raise UsageError(f"recompute: got {function!r}, expected a function or a module")
+    if not args and not kwargs:
+        return _wrapped(function, how=how, session=session)
+    return call_region(how, function, args, kwargs, session)
+
+
+def _wrapped(function: Callable[..., Any], *, how: Recompute, session: Session | None) -> Callable[..., Any]:
+    # A module has no name of its own to take over.
+    keep_name = functools.wraps(function) if hasattr(function, "__name__") else lambda call: call
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return call_region(how, function, args, kwargs, session)
+
+    return keep_name(call)
+
+
+@torch._disable_dynamo  # type: ignore[attr-defined, untyped-decorator, unused-ignore]
+def call_region(
+    how: Recompute, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], session: Session | None
+) -> Any:
+    """Call a function as a region: :func:`recompute` without options among its arguments."""
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    refuse_transforms()
+    keep_out()
+    arguments = _Arguments(args, kwargs)
+    tensors = arguments.take()
+    if how.use_reentrant and not any(tensor.requires_grad for tensor in tensors):
+        return _without_input_grads(how, function, args, kwargs, session)
+
+    def again(*tensors: torch.Tensor) -> Any:
+        args, kwargs = arguments.put(tensors)
+        return function(*args, **kwargs)
+
+    checked = functools.partial(checkpoint, use_reentrant=how.use_reentrant, preserve_rng_state=how.preserve_rng_state)
+    if not how.use_reentrant:
+        checked = functools.partial(checked, early_stop=how.early_stop, determinism_check=how.determinism_check)
+    if in_rerun():
+        # A part of a region that runs again: the outer one sees to it all, and counts what is saved as before.
+        with nullcontext() if how.choices.inputs is None else saved_tensors_hooks(pack_kept, unpack):
+            return _flat(checked, again, tensors) if how.use_reentrant else checked(again, *tensors)
+    session = session if session is not None else Session.default()
+    session.check_open()
+    choices = how.choices
+    passage, outside = session.current_pass(), surroundings()
+    if how.drop_output and outside is not Outside.PASS:
+        raise UsageError(
+            "drop_output: got it outside of any spillway.offload context, expected one around the region and its "
+            "consumer, since nothing else sees the consumer save the output; write `with "
+            "spillway.offload(policy=spillway.policies.Keep()):` around both"
+        )
+    if choices.inputs is not None and outside is not Outside.TORCH:
+        outside = Outside.KEEP if choices.inputs is Decision.KEEP else Outside.PASS
+    region = Region(
+        again,
+        lambda: function(*args, **kwargs),
+        choices,
+        passage,
+        session.proofs(_identity_of(function, arguments.callables())),
+        root=_module_of(function),
+        outside=outside,
+        reentrant=how.use_reentrant,
+        stops_early=how.early_stop and not how.drop_output,
+        draws=how.preserve_rng_state,
+        drops_output=how.drop_output,
+    )
+    with InputHooks(region, tensors, passage, choices.inputs).pushed():
+        output = _flat(checked, region.run, tensors) if how.use_reentrant else checked(region.run, *tensors)
+    if region.error is not None:
+        error, region.error = region.error, None
+        try:
+            raise error
+        finally:
+            # An error that its own frame holds would hold all that its frames do.
+            del error
+    for tensor, handle in region.outputs:
+        session.outputs.add(tensor, handle)
+    region.outputs.clear()
+    return output
+
+
+def _module_of(function: Callable[..., Any]) -> torch.nn.Module | None:
+    """The module that the function is, or is a method of."""
+    module = function if isinstance(function, torch.nn.Module) else getattr(function, "__self__", None)
+    return module if isinstance(module, torch.nn.Module) else None
+
+
+def _identity_of(function: Any, more: Sequence[Any] = (), depth: int = 3) -> Hashable:
+    """What tells a function from others that might compute something else: a module, or code and what it uses."""
+    if more:
+        return (_identity_of(function), *(_identity_of(each, depth=depth - 1) for each in more))
+    module = _module_of(function)
+    if module is not None:
+        return weakref.ref(module)
+    inner = function.func if isinstance(function, functools.partial) else function
+    inner = getattr(inner, "_torchdynamo_orig_callable", inner)
+    code = getattr(inner, "__code__", None)
+    if code is None or depth == 0:
+        return inner if inner is function and isinstance(inner, type) else type(inner) if code is None else code
+    used = [cell.cell_contents for cell in inner.__closure__ or () if _is_filled(cell)]
+    used += [*(inner.__defaults__ or ()), *(getattr(function, "args", ()) or ())]
+    return (code, *(_identity_of(each, depth=depth - 1) for each in used if callable(each)))
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018  (raises where there is nothing)
+    except ValueError:
+        return False
+    return True
+
+
+class _Arguments:
+    """The arguments of a call, without their tensors."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._leaves, self._spec = tree_flatten((args, kwargs))
+        self._places = [place for place, leaf in enumerate(self._leaves) if isinstance(leaf, torch.Tensor)]
+
+    def take(self) -> list[torch.Tensor]:
+        """The tensors, which are not held here any more."""
+        tensors = [self._leaves[place] for place in self._places]
+        for place in self._places:
+            self._leaves[place] = None
+        return tensors
+
+    def callables(self) -> list[Any]:
+        """The functions and modules among them."""
+        return [leaf for leaf in self._leaves if callable(leaf) and not isinstance(leaf, torch.Tensor)]
+
+    def put(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with these tensors in them."""
+        leaves = list(self._leaves)
+        for place, tensor in zip(self._places, tensors, strict=True):
+            leaves[place] = tensor
+        args, kwargs = tree_unflatten(leaves, self._spec)
+        return args, kwargs
+
+
+def _flat(checked: Callable[..., Any], run: Callable[..., Any], tensors: list[torch.Tensor]) -> Any:
+    """The reentrant mode gives gradients to a flat tuple only."""
+    specs: list[Any] = []
+
+    def run_flat(*tensors: torch.Tensor) -> tuple[Any, ...]:
+        leaves, spec = tree_flatten(run(*tensors))
+        specs[:] = [spec]
+        return tuple(leaves)
+
+    leaves = checked(run_flat, *tensors)
+    return tree_unflatten(list(leaves), specs[0])
+
+
+def _without_input_grads(
+    how: Recompute, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], session: Session | None
+) -> Any:
+    """The reentrant mode sees a gradient only through an input: parameters alone get one by an input of ours."""
+    module = _module_of(function)
+    if module is None:
+        raise UsageError(
+            f"use_reentrant=True: got no input that requires grad for {function!r}, expected one, or a module whose "
+            f"parameters do; use use_reentrant=False"
+        )
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        return function(*args, **kwargs)
+    ticket = torch.empty(0, requires_grad=True)
+
+    def with_ticket(ticket: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return function(*args, **kwargs)
+
+    return call_region(how, with_ticket, (ticket, args, kwargs), {}, session)

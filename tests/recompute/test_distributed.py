@@ -1,0 +1,117 @@
+"""Regions under DDP and FSDP2, on two processes: the same gradients, and no all-gather more than without."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import spillway
+
+pytestmark = [
+    pytest.mark.skipif(not dist.is_available(), reason="a torch without torch.distributed"),
+    pytest.mark.timeout(240),
+]
+
+HOWS: list[dict[str, Any]] = [
+    {},
+    {"offload": ["matmul"]},
+    {"save": ["norm"], "offload": ["inputs"]},
+    {"use_reentrant": True, "save": ["matmul"]},
+]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(functional.gelu(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(3))
+        self.call: Any = lambda layer, x: layer(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = self.call(layer, x)
+        return x
+
+
+class Gathers(TorchDispatchMode):
+    """Counts collectives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self.counts[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def steps(kind: str, reshard: bool, how: dict[str, Any] | None) -> tuple[list[Tensor], Counter[str]]:
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    torch.manual_seed(0)
+    model: Any = Model()
+    if how is not None:
+        model.call = partial(spillway.recompute, **how)
+    if kind == "fsdp":
+        for layer in model.layers:
+            fully_shard(layer, reshard_after_forward=reshard)
+        fully_shard(model, reshard_after_forward=reshard)
+    else:
+        model = DistributedDataParallel(model)
+    torch.manual_seed(dist.get_rank())
+    seen: list[Tensor] = []
+    mode = Gathers()
+    for _ in range(2):
+        x = torch.randn(4, 16, requires_grad=True)
+        model.zero_grad()
+        with mode:
+            loss = model(x).square().mean()
+            loss.backward()
+        seen += [loss.detach(), x.grad]  # type: ignore[list-item]
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            seen.append(getattr(parameter.grad, "_local_tensor", parameter.grad).clone())
+    return seen, mode.counts
+
+
+def rank(number: int, store: str, kind: str, reshard: bool) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(number), WORLD_SIZE="2", LOCAL_RANK=str(number), LOCAL_WORLD_SIZE="2")
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=number, world_size=2)
+    try:
+        plain, gathers = steps(kind, reshard, None)
+        for how in HOWS:
+            ours, ours_gathers = steps(kind, reshard, how)
+            assert all(map(torch.equal, ours, plain)), how
+            assert ours_gathers == gathers, how
+        spillway.Session.default().close()
+        # A rank that leaves while the other still talks to it ends that one, too.
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("kind", "reshard"), [("fsdp", True), ("fsdp", False), ("ddp", False)])
+def test_two_ranks_get_the_same_gradients_with_as_many_collectives(kind: str, reshard: bool, tmp_path: Path) -> None:
+    mp.spawn(rank, args=(str(tmp_path / "store"), kind, reshard), nprocs=2)

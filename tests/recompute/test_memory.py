@@ -1,0 +1,177 @@
+"""What regions hold: nothing that they need not, told by weak references and without the collector."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import spillway
+
+
+class Operators(TorchDispatchMode):
+    """Counts what runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func._schema.name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Attention(nn.Module):
+    """Projections, rotary embedding, attention, a residual and an MLP; the queries are kept aside to be looked at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(32, 32, bias=False) for _ in range(4))
+        self.up, self.down = nn.Linear(32, 64, bias=False), nn.Linear(64, 32, bias=False)
+        self.seen: list[weakref.ref[torch.UntypedStorage]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (linear(x).unflatten(-1, (2, 16)).transpose(1, 2) for linear in (self.q, self.k, self.v))
+        q, k = q.cos() * 2 + q.neg(), k.cos() * 2 + k.neg()
+        self.seen = [weakref.ref(each.untyped_storage()) for each in (q, k, v)]
+        attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.o(attended.transpose(1, 2).flatten(2))
+        return x + self.down(self.up(x).relu())
+
+
+@pytest.fixture
+def session(tmp_path: Path) -> Iterator[spillway.Session]:
+    with spillway.Session(window=0, spill_directory=tmp_path, allow_memory_filesystem=True) as session:
+        yield session
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def away(session: spillway.Session) -> spillway.offload:
+    return spillway.offload(policy=spillway.policies.Keep(), min_bytes=0, session=session)
+
+
+def again(session: spillway.Session, **how: Any) -> Counter[str]:
+    """What backward runs of the forward's operators, in the second step (the first tries the re-run)."""
+    model = Attention()
+    for _ in range(2):
+        x = torch.randn(2, 8, 32, requires_grad=True)
+        with away(session):
+            loss = spillway.recompute(model, x, session=session, **how).sum()
+        with Operators() as mode:
+            loss.backward()
+    return mode.counts
+
+
+def backward_alone() -> Counter[str]:
+    loss = Attention()(torch.randn(2, 8, 32, requires_grad=True)).sum()
+    with Operators() as mode:
+        loss.backward()
+    return mode.counts
+
+
+@pytest.mark.parametrize(
+    ("how", "matmuls"),
+    [
+        ({}, 5),
+        ({"save": "matmul"}, 0),
+        ({"offload": "matmul"}, 0),
+        ({"offload": spillway.saved_by("attention")}, 4),
+        ({"offload": [spillway.saved_by("attention"), lambda call: call.name == "aten::add.Tensor"]}, 3),
+    ],
+)
+def test_only_what_is_needed_runs_again(how: dict[str, Any], matmuls: int, session: spillway.Session) -> None:
+    """Of six projections the last is never needed. With what attention saved away, v's is not, but q's and k's are,
+    since the cosines saved them; with the residual away, the output's is not needed either."""
+    assert (again(session, **how) - backward_alone())["aten::mm"] == matmuls
+
+
+def test_what_attention_saved_does_not_stay(session: spillway.Session, no_collector: None) -> None:
+    model = Attention()
+    for _ in range(2):
+        with away(session):
+            x = torch.randn(2, 8, 32, requires_grad=True)
+            y = spillway.recompute(model, x, session=session, offload=spillway.saved_by("attention"))
+            # Window 0: what is on its way stays until something else leaves.
+            z = spillway.recompute(Attention(), y, session=session, offload=spillway.saved_by("attention"))
+        seen = [each() for each in model.seen]
+        assert seen == [None, None, None]
+        z.sum().backward()
+        del x, y, z
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("how", [{"offload": "inputs"}, {"offload": ["inputs", "matmul"]}])
+def test_inputs_do_not_stay(
+    how: dict[str, Any], reentrant: bool, session: spillway.Session, no_collector: None
+) -> None:
+    """By keyword and in a dictionary, too."""
+
+    def function(x: Tensor, *, more: dict[str, Tensor]) -> Tensor:
+        return (x @ more["y"]).relu() @ more["y"]
+
+    held: list[weakref.ref[torch.UntypedStorage]] = []
+    leaf, loss = torch.randn(16, 16, requires_grad=True), torch.zeros(())
+    with away(session):
+        for _ in range(3):
+            x, y = leaf * 2, leaf * 3
+            held += [weakref.ref(each.untyped_storage()) for each in (x, y)]
+            out = spillway.recompute(function, x, more={"y": y}, session=session, use_reentrant=reentrant, **how)
+            del x, y
+            loss = loss + out.sum()
+            del out
+    # The last pass may still be on its way out.
+    assert [each() for each in held[:4]] == [None] * 4
+    loss.backward()
+
+
+@pytest.mark.parametrize("how", [{}, {"save": "matmul"}, {"offload": ["matmul", "inputs"]}, {"drop_output": True}])
+@pytest.mark.parametrize("ends", ["backward", "dropped"])
+def test_all_dies_with_the_graph(how: dict[str, Any], ends: str, session: spillway.Session, no_collector: None) -> None:
+    model = Attention()
+    with away(session):
+        x = torch.randn(2, 8, 32, requires_grad=True)
+        y = spillway.recompute(model, x, session=session, **how)
+        loss = (y * y).sum()
+    held = [weakref.ref(x), weakref.ref(y), weakref.ref(loss)]
+    if ends == "backward":
+        loss.backward()
+    del x, y, loss
+    assert [each() for each in held] == [None] * 3
+    session.synchronize()
+    assert session.used_bytes == (0, 0)
+
+
+def test_a_dropped_output_does_not_stay(session: spillway.Session, no_collector: None) -> None:
+    first, second = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def step(drop: bool) -> tuple[list[Tensor], bool]:
+        first.zero_grad()
+        second.zero_grad()
+        with away(session):
+            x = torch.ones(4, 16, requires_grad=True)
+            hidden = spillway.recompute(lambda x: first(x).relu(), x, drop_output=drop, session=session)
+            held = weakref.ref(hidden.untyped_storage())
+            out = second(hidden)
+            del hidden
+        is_gone = held() is None
+        out.square().sum().backward()
+        return [parameter.grad.clone() for parameter in (*first.parameters(), *second.parameters())], is_gone  # type: ignore[union-attr]
+
+    kept, dropped = step(False), step(True)
+    assert (kept[1], dropped[1]) == (False, True)
+    assert all(map(torch.equal, kept[0], dropped[0]))
