@@ -15,6 +15,7 @@ import spillway
 SOURCE = Path(__file__).parent.parent / "src"
 
 PUBLIC = {
+    "Attached",
     "BackendError",
     "CorruptError",
     "Decision",
@@ -22,8 +23,11 @@ PUBLIC = {
     "EventKind",
     "EventList",
     "InplaceError",
+    "OperatorCall",
     "PolicyError",
     "RaceError",
+    "Recompute",
+    "RecomputeError",
     "SavedTensor",
     "SavedTensorReport",
     "Session",
@@ -44,6 +48,9 @@ PUBLIC = {
     "offload_tensor",
     "policies",
     "saved_tensors",
+    "attach",
+    "recompute",
+    "saved_by",
 }
 
 # What only the command line or one feature needs, and nobody who writes `import spillway` waits for.

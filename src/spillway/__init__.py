@@ -9,6 +9,7 @@ import spillway.requirements  # noqa: F401  (first: it says so if torch is too o
 
 # isort: split
 from spillway import policies
+from spillway.attaching import Attached, attach
 from spillway.capture.inspection import saved_tensors
 from spillway.errors import (
     BackendError,
@@ -16,6 +17,7 @@ from spillway.errors import (
     InplaceError,
     PolicyError,
     RaceError,
+    RecomputeError,
     SessionError,
     SizeError,
     SpillPathError,
@@ -28,12 +30,15 @@ from spillway.errors import (
 )
 from spillway.events import Event, EventKind, EventList
 from spillway.offloading import keep, keep_tensor, offload, offload_tensor
+from spillway.operators import OperatorCall, saved_by
+from spillway.recomputing import Recompute, recompute
 from spillway.records import Decision, SavedTensor, SavedTensorReport, StepStats
 from spillway.session import Session
 
 __version__ = "0.1.0.dev0"
 
 __all__ = [
+    "Attached",
     "BackendError",
     "CorruptError",
     "Decision",
@@ -41,8 +46,11 @@ __all__ = [
     "EventKind",
     "EventList",
     "InplaceError",
+    "OperatorCall",
     "PolicyError",
     "RaceError",
+    "Recompute",
+    "RecomputeError",
     "SavedTensor",
     "SavedTensorReport",
     "Session",
@@ -57,10 +65,13 @@ __all__ = [
     "UnsupportedError",
     "UsageError",
     "__version__",
+    "attach",
     "keep",
     "keep_tensor",
     "offload",
     "offload_tensor",
     "policies",
+    "recompute",
+    "saved_by",
     "saved_tensors",
 ]

@@ -1,0 +1,322 @@
+"""Which modules of a model are its blocks, by class, name, predicate or because it repeats them; and which cannot be.
+
+NOTE [ What is meant by a name ]
+
+A pattern is matched as in a shell against whole dotted names, and its ``*`` matches dots: ``"layers.*"`` matches
+``layers.0`` and ``layers.0.attn``. What is meant is the first: of what a pattern or a class matches, the **outermost**
+are taken, and nothing inside of them. Whoever wants blocks within blocks names both (a list). Modules without a forward
+of their own (``ModuleList``) are never called, and never taken: ``"*"`` finds what is in them. Neither is the model
+itself, whose name is ``""``.
+
+NOTE [ What is repeated ]
+
+Modules of one class, two of which are siblings with parameters of the same names, shapes and dtypes. All modules of
+that class count, then, and not only those two: the first block of a stage or of a stack often has a parameter more. Of
+all such classes the one that owns most is taken, and whatever other owns at least a quarter as much (an encoder beside
+a decoder); of two classes of which one is inside of the other, the outer one (a block, and not its experts). Layers of
+``torch.nn`` without parts (``Linear``) are nobody's blocks.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import sys
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import Module
+from torch.nn.parameter import is_lazy
+
+from spillway.errors import UnsupportedError, UsageError
+
+Predicate = Callable[[str, Module], bool]
+Selector = type[Module] | str | Predicate
+Blocks = Selector | Sequence[Selector]
+
+CHECKPOINTING_FLAGS = ("gradient_checkpointing", "grad_checkpointing")
+"""Attributes that are true of a module that checkpoints itself: in transformers and diffusers, and in timm."""
+
+_OTHERS = 4
+_SHOWN = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A module and its dotted name, which is ``""`` for the model; with two names it is there twice."""
+
+    name: str
+    module: Module
+
+    def __str__(self) -> str:
+        kind = type(self.module).__name__
+        return f"{self.name!r} ({kind})" if self.name else f"the model ({kind})"
+
+
+def find_blocks(model: Module, blocks: Blocks | None = None) -> list[Named]:
+    """The blocks of a model, each module once, by its first name, in the order in which the model has them.
+
+    Args:
+        model: what they are in.
+        blocks: a class or a tuple of them, a pattern of dotted names, a predicate, or a list of such. ``None``: those
+            that the model repeats. See the notes at the top of this file.
+
+    Returns:
+        At least one block.
+
+    Raises:
+        UsageError: where nothing is found, or for something that can select nothing.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
+        >>> [block.name for block in find_blocks(model, "*")]
+        ['0', '1']
+    """
+    modules = [each for each in walk(model) if is_called(each.module)]
+    if blocks is None:
+        return _repeated(model, modules)
+    listed = list(blocks) if isinstance(blocks, (list, tuple, set, frozenset)) else [blocks]
+    if not listed:
+        raise UsageError(f"blocks: got {blocks!r}, expected at least one class, pattern or predicate, or None")
+    chosen: set[int] = set()
+    for selector in listed:
+        matched = _matched(modules, selector)
+        if not matched:
+            raise UsageError(
+                f"blocks: got {selector!r}, which is none of the {len(modules)} modules below {Named('', model)}, "
+                f"expected a class, a pattern of dotted names or a predicate that some of them match; "
+                f"{_candidates(modules)}"
+            )
+        chosen.update(id(each.module) for each in matched)
+    return _once(each for each in modules if id(each.module) in chosen)
+
+
+def walk(model: Module) -> Iterator[Named]:
+    """All modules below a model under all their names, parents before children."""
+    yield from _walk(model, "", {id(model)})
+
+
+def _walk(module: Module, prefix: str, above: set[int]) -> Iterator[Named]:
+    for key, child in module._modules.items():
+        # A module may hold its own parent.
+        if child is None or id(child) in above:
+            continue
+        name = f"{prefix}{key}"
+        yield Named(name, child)
+        yield from _walk(child, f"{name}.", above | {id(child)})
+
+
+def is_called(module: Module) -> bool:
+    """Whether a module has a forward: a ``ModuleList`` has none."""
+    return "forward" in module.__dict__ or type(module).forward is not Module.forward
+
+
+def inside_of(name: str, outer: Iterable[str]) -> bool:
+    """Whether a dotted name is below one of others."""
+    return any(name.startswith(f"{each}.") for each in outer)
+
+
+def above(model: Module, blocks: Iterable[Named]) -> list[Named]:
+    """The modules that blocks are in, and the model."""
+    names = [block.name for block in blocks]
+    between = [each for each in walk(model) if any(inside_of(name, (each.name,)) for name in names)]
+    return [Named("", model), *between] if names else []
+
+
+def is_compiled(module: Module) -> bool:
+    """Whether a module is what ``torch.compile(module)`` gives."""
+    return _is_a(module, "torch._dynamo.eval_frame", "OptimizedModule")
+
+
+def _is_a(module: Module, home: str, name: str) -> bool:
+    """Whether it is of a class of torch that is slow to import: as long as nobody has, there is none."""
+    kind: type[Module] | None = getattr(sys.modules.get(home), name, None)
+    return kind is not None and isinstance(module, kind)
+
+
+def signature(module: Module) -> Hashable:
+    """Class, and names, shapes and dtypes of the parameters."""
+    parameters = module.named_parameters(remove_duplicate=False)
+    return _kind(module), tuple((name, _shape(parameter), parameter.dtype) for name, parameter in parameters)
+
+
+def _shape(parameter: torch.nn.Parameter) -> torch.Size | None:
+    return None if is_lazy(parameter) else parameter.shape
+
+
+def _matched(modules: list[Named], selector: Any) -> list[Named]:
+    if isinstance(selector, str):
+        return _outermost(each for each in modules if fnmatch.fnmatchcase(each.name, selector))
+    if isinstance(selector, type):
+        if not issubclass(selector, Module):
+            raise UsageError(f"blocks: got the class {selector!r}, expected a subclass of torch.nn.Module")
+        return _outermost(each for each in modules if isinstance(_uncompiled(each.module), selector))
+    if isinstance(selector, Module) or not callable(selector):
+        raise UsageError(
+            f"blocks: got {selector!r:.200}, expected a class, a pattern of dotted names such as 'layers.*', a "
+            f"predicate (name, module) -> bool, or a list of such; {_candidates(modules)}"
+        )
+    return [each for each in modules if _says(selector, each)]
+
+
+def _says(predicate: Predicate, each: Named) -> bool:
+    answer = predicate(each.name, each.module)
+    if not isinstance(answer, bool):
+        raise UsageError(f"blocks: got {answer!r} from {predicate!r} for {each.name!r}, expected True or False")
+    return answer
+
+
+def _uncompiled(module: Module) -> Module:
+    """What ``torch.compile`` was called with, or the module."""
+    inner = module._modules["_orig_mod"] if is_compiled(module) else None
+    return module if inner is None else inner
+
+
+def _outermost(found: Iterable[Named]) -> list[Named]:
+    kept: list[Named] = []
+    for each in found:
+        # Parents come before their children.
+        if not inside_of(each.name, (outer.name for outer in kept)):
+            kept.append(each)
+    return kept
+
+
+def _once(found: Iterable[Named]) -> list[Named]:
+    first: dict[int, Named] = {}
+    for each in found:
+        first.setdefault(id(each.module), each)
+    return list(first.values())
+
+
+# What is repeated.
+
+
+def _repeated(model: Module, modules: list[Named]) -> list[Named]:
+    """See NOTE [ What is repeated ]."""
+    families = [_once(_outermost(each for each in modules if _kind(each.module) == kind)) for kind in _kinds(modules)]
+    # The outer of two that own the same comes first.
+    families.sort(key=lambda family: (-_owned(family), min(each.name.count(".") for each in family)))
+    chosen: list[Named] = []
+    for family in families:
+        if chosen and _owned(family) * _OTHERS < _owned(families[0]):
+            break
+        names = [each.name for each in family]
+        taken = [each.name for each in chosen]
+        if not any(inside_of(name, taken) for name in names) and not any(inside_of(name, names) for name in taken):
+            chosen += family
+    if not chosen or not _owned(chosen):
+        raise UsageError(
+            f"blocks: got None, and {Named('', model)}, which repeats no block, expected modules side by side of one "
+            f"class and with equal parameters; say which to take, by class, name or predicate; {_candidates(modules)}"
+        )
+    taken_ids = {id(each.module) for each in chosen}
+    return _once(each for each in modules if id(each.module) in taken_ids)
+
+
+def _kinds(modules: list[Named]) -> list[Hashable]:
+    """The kinds of which two siblings are alike."""
+    alike: set[Hashable] = set()
+    kinds: dict[Hashable, None] = {}
+    for each in _once(modules):
+        module = _uncompiled(each.module)
+        if not module._modules and type(module).__module__.startswith("torch.nn"):
+            continue
+        key = each.name.rpartition(".")[0], signature(each.module)
+        if key in alike:
+            kinds[_kind(each.module)] = None
+        alike.add(key)
+    return list(kinds)
+
+
+def _kind(module: Module) -> Hashable:
+    """The class. Of a ``Sequential``, whose class says nothing, also the classes of what is in it."""
+    module = _uncompiled(module)
+    inside = tuple(_kind(child) for child in module) if type(module) is torch.nn.Sequential else ()
+    return type(module), inside
+
+
+def _owned(family: Iterable[Named]) -> int:
+    parameters = {id(parameter): parameter for each in family for parameter in each.module.parameters()}
+    return sum(0 if is_lazy(parameter) else parameter.numel() for parameter in parameters.values())
+
+
+def _candidates(modules: list[Named]) -> str:
+    """Some of what could have been meant: the modules with parts that own most."""
+    whole = [each for each in _once(modules) if each.module._modules] or _once(modules)
+    if not whole:
+        return "the model has no modules below it: spillway.recompute(model, ...) recomputes the whole of it"
+    most = sorted(whole, key=lambda each: -_owned([each]))[:_SHOWN]
+    names = ", ".join(str(each) for each in whole if each in most)
+    return f"there are {names}{' and others' if len(whole) > len(most) else ''}"
+
+
+# What cannot be attached to.
+
+
+def refuse_copies(modules: Iterable[Named]) -> None:
+    """Raise :class:`~spillway.errors.UnsupportedError` if one of the modules copies what it calls."""
+    for each in modules:
+        if isinstance(each.module, torch.nn.DataParallel):
+            raise UnsupportedError(
+                f"got {each}, whose copies on other devices would run the weights of this one, expected one device in "
+                f"each process; use torch.nn.parallel.DistributedDataParallel"
+            )
+
+
+def refuse_checkpointing(modules: Iterable[Named]) -> None:
+    """Raise :class:`~spillway.errors.UsageError` if one of the modules checkpoints itself."""
+    for each in modules:
+        contract: Any = sys.modules.get("torch.distributed._composable.contract")
+        composed = contract is not None and "checkpoint" in (contract._get_registry(each.module) or ())
+        home = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
+        if composed or _is_a(each.module, home, "CheckpointWrapper"):
+            raise UsageError(
+                f"got {each}, which checkpoints already, expected a model that does not; leave out checkpoint_wrapper, "
+                f"apply_activation_checkpointing or checkpoint, as FSDP's users call them"
+            )
+        if any(getattr(each.module, flag, False) is True for flag in CHECKPOINTING_FLAGS):
+            raise UsageError(checkpointing(each))
+
+
+def checkpointing(named: Named) -> str:
+    """What is to be said to whoever's module checkpoints itself by a flag."""
+    return (
+        f"got {named}, which checkpoints already ({' or '.join(CHECKPOINTING_FLAGS)} is True), expected a model that "
+        f"does not, or blocks would be computed a third time; call model.gradient_checkpointing_disable() or, where it "
+        f"is newer, activation_checkpointing_disable() (transformers), model.disable_gradient_checkpointing() "
+        f"(diffusers) or model.set_grad_checkpointing(False) (timm)"
+    )
+
+
+def refuse_class(named: Named) -> None:
+    """Raise an error if a module, the model or a block, is of a class whose call cannot be taken over."""
+    module = named.module
+    if isinstance(module, torch.jit.ScriptModule):
+        raise UnsupportedError(
+            f"got {named}, a scripted module, whose call cannot be taken over, expected Python; attach to the module "
+            f"that it was made from"
+        )
+    fsdp = "torch.distributed.fsdp.fully_sharded_data_parallel"
+    if named.name and _is_a(module, fsdp, "FullyShardedDataParallel"):
+        raise UsageError(
+            f"got {named} as a block, which gathers its parameters in its forward, expected the module in it; say "
+            f"blocks= with the class of that, or use fully_shard"
+        )
+    for name, through in (("__call__", "super().__call__"), ("__deepcopy__", "copy.deepcopy")):
+        method = _method_of(type(module), name)
+        names = getattr(getattr(method, "__code__", None), "co_names", ())
+        if method is not None and through.rpartition(".")[2] not in names:
+            raise UnsupportedError(
+                f"got {named}, whose class has a {name} of its own that does not use {through}, expected one that does "
+                f"or none; change it so, or use spillway.recompute where the block is called"
+            )
+
+
+def _method_of(kind: type[Module], name: str) -> object:
+    """The method of a class, unless it is torch's own, which all do right."""
+    for base in kind.__mro__:
+        if name in vars(base):
+            method: object = vars(base)[name]
+            return None if str(getattr(method, "__module__", "")).partition(".")[0] == "torch" else method
+    return None

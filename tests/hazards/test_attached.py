@@ -1,0 +1,696 @@
+"""Hazards 14 and 65, and others of their kind: what attaching leaves on a model, and who else wants its place."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
+
+import spillway
+from spillway import RecomputeError, UnsupportedError, UsageError
+from spillway.policies import Keep, Offload
+from steps import Block, assert_no_hook, failing, small_batch, step
+
+PLACE = "_compiled_call_impl"
+
+# Dynamo looks at it, and hides the warning from those whose warnings are no errors.
+COMPILES = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+
+class Model(nn.Module):
+    """Blocks and a head, one level down."""
+
+    def __init__(self, block: Callable[[], nn.Module] = lambda: Block(32), layers: int = 3) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(*(block() for _ in range(layers)))
+        self.head = nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x))  # type: ignore[no-any-return]
+
+
+class Remembers(Block):
+    """A block whose state is all that it has."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return dict(self.__dict__)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """The models are small."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def compiler() -> Iterator[Callable[[Any, Any], Any]]:
+    """A backend of ``torch.compile`` that counts how often what it compiled runs forward."""
+    torch._dynamo.reset()
+
+    def backend(graph: torch.fx.GraphModule, examples: list[Tensor]) -> Any:
+        def run(*args: Any) -> Any:
+            backend.runs += 1  # type: ignore[attr-defined]
+            return graph(*args)
+
+        return run
+
+    backend.runs = 0  # type: ignore[attr-defined]
+    yield backend
+    torch._dynamo.reset()
+
+
+def contents(model: nn.Module) -> list[list[tuple[str, int]]]:
+    """The dictionaries of all modules: keys in their order, and the very objects."""
+    return [[(key, id(value)) for key, value in module.__dict__.items()] for module in model.modules()]
+
+
+def is_attached(model: nn.Module) -> bool:
+    return any(module.__dict__.get(PLACE) is not None for module in model.modules())
+
+
+# Hazard 65: copies
+
+
+@pytest.mark.parametrize("policy", [None, Offload()], ids=["regions", "offload"])
+@pytest.mark.parametrize("block", [Block, Remembers])
+@pytest.mark.parametrize("way", ["deepcopy", "pickle", "save", "average"])
+def test_h65_a_copy_runs_its_own_weights_and_has_no_regions(way: str, block: type[Block], policy: Any) -> None:
+    model, x = Model(lambda: block(32)), small_batch()
+    attached = spillway.attach(model, policy=policy)
+    step(model, x)
+    if way == "deepcopy":
+        copied = copy.deepcopy(model)
+    elif way == "pickle":
+        copied = pickle.loads(pickle.dumps(model))
+    elif way == "save":
+        buffer = io.BytesIO()
+        torch.save(model, buffer)
+        buffer.seek(0)
+        copied = torch.load(buffer, weights_only=False)
+    else:
+        copied = AveragedModel(model)
+        assert torch.equal(copied(x), model(x))
+        copied = copied.module
+    assert not is_attached(copied)
+    assert is_attached(model)
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            parameter.mul_(2)
+    attached.remove()
+    assert step(copied, x) != step(model, x)
+    twice = Model(lambda: block(32))
+    with torch.no_grad():
+        for parameter in twice.parameters():
+            parameter.mul_(2)
+    assert step(copied, x) == step(twice, x)
+
+
+def test_h65_a_copy_made_in_the_middle_of_a_call_runs_its_own_weights() -> None:
+    model, x = Model(), small_batch()
+    copies: list[nn.Module] = []
+    block = model.body[1]
+    block.register_forward_pre_hook(lambda *_: copies.append(copy.deepcopy(block)))
+    attached = spillway.attach(model)
+    step(model, x)
+    attached.remove()
+    (copied,) = copies
+    copied._forward_pre_hooks.clear()
+    block._forward_pre_hooks.clear()
+    assert step(copied, x) == step(block, x)
+    with torch.no_grad():
+        copied.down.weight.zero_()
+        copied.down.bias.zero_()
+    assert torch.equal(copied(x), x)
+
+
+def test_h65_nothing_else_of_the_model_changes() -> None:
+    model, x = Model(), small_batch()
+    keys, hooks = list(model.state_dict()), [dict(module._forward_hooks) for module in model.modules()]
+    before = contents(model)
+    spillway.attach(model)
+    step(model, x)
+    assert list(model.state_dict()) == keys
+    assert [dict(module._forward_hooks) for module in model.modules()] == hooks
+    assert all(isinstance(block, Block) and type(block) is Block for block in model.body)
+    assert [[item for item in items if item[0] != PLACE] for items in contents(model)] == before
+    assert model.load_state_dict(copy.deepcopy(model.state_dict()))
+
+
+def test_h65_remove_restores_every_dictionary() -> None:
+    model, x = Model(), small_batch()
+    model.body[1].up.compile(backend="eager")
+    before = contents(model)
+    attached = spillway.attach(model, blocks=[Block, "*.up"])
+    assert contents(model) != before
+    attached.remove()
+    assert contents(model) == before
+    attached.remove()
+    assert contents(model) == before
+    with spillway.attach(model):
+        pass
+    assert contents(model) == before
+    with pytest.raises(KeyError), spillway.attach(model):
+        raise KeyError
+    assert contents(model) == before
+
+
+def test_h65_a_model_dies_by_its_last_name(no_collector: None) -> None:
+    model, x = Model(), small_batch()
+    model.body[0].register_forward_hook(lambda *_: None)
+    attached = spillway.attach(model)
+    step(model, x)
+    weak = weakref.ref(model)
+    del model
+    assert weak() is None
+    assert "Model" in repr(attached)
+    attached.remove()
+
+
+def test_h65_a_class_that_copies_by_hand_is_refused() -> None:
+    class Shares(Block):
+        def __deepcopy__(self, memo: dict[int, Any]) -> Shares:
+            twin = type(self).__new__(type(self))
+            twin.__dict__.update(self.__dict__)
+            return twin
+
+    class Copies(Block):
+        def __deepcopy__(self, memo: dict[int, Any]) -> Copies:
+            twin = type(self).__new__(type(self))
+            twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+            return twin
+
+    shared = Model(lambda: Shares(32))
+    failing(UnsupportedError, lambda: spillway.attach(shared), match="'body.0' .* __deepcopy__ of its own")
+    model = Model(lambda: Copies(32))
+    spillway.attach(model)
+    assert not is_attached(copy.deepcopy(model))
+
+
+def test_h65_copies_for_other_devices_are_refused() -> None:
+    failing(UnsupportedError, lambda: spillway.attach(nn.DataParallel(Model())), match="DistributedDataParallel")
+
+
+# Hazard 14: exceptions
+
+
+class Fails(Block):
+    fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        if self.fails:
+            raise ArithmeticError
+        return y
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+@pytest.mark.parametrize("policy", [None, Offload(), spillway.Recompute(use_reentrant=True)])
+def test_h14_an_exception_in_forward_leaves_nothing(policy: Any, hooked: bool) -> None:
+    model, x = Model(lambda: Fails(32)), small_batch()
+    if hooked:
+        model.body[1].register_forward_hook(lambda *_: None)
+    plain = step(model, x)
+    before = contents(model)
+    attached = spillway.attach(model, policy=policy)
+    model.body[1].fails = True
+    for _ in range(2):
+        failing(ArithmeticError, lambda: model(x))
+        assert_no_hook()
+    model.body[1].fails = False
+    del model.body[1].__dict__["fails"]
+    assert step(model, x) == plain
+    assert_no_hook()
+    attached.remove()
+    assert contents(model) == before
+
+
+def test_h14_attaching_that_fails_half_way_leaves_nothing() -> None:
+    class Past(Block):
+        def __call__(self, x: Tensor) -> Tensor:
+            return self.forward(x)
+
+    model = Model()
+    model.body[2] = Past(32)
+    before = contents(model)
+    failing(UnsupportedError, lambda: spillway.attach(model, blocks="body.*"), match="'body.2' .* __call__ of its own")
+    assert contents(model) == before
+
+
+# Who may not be attached to
+
+
+def test_attaching_twice_is_an_error() -> None:
+    model = Model()
+    first = spillway.attach(model, blocks="body.0")
+    before = contents(model)
+    for other in (model, nn.Sequential(model, nn.ReLU())):
+        failing(UsageError, lambda other=other: spillway.attach(other), match="attached already.* remove()")
+    assert contents(model) == before
+    first.remove()
+    spillway.attach(model)
+
+
+def test_a_scripted_module_is_refused() -> None:
+    with pytest.warns(DeprecationWarning, match="torch.jit.script"):
+        scripted = torch.jit.script(nn.Sequential(nn.Linear(32, 32), nn.ReLU()))
+    failing(UnsupportedError, lambda: spillway.attach(scripted, policy=Keep()), match="scripted")
+    model = nn.Sequential(scripted, nn.Linear(32, 32))
+    failing(UnsupportedError, lambda: spillway.attach(model, blocks="0"), match="'0' .*scripted")
+
+
+def test_a_call_of_ones_own_that_goes_on_to_torchs_is_taken() -> None:
+    class Own(Block):
+        calls = 0
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            Own.calls += 1
+            return super().__call__(*args, **kwargs)
+
+    model, x = Model(lambda: Own(32)), small_batch()
+    plain = step(model, x)
+    with spillway.attach(model) as attached:
+        assert step(model, x) == plain
+        assert attached.stats().recomputed_bytes > 0
+
+
+@pytest.mark.parametrize("flag", ["gradient_checkpointing", "grad_checkpointing"])
+def test_a_model_that_checkpoints_by_a_flag_is_refused(flag: str) -> None:
+    model, x = Model(), small_batch()
+    setattr(model.head, flag, False)
+    with spillway.attach(model):
+        step(model, x)
+    setattr(model.head, flag, True)
+    before = contents(model)
+    failing(UsageError, lambda: spillway.attach(model), match=r"model.gradient_checkpointing_disable\(\)")
+    # Offloading what a checkpoint saves is another matter.
+    spillway.attach(model, policy=Offload()).remove()
+    assert contents(model) == before
+
+
+def test_a_model_that_begins_to_checkpoint_is_noticed() -> None:
+    model, x = Model(), small_batch()
+    spillway.attach(model)
+    model.body[1].gradient_checkpointing = True
+    failing(UsageError, lambda: model(x), match="'body.1' .* checkpoints already")
+    assert_no_hook()
+
+
+def test_a_wrapped_checkpoint_is_refused() -> None:
+    model = Model()
+    model.body[1] = checkpoint_wrapper(model.body[1])
+    failing(UsageError, lambda: spillway.attach(model), match="'body.1' .*CheckpointWrapper.* checkpoints already")
+
+
+# Hooks
+
+
+def test_hooks_of_a_block_run_once_and_see_what_was_computed() -> None:
+    class Side(nn.Module):
+        """Nobody wants the first output again."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.side = nn.Linear(32, 32)
+            self.main = nn.Linear(32, 32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out = self.side(x)
+            return self.main(x).sin().exp() + out
+
+    def run(attach: bool) -> tuple[list[Tensor], list[str]]:
+        model, x = Model(Side), small_batch()
+        seen: list[Tensor] = []
+        order: list[str] = []
+
+        def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            order.append("before")
+            return (args[0] * 2,), kwargs
+
+        def after(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+            order.append("after")
+            seen.extend((args[0].detach(), output.detach()))
+            return output + 1
+
+        def backward(module: nn.Module, into: Any, out: Any) -> None:
+            order.append("backward")
+            seen.extend((into[0].clone(), out[0].clone()))
+
+        for block in model.body:
+            block.register_forward_pre_hook(before, with_kwargs=True)
+            block.register_forward_hook(after)
+            block.register_full_backward_hook(backward)
+        if attach:
+            spillway.attach(model)
+        x.requires_grad_()
+        results = [step(model, x) for _ in range(3)]
+        return [*seen, *(tensor for result in results for tensor in (result.loss, *result.gradients))], order
+
+    (plain, order), (ours, own) = run(False), run(True)
+    assert own == order
+    assert all(map(torch.equal, ours, plain))
+
+
+def test_hooks_on_all_modules_run_around_regions() -> None:
+    model, x = Model(), small_batch()
+    plain = step(model, x)
+    blocks: list[nn.Module] = []
+    with spillway.attach(model):
+        with torch.nn.modules.module.register_module_forward_hook(
+            lambda module, *_: blocks.append(module) if isinstance(module, Block) else None
+        ):  # fmt: skip
+            assert step(model, x) == plain
+        assert blocks == list(model.body)
+
+
+def test_an_instances_own_forward_is_what_runs_in_the_region() -> None:
+    """So do accelerate's hooks."""
+    model, x = Model(), small_batch()
+    block = model.body[1]
+    old = block.forward
+    block.forward = lambda x: old(x) * 2
+    plain = step(model, x)
+    before = contents(model)
+    for hooked in (False, True):
+        handle = block.register_forward_hook(lambda *_: None) if hooked else None
+        with spillway.attach(model) as attached:
+            for _ in range(2):
+                assert step(model, x) == plain
+            assert attached.stats().recomputed_bytes > 0
+        if handle is not None:
+            handle.remove()
+    assert contents(model) == before
+
+
+# Between forward and backward
+
+
+def test_remove_between_forward_and_backward() -> None:
+    model, x = Model(), small_batch()
+    plain = step(model, x)
+    attached = spillway.attach(model)
+    model.zero_grad()
+    loss = model(x).square().mean()
+    attached.remove()
+    loss.backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    assert all(map(torch.equal, gradients, plain.gradients))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_blocks_in_blocks_that_went_or_came_before_backward_are_an_error(again: bool) -> None:
+    model, x = Model(), small_batch()
+    attached = spillway.attach(model, blocks=Block if again else [Block, "*.up"])
+    loss = model(x).square().mean()
+    attached.remove()
+    if again:
+        spillway.attach(model, blocks=[Block, "*.up"])
+    failing(RecomputeError, loss.backward, match="call backward, then remove")
+
+
+# Compiled
+
+
+@COMPILES
+def test_compiled_blocks_run_compiled_inside_of_their_regions(compiler: Any) -> None:
+    model, x = Model(), small_batch()
+    for block in model.body:
+        block.compile(backend=compiler)
+    plain = step(model, x)
+    compiler.runs = 0
+    with spillway.attach(model) as attached:
+        assert len(attached.blocks) == 3
+        step(model, x)
+        for _ in range(2):
+            compiler.runs = 0
+            assert step(model, x) == plain
+            # Once forward, and once again.
+            assert compiler.runs == 6
+        assert attached.stats().recomputed_bytes > 0
+    compiler.runs = 0
+    assert step(model, x) == plain
+    assert compiler.runs == 3
+
+
+@COMPILES
+def test_compiled_blocks_by_aot_eager_are_right() -> None:
+    model, x = Model(), small_batch()
+    for block in model.body:
+        block.compile(backend="aot_eager")
+    plain = step(model, x)
+    with spillway.attach(model, policy=spillway.Recompute(save="matmul")):
+        for _ in range(3):
+            assert step(model, x) == plain
+
+
+@COMPILES
+@pytest.mark.parametrize("blocks", [None, Block, "body.*"])
+def test_wrapped_compiled_blocks_are_blocks(compiler: Any, blocks: Any) -> None:
+    model, x = Model(), small_batch()
+    for index in range(3):
+        model.body[index] = torch.compile(model.body[index], backend=compiler)
+    plain = step(model, x)
+    with spillway.attach(model, blocks=blocks) as attached:
+        assert attached.blocks == ("body.0", "body.1", "body.2")
+        step(model, x)
+        compiler.runs = 0
+        assert step(model, x) == plain
+        assert compiler.runs == 6
+    failing(UsageError, lambda: spillway.attach(model, blocks="*.up"), match="'body.0' .* compiled around blocks")
+
+
+@COMPILES
+def test_a_block_compiled_after_attaching_is_noticed(compiler: Any) -> None:
+    model, x = Model(), small_batch()
+    attached = spillway.attach(model)
+    model.body[1].compile(backend=compiler)
+    theirs = model.body[1].__dict__[PLACE]
+    failing(UsageError, lambda: model(x), match="'body.1' .*compiled after attaching.* attach again")
+    assert_no_hook()
+    failing(UsageError, attached.remove, match="'body.1' .*compiled after attaching")
+    assert model.body[1].__dict__[PLACE] is theirs
+    assert [name for name, module in model.named_modules() if module.__dict__.get(PLACE)] == ["body.1"]
+    attached.remove()
+    with spillway.attach(model):
+        step(model, x)
+    assert model.body[1].__dict__[PLACE] is theirs
+
+
+@pytest.mark.parametrize("name", ["", "body"])
+@COMPILES
+def test_what_is_around_blocks_compiled_after_attaching_is_noticed(compiler: Any, name: str) -> None:
+    model, x = Model(), small_batch()
+    attached = spillway.attach(model)
+    model.get_submodule(name).compile(backend=compiler)
+    if name:
+        failing(UsageError, lambda: model(x), match="'body' compiled after attaching")
+        attached.remove()
+    else:
+        failing(UsageError, attached.remove, match="the model .Model. compiled after attaching")
+    assert [each for each, module in model.named_modules() if module.__dict__.get(PLACE)] == [name]
+
+
+@COMPILES
+def test_an_error_of_a_call_is_not_told_twice(compiler: Any) -> None:
+    model, x = Model(), small_batch()
+
+    def run() -> None:
+        with spillway.attach(model):
+            model.body[1].compile(backend=compiler)
+            model(x)
+
+    with pytest.raises(UsageError) as caught:
+        run()
+    assert caught.value.__context__ is None
+
+
+@pytest.mark.parametrize("place", ["model", "body", "wrapped"])
+@COMPILES
+def test_what_is_compiled_around_blocks_is_refused(compiler: Any, place: str) -> None:
+    model: Any = Model()
+    if place == "wrapped":
+        model = torch.compile(model, backend=compiler)
+    else:
+        model.get_submodule("" if place == "model" else place).compile(backend=compiler)
+    failing(UsageError, lambda: spillway.attach(model, blocks=Block), match="compiled around blocks.* block.compile()")
+
+
+@COMPILES
+def test_an_attached_model_inside_of_a_compiled_one_says_so(compiler: Any) -> None:
+    model, x = Model(), small_batch()
+    attached = spillway.attach(model)
+    compiled = torch.compile(model, backend=compiler)
+    failing(UnsupportedError, lambda: compiled(x), match="inside of torch.compile")
+    assert_no_hook()
+    with torch.no_grad():
+        assert torch.equal(compiled(x), model(x))
+    attached.remove()
+    torch._dynamo.reset()
+    assert step(compiled, x) == step(model, x)
+
+
+@COMPILES
+def test_a_compiled_function_around_an_attached_model_is_right(compiler: Any) -> None:
+    model, x = Model(), small_batch()
+    plain = step(model, x)
+    spillway.attach(model)
+    compiled = torch.compile(lambda x: model(x), backend=compiler)
+    model.zero_grad()
+    compiled(x).square().mean().backward()
+    assert all(map(torch.equal, [p.grad for p in model.parameters()], plain.gradients))  # type: ignore[arg-type]
+
+
+def test_a_graph_module_is_attached_to() -> None:
+    class Leaves(torch.fx.Tracer):
+        def is_leaf_module(self, module: nn.Module, name: str) -> bool:
+            return isinstance(module, Block)
+
+    model, x = Model(), small_batch()
+    plain = step(model, x)
+    graph = torch.fx.GraphModule(model, Leaves().trace(model))
+    with spillway.attach(graph, blocks=Block) as attached:
+        for _ in range(2):
+            assert step(graph, x) == plain
+        assert attached.stats().recomputed_bytes > 0
+        assert not is_attached(copy.deepcopy(graph))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_an_attached_model_is_traced_as_it_is() -> None:
+    model, x = Model(), small_batch()
+    with spillway.attach(model) as attached:
+        traced = torch.jit.trace(model, x)
+        assert attached.stats() == spillway.StepStats()
+    assert torch.equal(traced(x), model(x))
+
+
+@COMPILES
+@pytest.mark.parametrize("training", [False, True])
+def test_an_attached_model_is_exported_as_it_is(training: bool) -> None:
+    model, x = Model().train(training), small_batch()
+    with spillway.attach(model) as attached:
+        exported = torch.export.export(model, (x,))
+        assert attached.stats() == spillway.StepStats()
+    assert torch.equal(exported.module()(x), model(x))
+
+
+# Distributed
+
+
+def full(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return whole.clone()
+
+
+def sharded_steps(model: nn.Module, x: Tensor) -> list[Tensor]:
+    """Losses and gradients of a few steps of SGD: the gathered weights of one step are not those of the next."""
+    seen: list[Tensor] = []
+    for _ in range(4):
+        model.zero_grad()
+        loss = model(x).float().square().mean()
+        loss.backward()
+        seen.append(loss.detach())
+        with torch.no_grad():
+            for parameter in model.parameters():
+                seen.append(full(parameter.grad))
+                parameter -= parameter.grad
+    return seen
+
+
+@pytest.mark.parametrize("first", ["attach", "wrap"])
+def test_ddp_before_or_after(one_rank: None, first: str) -> None:
+    x = small_batch()
+    plain = step(DistributedDataParallel(Model()), x)
+    model = Model()
+    if first == "attach":
+        attached = spillway.attach(model)
+        wrapped = DistributedDataParallel(model)
+    else:
+        wrapped = DistributedDataParallel(model)
+        attached = spillway.attach(wrapped)
+        # Its state is all that it has.
+        assert not is_attached(copy.deepcopy(wrapped))
+    for _ in range(3):
+        assert step(wrapped, x) == plain
+    assert attached.stats().recomputed_bytes > 0
+    attached.remove()
+    assert step(wrapped, x) == plain
+
+
+def shard(model: Model, mesh: DeviceMesh, *, inner: bool = False) -> Model:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    half = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for block in model.body:
+        for unit in (block.up, block) if inner else (block,):
+            fully_shard(unit, mesh=mesh, mp_policy=half)
+    fully_shard(model, mesh=mesh, mp_policy=half)
+    return model
+
+
+@pytest.mark.parametrize("first", ["attach", "shard"])
+@pytest.mark.parametrize(
+    "policy",
+    [None, spillway.Recompute(save="u*"), spillway.Recompute(use_reentrant=True), Offload()],
+    ids=["all", "save", "reentrant", "offload"],
+)
+def test_fsdp2_before_or_after(one_rank: None, first: str, policy: Any) -> None:
+    mesh, x = DeviceMesh("cpu", [0]), small_batch()
+    plain = sharded_steps(shard(Model(), mesh), x)
+    model = Model()
+    if first == "shard":
+        shard(model, mesh)
+    attached = spillway.attach(model, policy=policy, blocks=None if policy == Offload() else Block)
+    if first == "attach":
+        shard(model, mesh)
+    assert all(map(torch.equal, sharded_steps(model, x), plain))
+    attached.remove()
+    assert not is_attached(model)
+
+
+def test_fsdp2_units_inside_of_blocks(one_rank: None) -> None:
+    mesh, x = DeviceMesh("cpu", [0]), small_batch()
+    plain = sharded_steps(shard(Model(), mesh, inner=True), x)
+    model = shard(Model(), mesh, inner=True)
+    with spillway.attach(model, blocks=Block):
+        assert all(map(torch.equal, sharded_steps(model, x), plain))
+
+
+@COMPILES
+@pytest.mark.parametrize("in_place", [False, True])
+def test_fsdp2_around_compiled_blocks(one_rank: None, compiler: Any, in_place: bool) -> None:
+    mesh, x = DeviceMesh("cpu", [0]), small_batch()
+
+    def make() -> Model:
+        torch._dynamo.reset()
+        model = Model()
+        for index, block in enumerate(model.body):
+            if in_place:
+                block.compile(backend=compiler)
+            else:
+                model.body[index] = torch.compile(block, backend=compiler)
+        return shard(model, mesh)
+
+    plain = sharded_steps(make(), x)
+    model = make()
+    with spillway.attach(model, blocks=Block) as attached:
+        compiler.runs = 0
+        assert all(map(torch.equal, sharded_steps(model, x), plain))
+        assert compiler.runs >= 4 * 6
+        assert attached.stats().recomputed_bytes > 0
