@@ -1,0 +1,111 @@
+"""The tutorial's programs run as a user would run them, and the snippets of its pages say what is true."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "examples" / "tutorial"
+PAGES = ROOT / "docs"
+
+
+def python(*arguments: str) -> str:
+    """What a process of its own prints. One thread: a test shares its cores with others."""
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def example(name: str) -> ModuleType:
+    """A program of the tutorial as a module."""
+    spec = importlib.util.spec_from_file_location(f"tutorial_{name}", EXAMPLES / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_layer_trains_to_the_same_losses_in_every_way() -> None:
+    lines = python(str(EXAMPLES / "recompute.py")).splitlines()
+    assert lines[-1] == "all 100 losses are equal"
+    rows = {line[:32].strip(): line[32:].split() for line in lines[2:-1]}
+    assert list(rows) == ["plain", "non-reentrant, attention away", "reentrant, products kept"]
+    kept = {name: float(row[0]) for name, row in rows.items()}
+    away = {name: float(row[2]) for name, row in rows.items()}
+    assert kept["non-reentrant, attention away"] < kept["reentrant, products kept"] < kept["plain"]
+    assert away["non-reentrant, attention away"] > 0 == away["plain"] == away["reentrant, products kept"]
+    assert len({tuple(row[-2:]) for row in rows.values()}) == 1
+    first, last = map(float, rows["plain"][-2:])
+    assert last < first - 1
+
+
+def test_the_toy_is_wrong_and_the_two_forms_beside_it_are_right() -> None:
+    lines = python(str(EXAMPLES / "offload_simple.py")).splitlines()
+    assert lines[0].endswith("tensor([1., 1., 1.]), through the toy: tensor([2., 2., 2.])")
+    rows = {line.split()[0]: line.split(maxsplit=7)[1:] for line in lines[3:]}
+    hidden, kept, away = ({name: int(row[place]) for name, row in rows.items()} for place in (0, 2, 4))
+    assert hidden == {"plain": 14, "toy": 14, "offload_tensor": 2, "recompute": 2}
+    assert kept == {"plain": 144, "toy": 144, "offload_tensor": 128, "recompute": 0}
+    assert away == {"plain": 0, "toy": 0, "offload_tensor": 16, "recompute": 16}
+    right = "equal to plain, bit for bit"
+    verdicts = {name: row[6] for name, row in rows.items()}
+    assert verdicts.pop("toy").startswith("WRONG: the first block's are 128 times too large")
+    assert verdicts == {"plain": right, "offload_tensor": right, "recompute": right}
+
+
+def test_the_toy_doubles_a_gradient_once_for_each_time_that_it_is_passed() -> None:
+    toy = example("offload_simple").ToyOffload
+    x = torch.randn(4, requires_grad=True)
+    (toy.apply(toy.apply(toy.apply(x)))).sum().backward()
+    assert x.grad is not None and x.grad.tolist() == [8.0] * 4
+
+
+def test_the_layer_is_the_same_however_it_is_called() -> None:
+    recompute = example("recompute")
+    torch.manual_seed(0)
+    layer, x = recompute.DecoderLayer(), torch.randn(2, 16, recompute.WIDTH, requires_grad=True)
+    state = torch.get_rng_state()
+    results = []
+    for call in recompute.WAYS.values():
+        torch.set_rng_state(state)
+        layer.zero_grad()
+        x.grad = None
+        y = call(layer, x)
+        y.square().sum().backward()
+        results.append([y, x.grad, *(parameter.grad for parameter in layer.parameters())])
+    assert all(torch.equal(*pair) for other in results[1:] for pair in zip(results[0], other, strict=True))
+
+
+@pytest.mark.parametrize("page", ["recompute.md", "tutorial.md"])
+def test_the_snippets_of_a_page_run_one_after_the_other(page: str, tmp_path: Path) -> None:
+    text = (PAGES / page).read_text(encoding="utf-8")
+    snippets = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    assert snippets
+    script = tmp_path / "snippets.py"
+    script.write_text("\n\n".join(snippets), encoding="utf-8")
+    python("-W", "error", str(script))
+
+
+def test_the_page_shows_the_programs_as_they_are() -> None:
+    page = (PAGES / "tutorial.md").read_text(encoding="utf-8")
+    shown = re.search(r"^attention_away = .*$", page, re.MULTILINE)
+    assert shown is not None and shown[0] in (EXAMPLES / "recompute.py").read_text(encoding="utf-8")
+    toy = (EXAMPLES / "offload_simple.py").read_text(encoding="utf-8")
+    for line in ('ctx.on_host = x.detach().to("cpu", copy=True)', "return x.view_as(x)", "return grad + grad"):
+        assert line in page and line in toy
