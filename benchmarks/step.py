@@ -97,6 +97,33 @@ def offloaded(stack: Stack, options: argparse.Namespace, **how: Any) -> Way:
     return Spilled(partial(spillway.offload, session=session, **how))
 
 
+def recomputed(stack: Stack, options: argparse.Namespace, **how: Any) -> Way:
+    """Each layer a region; what is saved between layers stays, unless the region says otherwise."""
+    session = spillway.Session(window=options.window)
+    session.use_as_default()
+    region = spillway.Recompute(**how)
+    stack.call = region
+    return Spilled(partial(spillway.offload, session=session, policy=spillway.policies.Keep()))
+
+
+def is_residual(call: spillway.OperatorCall) -> bool:
+    """The sum of a layer's input and its attention: what the second norm saves."""
+    return call.module == "" and call.name == "aten::add.Tensor"
+
+
+def mixed(stack: Stack, options: argparse.Namespace) -> Way:
+    """The mixture, and the gate of every second layer with it: what the link carries beside the forward."""
+    way = recomputed(stack, options)
+    regions = (spillway.Recompute(offload=(*MIXTURE, "*gate")), spillway.Recompute(offload=MIXTURE))
+    places = {layer: place for place, layer in enumerate(stack.layers)}
+    stack.call = lambda layer, *args: regions[places[layer] % 2](layer, *args)
+    return way
+
+
+MIXTURE = ("inputs", spillway.saved_by("attention"), is_residual)
+"""What costs much to compute again, by its bytes: the layer's input, roped queries and keys, values, attention."""
+
+
 class Spilled:
     """Makes contexts, and remembers the last for its statistics."""
 
@@ -147,6 +174,12 @@ METHODS: dict[str, Callable[[Stack, argparse.Namespace], Way]] = {
     "spillway.offload()": offloaded,
     "spillway.offload(ratio=1)": partial(offloaded, ratio=1.0),
     "spillway.offload(ratio=0.5)": partial(offloaded, ratio=0.5),
+    "spillway.recompute()": recomputed,
+    "spillway.recompute(inputs away)": partial(recomputed, offload="inputs"),
+    "spillway.recompute(mixture)": partial(recomputed, offload=MIXTURE),
+    "spillway.recompute(mixture, half of the gates)": mixed,
+    "spillway.recompute(mixture, all gates)": partial(recomputed, offload=(*MIXTURE, "*gate")),
+    "spillway.recompute(mixture, gate and up kept)": partial(recomputed, save=("*gate", "*up"), offload=MIXTURE),
     "spillway.offload(tier='disk')": partial(offloaded, ratio=1.0, tier="disk"),
 }
 
@@ -271,8 +304,10 @@ def digest(options: argparse.Namespace, device: torch.device) -> str:
         with way():
             loss = stack(x).float().square().mean()
         loss.backward()
-    if isinstance(way, Spilled) and (way.last is None or way.last.stats().offloaded_bytes == 0):
-        return ""
+    if isinstance(way, Spilled):
+        stats = spillway.StepStats() if way.last is None else way.last.stats()
+        if stats.offloaded_bytes + stats.recomputed_bytes == 0:
+            return ""
     sums = hashlib.blake2b(digest_size=16)
     for tensor in (loss.detach(), x.grad, *(parameter.grad for parameter in stack.parameters())):
         assert isinstance(tensor, Tensor)
@@ -356,7 +391,7 @@ def bound(row: Row, plain: Row, rates: tuple[float, float]) -> float | None:
 def line(row: Row, plain: Row, rates: tuple[float, float]) -> str:
     least = bound(row, plain, rates)
     figures = [
-        f"{row.method:30}",
+        f"{row.method:46}",
         f"{row.step_seconds * 1e3:8.1f} ms ({row.step_min * 1e3:.1f} to {row.step_max * 1e3:.1f})",
         f"x{row.step_seconds / plain.step_seconds:5.2f}",
         "bound      " if least is None else f"bound x{row.step_seconds / least:5.3f}",
@@ -370,8 +405,10 @@ def line(row: Row, plain: Row, rates: tuple[float, float]) -> str:
         figures.append(
             f"out {row.stats['offloaded_bytes'] / 2**30:6.2f} reused {row.stats['reused_bytes'] / 2**30:5.2f} of "
             f"{row.stats['saved_bytes'] / 2**30:6.2f} GiB, {moved / row.step_seconds / 1e9:5.1f} GB/s, host "
-            f"{row.stats['host_bytes'] / 2**30:6.2f} GiB, stall {row.stats['stall_seconds'] * 1e3:.0f} ms"
+            f"{row.stats['host_bytes'] / 2**30:6.2f} GiB, stall {row.stats['stall_seconds'] * 1e3:.0f} ms, again "
+            f"{row.stats['recomputed_bytes'] / 2**30:5.2f} GiB"
         )
+    figures.extend(row.stats.get("notes", ()))
     if row.paired:
         figures.append("paired x{1:.3f} ({0:.3f} to {2:.3f})".format(*row.paired))
     figures.append("not compared" if not row.digest else "identical" if row.digest == plain.digest else "DIFFERENT")
