@@ -52,7 +52,7 @@ from spillway.blocks import (
     walk,
 )
 from spillway.capture.location import Locator
-from spillway.capture.region import Outside, surroundings
+from spillway.capture.region import Surroundings, surroundings
 from spillway.errors import RecomputeError, UnsupportedError, UsageError
 from spillway.offloading import keep, offload
 from spillway.policies import Policy
@@ -355,7 +355,7 @@ class _Root(_Call):
 
     def _pass(self) -> AbstractContextManager[object]:
         """A pass around the call that somebody opened is the one that regions belong to: it must see the rest, too."""
-        return nullcontext() if self._recomputes and surroundings() is Outside.PASS else self.context
+        return nullcontext() if self._recomputes and surroundings() is Surroundings.PASS else self.context
 
     def _check(self) -> None:
         """What came upon the model since it was attached, and would undo it without a word."""

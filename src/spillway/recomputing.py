@@ -18,7 +18,7 @@ from spillway.capture.dynamo import keep_out
 from spillway.capture.handles import pack_kept, unpack
 from spillway.capture.hooks import refuse_transforms
 from spillway.capture.inputs import InputHooks
-from spillway.capture.region import Outside, Region, surroundings
+from spillway.capture.region import Region, Surroundings, surroundings
 from spillway.capture.rerun import in_rerun
 from spillway.errors import UsageError
 from spillway.operators import Choices, Selector
@@ -205,15 +205,15 @@ def call_region(
     session = session if session is not None else Session.default()
     session.check_open()
     choices = how.choices
-    passage, outside = session.current_pass(), surroundings()
-    if how.drop_output and outside is not Outside.PASS:
+    passage, around = session.current_pass(), surroundings()
+    if how.drop_output and around is not Surroundings.PASS:
         raise UsageError(
             "drop_output: got it outside of any spillway.offload context, expected one around the region and its "
             "consumer, since nothing else sees the consumer save the output; write `with "
             "spillway.offload(policy=spillway.policies.Keep()):` around both"
         )
-    if choices.inputs is not None and outside is not Outside.TORCH:
-        outside = Outside.KEEP if choices.inputs is Decision.KEEP else Outside.PASS
+    if choices.inputs is not None and around is not Surroundings.TORCH:
+        around = Surroundings.KEEP if choices.inputs is Decision.KEEP else Surroundings.PASS
     region = Region(
         again,
         lambda: function(*args, **kwargs),
@@ -221,7 +221,7 @@ def call_region(
         passage,
         session.proofs(_identity_of(function, arguments.callables())),
         root=_module_of(function),
-        outside=outside,
+        surroundings=around,
         reentrant=how.use_reentrant,
         stops_early=how.early_stop and not how.drop_output,
         draws=how.preserve_rng_state,

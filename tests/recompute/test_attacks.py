@@ -1359,13 +1359,14 @@ def test_dropped_outputs(regions: Regions, consumer: str, how: Options, outputs:
             loss.backward()
         yield from gradients(x, first, second)
 
-    if "in-place" in consumer:
-        regions.right_or_refused(step)
-    else:
-        regions(step)
+    regions(step)
 
 
-def test_a_dropped_output_is_gone_until_backward(regions: Regions, no_collector: None) -> None:
+@pytest.mark.parametrize("in_region", [False, True], ids=["plain-consumer", "consumer-in-a-region"])
+def test_a_dropped_output_is_gone_until_backward(regions: Regions, in_region: bool, no_collector: None) -> None:
+    def consume(hidden: torch.Tensor) -> torch.Tensor:
+        return spillway.recompute(linear, hidden, session=regions.session) if in_region else linear(hidden)
+
     linear, storages = torch.nn.Linear(64, 64), []
 
     def region(x: torch.Tensor) -> torch.Tensor:
@@ -1374,11 +1375,8 @@ def test_a_dropped_output_is_gone_until_backward(regions: Regions, no_collector:
         return out
 
     with regions.offload():
-        loss = linear(
-            spillway.recompute(
-                region, torch.randn(4, 64, requires_grad=True), session=regions.session, drop_output=True
-            )
-        ).sum()
+        x = torch.randn(4, 64, requires_grad=True)
+        loss = consume(spillway.recompute(region, x, session=regions.session, drop_output=True)).sum()
         assert storages[0]() is None
     loss.backward()
 

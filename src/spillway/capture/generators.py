@@ -6,11 +6,12 @@ runs must draw what it drew. So both states are noted in the first run, of rando
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from spillway.capture.trace import tensors_of
+from spillway.capture.tensors import tensors_of
 
 
 class GeneratorState(NamedTuple):
@@ -55,3 +56,15 @@ def default_generator(device: torch.device) -> torch.Generator:
     index = device.index if device.index is not None else module.current_device()
     generator: torch.Generator = module.default_generators[index]
     return generator
+
+
+def generators_now(tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
+    """Gives what sets the default generators, the host's and those of the tensors' devices, back to where they are."""
+    generators = [default_generator(device) for device in {torch.device("cpu"), *(each.device for each in tensors)}]
+    states = [generator.get_state() for generator in generators]
+
+    def restore() -> None:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+
+    return restore

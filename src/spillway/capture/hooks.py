@@ -71,7 +71,7 @@ _TIERS = {Decision.OFFLOAD_HOST: "host", Decision.OFFLOAD_DISK: "disk"}
 class Packer(Protocol):
     """Makes handles for what sees an output that a region can compute again."""
 
-    def pack(self, tensor: torch.Tensor, nothing: torch.Tensor) -> Handle: ...
+    def pack(self, tensor: torch.Tensor, nothing: torch.Tensor) -> Handle | None: ...
 
 
 class Outputs(Protocol):
@@ -192,6 +192,9 @@ class Pass:
         """A handle of bytes that are alive anyway, and leave only if they were sent away before."""
         if type(tensor) is torch.Tensor and why_unmovable(tensor) is None:
             storage = tensor.untyped_storage()
+            dropped = self._pack_dropped(tensor, storage)
+            if dropped is not None:
+                return dropped
             known = self._owner.identity.find(storage, *reach(tensor, storage.nbytes()))
             if known is not None and known.moves and tensor.device in self._devices:
                 handle = self._pack_known(tensor, storage, known, self._devices[tensor.device])
@@ -235,11 +238,9 @@ class Pass:
         storage = tensor.untyped_storage()
         if self._locator is not None and self._locator.is_parameter_storage(storage):
             return KeptHandle(tensor)
-        outputs = self._owner.outputs
-        if outputs.any:
-            dropped = outputs.get(storage)
-            if dropped is not None:
-                return dropped.pack(tensor, self.nothing(tensor.device))
+        dropped = self._pack_dropped(tensor, storage)
+        if dropped is not None:
+            return dropped
         device = self._devices.get(tensor.device)
         if device is None:
             device = self._meet(tensor)
@@ -253,6 +254,12 @@ class Pass:
             if handle is not None:
                 return handle
         return self._pack_new(tensor, storage, start, nbytes, device, decision, whole=whole)
+
+    def _pack_dropped(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Handle | None:
+        """A handle of an output that its region computes again."""
+        outputs = self._owner.outputs
+        output = outputs.get(storage) if outputs.any else None
+        return None if output is None else output.pack(tensor, self.nothing(tensor.device))
 
     def _pack_parts(self, tensor: torch.Tensor, decision: Decision | None) -> Handle:
         names, context = flatten(tensor)

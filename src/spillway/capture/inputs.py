@@ -16,10 +16,11 @@ import torch
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.autograd.graph import saved_tensors_hooks
 
-from spillway.capture.handles import KeptHandle
+from spillway.capture.handles import KeptHandle, unpack
 from spillway.capture.hooks import Pass
 from spillway.capture.identity import ViewRecipe
 from spillway.capture.region import Region
+from spillway.capture.tensors import is_strided
 from spillway.records import Decision
 
 
@@ -66,7 +67,7 @@ class InputHooks:
         self._tensors = tensors
         around = _top_saved_tensors_default_hooks(True)
         self._pack: Callable[[torch.Tensor], Any] = KeptHandle
-        self._unpack: Callable[[Any], torch.Tensor] = _unpack
+        self._unpack: Callable[[Any], torch.Tensor] = unpack
         if decision is not None and decision is not Decision.KEEP:
             self._pack = passage.pack_to_leave
         elif decision is None and around is not None:
@@ -76,7 +77,7 @@ class InputHooks:
     def pushed(self) -> Iterator[None]:
         """A context in which they are in force."""
         try:
-            with saved_tensors_hooks(self.pack, _unpack):
+            with saved_tensors_hooks(self.pack, unpack):
                 yield
         finally:
             # Autograd holds on to the pack hook for as long as to what it packed.
@@ -84,11 +85,6 @@ class InputHooks:
 
     def pack(self, tensor: torch.Tensor) -> InputHandle:
         place = next((place for place, each in enumerate(self._tensors) if each is tensor), None)
-        plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_nested
+        plain = type(tensor) is torch.Tensor and is_strided(tensor)
         recipe = ViewRecipe.of(tensor) if plain else None
         return InputHandle(self._pack(tensor), self._unpack, self._region, place, recipe)
-
-
-def _unpack(packed: Any) -> torch.Tensor:
-    tensor: torch.Tensor = packed.unpack()
-    return tensor

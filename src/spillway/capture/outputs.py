@@ -12,9 +12,9 @@ import weakref
 
 import torch
 
+from spillway.capture.computed import ComputedHandle
 from spillway.capture.handles import check_version
 from spillway.capture.identity import ViewRecipe
-from spillway.capture.region import ComputedHandle
 
 
 class DroppedOutput:
@@ -27,14 +27,17 @@ class DroppedOutput:
 
     def __init__(self, tensor: torch.Tensor, computed: ComputedHandle) -> None:
         self._computed = computed
+        self._version = tensor._version
         self._storage: weakref.ref[torch.UntypedStorage] = weakref.ref(tensor.untyped_storage())
         self._held: torch.UntypedStorage | None = None
         self._lock = threading.Lock()
         self._handles = 0
         self._asked = 0
 
-    def pack(self, tensor: torch.Tensor, nothing: torch.Tensor) -> OutputHandle:
-        """A handle for a tensor that sees the output's storage."""
+    def pack(self, tensor: torch.Tensor, nothing: torch.Tensor) -> OutputHandle | None:
+        """A handle for a tensor that sees the output's storage; ``None`` if that was written since."""
+        if tensor._version != self._version:
+            return None
         with self._lock:
             self._handles += 1
         return OutputHandle(self, tensor, nothing)

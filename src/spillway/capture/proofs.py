@@ -6,22 +6,29 @@ from collections.abc import Hashable, Sequence
 
 import torch
 
-_ENOUGH = 64
+_ENOUGH_STRUCTURES = 64
+_ENOUGH_FORMS = 8
 
 _PIECE = 1 << 22
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 _SHIFT = 0x2545F4914F6CDD1D
 
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_ROW = 1024
+
+Sums = tuple[torch.Tensor, torch.Tensor]
+
 
 class Proofs:
     """What is known of one function, over all its regions.
 
-    A re-run is known by its operators, how they hang together and what is done with each. After some different ones of
-    the same function were right (experts that are called or not, say), the others are believed.
+    A re-run is known by its operators, how they hang together, on which types, and what is done with each; and by the
+    shapes of what they give. After some different ones of the same function were right (experts that are called or
+    not, say), or of one with different shapes (sentences), the others are believed.
     """
 
     def __init__(self) -> None:
-        self._right: set[Hashable] = set()
+        self._right: dict[Hashable, set[Hashable]] = {}
         self.wrong: str | None = None
         """Why its regions are not pruned, if they must not be."""
 
@@ -30,12 +37,17 @@ class Proofs:
         """Whether no re-run was tried: then the first run's own fingerprints are taken."""
         return not self._right and self.wrong is None
 
-    def needs_trial(self, signature: Hashable) -> bool:
-        return self.wrong is None and len(self._right) < _ENOUGH and signature not in self._right
+    def needs_trial(self, structure: Hashable, forms: Hashable) -> bool:
+        if self.wrong is not None:
+            return False
+        known = self._right.get(structure)
+        if known is None:
+            return len(self._right) < _ENOUGH_STRUCTURES
+        return len(known) < _ENOUGH_FORMS and forms not in known
 
-    def add(self, signature: Hashable) -> None:
+    def add(self, structure: Hashable, forms: Hashable) -> None:
         """It was right."""
-        self._right.add(signature)
+        self._right.setdefault(structure, set()).add(forms)
 
 
 def fingerprint(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -65,3 +77,29 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor | None:
 def same_bits(a: Sequence[torch.Tensor | None], b: Sequence[torch.Tensor | None]) -> bool:
     """Whether two lists of fingerprints are equal, as far as they were taken."""
     return len(a) == len(b) and all(x is None or y is None or x.item() == y.item() for x, y in zip(a, b, strict=True))
+
+
+def sums(tensor: torch.Tensor) -> Sums | None:
+    """Of its elements' bits, taken as integers: the sums of all rows, and that of each column.
+
+    A weaker fingerprint, which costs two readings of the tensor and nothing else, so that it can be taken of what every
+    region gives. ``None`` of what has no strides.
+    """
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
+        return None
+    bits = tensor.detach()
+    if bits.is_complex():
+        bits = torch.view_as_real(bits.resolve_conj())
+    bits = bits.resolve_neg().view(_INTEGERS[bits.element_size()])
+    if bits.dim() < 2:
+        bits = bits.flatten()
+        whole = bits.numel() // _ROW * _ROW
+        return bits[:whole].view(-1, _ROW).sum(1, dtype=torch.int64), bits[whole:].clone()
+    return bits.sum(-1, dtype=torch.int64), bits.sum(list(range(bits.dim() - 1)), dtype=torch.int64)
+
+
+def same_sums(a: Sequence[Sums | None], b: Sequence[Sums | None]) -> bool:
+    """Whether two lists of such are equal."""
+    if len(a) != len(b):
+        return False
+    return all(x is y if x is None or y is None else all(map(torch.equal, x, y)) for x, y in zip(a, b, strict=True))

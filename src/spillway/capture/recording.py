@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from spillway.capture.calls import Call
 from spillway.capture.generators import given_generator, state_of
 from spillway.capture.labels import Unseen
 from spillway.capture.location import Locator
 from spillway.capture.schema import facts_of
-from spillway.capture.trace import Call, Trace, aliases_of, constants_of, nbytes_of
+from spillway.capture.tensors import aliases_of, constants_of, nbytes_of
+from spillway.capture.trace import Trace
 from spillway.errors import RecomputeError
 from spillway.operators import Choices, OperatorCall
 from spillway.records import Decision

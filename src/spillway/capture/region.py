@@ -30,8 +30,6 @@ operator runs but those whose outputs were kept or offloaded.
 from __future__ import annotations
 
 import enum
-import operator
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -40,27 +38,26 @@ from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import GraphExecGroup
 
-from spillway.capture.handles import Handle, KeptHandle, check_version
+from spillway.capture.calls import Call
+from spillway.capture.computed import ComputedHandle, Hooks
+from spillway.capture.handles import Handle, KeptHandle, unpack
 from spillway.capture.hooks import Pass
-from spillway.capture.identity import is_parameter, version_owner
+from spillway.capture.identity import is_parameter
+from spillway.capture.packs import NOT_WANTED, Pack, Packs
 from spillway.capture.proofs import Proofs, fingerprint
 from spillway.capture.recording import Recording
 from spillway.capture.replay import Act, acts_of
-from spillway.capture.rerun import NOT_WANTED, Pack, Rerun
-from spillway.capture.trace import Call, Trace, aliases_of, is_strided, tensors_in
+from spillway.capture.rerun import Rerun
+from spillway.capture.tensors import aliases_of, tensors_in
+from spillway.capture.trace import Trace
 from spillway.operators import Choices
 from spillway.records import Decision
 
-Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
-
 _next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
-_graph_task: Callable[[], int] = torch._C._current_graph_task_id
-_unpack: Callable[[Any], torch.Tensor] = operator.methodcaller("unpack")
 
 
-class Outside(enum.Enum):
+class Surroundings(enum.Enum):
     """How a region saves what it did not make."""
 
     KEEP = "keep"
@@ -71,12 +68,12 @@ class Outside(enum.Enum):
     """As torch does, which asks whoever saved the region's inputs: another region, or somebody's hooks."""
 
 
-def surroundings() -> Outside:
+def surroundings() -> Surroundings:
     """By the hooks that are in force where a region is called."""
     hooks: tuple[object, object] | None = _top_saved_tensors_default_hooks(True)
     if hooks is None:
-        return Outside.KEEP
-    return Outside.PASS if isinstance(getattr(hooks[0], "__self__", None), Pass) else Outside.TORCH
+        return Surroundings.KEEP
+    return Surroundings.PASS if isinstance(getattr(hooks[0], "__self__", None), Pass) else Surroundings.TORCH
 
 
 class Region:
@@ -89,7 +86,7 @@ class Region:
         passage: the pass that the region belongs to.
         proofs: which re-runs of the function were seen to be right.
         root: the module that paths of submodules begin below, if there is one.
-        outside: how it saves what it did not make.
+        surroundings: how it saves what it did not make.
         reentrant: see NOTE [ The reentrant mode ].
         stops_early: whether a re-run ends with the last tensor that is wanted.
         draws: whether random numbers are to be the same in the re-run.
@@ -105,7 +102,7 @@ class Region:
         proofs: Proofs,
         *,
         root: torch.nn.Module | None,
-        outside: Outside,
+        surroundings: Surroundings,
         reentrant: bool,
         stops_early: bool,
         draws: bool,
@@ -114,20 +111,18 @@ class Region:
         self._first: Callable[[], Any] | None = first
         self._choices = choices
         self._passage = passage
-        self._outside = outside
+        self._surroundings = surroundings
         self._root = root
         self._reentrant = reentrant
         self._draws = draws
         self._drops_output = drops_output
         self._trace = Trace(reentrant=reentrant)
-        self._packs: list[Pack] = []
-        self._rerun = Rerun(
-            function, self._trace, self._packs, passage, proofs, reentrant=reentrant, stops_early=stops_early
-        )
+        self._packs = Packs(stops_early=stops_early)
+        self._rerun = Rerun(function, self._trace, self._packs, passage, proofs)
         self._torch: Hooks | None = None
         self._handles: dict[int, Handle] = {}
         self._pending: list[tuple[Pack, ComputedHandle, torch.Tensor]] = []
-        self._input_values: list[tuple[int, ...]] = []
+        self._unknown: list[tuple[Pack, ComputedHandle, torch.Tensor]] = []
         self._takes_prints = proofs.is_untried and not reentrant
         self._last_node = 0
         self.outputs: list[tuple[torch.Tensor, ComputedHandle]] = []
@@ -148,15 +143,13 @@ class Region:
 
     def input_before(self, place: int) -> torch.UntypedStorage | None:
         """The storage of an input as it was before the region wrote it, if it did."""
-        values = self._input_values[place] if place < len(self._input_values) else ()
+        values = self._trace.inputs[place] if place < len(self._trace.inputs) else ()
         outside = self._trace.outside.get(values[0]) if len(values) == 1 else None
         before = None if outside is None else outside.before
         return None if before is None else before.clone().untyped_storage()
 
     def _run_first(self, first: Callable[[], Any], tensors: tuple[torch.Tensor, ...]) -> Any:
-        self._input_values = [
-            tuple([self._trace.value(part, is_input=True) for part in tensors_in((tensor,))]) for tensor in tensors
-        ]
+        self._trace.take_inputs(tensors)
         recording = Recording(
             self._trace,
             self._choices,
@@ -166,22 +159,21 @@ class Region:
         )
         self._root = None
         if self._reentrant:
-            self._trace.inputs = tuple(value for values in self._input_values for value in values)
             with recording:
                 output = first()
-            self._rerun.output_prints = _prints(output)
-            self._end()
+            self._end(output)
             return output
         self._torch = _top_saved_tensors_default_hooks(True)
         try:
-            with saved_tensors_hooks(self._pack, _unpack), recording:
+            with saved_tensors_hooks(self._pack, unpack), recording:
                 output = first()
             if self._drops_output:
                 self._save_outputs(output)
-            self._end()
+            self._end(output)
         finally:
             self._torch = None
             self._pending.clear()
+            self._unknown.clear()
             self._handles.clear()
         return output
 
@@ -197,26 +189,33 @@ class Region:
 
     def _pack_here(self, tensor: torch.Tensor) -> Any:
         if is_parameter(tensor):
-            self._packs.append(NOT_WANTED)
+            self._packs.add(NOT_WANTED)
             return KeptHandle(tensor)
         trace = self._trace
-        values = [value for part in tensors_in((tensor,)) if (value := trace.values.find(part)) is not None]
+        values = tuple([value for part in tensors_in((tensor,)) if (value := trace.values.find(part)) is not None])
         makers = [maker for value in values if (maker := trace.makers.get(value)) is not None]
-        if not makers and self._outside is not Outside.TORCH and trace.casts.isdisjoint(values):
-            self._packs.append(NOT_WANTED)
-            return self._passage.alias(tensor) if self._outside is Outside.PASS else KeptHandle(tensor)
-        if not values:
-            values = [trace.value(part) for part in tensors_in((tensor,))]
-        pack = Pack(len(trace.calls), tuple(values))
+        if values and not makers and self._is_alive_anyway(values):
+            self._packs.add(NOT_WANTED)
+            return self._passage.alias(tensor) if self._surroundings is Surroundings.PASS else KeptHandle(tensor)
+        pack = Pack(len(trace.calls), values)
         decision = self._decided(pack, makers)
         if decision is not Decision.RECOMPUTE:
-            self._packs.append(NOT_WANTED)
+            self._packs.add(NOT_WANTED)
             return self._save(tensor, pack, decision)
-        self._packs.append(pack)
+        self._packs.add(pack)
         handle = self._to_be_computed(tensor, pack)
-        if self._choices.saved_by:
+        if not values:
+            self._unknown.append((pack, handle, tensor))
+        elif self._choices.saved_by:
             self._pending.append((pack, handle, tensor))
         return handle
+
+    def _is_alive_anyway(self, values: tuple[int, ...]) -> bool:
+        """Whether what comes from outside need not be computed, or be asked for, again."""
+        if not self._trace.targets.isdisjoint(values):
+            self._trace.values.opaque = "a tensor of compiled code"
+            return False
+        return self._surroundings is not Surroundings.TORCH and self._trace.casts.isdisjoint(values)
 
     def _decided(self, pack: Pack, makers: list[Call]) -> Decision:
         """What becomes of what was packed."""
@@ -235,7 +234,7 @@ class Region:
         assert self._torch is not None
         pack.told = pack.wanted = True
         if self._takes_prints and not self._is_state(tensor, pack):
-            pack.prints = _prints(tensor)
+            pack.prints = [fingerprint(part) for part in tensors_in((tensor,))]
         return ComputedHandle(tensor, self._torch, self._passage.nothing(tensor.device))
 
     def _is_state(self, tensor: torch.Tensor, pack: Pack) -> bool:
@@ -291,13 +290,16 @@ class Region:
                 if not all(value in self._trace.makers for value in values):
                     continue
                 pack = Pack(len(self._trace.calls), values)
-                self._packs.append(pack)
-                self._rerun.output_leaves.append(index)
+                self._packs.add(pack)
+                self._packs.output_leaves.append(index)
                 self.outputs.append((tensor, self._to_be_computed(tensor, pack)))
 
-    def _end(self) -> None:
+    def _end(self, output: Any) -> None:
         """It is settled what runs again, and that gets what it needs handed in."""
         trace = self._trace
+        self._rerun.gave(output)
+        with torch._C._DisableTorchDispatch():
+            self._find_unknown()
         trace.settle()
         wanted = [(value, len(trace.calls)) for value in range(trace.count)] if self._reentrant else self._wanted()
         self._rerun.wanted = wanted
@@ -310,11 +312,25 @@ class Region:
             self._passage.flush()
         self._rerun.acts = acts
 
+    def _find_unknown(self) -> None:
+        """Of what was saved before any operator had it: whether it comes from outside, or was made unseen."""
+        trace = self._trace
+        for pack, handle, tensor in self._unknown:
+            values = [trace.values.find(part) for part in tensors_in((tensor,))]
+            pack.values = tuple([value for value in values if value is not None])
+            if None in values or not trace.outside.keys() >= set(pack.values):
+                # A compiled function's, say.
+                trace.values.opaque = "a tensor that no operator was seen to make, or to read"
+            elif self._is_alive_anyway(pack.values):
+                pack.wanted = False
+                keeps = self._surroundings is not Surroundings.PASS
+                handle.forgo(KeptHandle(tensor) if keeps else self._passage.alias(tensor))
+
     def _wanted(self) -> list[tuple[int, int]]:
         """What is to be computed again, each with how many operators must have run."""
         calls = self._trace.calls
         wanted: list[tuple[int, int]] = []
-        for pack in self._packs:
+        for pack in self._packs.all:
             if not pack.wanted:
                 continue
             place = pack.place
@@ -322,7 +338,7 @@ class Region:
                 # Saved before its own operator wrote it (rrelu's noise): it is good when that has run.
                 place += 1
                 pack.prints = None
-                self._rerun.stops_early = False
+                self._packs.stops_early = False
             wanted.extend((value, place) for value in pack.values)
         return wanted
 
@@ -333,57 +349,3 @@ class Region:
             if known is None
             else self._passage.another(known, tensor, call.decision)
         )
-
-
-def _prints(output: Any) -> list[torch.Tensor | None]:
-    with torch._C._DisableTorchDispatch():
-        return [fingerprint(part) for part in tensors_in(tree_leaves(output))]
-
-
-class ComputedHandle:
-    """Stands for a tensor that is computed again when it is asked for."""
-
-    __slots__ = ("_asked", "_holder", "_hook", "_owner", "_tracker", "_version", "device", "dtype", "given", "shape")
-
-    def __init__(self, tensor: torch.Tensor, hooks: Hooks, nothing: torch.Tensor) -> None:
-        pack, hook = hooks
-        self._hook: Callable[[Any], torch.Tensor] = hook
-        self._holder = pack(tensor)
-        self._version = tensor._version
-        self._tracker: torch.Tensor | None = None
-        self._owner: Callable[[], torch.Tensor | None] | None = None
-        if type(tensor) is torch.Tensor and is_strided(tensor):
-            self._tracker = tensor.detach()
-            self._tracker.data = nothing
-        else:
-            # As for the parts of a wrapper: see PartsHandle.
-            self._owner = weakref.ref(version_owner(tensor))
-        self.shape = torch.Size() if tensor.is_nested else tensor.shape
-        self.dtype, self.device = tensor.dtype, tensor.device
-        self._asked = -1
-        self.given: Handle | None = None
-        """What stands for it instead, if it was kept or offloaded after all."""
-
-    def unpack(self) -> torch.Tensor:
-        if self.given is not None:
-            given: torch.Tensor = self.given.unpack()
-            return given
-        owner = self._tracker if self._owner is None else self._owner()
-        if owner is not None:
-            check_version(owner, self._version, self)
-        task = _graph_task()
-        if task != -1 and task == self._asked and GraphExecGroup._get_current_group() is None:
-            # Torch gives what it computed once in a backward. Within a group of its own, it computes it again.
-            with GraphExecGroup():
-                return self._compute()
-        self._asked = task
-        return self._compute()
-
-    def _compute(self) -> torch.Tensor:
-        tensor: torch.Tensor = self._hook(self._holder)
-        return tensor
-
-    def forgo(self, given: Handle) -> None:
-        """Torch need not compute it."""
-        self.given = given
-        self._holder = None

@@ -11,8 +11,9 @@ NOTE [ What the trace does not see ]
 
 A kernel that is launched without the dispatcher (Triton's, an extension's) reads and writes unseen, so that an operator
 may seem unwanted whose output such a kernel reads. So a pruned re-run is trusted only after it was seen to be right:
-the first time, the region runs whole and then pruned, with NaN in all that was not computed, and both must give the
-same bits (:mod:`spillway.capture.proofs`).
+the first time, the region runs once for that alone, pruned, with NaN in all that was not computed, and must give the
+bits that the first run gave, of which fingerprints were taken. Where none were (a second kind of re-run of the same
+function), it runs whole too, for these (``trial.py``, ``proofs.py``).
 """
 
 from __future__ import annotations
@@ -25,10 +26,14 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from spillway.capture.calls import Argument, Call, Form
 from spillway.capture.generators import GeneratorState, generator_of
 from spillway.capture.labels import Unseen
+from spillway.capture.outside import Outside
 from spillway.capture.schema import argument, facts_of
-from spillway.capture.trace import Argument, Call, Form, Trace, Values, alias_of, constants_of, tensors_in, tensors_of
+from spillway.capture.tensors import alias_of, constants_of, tensors_in, tensors_of
+from spillway.capture.trace import Trace
+from spillway.capture.values import Values
 from spillway.errors import RecomputeError
 from spillway.runtime.bytes import over
 
@@ -98,8 +103,6 @@ class Replay(TorchDispatchMode):
         trace: of the first run.
         acts: what to do with each.
         inputs: what the function is called with.
-        reentrant: whether the graph of the re-run is the one that backward goes through: then nothing can stand for
-            what it reads.
         poisoned: whether what is not computed is filled with NaN.
 
     Raises:
@@ -114,22 +117,25 @@ class Replay(TorchDispatchMode):
         acts: list[Act],
         inputs: Sequence[torch.Tensor],
         *,
-        reentrant: bool,
         poisoned: Callable[[torch.device], bool],
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._trace = trace
         self._acts = acts
-        self._reentrant = reentrant
         self._poisoned = poisoned
         self._unseen = Unseen()
         self._values = Values()
         self._scratch: dict[int, torch.UntypedStorage] = {}
         self._held: dict[int, torch.UntypedStorage] = {}
         """By value, what stands for something of the first run's that was made anew."""
+        self._own: set[int] = set()
+        """Targets that were made anew, and are written themselves."""
         self._generators: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
-        for tensor, value in zip(tensors_in(inputs), trace.inputs, strict=False):
-            self._values.name(tensor, value)
+        if trace.reentrant:
+            # These are leaves here, and casts of leaves are told from casts of these.
+            for tensor, values in zip(inputs, trace.inputs, strict=True):
+                for part, value in zip(tensors_in((tensor,)), values, strict=False):
+                    self._values.name(part, value)
         self._place = 0
         self.watched: list[weakref.ref[torch.UntypedStorage]] | None = None
         """What was handed out unwritten, if somebody wants to know."""
@@ -184,25 +190,34 @@ class Replay(TorchDispatchMode):
         tensors = tensors_of(args, kwargs)
         if len(tensors) != len(call.reads):
             return False
-        outsides = self._trace.outside
         for tensor, value in zip(tensors, call.reads, strict=True):
-            outside = outsides.get(value)
-            if outside is None:
-                if self._values.find(tensor) != value:
-                    return False
-            elif self._values.find_or_name(tensor, value) != value:
+            known = self._values.find(tensor)
+            if known == value:
+                continue
+            outside = self._trace.outside.get(value)
+            if outside is None or known is not None:
                 return False
-            elif outside.is_another(tensor):
-                if not (outside.has_gradient or self._reentrant):
-                    if outside.held is None or not _same_form(outside.held, tensor):
-                        return False
-                    self._held[value] = outside.held.untyped_storage()
-                    continue
-                raise RecomputeError(
-                    f"got a re-run that reads another tensor of shape {list(tensor.shape)} where the first run read "
-                    f"one that is still there, expected the same, or its gradient would be lost; give it to the region "
-                    f"as an argument (torch.func.functional_call: inside the region, with the parameters as arguments)"
-                )
+            self._values.name(tensor, value)
+            if outside.is_another(tensor) and not self._may_differ(value, outside, tensor):
+                return False
+        return True
+
+    def _may_differ(self, value: int, outside: Outside, tensor: torch.Tensor) -> bool:
+        """Whether the re-run may read another tensor from outside than the first run did."""
+        if value in self._trace.targets:
+            self._own.add(value)
+            return True
+        # In the reentrant mode nothing can stand for what is read: its graph is the one that counts.
+        if outside.has_gradient or self._trace.reentrant:
+            raise RecomputeError(
+                f"got a re-run that reads another tensor of shape {list(tensor.shape)} where the first run read one "
+                f"that is still there, or had another content, expected the same, or its gradient would be lost; give "
+                f"it to the region as an argument (torch.func.functional_call: inside the region, with the parameters "
+                f"as arguments)"
+            )
+        if outside.held is None or not _same_form(outside.held, tensor):
+            return False
+        self._held[value] = outside.held.untyped_storage()
         return True
 
     def _run(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -212,6 +227,12 @@ class Replay(TorchDispatchMode):
             return call.func(*args, **kwargs)
         output = call.func(*self.instead(args), **self.instead(kwargs))
         return _as_the_caller_knows_it(call, output, args, kwargs)
+
+    def made(self, tensor: torch.Tensor) -> int | None:
+        """The value of a tensor that was computed again."""
+        value = self._values.find(tensor)
+        maker = None if value is None else self._trace.makers.get(value)
+        return None if maker is None or maker.is_given else value
 
     def _set_generator(self, moment: GeneratorState | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if moment is None:
@@ -233,9 +254,8 @@ class Replay(TorchDispatchMode):
             if value in self._held and (outside is None or outside.before is None):
                 offset = int(values.storage_offset())
                 return over(self._held[value], values.dtype, offset, values.shape, values.stride())
-            if outside is None or outside.before is None:
+            if value is None or value in self._own or outside is None or outside.before is None:
                 return values
-            assert value is not None
             if value not in self._scratch:
                 with torch._C._DisableTorchDispatch():
                     self._scratch[value] = outside.before.clone().untyped_storage()

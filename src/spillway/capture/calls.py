@@ -1,0 +1,113 @@
+"""One operator that ran in a region, and what its outputs looked like."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from spillway.capture.schema import Facts, Key
+from spillway.records import Decision
+from spillway.runtime.bytes import Bytes
+
+
+class Call:
+    """One operator that ran."""
+
+    __slots__ = (
+        "after",
+        "aliases",
+        "before",
+        "constants",
+        "decision",
+        "depends",
+        "facts",
+        "forms",
+        "func",
+        "given",
+        "held",
+        "makes",
+        "must",
+        "plain",
+        "reads",
+        "single",
+        "writes",
+    )
+
+    def __init__(self, func: Any, facts: Facts, reads: tuple[int, ...], constants: list[Any]) -> None:
+        self.func = func
+        self.constants = constants
+        """The arguments that are no tensors."""
+        self.facts = facts
+        self.reads = reads
+        self.writes: tuple[int, ...] = ()
+        self.makes: tuple[int, ...] = ()
+        """New values, in the order of the new tensors among the outputs."""
+        self.depends = False
+        """Whether it computes with what depends on inputs, or on what needs grad."""
+        self.plain = False
+        """Whether all outputs are plain new tensors, arguments, numbers or nothing: so that it need not run again."""
+        self.aliases = facts.is_view
+        """Whether an output shares memory with an argument that is not written, by its schema or as it turned out."""
+        self.single = True
+        """Whether it gave one thing, and not a sequence."""
+        self.forms: list[Any] = []
+        """If plain, for each output: a :class:`Form`, an :class:`Argument`, or the thing itself."""
+        self.decision = Decision.RECOMPUTE
+        self.must = False
+        """Whether the decision was a command."""
+        self.held: list[torch.Tensor] | None = None
+        """Its new tensors, until the region ends."""
+        self.given: list[Any] | None = None
+        """Handles of them, for the re-run."""
+        self.before: Any = None
+        """State of its generator before it ran."""
+        self.after: Any = None
+        """And after."""
+
+    @property
+    def is_given(self) -> bool:
+        """Whether its outputs are kept or offloaded."""
+        return self.decision is not Decision.RECOMPUTE
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether its outputs are kept because the host, or the shape of things, hangs on them."""
+        return self.facts.is_settled and self.plain and self.is_given
+
+    @property
+    def is_only_a_view(self) -> bool:
+        """Whether it computes nothing."""
+        return self.aliases and not self.writes and not self.makes
+
+
+class Form(NamedTuple):
+    """What a new tensor looked like."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Form:
+        return cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+
+    def __str__(self) -> str:
+        return f"{self.dtype} of {list(self.size)}"
+
+    def unwritten(self, *, poisoned: bool) -> torch.Tensor:
+        """A tensor like it, with anything in it; full of NaN if poisoned."""
+        tensor = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
+        if poisoned:
+            Bytes(tensor.untyped_storage(), 0, tensor.untyped_storage().nbytes()).tensor().fill_(0xFF)
+        return tensor
+
+
+class Argument:
+    """An output that is one of the arguments."""
+
+    __slots__ = ("key",)
+
+    def __init__(self, key: Key) -> None:
+        self.key = key

@@ -1,0 +1,67 @@
+"""What autograd holds in place of a tensor that is computed again when it is asked for."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import GraphExecGroup
+
+from spillway.capture.handles import Handle, check_version
+from spillway.capture.identity import version_owner
+from spillway.capture.tensors import is_strided
+
+Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+
+_graph_task: Callable[[], int] = torch._C._current_graph_task_id
+
+
+class ComputedHandle:
+    """Stands for a tensor that is computed again when it is asked for."""
+
+    __slots__ = ("_asked", "_holder", "_hook", "_owner", "_tracker", "_version", "device", "dtype", "given", "shape")
+
+    def __init__(self, tensor: torch.Tensor, hooks: Hooks, nothing: torch.Tensor) -> None:
+        pack, hook = hooks
+        self._hook: Callable[[Any], torch.Tensor] = hook
+        self._holder = pack(tensor)
+        self._version = tensor._version
+        self._tracker: torch.Tensor | None = None
+        self._owner: Callable[[], torch.Tensor | None] | None = None
+        if type(tensor) is torch.Tensor and is_strided(tensor):
+            self._tracker = tensor.detach()
+            self._tracker.data = nothing
+        else:
+            # As for the parts of a wrapper: see PartsHandle.
+            self._owner = weakref.ref(version_owner(tensor))
+        self.shape = torch.Size() if tensor.is_nested else tensor.shape
+        self.dtype, self.device = tensor.dtype, tensor.device
+        self._asked = -1
+        self.given: Handle | None = None
+        """What stands for it instead, if it was kept or offloaded after all."""
+
+    def unpack(self) -> torch.Tensor:
+        owner = self._tracker if self._owner is None else self._owner()
+        if owner is not None:
+            check_version(owner, self._version, self)
+        if self.given is not None:
+            given: torch.Tensor = self.given.unpack()
+            return given
+        task = _graph_task()
+        if task != -1 and task == self._asked and GraphExecGroup._get_current_group() is None:
+            # Torch gives what it computed once in a backward. Within a group of its own, it computes it again.
+            with GraphExecGroup():
+                return self._compute()
+        self._asked = task
+        return self._compute()
+
+    def _compute(self) -> torch.Tensor:
+        tensor: torch.Tensor = self._hook(self._holder)
+        return tensor
+
+    def forgo(self, given: Handle) -> None:
+        """Torch need not compute it."""
+        self.given = given
+        self._holder = None

@@ -1,0 +1,86 @@
+"""Plain tensors: which there are among values, and other names for their bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from spillway.capture.identity import is_wrapper, storage_parts
+from spillway.runtime.bytes import over
+
+PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+"""The classes of tensors that are nothing but a view of one storage."""
+
+
+def is_strided(tensor: torch.Tensor) -> bool:
+    """Whether it has sizes and strides over one storage."""
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
+def nbytes_of(tensor: torch.Tensor) -> int:
+    """Its bytes, as far as they can be told."""
+    return tensor.nbytes if is_strided(tensor) else 0
+
+
+def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the storages below them, each counted once."""
+    sizes = {}
+    for tensor in tensors_in(tensors):
+        if is_strided(tensor):
+            storage = tensor.untyped_storage()
+            sizes[storage._cdata] = storage.nbytes()
+    return sum(sizes.values())
+
+
+def tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
+    """The plain tensors among arguments or outputs, in lists too, and the parts of wrappers."""
+    found: list[torch.Tensor] = []
+    for value in values:
+        if type(value) in PLAIN:
+            found.append(value)
+        elif isinstance(value, torch.Tensor):
+            found.extend(storage_parts(value) if is_wrapper(value) else (value,))
+        elif isinstance(value, (list, tuple)):
+            found.extend(tensors_in(value))
+    return found
+
+
+def tensors_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The same among the arguments of a call."""
+    found = tensors_in(args)
+    return found + tensors_in(kwargs.values()) if kwargs else found
+
+
+def constants_of(args: Iterable[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """The arguments of a call that are no tensors, to be compared with another run's."""
+    constants: list[Any] = []
+    for value in args:
+        if isinstance(value, torch.Tensor):
+            continue
+        if isinstance(value, (list, tuple)):
+            constants.append(constants_of(value, {}))
+        elif not isinstance(value, torch.Generator):
+            constants.append(value)
+    if kwargs:
+        constants.extend((key, *constants_of((value,), {})) for key, value in kwargs.items())
+    return constants
+
+
+def aliases_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The same bytes without history, on the same counters of versions; seen by no mode."""
+    # Below autograd, where a mode is called, an alias does not share the counter unless told to.
+    with (
+        torch._C._DisableTorchDispatch(),
+        torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False),
+    ):
+        return [tensor.detach() for tensor in tensors]
+
+
+def alias_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The same bytes without history, on a counter of its own."""
+    plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
+    if plain and not (tensor.is_conj() or tensor.is_neg()):
+        return over(tensor.untyped_storage(), tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
+    return tensor.detach()

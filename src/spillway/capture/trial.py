@@ -1,0 +1,125 @@
+"""Whether a pruned re-run may be trusted. See NOTE [ What the trace does not see ] in ``replay.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from spillway.capture.calls import Form
+from spillway.capture.generators import generators_now
+from spillway.capture.identity import storage_parts
+from spillway.capture.packs import Collected, Enough, Packs
+from spillway.capture.proofs import Proofs, fingerprint, same_bits
+from spillway.capture.regraph import Collecting
+from spillway.capture.replay import Act, Differs, Replay, whole
+from spillway.capture.trace import Trace
+from spillway.errors import RecomputeError
+from spillway.runtime.ledger import Ledger
+
+_WRONG = (
+    "regions run again whole: to run only the operators that are needed gave other bits, or left traces, so some of "
+    "what they compute is read unseen: by kernels that do not go through torch's dispatcher, or by hooks that keep "
+    "what they see"
+)
+
+
+class Trial:
+    """Runs a region again for no other purpose than to see whether the result is right.
+
+    Args:
+        function: the region's, called with its tensors.
+        trace: of the first run.
+        packs: what autograd saved in it.
+        proofs: which re-runs of the function were seen to be right.
+        ledger: takes the note, if it is wrong.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], trace: Trace, packs: Packs, proofs: Proofs, ledger: Ledger
+    ) -> None:
+        self._function = function
+        self._trace = trace
+        self._packs = packs
+        self._proofs = proofs
+        self._ledger = ledger
+
+    def trusted(self, tensors: Sequence[torch.Tensor], acts: list[Act]) -> list[Act]:
+        """What to do with each operator: these acts, if they are right, or else all of them again."""
+        if Act.SKIP in acts:
+            structure, forms = self._signature(acts)
+            if self._proofs.needs_trial(structure, forms) and self._is_right(tensors, acts):
+                self._proofs.add(structure, forms)
+        if self._proofs.wrong is None:
+            return acts
+        self._check_whole(tensors)
+        return whole(self._trace)
+
+    def _signature(self, acts: list[Act]) -> tuple[tuple[object, ...], tuple[object, ...]]:
+        """By what a re-run is known: its operators, how they hang together and on what types; and the shapes."""
+        structure: list[object] = [pack.values for pack in self._packs.all if pack.wanted]
+        forms: list[object] = []
+        for call, act in zip(self._trace.calls, acts, strict=True):
+            structure.append((call.func, call.reads, call.writes, call.makes, act))
+            for form in call.forms:
+                if isinstance(form, Form):
+                    structure.append(form.dtype)
+                    structure.append(form.device)
+                    forms.append((form.size, form.stride))
+        return tuple(structure), tuple(forms)
+
+    def _is_right(self, tensors: Sequence[torch.Tensor], acts: list[Act]) -> bool:
+        """Whether it gives the bits of the first run, or, where these are not known, of a whole one."""
+        truth = self._packs.prints()
+        pruned = self._fingerprints(tensors, acts, poisoned=True)
+        if truth is None:
+            truth = self._fingerprints(tensors, whole(self._trace), poisoned=False)
+        if truth is None or pruned is None:
+            # The re-run is not like the first one: that is seen again when it counts.
+            return False
+        if same_bits(truth, pruned):
+            return True
+        self._proofs.wrong = _WRONG
+        self._ledger.note(_WRONG)
+        return False
+
+    def _check_whole(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Where a pruned re-run was wrong, a whole one must be right, or be made by kernels that are never alike."""
+        truth = self._packs.prints()
+        if truth is None:
+            return
+        runs = [self._fingerprints(tensors, whole(self._trace), poisoned=False) for _ in range(2)]
+        if runs[0] is None or runs[1] is None or same_bits(truth, runs[0]) or not same_bits(runs[0], runs[1]):
+            return
+        raise RecomputeError(
+            "got other bits from a re-run of a whole region than from its first run, twice the same ones, expected the "
+            "same; some of what it computes is read or written unseen by torch (through NumPy or DLPack, by a kernel "
+            "that keeps a workspace): leave that outside of the region"
+        )
+
+    def _fingerprints(
+        self, tensors: Sequence[torch.Tensor], acts: list[Act], *, poisoned: bool
+    ) -> list[torch.Tensor | None] | None:
+        """Of what a run gives; ``None`` if it is not like the first."""
+        prints: list[torch.Tensor | None] = []
+
+        def tell(tensor: torch.Tensor) -> None:
+            prints.extend(fingerprint(part) for part in storage_parts(tensor))
+
+        replay = Replay(self._trace, acts, tensors, poisoned=lambda device: poisoned)
+        replay.watched = []
+        collected = Collected(self._packs, tell, ends=True)
+        restore = generators_now(tensors)
+        try:
+            with Collecting(collected, replay).hooks(), replay:
+                output = self._function(*tensors)
+            collected.end(output)
+        except (Differs, Enough):
+            pass
+        restore()
+        output = None
+        if any(storage() is not None for storage in replay.watched):
+            # Hooks that keep what they see, say. No fingerprint of a whole run equals none.
+            prints.clear()
+        return prints if replay.differs is None else None

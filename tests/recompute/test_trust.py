@@ -1,0 +1,184 @@
+"""A re-run is not trusted: one that is not like the first run must give the same, or is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+import spillway
+from recompute.regions import Call, Regions, gradients, modes, one_place
+
+
+class Count:
+    """How often a region has run."""
+
+    def __init__(self) -> None:
+        self.runs = 0
+
+    def __call__(self) -> int:
+        self.runs += 1
+        return self.runs
+
+
+def swapped_inputs(x: torch.Tensor, y: torch.Tensor, run: int) -> torch.Tensor:
+    x, y = (x, y) if run == 1 else (y, x)
+    return (x - y).sin()
+
+
+def swapped_results(x: torch.Tensor, y: torch.Tensor, run: int) -> torch.Tensor:
+    a, b = x.sin(), y.cos()
+    a, b = (a, b) if run == 1 else (b, a)
+    return (a - b).exp()
+
+
+PAIR = torch.linspace(-1, 1, 16).view(2, 8)
+PARAMETERS = [torch.nn.Parameter(torch.linspace(0, 1, 8)), torch.nn.Parameter(torch.linspace(1, 2, 8))]
+
+
+def another_row(x: torch.Tensor, y: torch.Tensor, run: int) -> torch.Tensor:
+    return (x * PAIR[int(run > 1)] + y).sin()
+
+
+def another_parameter(x: torch.Tensor, y: torch.Tensor, run: int) -> torch.Tensor:
+    return (x * PARAMETERS[int(run > 1)] + y).sin()
+
+
+def rows_swapped(x: torch.Tensor, y: torch.Tensor, run: int) -> torch.Tensor:
+    order = torch.tensor([0, 1, 2, 3]) if run == 1 else torch.tensor([1, 0, 2, 3])
+    return (x.view(4, 2)[order] * y.view(4, 2).sin()).flatten()
+
+
+DIFFERENT = [swapped_inputs, swapped_results, another_row, another_parameter, rows_swapped]
+
+
+@one_place
+@pytest.mark.parametrize("different", DIFFERENT, ids=lambda function: function.__name__)
+@pytest.mark.parametrize("warm", [False, True], ids=["first-step", "later-step"])
+@modes
+def test_a_different_re_run_beside_a_cache_is_refused(
+    regions: Regions, different: Callable[..., torch.Tensor], warm: bool, reentrant: bool
+) -> None:
+    """The operators of inputs and parameters are the same, in number and kind; what they read is not."""
+    count, x, y = Count(), torch.randn(8, requires_grad=True), torch.randn(8, requires_grad=True)
+
+    def region(x: torch.Tensor, y: torch.Tensor, differs: bool) -> torch.Tensor:
+        run = count() if differs else 1
+        if run == 1 and differs:
+            torch.zeros(3) + 1
+        return different(x, y, run)
+
+    if warm:
+        # Its first run's fingerprints are not taken any more.
+        for _ in range(2):
+            spillway.recompute(
+                region, x * 1, y * 1, False, use_reentrant=reentrant, session=regions.session
+            ).sum().backward()
+    out = spillway.recompute(region, x * 1, y * 1, True, use_reentrant=reentrant, session=regions.session)
+    with pytest.raises(spillway.RecomputeError, match="something else than the first run"):
+        out.sum().backward()
+    # The engine keeps what an interrupted backward held, until the next one.
+    torch.ones(1, requires_grad=True).sum().backward()
+
+
+@one_place
+@pytest.mark.parametrize("changes", ["shape", "dtype"])
+def test_a_kernel_that_reads_unseen_what_has_another_shape_or_type(regions: Regions, changes: str) -> None:
+    """What was seen to be right of one shape, or type, says nothing of another."""
+
+    class Sine(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(x)
+            tripled, out = x * 3, torch.empty_like(x)
+            if x.shape[0] > 8 or x.dtype is torch.float64:
+                out.numpy()[...] = np.sin(tripled.numpy())
+            else:
+                torch.sin(tripled, out=out)
+            return out
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            return gradient * 3 * (ctx.saved_tensors[0] * 3).cos()
+
+    function = lambda x: Sine.apply(x).exp()  # noqa: E731
+
+    def step(call: Call) -> Iterator[torch.Tensor]:
+        for number in range(6):
+            size = 8 if number < 3 or changes == "dtype" else 12
+            dtype = torch.float32 if number < 3 or changes == "shape" else torch.float64
+            x = torch.randn(size, dtype=dtype, requires_grad=True)
+            with call.context():
+                loss = call(function, x * 1).sum()
+            loss.backward()
+            yield from gradients(x)
+
+    regions(step, passes=1)
+
+
+@one_place
+def test_after_some_shapes_the_others_are_believed(regions: Regions) -> None:
+    """Sentences of any length: each new one costs a re-run or two, for so long."""
+    runs = Count()
+
+    def region(x: torch.Tensor) -> torch.Tensor:
+        runs()
+        return x.sin().exp().cos()
+
+    def step(size: int) -> int:
+        before = runs.runs
+        spillway.recompute(region, torch.randn(size, requires_grad=True), session=regions.session).sum().backward()
+        return runs.runs - before
+
+    assert [step(size) for size in (4, 4)] == [3, 2], "the first run's own fingerprints spare one re-run"
+    assert {step(size) for size in range(5, 12)} == {4}
+    assert {step(size) for size in range(20, 30)} == {2}
+
+
+def compiled_block(x: torch.Tensor, linear: torch.nn.Linear) -> torch.Tensor:
+    return functional.gelu(linear(x.sin())).exp() * x
+
+
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@one_place
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("around", [False, True], ids=["alone", "with-operators-around"])
+def test_compiled_code_in_a_region_is_computed_again(regions: Regions, backend: str, around: bool) -> None:
+    """Nothing of it is held, and its buffers, which only its own kernels see, are made again."""
+    linear = torch.nn.Linear(64, 64)
+    compiled = torch.compile(compiled_block, backend=backend)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return compiled(x.cos(), linear).tanh() * x if around else compiled(x, linear)
+
+    x = torch.randn(128, 64, requires_grad=True)
+    function(x * 1).sum().backward()
+    expected = [*gradients(x, linear)]
+    for _ in range(3):
+        x.grad = linear.weight.grad = linear.bias.grad = None
+        mid = x * 1
+        with regions.offload() as _:
+            out = spillway.recompute(function, mid, session=regions.session)
+        assert regions.last is not None
+        loss = out.sum()
+        del out
+        loss.backward()
+        stats = regions.last.stats()
+        assert stats.recomputed_bytes >= 2 * mid.nbytes, stats
+        assert stats.saved_bytes <= mid.nbytes, "nothing but the region's input is held"
+        assert stats.notes == ()
+        for got, want in zip(gradients(x, linear), expected, strict=True):
+            assert torch.equal(got, want)
+        del loss, mid
