@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from contextlib import ContextDecorator, ExitStack
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch._C._autograd import _top_saved_tensors_default_hooks
@@ -107,7 +107,7 @@ class offload(ContextDecorator):  # noqa: N801  (a verb: people write ``with spi
         self._local = threading.local()
         self._last: tuple[Session, Ledger] | None = None
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Self:
         session = self._session if self._session is not None else Session.default()
         session.check_open()
         memory, locator = session.memory(self._tag), None
@@ -118,7 +118,7 @@ class offload(ContextDecorator):  # noqa: N801  (a verb: people write ``with spi
                     stack.enter_context(_hooks(pack_kept))
                 self._passes().append((stack.pop_all(), session, _Aside(memory.gain.why_none)))
             _active.depth += 1
-            return
+            return self
         with ExitStack() as stack:
             modules, operators = wants_modules(self._policy), wants_operators(self._policy)
             if modules or operators:
@@ -138,6 +138,7 @@ class offload(ContextDecorator):  # noqa: N801  (a verb: people write ``with spi
             self._passes().append((stack.pop_all(), session, current))
             session.passes.enter(current)
         _active.depth += 1
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -157,22 +158,7 @@ class offload(ContextDecorator):  # noqa: N801  (a verb: people write ``with spi
         if self._last is None:
             return StepStats()
         session, ledger = self._last
-        out, back = ledger.out.seconds(), ledger.back.seconds()
-        return StepStats(
-            saved_bytes=ledger.saved_bytes,
-            kept_bytes=ledger.kept_bytes,
-            offloaded_bytes=ledger.offloaded_bytes,
-            reloaded_bytes=ledger.reloaded_bytes,
-            reused_bytes=ledger.reused_bytes,
-            recomputed_bytes=ledger.recomputed_bytes,
-            host_bytes=session.host_bytes,
-            disk_bytes=session.disk_bytes,
-            stall_seconds=out + back,
-            out_stall_seconds=out,
-            back_stall_seconds=back,
-            peak_bytes=session.peak_bytes,
-            notes=tuple(ledger.notes),
-        )
+        return session.stats_of(ledger)
 
     def _passes(self) -> list[tuple[ExitStack, Session, Pass | _Aside]]:
         if not hasattr(self._local, "passes"):

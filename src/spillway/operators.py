@@ -96,12 +96,31 @@ class saved_by:  # noqa: N801  (read aloud: offload=[saved_by("attention")])
 Selector = str | torch._ops.OpOverload | torch._ops.OpOverloadPacket | Predicate | saved_by
 
 
+@dataclass(slots=True, eq=False)
+class _Rule:
+    """One selector: what it is asked, and what follows if it says yes."""
+
+    selector: Any
+    test: Callable[[Any], bool]
+    decision: Decision
+    has_named: bool = False
+
+
+def _first(rules: list[_Rule], asked: Any) -> Decision | None:
+    """The decision of the first rule that says yes."""
+    for rule in rules:
+        if rule.test(asked):
+            rule.has_named = True
+            return rule.decision
+    return None
+
+
 class Choices:
     """Decides about the operators of a region.
 
     Args:
         save: selectors of what is kept.
-        offload: selectors of what leaves. What both name is kept.
+        offload: selectors of what leaves. What both name is kept; :class:`saved_by` is asked last.
         policy: a policy function of ``torch.utils.checkpoint.create_selective_checkpoint_contexts``, asked instead. The
             ``MUST`` and ``PREFER`` values differ in one thing: an output that must be saved or offloaded and is then
             written in place is an error, one that is preferred to be is computed again.
@@ -124,28 +143,29 @@ class Choices:
         self.wants_modules = False
         self.patterns: list[str] = []
         """Patterns of submodules."""
-        self.saved_by: list[tuple[saved_by, Decision]] = []
-        self._tests: list[tuple[Callable[[Any], bool], Decision]] = []
-        self._predicates: list[tuple[Predicate, Decision]] = []
+        self.saved_by: list[_Rule] = []
+        """Asked last: what no name decides about."""
+        self._names: list[_Rule] = []
+        self._predicates: list[_Rule] = []
         for selectors, decision in ((save, Decision.KEEP), (offload, Decision.OFFLOAD)):
             for selector in _listed(selectors):
                 self._add(selector, decision)
         self._known: dict[Any, Decision | None] = {}
-        if policy is not None and (self._tests or self._predicates or self.saved_by or self.inputs):
+        self._known_saving: dict[Any, Decision | None] = {}
+        if policy is not None and (self._names or self._predicates or self.saved_by or self.inputs):
             raise UsageError("got both a policy and selectors, expected one of them")
 
     @property
     def any(self) -> bool:
         """Whether anything is said of operators' outputs."""
-        return bool(self._policy or self._tests or self._predicates)
+        return bool(self._policy or self._names or self._predicates)
 
     def by_name(self, operator: Any) -> Decision | None:
         """The decision, if it follows from the operator alone."""
         try:
             return self._known[operator]
         except KeyError:
-            decision = next((decision for test, decision in self._tests if test(operator)), None)
-            self._known[operator] = decision
+            decision = self._known[operator] = _first(self._names, operator)
             return decision
 
     @property
@@ -157,14 +177,19 @@ class Choices:
         """The decision about one call, and whether it must be so."""
         if self._policy is not None:
             return self._by_policy(call.operator, output, args, kwargs)
-        for predicate, decision in self._predicates:
-            if predicate(call):
-                return decision, False
-        return Decision.RECOMPUTE, False
+        return _first(self._predicates, call) or Decision.RECOMPUTE, False
 
     def by_saving(self, operator: Any) -> Decision | None:
         """What is done with what the operator saves."""
-        return next((decision for selector, decision in self.saved_by if selector.matches(operator)), None)
+        try:
+            return self._known_saving[operator]
+        except KeyError:
+            decision = self._known_saving[operator] = _first(self.saved_by, operator)
+            return decision
+
+    def unused(self) -> list[Any]:
+        """Selectors that have named nothing yet."""
+        return [rule.selector for rule in (*self._names, *self._predicates, *self.saved_by) if not rule.has_named]
 
     def _by_policy(self, operator: Any, output: Any, args: Any, kwargs: Any) -> tuple[Decision, bool]:
         assert self._policy is not None
@@ -182,17 +207,17 @@ class Choices:
         if isinstance(selector, str) and selector == INPUTS:
             self.inputs = self.inputs or decision
         elif isinstance(selector, saved_by):
-            self.saved_by.append((selector, decision))
+            self.saved_by.append(_Rule(selector, selector.matches, decision))
         elif _is_module_pattern(selector):
             self.patterns.append(selector)
             self.wants_modules = True
-            self._predicates.append((_in_module(selector), decision))
+            self._predicates.append(_Rule(selector, _in_module(selector), decision))
         elif isinstance(selector, (str, torch._ops.OperatorBase, torch._ops.OpOverloadPacket)):
-            self._tests.append((_test_of(selector), decision))
+            self._names.append(_Rule(selector, _test_of(selector), decision))
         elif callable(selector):
             # It may look at the module.
             self.wants_modules = True
-            self._predicates.append((selector, decision))
+            self._predicates.append(_Rule(selector, selector, decision))
         else:
             raise UsageError(_unknown(selector))
 

@@ -122,7 +122,8 @@ def recompute(
             (also as a decorator, with options or without).
         *args: its arguments. Tensors in lists, tuples and dictionaries are found, and saved by whatever hooks are in
             force outside: an ``offload`` context around sends them away, and so does ``offload=["inputs"]``.
-        save: selectors of what is kept: see :mod:`spillway.operators`. What both name is kept.
+        save: selectors of what is kept: see :mod:`spillway.operators`. What both name is kept; :class:`saved_by` is
+            asked last.
         offload: selectors of what leaves, to host memory (of CPU tensors: disk).
         policy: a policy function of ``torch.utils.checkpoint.create_selective_checkpoint_contexts``, asked instead.
             All six ``CheckpointPolicy`` values mean what they say.

@@ -21,10 +21,12 @@ from spillway.capture.passes import Passes
 from spillway.capture.proofs import Proofs
 from spillway.errors import SessionError, UsageError
 from spillway.events import Recorder
+from spillway.records import StepStats
 from spillway.runtime.backend import quiet
 from spillway.runtime.device import DeviceRuntime, MakeBackend, backend_for
 from spillway.runtime.disk import SpillFile
 from spillway.runtime.host_memory import memory_limit
+from spillway.runtime.ledger import Ledger
 from spillway.units import parse_bytes
 
 MIN_BYTES = 1 << 20
@@ -172,6 +174,33 @@ class Session:
         host = sum(runtime.used_host_bytes() for runtime in self._runtimes.values())
         with quiet():
             return host, 0 if self._file is None else self._file.used_bytes
+
+    def stats(self) -> StepStats:
+        """Bytes and seconds of what the calling thread saved outside of any ``offload`` context, in regions, that is.
+
+        Of the last forward, as far as its backward has come: what is saved after a backward began belongs to the next.
+        """
+        current = self.passes.open
+        return StepStats() if current is None else self.stats_of(current.ledger)
+
+    def stats_of(self, ledger: Ledger) -> StepStats:
+        """What a ledger says, and what the session has reserved by now."""
+        out, back = ledger.out.seconds(), ledger.back.seconds()
+        return StepStats(
+            saved_bytes=ledger.saved_bytes,
+            kept_bytes=ledger.kept_bytes,
+            offloaded_bytes=ledger.offloaded_bytes,
+            reloaded_bytes=ledger.reloaded_bytes,
+            reused_bytes=ledger.reused_bytes,
+            recomputed_bytes=ledger.recomputed_bytes,
+            host_bytes=self.host_bytes,
+            disk_bytes=self.disk_bytes,
+            stall_seconds=out + back,
+            out_stall_seconds=out,
+            back_stall_seconds=back,
+            peak_bytes=self.peak_bytes,
+            notes=tuple(ledger.notes),
+        )
 
     def synchronize(self) -> None:
         """Wait until every write that is under way has ended; raises what went wrong in one."""

@@ -17,7 +17,8 @@ class Passes(threading.local):
 
     def __init__(self) -> None:
         self._entered: list[Pass] = []
-        self._open: Pass | None = None
+        self.open: Pass | None = None
+        """The one that nobody has entered, if there is one."""
 
     def enter(self, current: Pass) -> None:
         """The calling thread enters a pass."""
@@ -31,8 +32,8 @@ class Passes(threading.local):
         """The innermost, or one that is open to all."""
         if self._entered:
             return self._entered[-1]
-        if self._open is None or self._open.was_asked:
-            if self._open is not None:
-                self._open.end(completed=True)
-            self._open = make()
-        return self._open
+        if self.open is None or self.open.was_asked:
+            if self.open is not None:
+                self.open.end(completed=True)
+            self.open = make()
+        return self.open

@@ -134,6 +134,10 @@ class Region:
         """The function, for the first time or again. See NOTE [ How a region goes ]."""
         first, self._first = self._first, None
         if first is None:
+            for selector in self._choices.unused():
+                self._passage.ledger.note(
+                    f"{selector!r} decided nothing: it names no operator that ran, or others do, too"
+                )
             return self._rerun(tensors)
         try:
             return self._run_first(first, tensors)
