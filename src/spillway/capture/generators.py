@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from spillway.capture.tensors import tensors_of
+from spillway.capture.tensors import tensors_in
 
 
 class GeneratorState(NamedTuple):
@@ -43,7 +43,7 @@ def device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
     device = kwargs.get("device")
     if device is not None:
         return torch.device(device)
-    for tensor in tensors_of(args, kwargs):
+    for tensor in tensors_in((*args, *kwargs.values())):
         return tensor.device
     return torch.device("cpu")
 

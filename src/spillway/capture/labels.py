@@ -21,16 +21,17 @@ class Unseen:
     """Follows the labels of one run."""
 
     def __init__(self) -> None:
-        self._depth = 0
+        self.depth = 0
+        """How many labels are open, from the first that hides what is below it."""
 
     def __call__(self, operator: Any, args: tuple[Any, ...]) -> bool:
         """Whether the region does not see this operator."""
         if operator is _ENTER:
             label = str(args[0])
-            if self._depth or (label.startswith(_LABEL) and not label.startswith(_CASTS)):
-                self._depth += 1
+            if self.depth or (label.startswith(_LABEL) and not label.startswith(_CASTS)):
+                self.depth += 1
             return True
         if operator is _EXIT:
-            self._depth = max(0, self._depth - 1)
+            self.depth = max(0, self.depth - 1)
             return True
-        return self._depth > 0
+        return self.depth > 0

@@ -13,7 +13,7 @@ from spillway.capture.generators import given_generator, state_of
 from spillway.capture.labels import Unseen
 from spillway.capture.location import Locator
 from spillway.capture.schema import facts_of
-from spillway.capture.tensors import aliases_of, constants_of, nbytes_of
+from spillway.capture.tensors import aliases_of, nbytes_of, split
 from spillway.capture.trace import Trace
 from spillway.errors import RecomputeError
 from spillway.operators import Choices, OperatorCall
@@ -54,6 +54,11 @@ class Recording(TorchDispatchMode):
         self._locator = Locator(modules=True, operators=False, root=root) if choices.wants_modules else None
 
     @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Without a wrapper against Dynamo around each operator: see ``dynamo.py``."""
+        return False
+
+    @classmethod
     def ignore_compile_internals(cls) -> bool:
         """What a compiled function does inside is one operator's business."""
         return True
@@ -74,7 +79,7 @@ class Recording(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         facts = facts_of(func)
-        if facts.ignored or self._unseen(func, args):
+        if facts.ignored or ((facts.is_label or self._unseen.depth) and self._unseen(func, args)):
             return func(*args, **kwargs)
         trace = self._trace
         if facts.casts and trace.is_cast(trace.values, args):
@@ -82,7 +87,8 @@ class Recording(TorchDispatchMode):
             trace.add_cast(args[0], output)
             return output
         seen = trace.count
-        call = Call(func, facts, trace.read(args, kwargs), constants_of(args, kwargs))
+        tensors, constants = split(args, kwargs)
+        call = Call(func, facts, trace.read(tensors), constants)
         if facts.writes:
             call.writes = trace.written(facts, args, kwargs, call.reads, seen=seen)
             for value in call.writes:

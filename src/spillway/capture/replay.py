@@ -31,7 +31,7 @@ from spillway.capture.generators import GeneratorState, generator_of
 from spillway.capture.labels import Unseen
 from spillway.capture.outside import Outside
 from spillway.capture.schema import argument, facts_of
-from spillway.capture.tensors import alias_of, constants_of, tensors_in, tensors_of
+from spillway.capture.tensors import alias_of, split, tensors_in
 from spillway.capture.trace import Trace
 from spillway.capture.values import Values
 from spillway.errors import RecomputeError
@@ -142,6 +142,11 @@ class Replay(TorchDispatchMode):
         self.differs: str | None = None
 
     @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Without a wrapper against Dynamo around each operator: see ``dynamo.py``."""
+        return False
+
+    @classmethod
     def ignore_compile_internals(cls) -> bool:
         """What a compiled function does inside is one operator's business."""
         return True
@@ -154,9 +159,11 @@ class Replay(TorchDispatchMode):
             facts = self._trace.calls[self._place].facts
         else:
             facts = facts_of(func)
-        if facts.ignored or self._unseen(func, args) or (facts.casts and self._trace.is_cast(self._values, args)):
+        if facts.ignored or ((facts.is_label or self._unseen.depth) and self._unseen(func, args)):
             return func(*args, **kwargs)
-        call = self._next(func, args, kwargs)
+        if facts.casts and self._trace.is_cast(self._values, args):
+            return func(*args, **kwargs)
+        call = self._next(func, *split(args, kwargs))
         act = self._acts[self._place]
         self._place += 1
         if act is Act.RUN:
@@ -168,7 +175,7 @@ class Replay(TorchDispatchMode):
         self._name(call, output)
         return output
 
-    def _next(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    def _next(self, func: Any, tensors: list[torch.Tensor], constants: list[Any]) -> Call:
         """The call of the first run that this one is."""
         trace = self._trace
         if self.differs is None:
@@ -178,16 +185,15 @@ class Replay(TorchDispatchMode):
                 call = trace.calls[self._place]
                 if call.func is not func:
                     self.differs = f"operator {self._place} is {func}, and was {call.func}"
-                elif not _same(call.constants, constants_of(args, kwargs)):
+                elif not _same(call.constants, constants):
                     self.differs = f"operator {self._place}, {func}, has other arguments"
-                elif not self._reads_the_same(call, args, kwargs):
+                elif not self._reads_the_same(call, tensors):
                     self.differs = f"operator {self._place}, {func}, reads other tensors"
                 else:
                     return call
         raise Differs(self.differs)
 
-    def _reads_the_same(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        tensors = tensors_of(args, kwargs)
+    def _reads_the_same(self, call: Call, tensors: list[torch.Tensor]) -> bool:
         if len(tensors) != len(call.reads):
             return False
         for tensor, value in zip(tensors, call.reads, strict=True):

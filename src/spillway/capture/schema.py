@@ -16,6 +16,8 @@ class Facts(NamedTuple):
 
     ignored: bool
     """Whether it is not counted: ``torch.utils.checkpoint`` calls it itself, more or less often in a re-run."""
+    is_label: bool
+    """Whether it is a mark for the profiler."""
     casts: bool
     """Whether autocast uses it to cast weights, which its cache makes come and go."""
     writes: tuple[Key, ...]
@@ -53,6 +55,7 @@ _KNOWN_TYPES = {"Tensor", "List[Tensor]", "Optional[Tensor]", "number", "bool", 
 
 _UNKNOWN = Facts(
     ignored=False,
+    is_label=False,
     casts=False,
     writes=(),
     returned=None,
@@ -106,6 +109,7 @@ def _read(operator: Any) -> Facts:
     tags = set(operator.tags)
     return Facts(
         ignored=operator in SAC_IGNORED_OPS,
+        is_label=schema.name.startswith("profiler::"),
         casts=operator is torch.ops.aten._to_copy.default,
         writes=tuple(writes),
         returned=tuple(returned) if all(str(value.type) in _KNOWN_TYPES for value in schema.returns) else None,

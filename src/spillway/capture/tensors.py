@@ -13,6 +13,9 @@ from spillway.runtime.bytes import over
 PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 """The classes of tensors that are nothing but a view of one storage."""
 
+# By class, since to ask whether something is a tensor or a generator is to ask a metaclass, in Python.
+_NUMBERS = frozenset((int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.layout))
+
 
 def is_strided(tensor: torch.Tensor) -> bool:
     """Whether it has sizes and strides over one storage."""
@@ -47,25 +50,30 @@ def tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
     return found
 
 
-def tensors_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The same among the arguments of a call."""
-    found = tensors_in(args)
-    return found + tensors_in(kwargs.values()) if kwargs else found
-
-
-def constants_of(args: Iterable[Any], kwargs: dict[str, Any]) -> list[Any]:
-    """The arguments of a call that are no tensors, to be compared with another run's."""
+def split(args: Iterable[Any], kwargs: dict[str, Any]) -> tuple[list[torch.Tensor], list[Any]]:
+    """The plain tensors among the arguments of a call, and the others, to be compared with another run's."""
+    tensors: list[torch.Tensor] = []
     constants: list[Any] = []
     for value in args:
-        if isinstance(value, torch.Tensor):
-            continue
-        if isinstance(value, (list, tuple)):
-            constants.append(constants_of(value, {}))
+        kind = type(value)
+        if kind in PLAIN:
+            tensors.append(value)
+        elif kind in _NUMBERS:
+            constants.append(value)
+        elif isinstance(value, (list, tuple)):
+            inner, others = split(value, {})
+            tensors += inner
+            constants.append(others)
+        elif isinstance(value, torch.Tensor):
+            tensors += storage_parts(value) if is_wrapper(value) else (value,)
         elif not isinstance(value, torch.Generator):
             constants.append(value)
     if kwargs:
-        constants.extend((key, *constants_of((value,), {})) for key, value in kwargs.items())
-    return constants
+        constants.append(list(kwargs))
+        inner, others = split(kwargs.values(), {})
+        tensors += inner
+        constants += others
+    return tensors, constants
 
 
 def aliases_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:

@@ -31,7 +31,7 @@ import torch
 from spillway.capture.calls import Argument, Call, Form
 from spillway.capture.outside import Outside
 from spillway.capture.schema import Facts, argument
-from spillway.capture.tensors import PLAIN, is_strided, tensors_in, tensors_of
+from spillway.capture.tensors import PLAIN, is_strided, tensors_in
 from spillway.capture.values import Values
 from spillway.errors import UnsupportedError
 from spillway.runtime.bytes import Bytes
@@ -77,9 +77,10 @@ class Trace:
         """The function is about to be called with these."""
         self.inputs = [tuple([self.value(part, is_input=True) for part in tensors_in((each,))]) for each in tensors]
 
-    def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
+    def read(self, tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
         """The values of the arguments."""
-        return tuple([self.value(tensor) for tensor in tensors_of(args, kwargs)])
+        find, value = self.values.find, self.value
+        return tuple([value(tensor) if (known := find(tensor)) is None else known for tensor in tensors])
 
     def value(self, tensor: torch.Tensor, *, is_input: bool = False) -> int:
         """The tensor's value; what has none comes from outside."""

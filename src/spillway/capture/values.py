@@ -24,7 +24,10 @@ class Values:
 
     def find(self, tensor: torch.Tensor) -> int | None:
         """The value of a plain tensor, if it has one."""
-        memory = self._memory(tensor)
+        try:
+            memory: Any = tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):
+            memory = self._memory(tensor)
         known = self._known.get(memory._cdata)
         # An address is handed out again when it is free.
         return known[1] if known is not None and known[0]() is memory else None
