@@ -1,4 +1,4 @@
-"""Which modules of a model are its blocks, by class, name, predicate or because it repeats them; and which cannot be.
+"""Which modules of a model are its blocks, by class, name, predicate or because it repeats them.
 
 NOTE [ What is meant by a name ]
 
@@ -29,14 +29,11 @@ import torch
 from torch.nn import Module
 from torch.nn.parameter import is_lazy
 
-from spillway.errors import UnsupportedError, UsageError
+from spillway.errors import UsageError
 
 Predicate = Callable[[str, Module], bool]
 Selector = type[Module] | str | Predicate
 Blocks = Selector | Sequence[Selector]
-
-CHECKPOINTING_FLAGS = ("gradient_checkpointing", "grad_checkpointing")
-"""Attributes that are true of a module that checkpoints itself: in transformers and diffusers, and in timm."""
 
 _OTHERS = 4
 _SHOWN = 8
@@ -126,10 +123,10 @@ def above(model: Module, blocks: Iterable[Named]) -> list[Named]:
 
 def is_compiled(module: Module) -> bool:
     """Whether a module is what ``torch.compile(module)`` gives."""
-    return _is_a(module, "torch._dynamo.eval_frame", "OptimizedModule")
+    return is_a(module, "torch._dynamo.eval_frame", "OptimizedModule")
 
 
-def _is_a(module: Module, home: str, name: str) -> bool:
+def is_a(module: Module, home: str, name: str) -> bool:
     """Whether it is of a class of torch that is slow to import: as long as nobody has, there is none."""
     kind: type[Module] | None = getattr(sys.modules.get(home), name, None)
     return kind is not None and isinstance(module, kind)
@@ -249,74 +246,3 @@ def _candidates(modules: list[Named]) -> str:
     most = sorted(whole, key=lambda each: -_owned([each]))[:_SHOWN]
     names = ", ".join(str(each) for each in whole if each in most)
     return f"there are {names}{' and others' if len(whole) > len(most) else ''}"
-
-
-# What cannot be attached to.
-
-
-def refuse_copies(modules: Iterable[Named]) -> None:
-    """Raise :class:`~spillway.errors.UnsupportedError` if one of the modules copies what it calls."""
-    for each in modules:
-        if isinstance(each.module, torch.nn.DataParallel):
-            raise UnsupportedError(
-                f"got {each}, whose copies on other devices would run the weights of this one, expected one device in "
-                f"each process; use torch.nn.parallel.DistributedDataParallel"
-            )
-
-
-def refuse_checkpointing(modules: Iterable[Named]) -> None:
-    """Raise :class:`~spillway.errors.UsageError` if one of the modules checkpoints itself."""
-    for each in modules:
-        contract: Any = sys.modules.get("torch.distributed._composable.contract")
-        composed = contract is not None and "checkpoint" in (contract._get_registry(each.module) or ())
-        home = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
-        if composed or _is_a(each.module, home, "CheckpointWrapper"):
-            raise UsageError(
-                f"got {each}, which checkpoints already, expected a model that does not; leave out checkpoint_wrapper, "
-                f"apply_activation_checkpointing or checkpoint, as FSDP's users call them"
-            )
-        if any(getattr(each.module, flag, False) is True for flag in CHECKPOINTING_FLAGS):
-            raise UsageError(checkpointing(each))
-
-
-def checkpointing(named: Named) -> str:
-    """What is to be said to whoever's module checkpoints itself by a flag."""
-    return (
-        f"got {named}, which checkpoints already ({' or '.join(CHECKPOINTING_FLAGS)} is True), expected a model that "
-        f"does not, or blocks would be computed a third time; call model.gradient_checkpointing_disable() or, where it "
-        f"is newer, activation_checkpointing_disable() (transformers), model.disable_gradient_checkpointing() "
-        f"(diffusers) or model.set_grad_checkpointing(False) (timm)"
-    )
-
-
-def refuse_class(named: Named) -> None:
-    """Raise an error if a module, the model or a block, is of a class whose call cannot be taken over."""
-    module = named.module
-    if isinstance(module, torch.jit.ScriptModule):
-        raise UnsupportedError(
-            f"got {named}, a scripted module, whose call cannot be taken over, expected Python; attach to the module "
-            f"that it was made from"
-        )
-    fsdp = "torch.distributed.fsdp.fully_sharded_data_parallel"
-    if named.name and _is_a(module, fsdp, "FullyShardedDataParallel"):
-        raise UsageError(
-            f"got {named} as a block, which gathers its parameters in its forward, expected the module in it; say "
-            f"blocks= with the class of that, or use fully_shard"
-        )
-    for name, through in (("__call__", "super().__call__"), ("__deepcopy__", "copy.deepcopy")):
-        method = _method_of(type(module), name)
-        names = getattr(getattr(method, "__code__", None), "co_names", ())
-        if method is not None and through.rpartition(".")[2] not in names:
-            raise UnsupportedError(
-                f"got {named}, whose class has a {name} of its own that does not use {through}, expected one that does "
-                f"or none; change it so, or use spillway.recompute where the block is called"
-            )
-
-
-def _method_of(kind: type[Module], name: str) -> object:
-    """The method of a class, unless it is torch's own, which all do right."""
-    for base in kind.__mro__:
-        if name in vars(base):
-            method: object = vars(base)[name]
-            return None if str(getattr(method, "__module__", "")).partition(".")[0] == "torch" else method
-    return None
