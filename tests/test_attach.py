@@ -17,7 +17,7 @@ import spillway
 from spillway import Recompute, Session, UsageError
 from spillway.blocks import find_blocks, signature
 from spillway.policies import Keep, Offload
-from steps import Block, MiB, Residual, Result, assert_no_hook, assert_nothing_left, failing, small_batch, step
+from steps import Block, KiB, MiB, Residual, Result, assert_no_hook, assert_nothing_left, failing, small_batch, step
 
 ROWS, WIDTH = 2048, 128
 """Of a batch: 1 MiB, the least that leaves."""
@@ -269,6 +269,32 @@ def test_what_regions_offload_leaves_and_comes_back_in_one_pass(session: Session
             assert_nothing_left(session)
 
 
+@pytest.mark.parametrize(("min_bytes", "leaves"), [(None, False), (0, True), ("8KiB", True), (8 * KiB + 1, False)])
+def test_min_bytes_says_what_is_worth_a_journey(session: Session, min_bytes: Any, leaves: bool) -> None:
+    model, x = Model(), small_batch()
+    plain = step(model, x)
+    how = Recompute(offload="inputs")
+    with spillway.attach(model, policy=how, min_bytes=min_bytes, session=session) as attached:
+        for _ in range(3):
+            assert step(model, x) == plain
+            stats = attached.stats()
+            # The inputs of four blocks, of 8 KiB each.
+            assert stats.saved_bytes - stats.kept_bytes == (4 * 8 * KiB if leaves else 0)
+            assert_nothing_left(session)
+    with spillway.attach(model, policy=Offload(), min_bytes=min_bytes, session=session) as attached:
+        assert step(model, x) == plain
+        # Outputs of GELUs have 16 KiB.
+        assert (attached.stats().saved_bytes == attached.stats().kept_bytes) == (min_bytes is None)
+
+
+def test_a_pass_around_the_call_says_what_is_worth_a_journey_of_regions(session: Session) -> None:
+    model, x = Model(), small_batch()
+    around = spillway.offload(session=session, policy=Keep(), min_bytes=0)
+    with spillway.attach(model, policy=Recompute(offload="inputs"), min_bytes="1GiB", session=session):
+        step(model, x, around)
+    assert around.stats().saved_bytes - around.stats().kept_bytes == 4 * 8 * KiB
+
+
 def test_the_stats_are_those_of_the_last_pass(session: Session) -> None:
     model, x = Model(), small_batch()
     attached = spillway.attach(model, session=session)
@@ -358,6 +384,8 @@ def test_an_offload_policy_has_no_regions_to_count(options: dict[str, Any]) -> N
         ({"first": 1.5}, "first: got 1.5"),
         ({"keep_last": -1}, "keep_last: got -1"),
         ({"session": "default"}, "session: got 'default'"),
+        ({"min_bytes": -1}, "min_bytes: got -1, expected at least 0 bytes"),
+        ({"min_bytes": "much", "policy": Offload()}, "min_bytes: got 'much', expected bytes"),
     ],
 )
 def test_an_argument_that_cannot_be_meant_is_an_error(options: dict[str, Any], says: str) -> None:

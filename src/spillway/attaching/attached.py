@@ -34,6 +34,7 @@ def attach(
     every: int = 1,
     first: int | None = None,
     keep_last: int = 0,
+    min_bytes: int | str | None = None,
     session: Session | None = None,
 ) -> Attached:
     """Recompute the blocks of a model, or offload what it saves, without editing it. Call and train it as always.
@@ -62,6 +63,9 @@ def attach(
         every: recompute each so many-th block only: the first, and so on.
         first: recompute only so many of the first blocks. ``None``: all.
         keep_last: leave out so many of the last blocks, which backward wants first: what they save stays on the device.
+        min_bytes: leave smaller tensors where they are, of those that regions or the policy would send away. Bytes, or
+            a size like ``"4MiB"``. ``None``: 1 MiB, as with :class:`~spillway.offload`. Where a call of the model is
+            inside of such a context, regions go by that one's.
         session: ``None``: the default one.
 
     Returns:
@@ -102,6 +106,7 @@ def attach(
     context = offload(
         # What regions do not take is kept; their inputs, and what they offload, have their order here.
         policy=Keep() if isinstance(how, Recompute) else how,
+        min_bytes=min_bytes,
         tag=f"attached {type(model).__name__}",
         session=session,
     )
