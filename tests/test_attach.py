@@ -166,11 +166,67 @@ def test_residual_blocks_of_a_convolutional_model_are_repeated() -> None:
         ([], "got \\[\\], expected at least one"),
         (int, "expected a subclass of torch.nn.Module"),
         (3, "got 3, expected a class, a pattern"),
+        ({"layers.*": Recompute()}, "got {'layers.*': .*}, expected a class, a pattern"),
+        (iter(["layers.*"]), "got <list_iterator .*, expected a class, a pattern"),
         (nn.Linear(1, 1), "got Linear.*, expected a class, a pattern"),
     ],
 )
 def test_blocks_that_cannot_be_meant_are_an_error_that_names_candidates(blocks: Any, says: str) -> None:
     failing(UsageError, lambda: spillway.attach(Model(layers=2), blocks=blocks), match=f"(?s){says}")
+
+
+@pytest.mark.parametrize(
+    ("blocks", "meant"),
+    [
+        ("layer.*", "perhaps 'layers.*'"),
+        (["layers.0", "layers.7"], "perhaps 'layers.*'"),
+        ("layers", "perhaps 'layers.*'"),
+        ("*.upp", "perhaps '*.up'"),
+        ("model.layers.*.down", "perhaps 'layers.*.down'"),
+        ("haed", "perhaps 'head'"),
+        (nn.Bilinear, "perhaps the class torch.nn.modules.linear.Linear is meant"),
+        (type("Block", (nn.Module,), {}), "perhaps the class steps.Block is meant"),
+        ("nothing.like.it", None),
+        (nn.Conv2d, None),
+        (lambda name, module: False, None),
+    ],
+)
+@pytest.mark.parametrize("options", [{}, {"policy": Offload(), "keep_last": 1}], ids=["regions", "offload"])
+def test_what_is_nearest_to_blocks_that_are_not_there_is_named(
+    blocks: Any, meant: str | None, options: dict[str, Any]
+) -> None:
+    message = failing(UsageError, lambda: spillway.attach(Model(layers=2), blocks=blocks, **options))
+    assert "which is none of the 10 modules with a forward below the model (Model)" in message
+    assert (meant or "match; there are 'layers.0' (Block)") in message
+    assert ("perhaps" in message) == (meant is not None)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "says"),
+    [
+        ("*.upp", "got '\\*.upp', which no path .* below 'layers.0' \\(Block\\), or another block"),
+        ("dwn*", "perhaps 'down' is meant; there are 'norm', 'up', 'down'$"),
+        ("layers.*.up", "expected a pattern of such paths"),
+    ],
+)
+@pytest.mark.parametrize("way", ["save", "offload"])
+def test_a_selector_of_submodules_that_no_block_has_is_an_error(way: str, pattern: str, says: str) -> None:
+    model = Model()
+    how = Recompute(save=pattern) if way == "save" else Recompute(offload=["inputs", pattern])
+    failing(UsageError, lambda: spillway.attach(model, policy=how), match=says)
+    assert "_compiled_call_impl" not in model.__dict__
+
+
+@pytest.mark.parametrize("pattern", ["up*", "*", "[du]*", "*.inner", "GEL?"])
+def test_a_selector_of_submodules_that_one_block_has_will_do(session: Session, pattern: str) -> None:
+    model, x = Model(), small_batch()
+    model.layers[3].up = nn.Sequential()
+    model.layers[3].up.inner = nn.Linear(32, 64)
+    # A block may call what is not below it.
+    model.activation = nn.GELU()
+    plain = step(model, x)
+    with spillway.attach(model, policy=Recompute(save=pattern), session=session):
+        assert step(model, x) == plain
 
 
 def test_a_model_that_repeats_nothing_says_so() -> None:

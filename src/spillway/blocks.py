@@ -19,6 +19,7 @@ a decoder); of two classes of which one is inside of the other, the outer one (a
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -81,9 +82,9 @@ def find_blocks(model: Module, blocks: Blocks | None = None) -> list[Named]:
         matched = _matched(modules, selector)
         if not matched:
             raise UsageError(
-                f"blocks: got {selector!r}, which is none of the {len(modules)} modules below {Named('', model)}, "
-                f"expected a class, a pattern of dotted names or a predicate that some of them match; "
-                f"{_candidates(modules)}"
+                f"blocks: got {selector!r}, which is none of the {len(modules)} modules with a forward below "
+                f"{Named('', model)}, expected a class, a pattern of dotted names or a predicate that some of them "
+                f"match; {_meant(modules, selector)}{_candidates(modules)}"
             )
         chosen.update(id(each.module) for each in matched)
     return _once(each for each in modules if id(each.module) in chosen)
@@ -102,6 +103,12 @@ def _walk(module: Module, prefix: str, above: set[int]) -> Iterator[Named]:
         name = f"{prefix}{key}"
         yield Named(name, child)
         yield from _walk(child, f"{name}.", above | {id(child)})
+
+
+def uncompiled(module: Module) -> Module:
+    """What ``torch.compile`` was called with, or the module."""
+    inner = module._modules["_orig_mod"] if is_compiled(module) else None
+    return module if inner is None else inner
 
 
 def is_called(module: Module) -> bool:
@@ -148,7 +155,7 @@ def _matched(modules: list[Named], selector: Any) -> list[Named]:
     if isinstance(selector, type):
         if not issubclass(selector, Module):
             raise UsageError(f"blocks: got the class {selector!r}, expected a subclass of torch.nn.Module")
-        return _outermost(each for each in modules if isinstance(_uncompiled(each.module), selector))
+        return _outermost(each for each in modules if isinstance(uncompiled(each.module), selector))
     if isinstance(selector, Module) or not callable(selector):
         raise UsageError(
             f"blocks: got {selector!r:.200}, expected a class, a pattern of dotted names such as 'layers.*', a "
@@ -162,12 +169,6 @@ def _says(predicate: Predicate, each: Named) -> bool:
     if not isinstance(answer, bool):
         raise UsageError(f"blocks: got {answer!r} from {predicate!r} for {each.name!r}, expected True or False")
     return answer
-
-
-def _uncompiled(module: Module) -> Module:
-    """What ``torch.compile`` was called with, or the module."""
-    inner = module._modules["_orig_mod"] if is_compiled(module) else None
-    return module if inner is None else inner
 
 
 def _outermost(found: Iterable[Named]) -> list[Named]:
@@ -216,7 +217,7 @@ def _kinds(modules: list[Named]) -> list[Hashable]:
     alike: set[Hashable] = set()
     kinds: dict[Hashable, None] = {}
     for each in _once(modules):
-        module = _uncompiled(each.module)
+        module = uncompiled(each.module)
         if not module._modules and type(module).__module__.startswith("torch.nn"):
             continue
         key = each.name.rpartition(".")[0], signature(each.module)
@@ -228,7 +229,7 @@ def _kinds(modules: list[Named]) -> list[Hashable]:
 
 def _kind(module: Module) -> Hashable:
     """The class. Of a ``Sequential``, whose class says nothing, also the classes of what is in it."""
-    module = _uncompiled(module)
+    module = uncompiled(module)
     inside = tuple(_kind(child) for child in module) if type(module) is torch.nn.Sequential else ()
     return type(module), inside
 
@@ -236,6 +237,35 @@ def _kind(module: Module) -> Hashable:
 def _owned(family: Iterable[Named]) -> int:
     parameters = {id(parameter): parameter for each in family for parameter in each.module.parameters()}
     return sum(0 if is_lazy(parameter) else parameter.numel() for parameter in parameters.values())
+
+
+def patterns_of(names: Iterable[str]) -> list[str]:
+    """Patterns by which somebody would ask for modules of these names: ``layers.*.up``, and ``*.up``."""
+    patterns: dict[str, None] = {}
+    for name in names:
+        *before, last = ("*" if part.isdigit() else part for part in name.split("."))
+        patterns[".".join([*before, last])] = None
+        if before and last != "*":
+            patterns[f"*.{last}"] = None
+    return list(patterns)
+
+
+def perhaps(got: str, known: Iterable[str]) -> str:
+    """The part of a message that says which known names are nearest to one that is unknown, if any is near."""
+    near = difflib.get_close_matches(got, list(known))
+    return f"perhaps {' or '.join(map(repr, near))} is meant; " if near else ""
+
+
+def _meant(modules: list[Named], selector: Any) -> str:
+    if isinstance(selector, str):
+        return perhaps(selector, patterns_of(each.name for each in modules))
+    if not isinstance(selector, type):
+        return ""
+    kinds = {type(uncompiled(each.module)) for each in modules}
+    near = difflib.get_close_matches(selector.__name__, [kind.__name__ for kind in kinds])
+    # Of one name, there may be two: a class that was loaded twice.
+    names = sorted(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds if kind.__name__ in near)
+    return f"perhaps the class {' or '.join(names)} is meant; " if names else ""
 
 
 def _candidates(modules: list[Named]) -> str:

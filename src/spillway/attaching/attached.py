@@ -16,6 +16,7 @@ from spillway.attaching.refusals import (
     refuse_class,
     refuse_compiled,
     refuse_copies,
+    refuse_unmatched,
 )
 from spillway.blocks import Blocks, Named, above, find_blocks, walk
 from spillway.errors import UsageError
@@ -72,8 +73,8 @@ def attach(
         What was attached; :meth:`Attached.remove` undoes it. It need not be kept.
 
     Raises:
-        UsageError: for arguments that cannot be meant; blocks that are not found; a model that is attached, or that
-            checkpoints by itself, already; one that is compiled around its blocks.
+        UsageError: for arguments that cannot be meant; blocks, or submodules of them, that are not found; a model that
+            is attached, or that checkpoints by itself, already; one that is compiled around its blocks.
         UnsupportedError: for modules whose call cannot be taken over: scripted ones, or those of a class with a
             ``__call__`` or ``__deepcopy__`` of its own that goes past torch's.
 
@@ -93,6 +94,7 @@ def attach(
         refuse_checkpointing(modules)
         found = find_blocks(model, blocks)
         regions = found[: max(len(found) - keep_last, 0)][:first][::every]
+        refuse_unmatched(how.choices.patterns, regions, model)
     else:
         _check_policy(how, blocks, every=every, first=first, keep_last=keep_last)
         kept = find_blocks(model, blocks)[-keep_last:] if keep_last else []

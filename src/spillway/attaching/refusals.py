@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import fnmatch
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch.nn import Module
 
 from spillway.attaching.call import PLACE, is_attached
-from spillway.blocks import Named, is_a, is_compiled
+from spillway.blocks import Named, is_a, is_compiled, patterns_of, perhaps, uncompiled
 from spillway.errors import UnsupportedError, UsageError
 
 CHECKPOINTING_FLAGS = ("gradient_checkpointing", "grad_checkpointing")
 """Attributes that are true of a module that checkpoints itself: in transformers and diffusers, and in timm."""
+
+_SHOWN = 8
 
 
 def refuse_attached(modules: Iterable[Named]) -> None:
@@ -66,6 +69,21 @@ def _checkpointing(named: Named) -> str:
         f"is newer, activation_checkpointing_disable() (transformers), model.disable_gradient_checkpointing() "
         f"(diffusers) or model.set_grad_checkpointing(False) (timm)"
     )
+
+
+def refuse_unmatched(patterns: Iterable[str], blocks: Sequence[Named], model: Module) -> None:
+    """Raise :class:`~spillway.errors.UsageError` if a pattern of submodules means none in any of the blocks."""
+    below = {path: None for each in blocks for path, _ in uncompiled(each.module).named_modules()}
+    # What is not below a block, and called in it all the same, goes by its class.
+    others = {type(module).__name__ for module in model.modules()}
+    for pattern in patterns:
+        if blocks and not any(fnmatch.fnmatchcase(path, pattern) for path in (*below, *others)):
+            known = patterns_of(filter(None, below))
+            raise UsageError(
+                f"selector: got {pattern!r}, which no path of a module below {blocks[0]}, or another block, matches, "
+                f"expected a pattern of such paths; {perhaps(pattern, known)}there are "
+                f"{', '.join(map(repr, known[:_SHOWN]))}{' and others' if len(known) > _SHOWN else ''}"
+            )
 
 
 def refuse_compiled(around: Iterable[Named]) -> None:
