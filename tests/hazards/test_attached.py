@@ -20,6 +20,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import spillway
 from spillway import RecomputeError, UnsupportedError, UsageError
+from spillway.attaching.call import ModuleCall
 from spillway.policies import Keep, Offload
 from steps import Block, assert_no_hook, failing, small_batch, step
 
@@ -206,6 +207,58 @@ def test_h65_copies_for_other_devices_are_refused() -> None:
     failing(UnsupportedError, lambda: spillway.attach(nn.DataParallel(Model())), match="DistributedDataParallel")
 
 
+def replica_of(model: nn.Module) -> nn.Module:
+    """A replica as ``DataParallel`` makes it, by copying dictionaries, with weights twice as large."""
+    replica = model._replicate_for_data_parallel()
+    for name, parameter in model._parameters.items():
+        replica.__dict__[name] = None if parameter is None else parameter.detach() * 2
+    for name, child in model._modules.items():
+        replica._modules[name] = None if child is None else replica_of(child)
+    return replica  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("policy", [None, Offload()], ids=["regions", "offload"])
+def test_h65_replicas_run_their_own_weights_and_are_refused_in_training(policy: Any) -> None:
+    model, x = Model(), small_batch()
+    expected = replica_of(model)(x)
+    spillway.attach(model, policy=policy)
+    replica = replica_of(model)
+    failing(UnsupportedError, lambda: replica(x), match="replica of the model .*DistributedDataParallel")
+    assert_no_hook()
+    with torch.no_grad():
+        assert torch.equal(replica(x), expected)
+    assert torch.equal(replica.eval()(x), expected)
+    assert not torch.equal(expected, model(x))
+
+
+@pytest.mark.parametrize("original", ["lives", "died"])
+@pytest.mark.parametrize("block", [Block, Remembers])
+def test_h65_a_shallow_copy_runs_its_own_weights(block: type[Block], original: str) -> None:
+    model, x = Model(lambda: block(32)), small_batch()
+    spillway.attach(model)
+    copied = copy.copy(model.body[1])
+    copied._modules = copy.deepcopy(copied._modules)
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            parameter.mul_(2)
+    plain = block(32)
+    plain.load_state_dict(copied.state_dict())
+    if original == "died":
+        del model
+    assert step(copied, x) == step(plain, x)
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, copy.copy, lambda it: pickle.loads(pickle.dumps(it))])
+def test_h65_a_model_may_keep_what_attach_gave_back(way: Callable[[Any], Any]) -> None:
+    model = Model()
+    model.attached = spillway.attach(model)
+    assert way(model.attached) is None
+    copied = copy.deepcopy(model)
+    assert copied.attached is None
+    assert not is_attached(copied)
+    model.attached.remove()
+
+
 # Hazard 14: exceptions
 
 
@@ -250,6 +303,92 @@ def test_h14_attaching_that_fails_half_way_leaves_nothing() -> None:
     before = contents(model)
     failing(UnsupportedError, lambda: spillway.attach(model, blocks="body.*"), match="'body.2' .* __call__ of its own")
     assert contents(model) == before
+
+
+@pytest.mark.parametrize("calls", range(4))
+def test_h14_attaching_that_is_interrupted_anywhere_leaves_nothing(calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = Model(), small_batch()
+    plain = step(model, x)
+    # As a copy has it, of a class whose state is all that it has.
+    model.body[0].__dict__[PLACE] = None
+    before = contents(model)
+    taken: list[object] = []
+    take = ModuleCall.take
+
+    def interrupted(call: ModuleCall) -> None:
+        if len(taken) == calls:
+            raise KeyboardInterrupt
+        taken.append(call)
+        take(call)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ModuleCall, "take", interrupted)
+        failing(KeyboardInterrupt, lambda: spillway.attach(model, blocks=Block))
+    assert len(taken) == calls
+    assert contents(model) == before
+    with spillway.attach(model):
+        assert step(model, x) == plain
+
+
+@pytest.mark.parametrize("selector", ["predicate", "policy"])
+def test_h14_an_error_of_the_callers_own_leaves_nothing(selector: str) -> None:
+    def fails(*_: Any) -> bool:
+        raise ArithmeticError
+
+    model, x = Model(), small_batch()
+    before = contents(model)
+    if selector == "predicate":
+        failing(ArithmeticError, lambda: spillway.attach(model, blocks=fails))
+    else:
+        attached = spillway.attach(model, policy=spillway.Recompute(policy=fails))
+        failing(ArithmeticError, lambda: model(x))
+        assert_no_hook()
+        attached.remove()
+    assert contents(model) == before
+
+
+# Other threads
+
+
+def test_calls_that_come_while_attaching_and_removing_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if from another thread, between any two of the modules."""
+    model, x = Model(), small_batch()
+    plain = step(model, x)
+    turns: list[str] = []
+    take, give_back = ModuleCall.take, ModuleCall.give_back
+
+    def between(name: str, change: Callable[[ModuleCall], Any]) -> Callable[[ModuleCall], Any]:
+        def run(call: ModuleCall) -> Any:
+            assert step(model, x) == plain
+            done = change(call)
+            assert step(model, x) == plain
+            turns.append(name)
+            return done
+
+        return run
+
+    monkeypatch.setattr(ModuleCall, "take", between("take", take))
+    monkeypatch.setattr(ModuleCall, "give_back", between("give back", give_back))
+    attached = spillway.attach(model)
+    attached.remove()
+    assert turns == ["take"] * 4 + ["give back"] * 4
+
+
+def test_a_call_that_is_under_way_may_outlive_remove() -> None:
+    model, x = Model(), small_batch()
+    plain = step(model, x)
+    # Torch has looked what to call, and all is taken off before that looks.
+    attached = spillway.attach(model)
+    begun = model.__dict__[PLACE]
+    attached.remove()
+    assert torch.equal(begun(x).square().mean(), plain.loss)
+    for place in ("", "body.1", "head"):
+        attached = spillway.attach(model)
+        handle = model.get_submodule(place).register_forward_pre_hook(lambda *_, attached=attached: attached.remove())
+        for _ in range(2):
+            assert step(model, x) == plain
+        handle.remove()
+        assert not is_attached(model)
 
 
 # Who may not be attached to
@@ -694,3 +833,11 @@ def test_fsdp2_around_compiled_blocks(one_rank: None, compiler: Any, in_place: b
         assert all(map(torch.equal, sharded_steps(model, x), plain))
         assert compiler.runs >= 4 * 6
         assert attached.stats().recomputed_bytes > 0
+def test_an_attached_model_is_traced_by_fx_as_it_is() -> None:
+    model, x = Model(), small_batch()
+    with spillway.attach(model) as attached:
+        graph = torch.fx.symbolic_trace(model)
+        assert attached.stats() == spillway.StepStats()
+    assert step(graph, x) == step(model, x)
+
+

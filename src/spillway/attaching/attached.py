@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from types import TracebackType
+from typing import Any
 
 from torch.nn import Module
 
@@ -75,8 +77,9 @@ def attach(
     Raises:
         UsageError: for arguments that cannot be meant; blocks, or submodules of them, that are not found; a model that
             is attached, or that checkpoints by itself, already; one that is compiled around its blocks.
-        UnsupportedError: for modules whose call cannot be taken over: scripted ones, or those of a class with a
-            ``__call__`` or ``__deepcopy__`` of its own that goes past torch's.
+        UnsupportedError: for modules whose call cannot be taken over: scripted ones, those of a class with a
+            ``__call__`` or ``__deepcopy__`` of its own that goes past torch's, or with a property for a forward; and
+            for ``DataParallel``.
 
     Example:
         >>> attached = spillway.attach(model, policy=spillway.Recompute(save="attention"))  # doctest: +SKIP
@@ -88,23 +91,21 @@ def attach(
     refuse_attached(modules)
     refuse_copies(modules)
     how = Recompute() if policy is None else policy
-    regions: list[Named] = []
-    kept: list[Named] = []
+    calls: Sequence[ModuleCall]
     if isinstance(how, Recompute):
         refuse_checkpointing(modules)
         found = find_blocks(model, blocks)
-        regions = found[: max(len(found) - keep_last, 0)][:first][::every]
-        refuse_unmatched(how.choices.patterns, regions, model)
+        taken = found[: max(len(found) - keep_last, 0)][:first][::every]
+        refuse_unmatched(how.choices.patterns, taken, model)
+        calls = [RegionCall(each, how, session, taken) for each in taken]
     else:
         _check_policy(how, blocks, every=every, first=first, keep_last=keep_last)
-        kept = find_blocks(model, blocks)[-keep_last:] if keep_last else []
-    around = above(model, [*regions, *kept])
-    for each in (Named("", model), *regions, *kept):
+        taken = find_blocks(model, blocks)[-keep_last:] if keep_last else []
+        calls = [KeptCall(each) for each in taken]
+    around = above(model, taken)
+    for each in (Named("", model), *taken):
         refuse_class(each)
     refuse_compiled(around)
-    calls: list[ModuleCall] = [KeptCall(each) for each in kept]
-    if isinstance(how, Recompute):
-        calls = [RegionCall(each, how, session, regions) for each in regions]
     context = offload(
         # What regions do not take is kept; their inputs, and what they offload, have their order here.
         policy=Keep() if isinstance(how, Recompute) else how,
@@ -150,7 +151,8 @@ def _take(root: ModelCall, policy: Recompute | Policy) -> Attached:
     attached = Attached(root, policy)
     with ExitStack() as undo:
         undo.callback(attached.remove)
-        for call in (root, *root.blocks):
+        # The model comes last, and goes first: it looks whether its blocks are there, and other threads may call it.
+        for call in (*root.blocks, root):
             call.take()
         undo.pop_all()
     return attached
@@ -159,7 +161,7 @@ def _take(root: ModelCall, policy: Recompute | Policy) -> Attached:
 class Attached:
     """What :func:`attach` put around a model. Also a context manager, which removes it in the end.
 
-    It does not keep the model alive.
+    It does not keep the model alive. A copy of it is ``None``, since a copy of the model has nothing attached.
 
     Example:
         >>> with spillway.attach(model, blocks="layers.*", every=2) as attached:  # doctest: +SKIP
@@ -207,6 +209,9 @@ class Attached:
         # A call of the model has raised the same already.
         with suppress(UsageError) if kind is not None else nullcontext():
             self.remove()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
 
     def __repr__(self) -> str:
         names = self.blocks

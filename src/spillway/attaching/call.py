@@ -10,6 +10,13 @@ regions. (An instance's ``forward`` would be copied, and the copy would run the 
 ``__getstate__`` of its own that leaves nothing out, the copy of a :class:`ModuleCall` is ``None``, as torch's own class
 attribute is.
 
+NOTE [ Copies that share it ]
+
+``copy.copy`` of a module whose class has such a ``__getstate__``, and ``DataParallel`` for its replicas, copy the
+dictionary and not what is in it: then two modules have one :class:`ModuleCall`, and torch does not tell it which one is
+called. The frame of ``Module.__call__`` does. So such a copy, too, runs its own weights and has no regions. Replicas in
+training are refused, since nobody would see that they save everything.
+
 NOTE [ Compiled blocks ]
 
 A block that was compiled before (``block.compile()``) has the attribute already: that is what the region runs, and it
@@ -20,17 +27,22 @@ the block's forward without its region, and is refused where it can be seen.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
+import torch.fx
 from torch.nn import Module
 
 from spillway.blocks import Named
 from spillway.errors import UnsupportedError
 
 PLACE = "_compiled_call_impl"
+
+_TORCHS = Module._wrapped_call_impl.__code__
 
 _callback: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_callback  # type: ignore[attr-defined, unused-ignore]
 
@@ -45,11 +57,13 @@ class ModuleCall:
         self.before: Callable[..., Any] | None = named.module.__dict__.get(PLACE)
         """What was there."""
         self._had_place = PLACE in named.module.__dict__
+        self.removed = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module = self.module()
-        assert module is not None
-        if not (module.training and torch.is_grad_enabled()):
+        module = self._called(sys._getframe(1))
+        if module is not self.module():
+            return self._run_copy(module, args, kwargs)
+        if self.removed or not (module.training and torch.is_grad_enabled()):
             return self.plain(module, args, kwargs)
         # First: where something is compiled, Python that is called from here is traced.
         if _callback() not in (None, False):
@@ -75,6 +89,22 @@ class ModuleCall:
         before: Callable[..., Any] = module._call_impl if self.before is None else self.before
         return before(*args, **kwargs)
 
+    def _called(self, frame: FrameType) -> Module:
+        """The module whose call it is, by the frame that makes it: mostly torch's."""
+        module: Module | None = frame.f_locals["self"] if frame.f_code is _TORCHS else self.module()
+        assert module is not None
+        return module
+
+    def _run_copy(self, copy: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The call of another module. See NOTE [ Copies that share it ]."""
+        if copy.__dict__.get("_is_replica") and copy.training and torch.is_grad_enabled():
+            raise UnsupportedError(
+                f"got a call of a replica of {self.named(copy)}, which is attached, on another device, expected one "
+                f"device in each process; use torch.nn.parallel.DistributedDataParallel"
+            )
+        call: Callable[..., Any] = copy._call_impl
+        return call(*args, **kwargs)
+
     def take(self) -> None:
         """Stand in the module's place."""
         module = self.module()
@@ -83,6 +113,7 @@ class ModuleCall:
 
     def give_back(self) -> bool:
         """Leave it as it was; ``False`` if somebody else stands there."""
+        self.removed = True
         module = self.module()
         if module is None:
             return True
@@ -113,5 +144,9 @@ def is_attached(module: Module) -> bool:
 
 
 def _is_traced() -> bool:
-    """Whether the call is written down rather than made: by ``torch.jit.trace``, or for export."""
-    return torch._C._get_tracing_state() is not None or torch.compiler.is_compiling()
+    """Whether the call is written down rather than made: by ``torch.jit.trace``, by ``torch.fx``, or for export."""
+    return (
+        torch._C._get_tracing_state() is not None
+        or torch.compiler.is_compiling()
+        or torch.fx._symbolic_trace.is_fx_symbolic_tracing()
+    )

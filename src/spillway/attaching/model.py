@@ -68,7 +68,8 @@ class ModelCall(ModuleCall):
             module = call.module()
             if module is None:
                 continue
-            if module.__dict__.get(PLACE) is not call:
+            # Another thread may be removing them just now, after this.
+            if module.__dict__.get(PLACE) is not call and not self.removed:
                 raise UsageError(call.collision())
             if isinstance(call, RegionCall):
                 refuse_own_flags(call.name, module)
