@@ -205,7 +205,7 @@ def test_what_is_nearest_to_blocks_that_are_not_there_is_named(
     ("pattern", "says"),
     [
         ("*.upp", "got '\\*.upp', which no path .* below 'layers.0' \\(Block\\), or another block"),
-        ("dwn*", "perhaps 'down' is meant; there are 'norm', 'up', 'down'$"),
+        ("*.down", "perhaps '\\*down' is meant; there are '\\*norm', '\\*up', '\\*down'$"),
         ("layers.*.up", "expected a pattern of such paths"),
     ],
 )

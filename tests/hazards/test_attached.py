@@ -428,6 +428,191 @@ def test_a_call_of_ones_own_that_goes_on_to_torchs_is_taken() -> None:
         assert attached.stats().recomputed_bytes > 0
 
 
+def test_a_call_that_is_what_torchs_own_calls_is_refused() -> None:
+    class Past(Block):
+        __call__ = nn.Module._call_impl
+
+    failing(UnsupportedError, lambda: spillway.attach(Model(lambda: Past(32))), match="'body.0' .* __call__ of its own")
+
+
+class Double:
+    """A function that is no method of whom it belongs to."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x.sin().exp()
+
+
+class Static(nn.Linear):
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:  # type: ignore[override]
+        return x.sin().exp()
+
+
+class OfClass(nn.Linear):
+    seen = 0
+
+    @classmethod
+    def forward(cls, x: Tensor) -> Tensor:  # type: ignore[override]
+        cls.seen += 1
+        return x.sin().exp()
+
+
+class Object(nn.Linear):
+    forward = Double()  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+@pytest.mark.parametrize("kind", [Static, OfClass, Object])
+def test_a_forward_that_is_no_method_is_called_as_it_is(kind: type[nn.Linear], hooked: bool) -> None:
+    model, x = Model(lambda: kind(32, 32)), small_batch().requires_grad_()
+    if hooked:
+        for block in model.body:
+            block.register_forward_hook(lambda *_: None)
+    plain = step(model, x)
+    with spillway.attach(model, blocks=kind) as attached:
+        for _ in range(3):
+            assert step(model, x) == plain
+        assert attached.stats().recomputed_bytes > 0
+
+
+def test_a_forward_that_is_a_property_is_refused() -> None:
+    class Property(Block):
+        @property
+        def forward(self) -> Any:
+            return super().forward
+
+    class Inherits(Property):
+        pass
+
+    model, x = Model(lambda: Inherits(32)), small_batch()
+    failing(UnsupportedError, lambda: spillway.attach(model), match="'body.0' .*property for a forward")
+    with spillway.attach(model, policy=Offload()):
+        assert step(model, x) == step(Model(), x)
+
+
+class Slots(Block):
+    __slots__ = ("extra",)
+
+
+class Frozen(Block):
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "down" in self.__dict__.get("_modules", ()):
+            raise AttributeError(name)
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(name)
+
+
+class Forwards(nn.Module):
+    """Has all that its only part has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = Block(32)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("part"), name)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.part(x)  # type: ignore[no-any-return]
+
+
+class Empty(Block):
+    """False, and without a length."""
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __len__(self) -> int:
+        raise TypeError
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+@pytest.mark.parametrize("kind", [Slots, Frozen, Forwards, Empty])
+def test_classes_that_see_to_their_own_attributes(kind: Callable[..., nn.Module], hooked: bool) -> None:
+    model, x = Model(kind if kind is Forwards else lambda: kind(32)), small_batch()
+    if hooked:
+        for block in model.body:
+            block.register_forward_hook(lambda *_: None)
+    plain = step(model, x)
+    before = contents(model)
+    attached = spillway.attach(model, blocks=kind)
+    for _ in range(3):
+        assert step(model, x) == plain
+    assert attached.stats().recomputed_bytes > 0
+    assert not is_attached(copy.deepcopy(model))
+    attached.remove()
+    assert contents(model) == before
+    assert step(model, x) == plain
+
+
+def test_an_argument_with_any_attribute_is_no_cache() -> None:
+    class Options(dict[str, Any]):
+        __getattr__ = dict.get
+
+    class Takes(Block):
+        def forward(self, x: Tensor, options: Any = None) -> Tensor:
+            return super().forward(x) * options.scale
+
+    class Gives(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.body:
+                x = block(x, options=Options(scale=2.0))
+            return self.head(x)  # type: ignore[no-any-return]
+
+    model, x = Gives(lambda: Takes(32)), small_batch()
+    plain = step(model, x)
+    with spillway.attach(model) as attached:
+        assert step(model, x) == plain
+        assert attached.stats().recomputed_bytes > 0
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_blocks_that_make_their_parameters_in_their_first_call(hooked: bool) -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Sequential(nn.LazyLinear(32), nn.GELU()) for _ in range(3)))
+        if hooked:
+            for block in model:
+                block.register_forward_hook(lambda *_: None)
+        return model
+
+    model, other, x = make(), make(), small_batch()
+    with spillway.attach(model, blocks="?") as attached:
+        for turn in range(3):
+            torch.manual_seed(1)
+            ours = step(model, x)
+            torch.manual_seed(1)
+            assert ours == step(other, x)
+            assert (attached.stats().recomputed_bytes > 0) == (turn > 0)
+
+
+# A model in another
+
+
+@pytest.mark.parametrize("around", [None, Offload(), spillway.Recompute(use_reentrant=True)])
+@pytest.mark.parametrize("inside", [None, Offload(), spillway.Recompute(save="matmul", offload="inputs")])
+def test_an_attached_model_inside_of_a_region_of_another(around: Any, inside: Any) -> None:
+    inner, x = Model(), small_batch()
+    outer = nn.Sequential(nn.Sequential(nn.Linear(32, 32), inner), nn.Linear(8, 8))
+    plain = step(outer, x)
+    before = contents(outer)
+    options = {} if around == Offload() else {"blocks": "0"}
+    first = spillway.attach(outer, policy=around, min_bytes=0, **options)
+    second = spillway.attach(inner, policy=inside, min_bytes=0)
+    for _ in range(3):
+        assert step(outer, x) == plain
+        assert_no_hook()
+    first.remove()
+    assert step(outer, x) == plain
+    second.remove()
+    assert contents(outer) == before
+
+
 @pytest.mark.parametrize("flag", ["gradient_checkpointing", "grad_checkpointing"])
 def test_a_model_that_checkpoints_by_a_flag_is_refused(flag: str) -> None:
     model, x = Model(), small_batch()
@@ -630,6 +815,18 @@ def test_a_block_compiled_after_attaching_is_noticed(compiler: Any) -> None:
     assert model.body[1].__dict__[PLACE] is theirs
 
 
+@COMPILES
+def test_a_block_that_is_wrapped_by_the_compiler_after_attaching_says_so(compiler: Any) -> None:
+    model, x = Model(), small_batch()
+    attached = spillway.attach(model)
+    model.body[1] = torch.compile(model.body[1], backend=compiler)
+    failing(UnsupportedError, lambda: model(x), match="'body.1' .* inside of torch.compile.* before attaching")
+    assert_no_hook()
+    attached.remove()
+    torch._dynamo.reset()
+    assert step(model, x) == step(Model(), x)
+
+
 @pytest.mark.parametrize("name", ["", "body"])
 @COMPILES
 def test_what_is_around_blocks_compiled_after_attaching_is_noticed(compiler: Any, name: str) -> None:
@@ -707,6 +904,14 @@ def test_a_graph_module_is_attached_to() -> None:
             assert step(graph, x) == plain
         assert attached.stats().recomputed_bytes > 0
         assert not is_attached(copy.deepcopy(graph))
+
+
+def test_an_attached_model_is_traced_by_fx_as_it_is() -> None:
+    model, x = Model(), small_batch()
+    with spillway.attach(model) as attached:
+        graph = torch.fx.symbolic_trace(model)
+        assert attached.stats() == spillway.StepStats()
+    assert step(graph, x) == step(model, x)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
@@ -833,11 +1038,3 @@ def test_fsdp2_around_compiled_blocks(one_rank: None, compiler: Any, in_place: b
         assert all(map(torch.equal, sharded_steps(model, x), plain))
         assert compiler.runs >= 4 * 6
         assert attached.stats().recomputed_bytes > 0
-def test_an_attached_model_is_traced_by_fx_as_it_is() -> None:
-    model, x = Model(), small_batch()
-    with spillway.attach(model) as attached:
-        graph = torch.fx.symbolic_trace(model)
-        assert attached.stats() == spillway.StepStats()
-    assert step(graph, x) == step(model, x)
-
-

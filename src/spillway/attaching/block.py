@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.nn import Module
 from torch.nn.modules.module import _global_forward_pre_hooks
+from torch.nn.parameter import is_lazy
 
 from spillway.attaching.call import ModuleCall, is_attached
 from spillway.attaching.forward import RegionForward, has_hooks
@@ -40,18 +41,19 @@ class RegionCall(ModuleCall):
     def __init__(self, named: Named, how: Recompute, session: Session | None, others: Iterable[Named]) -> None:
         super().__init__(named)
         self.how = how
-        self.removed = False
         inside = {id(module) for module in named.module.modules()} - {id(named.module)}
         self.has_inner = any(id(other.module) in inside for other in others)
         """Whether there are regions inside."""
         self._session = session
+        self._is_lazy = _has_lazy(named.module)
         self._forward = RegionForward(self.module, self.region)
 
-    def give_back(self) -> bool:
-        self.removed = True
-        return super().give_back()
-
     def run(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # Its first call makes its parameters, which a re-run would find made.
+        if self._is_lazy:
+            self._is_lazy = _has_lazy(module)
+        if self._is_lazy:
+            return self.plain(module, args, kwargs)
         if self.before is not None:
             return self.region(module, self.before, args, kwargs)
         if not has_hooks(module):
@@ -62,7 +64,7 @@ class RegionCall(ModuleCall):
     def region(self, module: Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The region. See NOTE [ Hooks of a block ] in ``forward.py``."""
         for value in (*args, *kwargs.values()):
-            if not isinstance(value, torch.Tensor) and hasattr(value, "get_seq_length"):
+            if not isinstance(value, torch.Tensor) and hasattr(type(value), "get_seq_length"):
                 raise UsageError(
                     f"got a {type(value).__name__} as an argument of {self.named(module)}, which writes "
                     f"its keys and values there, expected none, since recomputing the block would write them a second "
@@ -103,6 +105,10 @@ class _Run:
                 f"inside, expected it before, since the block cannot run again as it ran first; call backward, then "
                 f"remove()"
             )
+
+
+def _has_lazy(module: Module) -> bool:
+    return any(is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers()))
 
 
 def _locator_of(hook: object) -> Locator | None:

@@ -13,7 +13,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import MethodType
 from typing import Any
 
 import torch
@@ -50,10 +49,10 @@ class RegionForward:
 
     def own(self, module: Module) -> Callable[..., Any]:
         """The module's forward but for this."""
-        forward = module.__dict__.get("forward")
+        forward: Callable[..., Any] | None = module.forward
         if forward is self:
             forward = self._instance
-        return MethodType(type(module).forward, module) if forward is None else forward
+        return _of_class(module) if forward is None else forward
 
     @contextmanager
     def in_place(self, module: Module) -> Iterator[None]:
@@ -77,6 +76,14 @@ class RegionForward:
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy that is made meanwhile, by another thread, runs its own forward.
         return getattr, (self._module(), "forward")
+
+
+def _of_class(module: Module) -> Callable[..., Any]:
+    """The forward that a module's class has, bound as Python binds it: a static one is not."""
+    forward: Any = next(vars(kind)["forward"] for kind in type(module).__mro__ if "forward" in vars(kind))
+    bind = getattr(type(forward), "__get__", None)
+    bound: Callable[..., Any] = forward if bind is None else bind(forward, module, type(module))
+    return bound
 
 
 def has_hooks(module: Module) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import inspect
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -35,8 +36,8 @@ def refuse_copies(modules: Iterable[Named]) -> None:
     for each in modules:
         if isinstance(each.module, torch.nn.DataParallel):
             raise UnsupportedError(
-                f"got {each}, whose copies on other devices would run the weights of this one, expected one device in "
-                f"each process; use torch.nn.parallel.DistributedDataParallel"
+                f"got {each}, to whose replicas on other devices nothing is attached, expected one device in each "
+                f"process; use torch.nn.parallel.DistributedDataParallel"
             )
 
 
@@ -78,7 +79,8 @@ def refuse_unmatched(patterns: Iterable[str], blocks: Sequence[Named], model: Mo
     others = {type(module).__name__ for module in model.modules()}
     for pattern in patterns:
         if blocks and not any(fnmatch.fnmatchcase(path, pattern) for path in (*below, *others)):
-            known = patterns_of(filter(None, below))
+            # What is right below a block has no dot, and a name without any sign is no pattern.
+            known = [each if "." in each else f"*{each}" for each in patterns_of(filter(None, below))]
             raise UsageError(
                 f"selector: got {pattern!r}, which no path of a module below {blocks[0]}, or another block, matches, "
                 f"expected a pattern of such paths; {perhaps(pattern, known)}there are "
@@ -105,6 +107,11 @@ def refuse_class(named: Named) -> None:
             f"got {named}, a scripted module, whose call cannot be taken over, expected Python; attach to the module "
             f"that it was made from"
         )
+    if named.name and hasattr(inspect.getattr_static(type(module), "forward"), "__set__"):
+        raise UnsupportedError(
+            f"got {named}, whose class has a property for a forward, for which nothing can stand in, expected a "
+            f"method; change it so, or use spillway.recompute where the block is called"
+        )
     fsdp = "torch.distributed.fsdp.fully_sharded_data_parallel"
     if named.name and is_a(module, fsdp, "FullyShardedDataParallel"):
         raise UsageError(
@@ -122,9 +129,10 @@ def refuse_class(named: Named) -> None:
 
 
 def _method_of(kind: type[Module], name: str) -> object:
-    """The method of a class, unless it is torch's own, which all do right."""
+    """The method of a class, unless it is torch's own, which do right but for one: what ``__call__`` itself calls."""
     for base in kind.__mro__:
         if name in vars(base):
             method: object = vars(base)[name]
-            return None if str(getattr(method, "__module__", "")).partition(".")[0] == "torch" else method
+            is_torchs = str(getattr(method, "__module__", "")).partition(".")[0] == "torch"
+            return None if is_torchs and method is not Module._call_impl else method
     return None
