@@ -17,7 +17,7 @@ import spillway
 from spillway import Recompute, Session, UsageError
 from spillway.blocks import find_blocks, signature
 from spillway.policies import Keep, Offload
-from steps import Block, MiB, Residual, Result, assert_no_hook, assert_nothing_left, failing, small_batch, step
+from steps import Block, KiB, MiB, Residual, Result, assert_no_hook, assert_nothing_left, failing, small_batch, step
 
 ROWS, WIDTH = 2048, 128
 """Of a batch: 1 MiB, the least that leaves."""
@@ -166,11 +166,67 @@ def test_residual_blocks_of_a_convolutional_model_are_repeated() -> None:
         ([], "got \\[\\], expected at least one"),
         (int, "expected a subclass of torch.nn.Module"),
         (3, "got 3, expected a class, a pattern"),
+        ({"layers.*": Recompute()}, "got {'layers.*': .*}, expected a class, a pattern"),
+        (iter(["layers.*"]), "got <list_iterator .*, expected a class, a pattern"),
         (nn.Linear(1, 1), "got Linear.*, expected a class, a pattern"),
     ],
 )
 def test_blocks_that_cannot_be_meant_are_an_error_that_names_candidates(blocks: Any, says: str) -> None:
     failing(UsageError, lambda: spillway.attach(Model(layers=2), blocks=blocks), match=f"(?s){says}")
+
+
+@pytest.mark.parametrize(
+    ("blocks", "meant"),
+    [
+        ("layer.*", "perhaps 'layers.*'"),
+        (["layers.0", "layers.7"], "perhaps 'layers.*'"),
+        ("layers", "perhaps 'layers.*'"),
+        ("*.upp", "perhaps '*.up'"),
+        ("model.layers.*.down", "perhaps 'layers.*.down'"),
+        ("haed", "perhaps 'head'"),
+        (nn.Bilinear, "perhaps the class torch.nn.modules.linear.Linear is meant"),
+        (type("Block", (nn.Module,), {}), "perhaps the class steps.Block is meant"),
+        ("nothing.like.it", None),
+        (nn.Conv2d, None),
+        (lambda name, module: False, None),
+    ],
+)
+@pytest.mark.parametrize("options", [{}, {"policy": Offload(), "keep_last": 1}], ids=["regions", "offload"])
+def test_what_is_nearest_to_blocks_that_are_not_there_is_named(
+    blocks: Any, meant: str | None, options: dict[str, Any]
+) -> None:
+    message = failing(UsageError, lambda: spillway.attach(Model(layers=2), blocks=blocks, **options))
+    assert "which is none of the 10 modules with a forward below the model (Model)" in message
+    assert (meant or "match; there are 'layers.0' (Block)") in message
+    assert ("perhaps" in message) == (meant is not None)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "says"),
+    [
+        ("*.upp", "got '\\*.upp', which no path .* below 'layers.0' \\(Block\\), or another block"),
+        ("*.down", "perhaps '\\*down' is meant; there are '\\*norm', '\\*up', '\\*down'$"),
+        ("layers.*.up", "expected a pattern of such paths"),
+    ],
+)
+@pytest.mark.parametrize("way", ["save", "offload"])
+def test_a_selector_of_submodules_that_no_block_has_is_an_error(way: str, pattern: str, says: str) -> None:
+    model = Model()
+    how = Recompute(save=pattern) if way == "save" else Recompute(offload=["inputs", pattern])
+    failing(UsageError, lambda: spillway.attach(model, policy=how), match=says)
+    assert "_compiled_call_impl" not in model.__dict__
+
+
+@pytest.mark.parametrize("pattern", ["up*", "*", "[du]*", "*.inner", "GEL?"])
+def test_a_selector_of_submodules_that_one_block_has_will_do(session: Session, pattern: str) -> None:
+    model, x = Model(), small_batch()
+    model.layers[3].up = nn.Sequential()
+    model.layers[3].up.inner = nn.Linear(32, 64)
+    # A block may call what is not below it.
+    model.activation = nn.GELU()
+    plain = step(model, x)
+    with spillway.attach(model, policy=Recompute(save=pattern), session=session):
+        assert step(model, x) == plain
 
 
 def test_a_model_that_repeats_nothing_says_so() -> None:
@@ -269,6 +325,32 @@ def test_what_regions_offload_leaves_and_comes_back_in_one_pass(session: Session
             assert_nothing_left(session)
 
 
+@pytest.mark.parametrize(("min_bytes", "leaves"), [(None, False), (0, True), ("8KiB", True), (8 * KiB + 1, False)])
+def test_min_bytes_says_what_is_worth_a_journey(session: Session, min_bytes: Any, leaves: bool) -> None:
+    model, x = Model(), small_batch()
+    plain = step(model, x)
+    how = Recompute(offload="inputs")
+    with spillway.attach(model, policy=how, min_bytes=min_bytes, session=session) as attached:
+        for _ in range(3):
+            assert step(model, x) == plain
+            stats = attached.stats()
+            # The inputs of four blocks, of 8 KiB each.
+            assert stats.saved_bytes - stats.kept_bytes == (4 * 8 * KiB if leaves else 0)
+            assert_nothing_left(session)
+    with spillway.attach(model, policy=Offload(), min_bytes=min_bytes, session=session) as attached:
+        assert step(model, x) == plain
+        # Outputs of GELUs have 16 KiB.
+        assert (attached.stats().saved_bytes == attached.stats().kept_bytes) == (min_bytes is None)
+
+
+def test_a_pass_around_the_call_says_what_is_worth_a_journey_of_regions(session: Session) -> None:
+    model, x = Model(), small_batch()
+    around = spillway.offload(session=session, policy=Keep(), min_bytes=0)
+    with spillway.attach(model, policy=Recompute(offload="inputs"), min_bytes="1GiB", session=session):
+        step(model, x, around)
+    assert around.stats().saved_bytes - around.stats().kept_bytes == 4 * 8 * KiB
+
+
 def test_the_stats_are_those_of_the_last_pass(session: Session) -> None:
     model, x = Model(), small_batch()
     attached = spillway.attach(model, session=session)
@@ -358,6 +440,8 @@ def test_an_offload_policy_has_no_regions_to_count(options: dict[str, Any]) -> N
         ({"first": 1.5}, "first: got 1.5"),
         ({"keep_last": -1}, "keep_last: got -1"),
         ({"session": "default"}, "session: got 'default'"),
+        ({"min_bytes": -1}, "min_bytes: got -1, expected at least 0 bytes"),
+        ({"min_bytes": "much", "policy": Offload()}, "min_bytes: got 'much', expected bytes"),
     ],
 )
 def test_an_argument_that_cannot_be_meant_is_an_error(options: dict[str, Any], says: str) -> None:

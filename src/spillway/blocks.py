@@ -1,4 +1,4 @@
-"""Which modules of a model are its blocks, by class, name, predicate or because it repeats them; and which cannot be.
+"""Which modules of a model are its blocks, by class, name, predicate or because it repeats them.
 
 NOTE [ What is meant by a name ]
 
@@ -19,6 +19,7 @@ a decoder); of two classes of which one is inside of the other, the outer one (a
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -29,14 +30,11 @@ import torch
 from torch.nn import Module
 from torch.nn.parameter import is_lazy
 
-from spillway.errors import UnsupportedError, UsageError
+from spillway.errors import UsageError
 
 Predicate = Callable[[str, Module], bool]
 Selector = type[Module] | str | Predicate
 Blocks = Selector | Sequence[Selector]
-
-CHECKPOINTING_FLAGS = ("gradient_checkpointing", "grad_checkpointing")
-"""Attributes that are true of a module that checkpoints itself: in transformers and diffusers, and in timm."""
 
 _OTHERS = 4
 _SHOWN = 8
@@ -84,9 +82,9 @@ def find_blocks(model: Module, blocks: Blocks | None = None) -> list[Named]:
         matched = _matched(modules, selector)
         if not matched:
             raise UsageError(
-                f"blocks: got {selector!r}, which is none of the {len(modules)} modules below {Named('', model)}, "
-                f"expected a class, a pattern of dotted names or a predicate that some of them match; "
-                f"{_candidates(modules)}"
+                f"blocks: got {selector!r}, which is none of the {len(modules)} modules with a forward below "
+                f"{Named('', model)}, expected a class, a pattern of dotted names or a predicate that some of them "
+                f"match; {_meant(modules, selector)}{_candidates(modules)}"
             )
         chosen.update(id(each.module) for each in matched)
     return _once(each for each in modules if id(each.module) in chosen)
@@ -105,6 +103,12 @@ def _walk(module: Module, prefix: str, above: set[int]) -> Iterator[Named]:
         name = f"{prefix}{key}"
         yield Named(name, child)
         yield from _walk(child, f"{name}.", above | {id(child)})
+
+
+def uncompiled(module: Module) -> Module:
+    """What ``torch.compile`` was called with, or the module."""
+    inner = module._modules["_orig_mod"] if is_compiled(module) else None
+    return module if inner is None else inner
 
 
 def is_called(module: Module) -> bool:
@@ -126,10 +130,10 @@ def above(model: Module, blocks: Iterable[Named]) -> list[Named]:
 
 def is_compiled(module: Module) -> bool:
     """Whether a module is what ``torch.compile(module)`` gives."""
-    return _is_a(module, "torch._dynamo.eval_frame", "OptimizedModule")
+    return is_a(module, "torch._dynamo.eval_frame", "OptimizedModule")
 
 
-def _is_a(module: Module, home: str, name: str) -> bool:
+def is_a(module: Module, home: str, name: str) -> bool:
     """Whether it is of a class of torch that is slow to import: as long as nobody has, there is none."""
     kind: type[Module] | None = getattr(sys.modules.get(home), name, None)
     return kind is not None and isinstance(module, kind)
@@ -151,7 +155,7 @@ def _matched(modules: list[Named], selector: Any) -> list[Named]:
     if isinstance(selector, type):
         if not issubclass(selector, Module):
             raise UsageError(f"blocks: got the class {selector!r}, expected a subclass of torch.nn.Module")
-        return _outermost(each for each in modules if isinstance(_uncompiled(each.module), selector))
+        return _outermost(each for each in modules if isinstance(uncompiled(each.module), selector))
     if isinstance(selector, Module) or not callable(selector):
         raise UsageError(
             f"blocks: got {selector!r:.200}, expected a class, a pattern of dotted names such as 'layers.*', a "
@@ -165,12 +169,6 @@ def _says(predicate: Predicate, each: Named) -> bool:
     if not isinstance(answer, bool):
         raise UsageError(f"blocks: got {answer!r} from {predicate!r} for {each.name!r}, expected True or False")
     return answer
-
-
-def _uncompiled(module: Module) -> Module:
-    """What ``torch.compile`` was called with, or the module."""
-    inner = module._modules["_orig_mod"] if is_compiled(module) else None
-    return module if inner is None else inner
 
 
 def _outermost(found: Iterable[Named]) -> list[Named]:
@@ -219,7 +217,7 @@ def _kinds(modules: list[Named]) -> list[Hashable]:
     alike: set[Hashable] = set()
     kinds: dict[Hashable, None] = {}
     for each in _once(modules):
-        module = _uncompiled(each.module)
+        module = uncompiled(each.module)
         if not module._modules and type(module).__module__.startswith("torch.nn"):
             continue
         key = each.name.rpartition(".")[0], signature(each.module)
@@ -231,7 +229,7 @@ def _kinds(modules: list[Named]) -> list[Hashable]:
 
 def _kind(module: Module) -> Hashable:
     """The class. Of a ``Sequential``, whose class says nothing, also the classes of what is in it."""
-    module = _uncompiled(module)
+    module = uncompiled(module)
     inside = tuple(_kind(child) for child in module) if type(module) is torch.nn.Sequential else ()
     return type(module), inside
 
@@ -239,6 +237,35 @@ def _kind(module: Module) -> Hashable:
 def _owned(family: Iterable[Named]) -> int:
     parameters = {id(parameter): parameter for each in family for parameter in each.module.parameters()}
     return sum(0 if is_lazy(parameter) else parameter.numel() for parameter in parameters.values())
+
+
+def patterns_of(names: Iterable[str]) -> list[str]:
+    """Patterns by which somebody would ask for modules of these names: ``layers.*.up``, and ``*.up``."""
+    patterns: dict[str, None] = {}
+    for name in names:
+        *before, last = ("*" if part.isdigit() else part for part in name.split("."))
+        patterns[".".join([*before, last])] = None
+        if before and last != "*":
+            patterns[f"*.{last}"] = None
+    return list(patterns)
+
+
+def perhaps(got: str, known: Iterable[str]) -> str:
+    """The part of a message that says which known names are nearest to one that is unknown, if any is near."""
+    near = difflib.get_close_matches(got, list(known))
+    return f"perhaps {' or '.join(map(repr, near))} is meant; " if near else ""
+
+
+def _meant(modules: list[Named], selector: Any) -> str:
+    if isinstance(selector, str):
+        return perhaps(selector, patterns_of(each.name for each in modules))
+    if not isinstance(selector, type):
+        return ""
+    kinds = {type(uncompiled(each.module)) for each in modules}
+    near = difflib.get_close_matches(selector.__name__, [kind.__name__ for kind in kinds])
+    # Of one name, there may be two: a class that was loaded twice.
+    names = sorted(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds if kind.__name__ in near)
+    return f"perhaps the class {' or '.join(names)} is meant; " if names else ""
 
 
 def _candidates(modules: list[Named]) -> str:
@@ -249,74 +276,3 @@ def _candidates(modules: list[Named]) -> str:
     most = sorted(whole, key=lambda each: -_owned([each]))[:_SHOWN]
     names = ", ".join(str(each) for each in whole if each in most)
     return f"there are {names}{' and others' if len(whole) > len(most) else ''}"
-
-
-# What cannot be attached to.
-
-
-def refuse_copies(modules: Iterable[Named]) -> None:
-    """Raise :class:`~spillway.errors.UnsupportedError` if one of the modules copies what it calls."""
-    for each in modules:
-        if isinstance(each.module, torch.nn.DataParallel):
-            raise UnsupportedError(
-                f"got {each}, whose copies on other devices would run the weights of this one, expected one device in "
-                f"each process; use torch.nn.parallel.DistributedDataParallel"
-            )
-
-
-def refuse_checkpointing(modules: Iterable[Named]) -> None:
-    """Raise :class:`~spillway.errors.UsageError` if one of the modules checkpoints itself."""
-    for each in modules:
-        contract: Any = sys.modules.get("torch.distributed._composable.contract")
-        composed = contract is not None and "checkpoint" in (contract._get_registry(each.module) or ())
-        home = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
-        if composed or _is_a(each.module, home, "CheckpointWrapper"):
-            raise UsageError(
-                f"got {each}, which checkpoints already, expected a model that does not; leave out checkpoint_wrapper, "
-                f"apply_activation_checkpointing or checkpoint, as FSDP's users call them"
-            )
-        if any(getattr(each.module, flag, False) is True for flag in CHECKPOINTING_FLAGS):
-            raise UsageError(checkpointing(each))
-
-
-def checkpointing(named: Named) -> str:
-    """What is to be said to whoever's module checkpoints itself by a flag."""
-    return (
-        f"got {named}, which checkpoints already ({' or '.join(CHECKPOINTING_FLAGS)} is True), expected a model that "
-        f"does not, or blocks would be computed a third time; call model.gradient_checkpointing_disable() or, where it "
-        f"is newer, activation_checkpointing_disable() (transformers), model.disable_gradient_checkpointing() "
-        f"(diffusers) or model.set_grad_checkpointing(False) (timm)"
-    )
-
-
-def refuse_class(named: Named) -> None:
-    """Raise an error if a module, the model or a block, is of a class whose call cannot be taken over."""
-    module = named.module
-    if isinstance(module, torch.jit.ScriptModule):
-        raise UnsupportedError(
-            f"got {named}, a scripted module, whose call cannot be taken over, expected Python; attach to the module "
-            f"that it was made from"
-        )
-    fsdp = "torch.distributed.fsdp.fully_sharded_data_parallel"
-    if named.name and _is_a(module, fsdp, "FullyShardedDataParallel"):
-        raise UsageError(
-            f"got {named} as a block, which gathers its parameters in its forward, expected the module in it; say "
-            f"blocks= with the class of that, or use fully_shard"
-        )
-    for name, through in (("__call__", "super().__call__"), ("__deepcopy__", "copy.deepcopy")):
-        method = _method_of(type(module), name)
-        names = getattr(getattr(method, "__code__", None), "co_names", ())
-        if method is not None and through.rpartition(".")[2] not in names:
-            raise UnsupportedError(
-                f"got {named}, whose class has a {name} of its own that does not use {through}, expected one that does "
-                f"or none; change it so, or use spillway.recompute where the block is called"
-            )
-
-
-def _method_of(kind: type[Module], name: str) -> object:
-    """The method of a class, unless it is torch's own, which all do right."""
-    for base in kind.__mro__:
-        if name in vars(base):
-            method: object = vars(base)[name]
-            return None if str(getattr(method, "__module__", "")).partition(".")[0] == "torch" else method
-    return None

@@ -20,6 +20,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import spillway
 from spillway import RecomputeError, UnsupportedError, UsageError
+from spillway.attaching.call import ModuleCall
 from spillway.policies import Keep, Offload
 from steps import Block, assert_no_hook, failing, small_batch, step
 
@@ -206,6 +207,58 @@ def test_h65_copies_for_other_devices_are_refused() -> None:
     failing(UnsupportedError, lambda: spillway.attach(nn.DataParallel(Model())), match="DistributedDataParallel")
 
 
+def replica_of(model: nn.Module) -> nn.Module:
+    """A replica as ``DataParallel`` makes it, by copying dictionaries, with weights twice as large."""
+    replica = model._replicate_for_data_parallel()
+    for name, parameter in model._parameters.items():
+        replica.__dict__[name] = None if parameter is None else parameter.detach() * 2
+    for name, child in model._modules.items():
+        replica._modules[name] = None if child is None else replica_of(child)
+    return replica  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("policy", [None, Offload()], ids=["regions", "offload"])
+def test_h65_replicas_run_their_own_weights_and_are_refused_in_training(policy: Any) -> None:
+    model, x = Model(), small_batch()
+    expected = replica_of(model)(x)
+    spillway.attach(model, policy=policy)
+    replica = replica_of(model)
+    failing(UnsupportedError, lambda: replica(x), match="replica of the model .*DistributedDataParallel")
+    assert_no_hook()
+    with torch.no_grad():
+        assert torch.equal(replica(x), expected)
+    assert torch.equal(replica.eval()(x), expected)
+    assert not torch.equal(expected, model(x))
+
+
+@pytest.mark.parametrize("original", ["lives", "died"])
+@pytest.mark.parametrize("block", [Block, Remembers])
+def test_h65_a_shallow_copy_runs_its_own_weights(block: type[Block], original: str) -> None:
+    model, x = Model(lambda: block(32)), small_batch()
+    spillway.attach(model)
+    copied = copy.copy(model.body[1])
+    copied._modules = copy.deepcopy(copied._modules)
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            parameter.mul_(2)
+    plain = block(32)
+    plain.load_state_dict(copied.state_dict())
+    if original == "died":
+        del model
+    assert step(copied, x) == step(plain, x)
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, copy.copy, lambda it: pickle.loads(pickle.dumps(it))])
+def test_h65_a_model_may_keep_what_attach_gave_back(way: Callable[[Any], Any]) -> None:
+    model = Model()
+    model.attached = spillway.attach(model)
+    assert way(model.attached) is None
+    copied = copy.deepcopy(model)
+    assert copied.attached is None
+    assert not is_attached(copied)
+    model.attached.remove()
+
+
 # Hazard 14: exceptions
 
 
@@ -252,6 +305,92 @@ def test_h14_attaching_that_fails_half_way_leaves_nothing() -> None:
     assert contents(model) == before
 
 
+@pytest.mark.parametrize("calls", range(4))
+def test_h14_attaching_that_is_interrupted_anywhere_leaves_nothing(calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = Model(), small_batch()
+    plain = step(model, x)
+    # As a copy has it, of a class whose state is all that it has.
+    model.body[0].__dict__[PLACE] = None
+    before = contents(model)
+    taken: list[object] = []
+    take = ModuleCall.take
+
+    def interrupted(call: ModuleCall) -> None:
+        if len(taken) == calls:
+            raise KeyboardInterrupt
+        taken.append(call)
+        take(call)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ModuleCall, "take", interrupted)
+        failing(KeyboardInterrupt, lambda: spillway.attach(model, blocks=Block))
+    assert len(taken) == calls
+    assert contents(model) == before
+    with spillway.attach(model):
+        assert step(model, x) == plain
+
+
+@pytest.mark.parametrize("selector", ["predicate", "policy"])
+def test_h14_an_error_of_the_callers_own_leaves_nothing(selector: str) -> None:
+    def fails(*_: Any) -> bool:
+        raise ArithmeticError
+
+    model, x = Model(), small_batch()
+    before = contents(model)
+    if selector == "predicate":
+        failing(ArithmeticError, lambda: spillway.attach(model, blocks=fails))
+    else:
+        attached = spillway.attach(model, policy=spillway.Recompute(policy=fails))
+        failing(ArithmeticError, lambda: model(x))
+        assert_no_hook()
+        attached.remove()
+    assert contents(model) == before
+
+
+# Other threads
+
+
+def test_calls_that_come_while_attaching_and_removing_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if from another thread, between any two of the modules."""
+    model, x = Model(), small_batch()
+    plain = step(model, x)
+    turns: list[str] = []
+    take, give_back = ModuleCall.take, ModuleCall.give_back
+
+    def between(name: str, change: Callable[[ModuleCall], Any]) -> Callable[[ModuleCall], Any]:
+        def run(call: ModuleCall) -> Any:
+            assert step(model, x) == plain
+            done = change(call)
+            assert step(model, x) == plain
+            turns.append(name)
+            return done
+
+        return run
+
+    monkeypatch.setattr(ModuleCall, "take", between("take", take))
+    monkeypatch.setattr(ModuleCall, "give_back", between("give back", give_back))
+    attached = spillway.attach(model)
+    attached.remove()
+    assert turns == ["take"] * 4 + ["give back"] * 4
+
+
+def test_a_call_that_is_under_way_may_outlive_remove() -> None:
+    model, x = Model(), small_batch()
+    plain = step(model, x)
+    # Torch has looked what to call, and all is taken off before that looks.
+    attached = spillway.attach(model)
+    begun = model.__dict__[PLACE]
+    attached.remove()
+    assert torch.equal(begun(x).square().mean(), plain.loss)
+    for place in ("", "body.1", "head"):
+        attached = spillway.attach(model)
+        handle = model.get_submodule(place).register_forward_pre_hook(lambda *_, attached=attached: attached.remove())
+        for _ in range(2):
+            assert step(model, x) == plain
+        handle.remove()
+        assert not is_attached(model)
+
+
 # Who may not be attached to
 
 
@@ -287,6 +426,191 @@ def test_a_call_of_ones_own_that_goes_on_to_torchs_is_taken() -> None:
     with spillway.attach(model) as attached:
         assert step(model, x) == plain
         assert attached.stats().recomputed_bytes > 0
+
+
+def test_a_call_that_is_what_torchs_own_calls_is_refused() -> None:
+    class Past(Block):
+        __call__ = nn.Module._call_impl
+
+    failing(UnsupportedError, lambda: spillway.attach(Model(lambda: Past(32))), match="'body.0' .* __call__ of its own")
+
+
+class Double:
+    """A function that is no method of whom it belongs to."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x.sin().exp()
+
+
+class Static(nn.Linear):
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:  # type: ignore[override]
+        return x.sin().exp()
+
+
+class OfClass(nn.Linear):
+    seen = 0
+
+    @classmethod
+    def forward(cls, x: Tensor) -> Tensor:  # type: ignore[override]
+        cls.seen += 1
+        return x.sin().exp()
+
+
+class Object(nn.Linear):
+    forward = Double()  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+@pytest.mark.parametrize("kind", [Static, OfClass, Object])
+def test_a_forward_that_is_no_method_is_called_as_it_is(kind: type[nn.Linear], hooked: bool) -> None:
+    model, x = Model(lambda: kind(32, 32)), small_batch().requires_grad_()
+    if hooked:
+        for block in model.body:
+            block.register_forward_hook(lambda *_: None)
+    plain = step(model, x)
+    with spillway.attach(model, blocks=kind) as attached:
+        for _ in range(3):
+            assert step(model, x) == plain
+        assert attached.stats().recomputed_bytes > 0
+
+
+def test_a_forward_that_is_a_property_is_refused() -> None:
+    class Property(Block):
+        @property
+        def forward(self) -> Any:
+            return super().forward
+
+    class Inherits(Property):
+        pass
+
+    model, x = Model(lambda: Inherits(32)), small_batch()
+    failing(UnsupportedError, lambda: spillway.attach(model), match="'body.0' .*property for a forward")
+    with spillway.attach(model, policy=Offload()):
+        assert step(model, x) == step(Model(), x)
+
+
+class Slots(Block):
+    __slots__ = ("extra",)
+
+
+class Frozen(Block):
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "down" in self.__dict__.get("_modules", ()):
+            raise AttributeError(name)
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(name)
+
+
+class Forwards(nn.Module):
+    """Has all that its only part has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = Block(32)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("part"), name)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.part(x)  # type: ignore[no-any-return]
+
+
+class Empty(Block):
+    """False, and without a length."""
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __len__(self) -> int:
+        raise TypeError
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+@pytest.mark.parametrize("kind", [Slots, Frozen, Forwards, Empty])
+def test_classes_that_see_to_their_own_attributes(kind: Callable[..., nn.Module], hooked: bool) -> None:
+    model, x = Model(kind if kind is Forwards else lambda: kind(32)), small_batch()
+    if hooked:
+        for block in model.body:
+            block.register_forward_hook(lambda *_: None)
+    plain = step(model, x)
+    before = contents(model)
+    attached = spillway.attach(model, blocks=kind)
+    for _ in range(3):
+        assert step(model, x) == plain
+    assert attached.stats().recomputed_bytes > 0
+    assert not is_attached(copy.deepcopy(model))
+    attached.remove()
+    assert contents(model) == before
+    assert step(model, x) == plain
+
+
+def test_an_argument_with_any_attribute_is_no_cache() -> None:
+    class Options(dict[str, Any]):
+        __getattr__ = dict.get
+
+    class Takes(Block):
+        def forward(self, x: Tensor, options: Any = None) -> Tensor:
+            return super().forward(x) * options.scale
+
+    class Gives(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.body:
+                x = block(x, options=Options(scale=2.0))
+            return self.head(x)  # type: ignore[no-any-return]
+
+    model, x = Gives(lambda: Takes(32)), small_batch()
+    plain = step(model, x)
+    with spillway.attach(model) as attached:
+        assert step(model, x) == plain
+        assert attached.stats().recomputed_bytes > 0
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_blocks_that_make_their_parameters_in_their_first_call(hooked: bool) -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Sequential(nn.LazyLinear(32), nn.GELU()) for _ in range(3)))
+        if hooked:
+            for block in model:
+                block.register_forward_hook(lambda *_: None)
+        return model
+
+    model, other, x = make(), make(), small_batch()
+    with spillway.attach(model, blocks="?") as attached:
+        for turn in range(3):
+            torch.manual_seed(1)
+            ours = step(model, x)
+            torch.manual_seed(1)
+            assert ours == step(other, x)
+            assert (attached.stats().recomputed_bytes > 0) == (turn > 0)
+
+
+# A model in another
+
+
+@pytest.mark.parametrize("around", [None, Offload(), spillway.Recompute(use_reentrant=True)])
+@pytest.mark.parametrize("inside", [None, Offload(), spillway.Recompute(save="matmul", offload="inputs")])
+def test_an_attached_model_inside_of_a_region_of_another(around: Any, inside: Any) -> None:
+    inner, x = Model(), small_batch()
+    outer = nn.Sequential(nn.Sequential(nn.Linear(32, 32), inner), nn.Linear(8, 8))
+    plain = step(outer, x)
+    before = contents(outer)
+    options = {} if around == Offload() else {"blocks": "0"}
+    first = spillway.attach(outer, policy=around, min_bytes=0, **options)
+    second = spillway.attach(inner, policy=inside, min_bytes=0)
+    for _ in range(3):
+        assert step(outer, x) == plain
+        assert_no_hook()
+    first.remove()
+    assert step(outer, x) == plain
+    second.remove()
+    assert contents(outer) == before
 
 
 @pytest.mark.parametrize("flag", ["gradient_checkpointing", "grad_checkpointing"])
@@ -491,6 +815,18 @@ def test_a_block_compiled_after_attaching_is_noticed(compiler: Any) -> None:
     assert model.body[1].__dict__[PLACE] is theirs
 
 
+@COMPILES
+def test_a_block_that_is_wrapped_by_the_compiler_after_attaching_says_so(compiler: Any) -> None:
+    model, x = Model(), small_batch()
+    attached = spillway.attach(model)
+    model.body[1] = torch.compile(model.body[1], backend=compiler)
+    failing(UnsupportedError, lambda: model(x), match="'body.1' .* inside of torch.compile.* before attaching")
+    assert_no_hook()
+    attached.remove()
+    torch._dynamo.reset()
+    assert step(model, x) == step(Model(), x)
+
+
 @pytest.mark.parametrize("name", ["", "body"])
 @COMPILES
 def test_what_is_around_blocks_compiled_after_attaching_is_noticed(compiler: Any, name: str) -> None:
@@ -568,6 +904,14 @@ def test_a_graph_module_is_attached_to() -> None:
             assert step(graph, x) == plain
         assert attached.stats().recomputed_bytes > 0
         assert not is_attached(copy.deepcopy(graph))
+
+
+def test_an_attached_model_is_traced_by_fx_as_it_is() -> None:
+    model, x = Model(), small_batch()
+    with spillway.attach(model) as attached:
+        graph = torch.fx.symbolic_trace(model)
+        assert attached.stats() == spillway.StepStats()
+    assert step(graph, x) == step(model, x)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")

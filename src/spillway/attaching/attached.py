@@ -1,0 +1,220 @@
+"""The public call that puts recomputed regions around the blocks of a model, and what it gives back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext, suppress
+from types import TracebackType
+from typing import Any
+
+from torch.nn import Module
+
+from spillway.attaching.block import KeptCall, RegionCall
+from spillway.attaching.call import ModuleCall
+from spillway.attaching.model import ModelCall
+from spillway.attaching.refusals import (
+    refuse_attached,
+    refuse_checkpointing,
+    refuse_class,
+    refuse_compiled,
+    refuse_copies,
+    refuse_unmatched,
+)
+from spillway.blocks import Blocks, Named, above, find_blocks, walk
+from spillway.errors import UsageError
+from spillway.offloading import offload
+from spillway.policies import Keep, Policy
+from spillway.recomputing import Recompute
+from spillway.records import StepStats
+from spillway.session import Session
+
+
+def attach(
+    model: Module,
+    *,
+    policy: Recompute | Policy | None = None,
+    blocks: Blocks | None = None,
+    every: int = 1,
+    first: int | None = None,
+    keep_last: int = 0,
+    min_bytes: int | str | None = None,
+    session: Session | None = None,
+) -> Attached:
+    """Recompute the blocks of a model, or offload what it saves, without editing it. Call and train it as always.
+
+    Each block's forward becomes a region (:func:`~spillway.recompute`), and each call of the model is one pass: what
+    regions offload has one learned order. Gradients are bit for bit those of the plain model. Only modules in training
+    mode with gradients on are touched; evaluation is as ever.
+
+    The model itself is not changed: its class, state dictionary, parameters and hooks are what they were, a copy
+    (``copy.deepcopy``, an average of weights) or a pickle runs its own weights and has no regions. DDP and FSDP2's
+    ``fully_shard`` may come before or after. A block's own hooks run outside of its region, once.
+
+    Compile blocks, not the model, and before attaching (``for block in model.layers: block.compile()``): an outer
+    ``torch.compile`` traces through regions, which then save nothing.
+
+    Args:
+        model: a module whose call is a step's forward.
+        policy: a :class:`~spillway.Recompute`, with the options of each region; ``None``: ``Recompute()``, which
+            computes everything again. Or an offload policy (:mod:`spillway.policies`): then there are no regions, and
+            a :class:`~spillway.offload` context with this policy around each call of the model.
+        blocks: which modules are blocks: a class or a tuple of them; a pattern of dotted names as in a shell
+            (``"layers.*"``, ``"*.mlp"``), whose ``*`` matches dots; a predicate ``(name, module) -> bool``; or a list
+            of such. Of what a class or a pattern matches, only the outermost modules are taken: ``"layers.*"`` takes
+            ``layers.0``, and not ``layers.0.mlp``. A predicate is taken at its word, and a list may name blocks within
+            blocks. ``None``: those that the model repeats.
+        every: recompute each so many-th block only: the first, and so on.
+        first: recompute only so many of the first blocks. ``None``: all.
+        keep_last: leave out so many of the last blocks, which backward wants first: what they save stays on the device.
+        min_bytes: leave smaller tensors where they are, of those that regions or the policy would send away. Bytes, or
+            a size like ``"4MiB"``. ``None``: 1 MiB, as with :class:`~spillway.offload`. Where a call of the model is
+            inside of such a context, regions go by that one's.
+        session: ``None``: the default one.
+
+    Returns:
+        What was attached; :meth:`Attached.remove` undoes it. It need not be kept.
+
+    Raises:
+        UsageError: for arguments that cannot be meant; blocks, or submodules of them, that are not found; a model that
+            is attached, or that checkpoints by itself, already; one that is compiled around its blocks.
+        UnsupportedError: for modules whose call cannot be taken over: scripted ones, those of a class with a
+            ``__call__`` or ``__deepcopy__`` of its own that goes past torch's, or with a property for a forward; and
+            for ``DataParallel``.
+
+    Example:
+        >>> attached = spillway.attach(model, policy=spillway.Recompute(save="attention"))  # doctest: +SKIP
+        >>> model(batch).loss.backward()  # doctest: +SKIP
+        >>> attached.remove()  # doctest: +SKIP
+    """
+    _check_arguments(model, session, every=every, first=first, keep_last=keep_last)
+    modules = [Named("", model), *walk(model)]
+    refuse_attached(modules)
+    refuse_copies(modules)
+    how = Recompute() if policy is None else policy
+    calls: Sequence[ModuleCall]
+    if isinstance(how, Recompute):
+        refuse_checkpointing(modules)
+        found = find_blocks(model, blocks)
+        taken = found[: max(len(found) - keep_last, 0)][:first][::every]
+        refuse_unmatched(how.choices.patterns, taken, model)
+        calls = [RegionCall(each, how, session, taken) for each in taken]
+    else:
+        _check_policy(how, blocks, every=every, first=first, keep_last=keep_last)
+        taken = find_blocks(model, blocks)[-keep_last:] if keep_last else []
+        calls = [KeptCall(each) for each in taken]
+    around = above(model, taken)
+    for each in (Named("", model), *taken):
+        refuse_class(each)
+    refuse_compiled(around)
+    context = offload(
+        # What regions do not take is kept; their inputs, and what they offload, have their order here.
+        policy=Keep() if isinstance(how, Recompute) else how,
+        min_bytes=min_bytes,
+        tag=f"attached {type(model).__name__}",
+        session=session,
+    )
+    return _take(ModelCall(model, calls, around, context, recomputes=isinstance(how, Recompute)), how)
+
+
+def _check_arguments(model: object, session: object, *, every: object, first: object, keep_last: object) -> None:
+    if not isinstance(model, Module):
+        raise UsageError(f"model: got {model!r:.200}, expected a torch.nn.Module")
+    if session is not None and not isinstance(session, Session):
+        raise UsageError(f"session: got {session!r}, expected a spillway.Session or None")
+    for name, number, least in (("every", every, 1), ("first", first, 0), ("keep_last", keep_last, 0)):
+        if (number is None and name == "first") or (type(number) is int and number >= least):
+            continue
+        raise UsageError(f"{name}: got {number!r}, expected a whole number of at least {least}")
+
+
+def _check_policy(policy: Policy, blocks: Blocks | None, *, every: int, first: int | None, keep_last: int) -> None:
+    """That it is one, and that nothing is said of regions, which there are none of."""
+    if isinstance(policy, type) or not callable(policy):
+        raise UsageError(
+            f"policy: got {policy!r}, expected a spillway.Recompute(...), an offload policy such as "
+            f"spillway.policies.Ratio(0.5), or None"
+        )
+    if every != 1 or first is not None or (blocks is not None and not keep_last):
+        raise UsageError(
+            f"got every={every!r}, first={first!r} or blocks={blocks!r} with the offload policy {policy!r}, which "
+            f"recomputes nothing, expected at most keep_last and the blocks that it counts; to recompute, give a "
+            f"spillway.Recompute(offload=...)"
+        )
+
+
+def _take(root: ModelCall, policy: Recompute | Policy) -> Attached:
+    # Here and not above: it takes a second, for which whoever trains waits anyway.
+    from torch._dynamo.decorators import skip
+
+    # Torch is not to trace it. It may what is called inside; torch.compiler.disable(recursive=False) forbids exporting.
+    skip(ModuleCall.__call__)
+    attached = Attached(root, policy)
+    with ExitStack() as undo:
+        undo.callback(attached.remove)
+        # The model comes last, and goes first: it looks whether its blocks are there, and other threads may call it.
+        for call in (*root.blocks, root):
+            call.take()
+        undo.pop_all()
+    return attached
+
+
+class Attached:
+    """What :func:`attach` put around a model. Also a context manager, which removes it in the end.
+
+    It does not keep the model alive. A copy of it is ``None``, since a copy of the model has nothing attached.
+
+    Example:
+        >>> with spillway.attach(model, blocks="layers.*", every=2) as attached:  # doctest: +SKIP
+        ...     model(batch).loss.backward()
+        >>> attached.stats().recomputed_bytes  # doctest: +SKIP
+    """
+
+    def __init__(self, root: ModelCall, policy: Recompute | Policy) -> None:
+        self._root = root
+        self._policy = policy
+        self._removed = False
+
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """Names of the recomputed blocks, in the order in which the model has them."""
+        return tuple(call.name for call in self._root.blocks if isinstance(call, RegionCall))
+
+    def stats(self) -> StepStats:
+        """Bytes and seconds of the last pass through the model that has ended, as far as its backward has come.
+
+        Of a call inside of a :class:`~spillway.offload` context, that context knows.
+        """
+        return self._root.context.stats()
+
+    def remove(self) -> None:
+        """Take everything off the model, which is then as it was. A second time, it does nothing.
+
+        Raises:
+            UsageError: if a module was compiled after attaching. Everything of Spillway's is off the model all the
+                same, and what was compiled is still there.
+        """
+        if self._removed:
+            return
+        self._removed = True
+        strangers = [call for call in (self._root, *self._root.blocks) if not call.give_back()]
+        if strangers:
+            raise UsageError(strangers[0].collision())
+
+    def __enter__(self) -> Attached:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # A call of the model has raised the same already.
+        with suppress(UsageError) if kind is not None else nullcontext():
+            self.remove()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+    def __repr__(self) -> str:
+        names = self.blocks
+        shown = ", ".join(names[:2] + (("...", names[-1]) if len(names) > 3 else names[2:]))
+        what = f"{len(names)} blocks recomputed: {shown}" if names else f"policy {self._policy!r}"
+        return f"<spillway.Attached to {self._root.kind}, {'removed' if self._removed else what}>"

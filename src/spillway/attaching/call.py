@@ -1,0 +1,152 @@
+"""A module's call, taken over: what runs instead, for as long as something is attached.
+
+NOTE [ How a module's call is taken over ]
+
+``Module.__call__`` looks at one attribute of the instance before anything else, ``_compiled_call_impl``, and calls that
+instead of itself, if there is one. It is there for ``module.compile()``, and ``Module.__getstate__`` leaves it out, so
+that copies and pickles do not have it. What is put there is a :class:`ModuleCall`, which knows its module by a weak
+reference. State dictionaries, hooks, classes and parameters are as they were; a copy runs its own weights, and has no
+regions. (An instance's ``forward`` would be copied, and the copy would run the original's weights.) Where a class has a
+``__getstate__`` of its own that leaves nothing out, the copy of a :class:`ModuleCall` is ``None``, as torch's own class
+attribute is.
+
+NOTE [ Copies that share it ]
+
+``copy.copy`` of a module whose class has such a ``__getstate__``, and ``DataParallel`` for its replicas, copy the
+dictionary and not what is in it: then two modules have one :class:`ModuleCall`, and torch does not tell it which one is
+called. The frame of ``Module.__call__`` does. So such a copy, too, runs its own weights and has no regions. Replicas in
+training are refused, since nobody would see that they save everything.
+
+NOTE [ Compiled blocks ]
+
+A block that was compiled before (``block.compile()``) has the attribute already: that is what the region runs, and it
+is put back in the end. Whoever compiles an attached module takes our place instead, and a region would be gone without
+a word: so each call of the model looks, and so does ``remove``. What is compiled around a block would be traced through
+the block's forward without its region, and is refused where it can be seen.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.fx
+from torch.nn import Module
+
+from spillway.blocks import Named
+from spillway.errors import UnsupportedError
+
+PLACE = "_compiled_call_impl"
+
+_TORCHS = Module._wrapped_call_impl.__code__
+
+_callback: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_callback  # type: ignore[attr-defined, unused-ignore]
+
+
+class ModuleCall:
+    """What a module's call is. See NOTE [ How a module's call is taken over ]."""
+
+    def __init__(self, named: Named) -> None:
+        self.name = named.name
+        self.kind = type(named.module).__name__
+        self.module = weakref.ref(named.module)
+        self.before: Callable[..., Any] | None = named.module.__dict__.get(PLACE)
+        """What was there."""
+        self._had_place = PLACE in named.module.__dict__
+        self.removed = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._called(sys._getframe(1))
+        if module is not self.module():
+            return self._run_copy(module, args, kwargs)
+        if self.removed or not (module.training and torch.is_grad_enabled()):
+            return self.plain(module, args, kwargs)
+        # First: where something is compiled, Python that is called from here is traced.
+        if _callback() not in (None, False):
+            raise UnsupportedError(
+                f"got {self.named(module)}, which is attached, inside of torch.compile, expected it outside, since "
+                f"what is compiled goes past what was attached; compile the blocks, and before attaching: "
+                f"`for block in blocks: block.compile()`"
+            )
+        if _is_traced():
+            return self.plain(module, args, kwargs)
+        return self.run(module, args, kwargs)
+
+    def named(self, module: Module) -> Named:
+        """The module, for messages."""
+        return Named(self.name, module)
+
+    def run(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The call, in training."""
+        raise NotImplementedError
+
+    def plain(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The call as it was."""
+        before: Callable[..., Any] = module._call_impl if self.before is None else self.before
+        return before(*args, **kwargs)
+
+    def _called(self, frame: FrameType) -> Module:
+        """The module whose call it is, by the frame that makes it: mostly torch's."""
+        module: Module | None = frame.f_locals["self"] if frame.f_code is _TORCHS else self.module()
+        assert module is not None
+        return module
+
+    def _run_copy(self, copy: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The call of another module. See NOTE [ Copies that share it ]."""
+        if copy.__dict__.get("_is_replica") and copy.training and torch.is_grad_enabled():
+            raise UnsupportedError(
+                f"got a call of a replica of {self.named(copy)}, which is attached, on another device, expected one "
+                f"device in each process; use torch.nn.parallel.DistributedDataParallel"
+            )
+        call: Callable[..., Any] = copy._call_impl
+        return call(*args, **kwargs)
+
+    def take(self) -> None:
+        """Stand in the module's place."""
+        module = self.module()
+        assert module is not None
+        module.__dict__[PLACE] = self
+
+    def give_back(self) -> bool:
+        """Leave it as it was; ``False`` if somebody else stands there."""
+        self.removed = True
+        module = self.module()
+        if module is None:
+            return True
+        if module.__dict__.get(PLACE) is not self:
+            # Not yet taken, if attaching failed half way.
+            return module.__dict__.get(PLACE) is self.before
+        if self._had_place:
+            module.__dict__[PLACE] = self.before
+        else:
+            del module.__dict__[PLACE]
+        return True
+
+    def collision(self) -> str:
+        """What is to be said to whoever compiled the module meanwhile."""
+        return (
+            f"got {repr(self.name) if self.name else 'the model'} ({self.kind}) compiled after attaching, which took "
+            f"the place of what was attached, expected it before, so that what is compiled runs inside; call "
+            f"attached.remove(), compile the blocks, and attach again"
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+
+def is_attached(module: Module) -> bool:
+    """Whether a module's call is taken over."""
+    return isinstance(module.__dict__.get(PLACE), ModuleCall)
+
+
+def _is_traced() -> bool:
+    """Whether the call is written down rather than made: by ``torch.jit.trace``, by ``torch.fx``, or for export."""
+    return (
+        torch._C._get_tracing_state() is not None
+        or torch.compiler.is_compiling()
+        or torch.fx._symbolic_trace.is_fx_symbolic_tracing()
+    )

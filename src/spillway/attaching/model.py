@@ -1,0 +1,90 @@
+"""The model's call: all that its forward does is one pass."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch.nn import Module
+
+from spillway.attaching.block import RegionCall
+from spillway.attaching.call import PLACE, ModuleCall
+from spillway.attaching.refusals import refuse_own_flags
+from spillway.blocks import Named
+from spillway.capture.region import Surroundings, surroundings
+from spillway.errors import UsageError
+from spillway.offloading import offload
+
+
+class ModelCall(ModuleCall):
+    """The call of a model, which is one pass.
+
+    Args:
+        model: the model.
+        blocks: the calls of its blocks.
+        around: the modules that blocks are in.
+        context: the pass, with what it does to what regions do not take.
+        recomputes: whether blocks are regions.
+    """
+
+    def __init__(
+        self,
+        model: Module,
+        blocks: Sequence[ModuleCall],
+        around: Sequence[Named],
+        context: offload,
+        *,
+        recomputes: bool,
+    ) -> None:
+        super().__init__(Named("", model))
+        self.blocks = blocks
+        self.context = context
+        self._recomputes = recomputes
+        taken = {call.name for call in (self, *blocks)}
+        self._around = [(each.name, weakref.ref(each.module)) for each in around if each.name not in taken]
+        self._here = _Here()
+
+    def run(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._here.inside:
+            return self.plain(module, args, kwargs)
+        self._check()
+        self._here.inside = True
+        try:
+            with self._pass():
+                return self.plain(module, args, kwargs)
+        finally:
+            self._here.inside = False
+
+    def _pass(self) -> AbstractContextManager[object]:
+        """A pass around the call that somebody opened is the one that regions belong to: it must see the rest, too."""
+        return nullcontext() if self._recomputes and surroundings() is Surroundings.PASS else self.context
+
+    def _check(self) -> None:
+        """What came upon the model since it was attached, and would undo it without a word."""
+        for call in self.blocks:
+            module = call.module()
+            if module is None:
+                continue
+            # Another thread may be removing them just now, after this.
+            if module.__dict__.get(PLACE) is not call and not self.removed:
+                raise UsageError(call.collision())
+            if isinstance(call, RegionCall):
+                refuse_own_flags(call.name, module)
+        for name, reference in self._around:
+            module = reference()
+            if module is None:
+                continue
+            if module.__dict__.get(PLACE) is not None:
+                raise UsageError(
+                    f"got {name!r} compiled after attaching, around blocks, expected that none is; call "
+                    f"attached.remove(), compile the blocks instead, and attach again"
+                )
+            if self._recomputes:
+                refuse_own_flags(name, module)
+
+
+class _Here(threading.local):
+    inside = False
