@@ -60,12 +60,12 @@ MOST_EXTRA_SECONDS = 0.1
 
 IMPORT_TIMES = """
 import json, sys, time
-start = time.perf_counter()
+start = time.process_time()
 import torch
-middle = time.perf_counter()
+middle = time.process_time()
 before = set(sys.modules)
 import spillway
-end = time.perf_counter()
+end = time.process_time()
 print(json.dumps({"torch": middle - start, "spillway": end - middle, "new": sorted(set(sys.modules) - before)}))
 """
 
