@@ -43,8 +43,9 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 import spillway
 from spillway.policies import Keep, Modules, Offload, Operators
-from spillway.runtime.backend import CpuBackend, Event, Lane, Task
+from spillway.runtime.backend import Event, Lane, Task
 from spillway.runtime.bytes import Bytes
+from spillway.runtime.cpu import CpuBackend
 
 TARGET_MICROSECONDS = 15.0
 _BYTES = 4096

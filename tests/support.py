@@ -20,8 +20,9 @@ import torch
 
 import spillway
 from spillway import EventKind, EventList
-from spillway.runtime.backend import CpuBackend, Lane
+from spillway.runtime.backend import Lane
 from spillway.runtime.bytes import Bytes, Form
+from spillway.runtime.cpu import CpuBackend
 
 CPU = torch.device("cpu")
 

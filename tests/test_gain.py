@@ -10,7 +10,7 @@ import torch
 
 import spillway
 from spillway.policies import Offload
-from spillway.runtime.backend import CpuBackend
+from spillway.runtime.cpu import CpuBackend
 
 MIB = 1 << 20
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 import os
-import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -56,7 +55,8 @@ PUBLIC = {
 # What only the command line or one feature needs, and nobody who writes `import spillway` waits for.
 LAZY = {"plotly", "pydantic", "rich", "scipy", "typer"}
 
-MOST_EXTRA_SECONDS = 0.1
+# Beside what torch itself takes, on the same machine at the same time: some 0.09 of 1.1 seconds.
+MOST_EXTRA = 0.125
 
 IMPORT_TIMES = """
 import json, sys, time
@@ -108,8 +108,7 @@ def test_every_error_is_public_and_under_the_root() -> None:
 def test_importing_spillway_adds_little_to_importing_torch() -> None:
     runs = [_import_times() for _ in range(3)]
     # The least is what the import costs; the rest is what else the machine was doing.
-    assert min(float(run["spillway"]) for run in runs) <= MOST_EXTRA_SECONDS, runs
-    assert statistics.median(float(run["spillway"]) for run in runs) <= 3 * MOST_EXTRA_SECONDS, runs
+    assert min(float(run["spillway"]) / float(run["torch"]) for run in runs) <= MOST_EXTRA, runs
 
 
 def test_importing_spillway_imports_nothing_before_it_is_needed() -> None:

@@ -22,11 +22,11 @@ from spillway.capture.proofs import Proofs
 from spillway.errors import SessionError, UsageError
 from spillway.events import Recorder
 from spillway.records import StepStats
-from spillway.runtime.backend import quiet
 from spillway.runtime.device import DeviceRuntime, MakeBackend, backend_for
 from spillway.runtime.disk import SpillFile
 from spillway.runtime.host_memory import memory_limit
 from spillway.runtime.ledger import Ledger
+from spillway.runtime.tasks import quiet
 from spillway.units import parse_bytes
 
 MIN_BYTES = 1 << 20

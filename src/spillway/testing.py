@@ -40,8 +40,10 @@ from dataclasses import dataclass
 import torch
 
 from spillway.errors import RaceError
-from spillway.runtime.backend import Backend, Event, Lane, Several, Task, anonymous_pages, raise_again
+from spillway.runtime.backend import Backend, Event, Lane, Several, Task
 from spillway.runtime.bytes import Bytes, Form
+from spillway.runtime.cpu import anonymous_pages
+from spillway.runtime.tasks import raise_again
 
 POISON = 0xA5
 """The byte that unwritten memory is full of."""

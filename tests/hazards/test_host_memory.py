@@ -10,7 +10,7 @@ import torch
 import spillway
 from spillway import EventList
 from spillway.runtime.arena import SLAB_BYTES, Arena
-from spillway.runtime.backend import CpuBackend
+from spillway.runtime.cpu import CpuBackend
 from support import SlowBackend, Trial, Way, session_on, training_step, two_graphs
 
 MIB = 1 << 20

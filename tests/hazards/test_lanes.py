@@ -16,8 +16,9 @@ import torch
 
 import spillway
 from spillway import EventKind, EventList
-from spillway.runtime.backend import CpuBackend, Event, Lane
+from spillway.runtime.backend import Event, Lane
 from spillway.runtime.bytes import Bytes, Form
+from spillway.runtime.cpu import CpuBackend
 from spillway.runtime.device import DeviceRuntime
 from spillway.runtime.disk import SpillFile
 from spillway.runtime.tiers import Slot, Tier

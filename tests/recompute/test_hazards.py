@@ -39,7 +39,7 @@ from recompute.regions import (
 )
 from spillway import Decision, SavedTensor
 from spillway.policies import Modules, Offload
-from spillway.runtime.backend import CpuBackend
+from spillway.runtime.cpu import CpuBackend
 
 Options = dict[str, Any]
 

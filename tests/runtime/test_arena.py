@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from spillway.errors import TierFullError
 from spillway.runtime.arena import PAGE, Arena, Block, pages
-from spillway.runtime.backend import anonymous_pages
+from spillway.runtime.cpu import anonymous_pages
 
 
 class Never:

@@ -19,8 +19,9 @@ from spillway.events import Event, EventKind
 from spillway.runtime import arena as arena_module
 from spillway.runtime import disk_tiers
 from spillway.runtime.arena import Arena
-from spillway.runtime.backend import CpuBackend, Lane
+from spillway.runtime.backend import Lane
 from spillway.runtime.bytes import Bytes
+from spillway.runtime.cpu import CpuBackend
 from spillway.runtime.entry import Entry
 from spillway.runtime.ledger import Ledger
 from spillway.runtime.mover import Mover

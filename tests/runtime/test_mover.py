@@ -11,7 +11,7 @@ import torch
 
 import spillway
 from spillway.errors import SessionError, TransferError
-from spillway.runtime.backend import CpuBackend
+from spillway.runtime.cpu import CpuBackend
 
 ELEMENTS = 1 << 14
 

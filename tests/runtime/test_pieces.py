@@ -9,7 +9,7 @@ import torch
 
 import spillway
 from spillway.runtime import disk_tiers
-from spillway.runtime.backend import CpuBackend
+from spillway.runtime.cpu import CpuBackend
 from spillway.testing import AdversaryBackend
 
 PIECE = 8192

@@ -20,20 +20,12 @@ from typing import Any
 import torch
 
 from spillway.errors import TierFullError
-from spillway.runtime.backend import (
-    Backend,
-    Event,
-    HostTasks,
-    Lane,
-    Several,
-    Task,
-    TaskEvent,
-    anonymous_pages,
-    be_in_task,
-)
+from spillway.runtime.backend import Backend, Event, Lane, Several, Task
 from spillway.runtime.bytes import Bytes, Form
+from spillway.runtime.cpu import anonymous_pages
 from spillway.runtime.host_memory import near_cpus
 from spillway.runtime.ledger import Stalls
+from spillway.runtime.tasks import HostTasks, TaskEvent, be_in_task
 
 _MOST_THREADS = 16
 _PAGE = 4096

@@ -10,10 +10,12 @@ from spillway.errors import BackendError
 from spillway.events import Recorder
 from spillway.runtime.accelerator import AcceleratorBackend
 from spillway.runtime.arena import Arena
-from spillway.runtime.backend import Backend, CpuBackend, quiet
+from spillway.runtime.backend import Backend
+from spillway.runtime.cpu import CpuBackend
 from spillway.runtime.disk import SpillFile
 from spillway.runtime.disk_tiers import DirectDiskTier, StagedDiskTier
 from spillway.runtime.mover import Mover
+from spillway.runtime.tasks import quiet
 from spillway.runtime.tiers import HostTier, Tier
 
 MakeBackend = Callable[[torch.device], Backend]

@@ -28,9 +28,10 @@ import torch
 
 from spillway.errors import TierError, TierFullError, TransferError
 from spillway.runtime.arena import PAGE, Arena, Block, pages
-from spillway.runtime.backend import Backend, Event, Lane, quiet
+from spillway.runtime.backend import Backend, Event, Lane
 from spillway.runtime.bytes import Bytes, Form
 from spillway.runtime.disk import Extent, SpillFile
+from spillway.runtime.tasks import quiet
 from spillway.runtime.tiers import Slot, Tier
 
 PIECE_BYTES = 16 << 20

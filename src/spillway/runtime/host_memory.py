@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import psutil
-
 _ROOT = Path("/")
 
 
@@ -15,6 +13,8 @@ def memory_limit(root: Path = _ROOT) -> int:
     Args:
         root: where ``/proc`` and ``/sys`` are.
     """
+    import psutil  # not at the top: only a session needs it, and it takes long
+
     return min([psutil.virtual_memory().total, *_group_limits(root)])
 
 

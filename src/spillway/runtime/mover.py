@@ -28,11 +28,12 @@ import torch
 from spillway.errors import SessionError
 from spillway.events import Event as Happening
 from spillway.events import EventKind, Recorder
-from spillway.runtime.backend import Backend, Lane, in_task
+from spillway.runtime.backend import Backend, Lane
 from spillway.runtime.compute_lanes import ComputeLanes
 from spillway.runtime.departures import Departures
 from spillway.runtime.entry import Entry, State
 from spillway.runtime.returns import Order, Returns
+from spillway.runtime.tasks import in_task
 from spillway.runtime.tiers import Tier
 
 MOST_BATCH_BYTES = 4 << 20

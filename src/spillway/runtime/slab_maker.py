@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from spillway.runtime.backend import be_in_task
+from spillway.runtime.tasks import be_in_task
 
 AHEAD = 2
 """How many slabs are made at once."""

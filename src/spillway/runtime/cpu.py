@@ -1,0 +1,205 @@
+"""The backend of the CPU: its memory is host memory, its lanes are queues that are worked off when somebody waits."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import sys
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+
+import torch
+
+from spillway.runtime.backend import Backend, Event, Lane, Task
+from spillway.runtime.bytes import Bytes, Form
+from spillway.runtime.tasks import HostTasks, be_in_task
+
+
+def anonymous_pages(nbytes: int, *, huge: bool = False, for_children: bool = True) -> torch.Tensor:
+    """Page-aligned zeroed host memory, given back to the system when the tensor dies.
+
+    Args:
+        nbytes: how many.
+        huge: ask the system for pages of 2 MiB, where it has such.
+        for_children: whether a forked child gets a copy of what is in it.
+    """
+    if sys.platform == "win32":
+        return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
+    # Private: shared pages, which are Python's default, are those of a file in memory, and come four times slower.
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for wanted, advice in ((huge, "MADV_HUGEPAGE"), (not for_children, "MADV_DONTFORK")):
+        if wanted and hasattr(mmap, advice):
+            with contextlib.suppress(OSError):  # advice, and a kernel without such pages says EINVAL
+                pages.madvise(getattr(mmap, advice))
+    return torch.frombuffer(pages, dtype=torch.uint8)
+
+
+class _CpuQueue:
+    """What a CPU lane and its thread share. The thread holds no lane, so that a lane that nobody holds can end it."""
+
+    def __init__(self) -> None:
+        self.works: deque[Callable[[], None]] = deque()
+        self.changed = threading.Condition()
+        self.queued = 0
+        self.done = 0
+        self.closing = False
+
+    def serve(self) -> None:
+        be_in_task()
+        while True:
+            with self.changed:
+                self.changed.wait_for(lambda: bool(self.works) or self.closing)
+                if not self.works:
+                    return
+                work = self.works.popleft()
+            work()
+            # The work may hold the last reference to a tensor: let go of it before its event is seen as reached.
+            del work
+            with self.changed:
+                self.done += 1
+                self.changed.notify_all()
+
+    def close(self, process: int) -> None:
+        # In a forked child there is no thread, and the lock may have been taken at the moment of the fork.
+        if os.getpid() == process:
+            with self.changed:
+                self.closing = True
+                self.changed.notify_all()
+
+
+class _CpuLane:
+    """A thread that does what is queued, in order. An event is a number: how many copies were queued before it."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._queue = _CpuQueue()
+        self._thread: threading.Thread | None = None
+        self._end = weakref.finalize(self, self._queue.close, os.getpid())
+
+    def submit(self, work: Callable[[], None]) -> None:
+        queue = self._queue
+        with queue.changed:
+            queue.works.append(work)
+            queue.queued += 1
+            if self._thread is None:
+                # A daemon: a lane that nobody closed must not keep the interpreter from ending.
+                self._thread = threading.Thread(target=queue.serve, name=f"spillway-{self._name}", daemon=True)
+                self._thread.start()
+            queue.changed.notify_all()
+
+    def record(self) -> _CpuEvent:
+        return _CpuEvent(self._queue, self._queue.queued)
+
+    def close(self) -> None:
+        self._end()
+        if self._thread is not None:
+            self._thread.join()
+
+
+class _CpuEvent:
+    __slots__ = ("_number", "_queue")
+
+    def __init__(self, queue: _CpuQueue, number: int) -> None:
+        self._queue = queue
+        self._number = number
+
+    def query(self) -> bool:
+        return self._queue.done >= self._number
+
+    def synchronize(self) -> None:
+        queue = self._queue
+        if queue.done < self._number:
+            with queue.changed:
+                queue.changed.wait_for(lambda: queue.done >= self._number)
+
+
+class _Compute:
+    """The calling thread as a lane: whatever it did is done."""
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        return None
+
+
+class CpuBackend(Backend):
+    """Lanes are threads, and compute is the caller.
+
+    Args:
+        device: ``torch.device("cpu")``.
+        threads: how many threads read and write the spill file.
+    """
+
+    alignment = 64
+    direct_disk = True
+
+    def __init__(self, device: torch.device, *, threads: int = 2) -> None:
+        super().__init__(device)
+        self._compute = _Compute()
+        self._lanes: list[_CpuLane] = []
+        self._tasks = HostTasks(threads)
+
+    def compute(self) -> Lane:
+        return self._compute
+
+    def lane(self, name: str) -> Lane:
+        self._lanes.append(_CpuLane(name))
+        return self._lanes[-1]
+
+    def record(self, lane: Lane) -> Event:
+        return lane.record() if isinstance(lane, _CpuLane) else self._compute
+
+    def wait(self, lane: Lane, event: Event) -> None:
+        if not isinstance(lane, _CpuLane):
+            event.synchronize()
+        elif not event.query():
+            lane.submit(event.synchronize)
+
+    def copy(self, lane: Lane, destination: Bytes, source: Bytes) -> None:
+        assert isinstance(lane, _CpuLane)
+
+        def work() -> None:
+            # memmove and not Tensor.copy_: one thread, without the interpreter's lock, and no second team of OpenMP
+            # threads beside the one that computes.
+            ctypes.memmove(destination.address, source.address, source.nbytes)
+
+        lane.submit(work)
+
+    def run(self, task: Task) -> Event:
+        return self._tasks.run(task)
+
+    def empty(self, form: Form) -> torch.Tensor:
+        # The device is named, since the user's default may be another one.
+        return torch.empty_strided(form.size, form.stride, dtype=form.dtype, device=self.device)
+
+    def host_slab(self, nbytes: int) -> torch.Tensor:
+        return anonymous_pages(nbytes)
+
+    def peak_bytes(self) -> int:
+        return resident_peak_bytes()
+
+    def close(self) -> None:
+        self._tasks.close()
+        for lane in self._lanes:
+            lane.close()
+
+
+def resident_peak_bytes() -> int:
+    """Peak resident bytes of this process, by the operating system."""
+    try:
+        with open("/proc/self/status", encoding="ascii") as status:
+            for line in status:
+                if line.startswith("VmHWM:"):
+                    return int(line.split()[1]) * 1024
+    except FileNotFoundError:
+        pass
+    import psutil  # not at the top: it takes long, and is needed where there is no /proc only
+
+    # The peak on Windows and the present figure on macOS.
+    memory = psutil.Process().memory_info()
+    return int(getattr(memory, "peak_wset", memory.rss))
