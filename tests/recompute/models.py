@@ -1,13 +1,20 @@
-"""Models whose blocks can be run in any way: each takes ``call(block, *args, **kwargs)``."""
+"""Models whose blocks can be run in any way, the ways, and the steps that are compared.
+
+Each model takes ``call(block, *args, **kwargs)``.
+"""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import CheckpointPolicy
+
+import spillway
 
 Call = Callable[..., Any]
 
@@ -181,3 +188,65 @@ MODELS: dict[str, type[nn.Module]] = {
     "moe": MoE,
     "encoder-decoder": EncoderDecoder,
 }
+
+POLICIES = [CheckpointPolicy.PREFER_SAVE, CheckpointPolicy.PREFER_CPU_OFFLOAD, CheckpointPolicy.MUST_RECOMPUTE]
+
+HOWS: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "save-matmul": {"save": ["matmul"]},
+    "save-attention-norm": {"save": ["attention", "norm", "convolution"]},
+    "offload-matmul": {"offload": ["matmul", "convolution"]},
+    "offload-inputs-pointwise": {"offload": ["inputs", "pointwise"]},
+    "save-and-offload": {"save": ["norm", "random"], "offload": ["inputs", "matmul", "softmax"]},
+    "offload-every-second": {"offload": [lambda call: call.index % 2 == 0]},
+    "save-every-third": {"save": [lambda call: call.index % 3 == 0], "offload": ["inputs"]},
+    "saved-by": {"offload": [spillway.saved_by("attention"), spillway.saved_by("norm"), spillway.saved_by("matmul")]},
+    "policy": {"policy": lambda *asked, **kwargs: POLICIES[len(asked[1].name()) % 3]},
+}
+
+
+def plainly(block: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A block, called."""
+    return block(*args, **kwargs)
+
+
+def recomputed(**how: Any) -> Call:
+    """Blocks as regions. The reentrant mode wants an input that needs grad of functions: they have no parameters."""
+
+    def call(block: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        needs_grad = any(torch.is_tensor(each) and each.requires_grad for each in (*args, *kwargs.values()))
+        if how.get("use_reentrant") and not isinstance(block, nn.Module) and not needs_grad:
+            return block(*args, **kwargs)
+        return spillway.recompute(block, *args, **how, **kwargs)
+
+    return call
+
+
+def steps(
+    name: str, call: Call, context: Callable[[], Any], *, dropout: float, autocast: bool, device: str = "cpu"
+) -> list[Tensor]:
+    """Two steps of SGD: losses, gradients, weights and buffers of each."""
+    with torch.device(device):
+        return _steps(name, call, context, dropout=dropout, autocast=autocast, device=device)
+
+
+def _steps(
+    name: str, call: Call, context: Callable[[], Any], *, dropout: float, autocast: bool, device: str
+) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = MODELS[name](dropout)
+    seen: list[Tensor] = []
+    for _ in range(2):
+        model.zero_grad()
+        mixed = torch.autocast(device, torch.bfloat16) if autocast else contextlib.nullcontext()
+        with context(), mixed:
+            loss = model(call).float().square().mean()
+        loss.backward()
+        seen += [loss.detach(), torch.rand(2)]
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                seen.append(parameter.grad.clone())
+                with torch.no_grad():
+                    parameter -= 0.1 * parameter.grad
+        seen += [buffer.clone() for buffer in model.buffers()]
+    return seen

@@ -12,47 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.checkpoint import CheckpointPolicy
 
 import spillway
-from recompute.models import MODELS
+from recompute.models import HOWS, MODELS, plainly, recomputed, steps
 from spillway.testing import AdversaryBackend
-
-POLICIES = [CheckpointPolicy.PREFER_SAVE, CheckpointPolicy.PREFER_CPU_OFFLOAD, CheckpointPolicy.MUST_RECOMPUTE]
-
-HOWS: dict[str, dict[str, Any]] = {
-    "nothing": {},
-    "save-matmul": {"save": ["matmul"]},
-    "save-attention-norm": {"save": ["attention", "norm", "convolution"]},
-    "offload-matmul": {"offload": ["matmul", "convolution"]},
-    "offload-inputs-pointwise": {"offload": ["inputs", "pointwise"]},
-    "save-and-offload": {"save": ["norm", "random"], "offload": ["inputs", "matmul", "softmax"]},
-    "offload-every-second": {"offload": [lambda call: call.index % 2 == 0]},
-    "save-every-third": {"save": [lambda call: call.index % 3 == 0], "offload": ["inputs"]},
-    "saved-by": {"offload": [spillway.saved_by("attention"), spillway.saved_by("norm"), spillway.saved_by("matmul")]},
-    "policy": {"policy": lambda *asked, **kwargs: POLICIES[len(asked[1].name()) % 3]},
-}
-
-
-def steps(name: str, call: Callable[..., Any], context: Callable[[], Any], *, dropout: float, autocast: bool) -> Any:
-    """Two steps of SGD: losses, gradients, weights and buffers of each."""
-    torch.manual_seed(0)
-    model = MODELS[name](dropout)
-    seen: list[torch.Tensor] = []
-    for _ in range(2):
-        model.zero_grad()
-        mixed = torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext()
-        with context(), mixed:
-            loss = model(call).float().square().mean()
-        loss.backward()
-        seen += [loss.detach(), torch.rand(2)]
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                seen.append(parameter.grad.clone())
-                with torch.no_grad():
-                    parameter -= 0.1 * parameter.grad
-        seen += [buffer.clone() for buffer in model.buffers()]
-    return seen
 
 
 @pytest.fixture
@@ -90,31 +53,18 @@ def test_a_model_is_the_same_in_every_bit(
 ) -> None:
     if reentrant and how == "saved-by":
         pytest.skip("refused")
-    plain = steps(
-        name, lambda block, *a, **k: block(*a, **k), contextlib.nullcontext, dropout=dropout, autocast=autocast
-    )
-    region = partial(spillway.recompute, use_reentrant=reentrant, session=session, **HOWS[how])
-
-    def call(block: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        # A function has no parameters of its own, so the reentrant mode wants an input that needs grad.
-        if reentrant and not isinstance(block, torch.nn.Module) and not _any_grad(args, kwargs):
-            return block(*args, **kwargs)
-        return region(block, *args, **kwargs)
-
+    plain = steps(name, plainly, contextlib.nullcontext, dropout=dropout, autocast=autocast)
+    call = recomputed(use_reentrant=reentrant, session=session, **HOWS[how])
     context = partial(spillway.offload, policy=spillway.policies.Keep(), min_bytes=0, session=session)
     ours = steps(name, call, context, dropout=dropout, autocast=autocast)
     assert len(ours) == len(plain)
     assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
 
 
-def _any_grad(args: Any, kwargs: Any) -> bool:
-    return any(torch.is_tensor(each) and each.requires_grad for each in (*args, *kwargs.values()))
-
-
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("how", HOWS)
 def test_regions_in_regions_are_the_same_in_every_bit(name: str, how: str, session: spillway.Session) -> None:
-    plain = steps(name, lambda block, *a, **k: block(*a, **k), contextlib.nullcontext, dropout=0.3, autocast=False)
+    plain = steps(name, plainly, contextlib.nullcontext, dropout=0.3, autocast=False)
     region = partial(spillway.recompute, session=session, **HOWS[how])
     inner = partial(spillway.recompute, session=session, offload=["matmul"])
     context = partial(spillway.offload, min_bytes=0, session=session)
@@ -125,7 +75,7 @@ def test_regions_in_regions_are_the_same_in_every_bit(name: str, how: str, sessi
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("how", HOWS)
 def test_under_the_adversary_too(name: str, how: str) -> None:
-    plain = steps(name, lambda block, *a, **k: block(*a, **k), contextlib.nullcontext, dropout=0.3, autocast=False)
+    plain = steps(name, plainly, contextlib.nullcontext, dropout=0.3, autocast=False)
     adversary = AdversaryBackend()
     with spillway.Session(backend=adversary.serve, window=0) as session:
         region = partial(spillway.recompute, session=session, **HOWS[how])
