@@ -14,7 +14,7 @@ PACKAGE = SOURCE / "spillway"
 
 WORDS = {"errors", "units", "records", "events"}
 PURE = {"policies", "operators", "blocks", "planning", "report"}
-ENGINE = WORDS | PURE | {"runtime", "capture"}
+ENGINE = WORDS | PURE | {"runtime", "capture", "regions"}
 SERVICES = ENGINE | {"session", "offloading", "recomputing", "attaching", "profiling", "testing"}
 LIBRARY = SERVICES | {"optim", "accumulate"}
 
@@ -31,7 +31,8 @@ ALLOWED: dict[str, set[str]] = {
     "planning": WORDS,
     "report": WORDS | {"planning"},
     "runtime": WORDS,
-    "capture": WORDS | {"policies", "operators", "runtime"},
+    "capture": WORDS | {"policies", "runtime"},
+    "regions": WORDS | {"operators", "runtime", "capture"},
     "testing": WORDS | {"runtime"},
     "session": ENGINE,
     "offloading": ENGINE | {"session"},

@@ -20,10 +20,10 @@ from spillway.capture.dynamo import keep_out
 from spillway.capture.handles import pack_kept, unpack
 from spillway.capture.hooks import Pass, in_backward, refuse_transforms
 from spillway.capture.location import Locator
-from spillway.capture.rerun import in_rerun
 from spillway.errors import UsageError
 from spillway.policies import Policy, Ratio, check_tier, wants_modules, wants_operators
 from spillway.records import StepStats
+from spillway.regions.rerun import in_rerun
 from spillway.runtime.ledger import Ledger
 from spillway.session import MIN_BYTES, Session
 from spillway.units import parse_bytes

@@ -17,12 +17,12 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 from spillway.capture.dynamo import keep_out
 from spillway.capture.handles import pack_kept, unpack
 from spillway.capture.hooks import refuse_transforms
-from spillway.capture.inputs import InputHooks
-from spillway.capture.region import Region, Surroundings, surroundings
-from spillway.capture.rerun import in_rerun
 from spillway.errors import UsageError
 from spillway.operators import Choices, Selector
 from spillway.records import Decision
+from spillway.regions.inputs import InputHooks
+from spillway.regions.region import Region, Surroundings, surroundings
+from spillway.regions.rerun import in_rerun
 from spillway.session import Session
 
 Function = TypeVar("Function", bound=Callable[..., Any])

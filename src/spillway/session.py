@@ -16,12 +16,12 @@ import torch
 from spillway.capture.hooks import Pass
 from spillway.capture.identity import Identity, Marks
 from spillway.capture.order import Memory
-from spillway.capture.outputs import DroppedOutputs
 from spillway.capture.passes import Passes
-from spillway.capture.proofs import Proofs
 from spillway.errors import SessionError, UsageError
 from spillway.events import Recorder
 from spillway.records import StepStats
+from spillway.regions.outputs import DroppedOutputs
+from spillway.regions.proofs import Proofs
 from spillway.runtime.device import DeviceRuntime, MakeBackend, backend_for
 from spillway.runtime.disk import SpillFile
 from spillway.runtime.host_memory import memory_limit

@@ -18,7 +18,7 @@ import torch
 from torch.utils.checkpoint import CheckpointError
 
 import spillway
-from spillway.capture.rerun import in_rerun
+from spillway.regions.rerun import in_rerun
 from spillway.testing import AdversaryBackend
 from support import assert_identical, assert_nothing_left
 

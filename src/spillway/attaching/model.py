@@ -14,9 +14,9 @@ from spillway.attaching.block import RegionCall
 from spillway.attaching.call import PLACE, ModuleCall
 from spillway.attaching.refusals import refuse_own_flags
 from spillway.blocks import Named
-from spillway.capture.region import Surroundings, surroundings
 from spillway.errors import UsageError
 from spillway.offloading import offload
+from spillway.regions.region import Surroundings, surroundings
 
 
 class ModelCall(ModuleCall):

@@ -39,20 +39,20 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from spillway.capture.calls import Call
-from spillway.capture.computed import ComputedHandle, Hooks
 from spillway.capture.handles import Handle, KeptHandle, unpack
 from spillway.capture.hooks import Pass
 from spillway.capture.identity import is_parameter
-from spillway.capture.packs import NOT_WANTED, Pack, Packs
-from spillway.capture.proofs import Proofs, fingerprint
-from spillway.capture.recording import Recording
-from spillway.capture.replay import Act, acts_of
-from spillway.capture.rerun import Rerun
-from spillway.capture.tensors import aliases_of, tensors_in
-from spillway.capture.trace import Trace
 from spillway.operators import Choices
 from spillway.records import Decision
+from spillway.regions.calls import Call
+from spillway.regions.computed import ComputedHandle, Hooks
+from spillway.regions.packs import NOT_WANTED, Pack, Packs
+from spillway.regions.proofs import Proofs, fingerprint
+from spillway.regions.recording import Recording
+from spillway.regions.replay import Act, acts_of
+from spillway.regions.rerun import Rerun
+from spillway.regions.tensors import aliases_of, tensors_in
+from spillway.regions.trace import Trace
 
 _next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
 

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from spillway.capture.schema import Facts, Key
 from spillway.records import Decision
+from spillway.regions.schema import Facts, Key
 from spillway.runtime.bytes import Bytes
 
 

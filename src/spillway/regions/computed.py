@@ -11,7 +11,7 @@ from torch.utils.checkpoint import GraphExecGroup
 
 from spillway.capture.handles import Handle, check_version
 from spillway.capture.identity import version_owner
-from spillway.capture.tensors import is_strided
+from spillway.regions.tensors import is_strided
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 

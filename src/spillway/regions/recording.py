@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from spillway.capture.calls import Call
-from spillway.capture.generators import given_generator, state_of
-from spillway.capture.labels import Unseen
 from spillway.capture.location import Locator
-from spillway.capture.schema import facts_of
-from spillway.capture.tensors import aliases_of, nbytes_of, split
-from spillway.capture.trace import Trace
 from spillway.errors import RecomputeError
 from spillway.operators import Choices, OperatorCall
 from spillway.records import Decision
+from spillway.regions.calls import Call
+from spillway.regions.generators import given_generator, state_of
+from spillway.regions.labels import Unseen
+from spillway.regions.schema import facts_of
+from spillway.regions.tensors import aliases_of, nbytes_of, split
+from spillway.regions.trace import Trace
 
 _MOST_SETTLED_BYTES = 64 << 20
 

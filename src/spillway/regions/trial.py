@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
-from spillway.capture.calls import Form
-from spillway.capture.generators import generators_now
 from spillway.capture.identity import storage_parts
-from spillway.capture.packs import Collected, Enough, Packs
-from spillway.capture.proofs import Proofs, fingerprint, same_bits
-from spillway.capture.regraph import Collecting
-from spillway.capture.replay import Act, Differs, Replay, whole
-from spillway.capture.trace import Trace
 from spillway.errors import RecomputeError
+from spillway.regions.calls import Form
+from spillway.regions.generators import generators_now
+from spillway.regions.packs import Collected, Enough, Packs
+from spillway.regions.proofs import Proofs, fingerprint, same_bits
+from spillway.regions.regraph import Collecting
+from spillway.regions.replay import Act, Differs, Replay, whole
+from spillway.regions.trace import Trace
 from spillway.runtime.ledger import Ledger
 
 _WRONG = (

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from spillway.capture.tensors import aliases_of, is_strided
+from spillway.regions.tensors import aliases_of, is_strided
 from spillway.runtime.bytes import Bytes
 
 _SMALL = 64

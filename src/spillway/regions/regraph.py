@@ -9,9 +9,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
 from spillway.capture.handles import KeptHandle, unpack
-from spillway.capture.packs import Collected
-from spillway.capture.replay import Differs, Replay
-from spillway.capture.tensors import storage_bytes
+from spillway.regions.packs import Collected
+from spillway.regions.replay import Differs, Replay
+from spillway.regions.tensors import storage_bytes
 from spillway.runtime.ledger import Ledger
 
 

@@ -15,20 +15,20 @@ from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._pytree import tree_leaves
 
-from spillway.capture.generators import generators_now
-from spillway.capture.globals import Globals
 from spillway.capture.hooks import Pass
-from spillway.capture.packs import Collected, Packs
-from spillway.capture.proofs import Proofs, Sums, same_sums, sums
-from spillway.capture.recording import Recording
-from spillway.capture.regraph import Collecting, Regraph
-from spillway.capture.replay import Act, Differs, Replay, acts_of
-from spillway.capture.tensors import tensors_in
-from spillway.capture.trace import Trace
-from spillway.capture.trial import Trial
 from spillway.errors import RecomputeError
 from spillway.operators import Choices
 from spillway.records import Decision
+from spillway.regions.generators import generators_now
+from spillway.regions.globals import Globals
+from spillway.regions.packs import Collected, Packs
+from spillway.regions.proofs import Proofs, Sums, same_sums, sums
+from spillway.regions.recording import Recording
+from spillway.regions.regraph import Collecting, Regraph
+from spillway.regions.replay import Act, Differs, Replay, acts_of
+from spillway.regions.tensors import tensors_in
+from spillway.regions.trace import Trace
+from spillway.regions.trial import Trial
 
 
 class _Here(threading.local):

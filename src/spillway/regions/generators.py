@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from spillway.capture.tensors import tensors_in
+from spillway.regions.tensors import tensors_in
 
 
 class GeneratorState(NamedTuple):

@@ -12,9 +12,9 @@ import weakref
 
 import torch
 
-from spillway.capture.computed import ComputedHandle
 from spillway.capture.handles import check_version
 from spillway.capture.identity import ViewRecipe
+from spillway.regions.computed import ComputedHandle
 
 
 class DroppedOutput:

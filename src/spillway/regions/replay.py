@@ -26,15 +26,15 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from spillway.capture.calls import Argument, Call, Form
-from spillway.capture.generators import GeneratorState, generator_of
-from spillway.capture.labels import Unseen
-from spillway.capture.outside import Outside
-from spillway.capture.schema import argument, facts_of
-from spillway.capture.tensors import alias_of, split, tensors_in
-from spillway.capture.trace import Trace
-from spillway.capture.values import Values
 from spillway.errors import RecomputeError
+from spillway.regions.calls import Argument, Call, Form
+from spillway.regions.generators import GeneratorState, generator_of
+from spillway.regions.labels import Unseen
+from spillway.regions.outside import Outside
+from spillway.regions.schema import argument, facts_of
+from spillway.regions.tensors import alias_of, split, tensors_in
+from spillway.regions.trace import Trace
+from spillway.regions.values import Values
 from spillway.runtime.bytes import over
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from spillway.capture.tensors import storage_bytes, tensors_in
+from spillway.regions.tensors import storage_bytes, tensors_in
 from spillway.runtime.ledger import Ledger
 
 

@@ -28,12 +28,12 @@ from typing import Any
 
 import torch
 
-from spillway.capture.calls import Argument, Call, Form
-from spillway.capture.outside import Outside
-from spillway.capture.schema import Facts, argument
-from spillway.capture.tensors import PLAIN, is_strided, tensors_in
-from spillway.capture.values import Values
 from spillway.errors import UnsupportedError
+from spillway.regions.calls import Argument, Call, Form
+from spillway.regions.outside import Outside
+from spillway.regions.schema import Facts, argument
+from spillway.regions.tensors import PLAIN, is_strided, tensors_in
+from spillway.regions.values import Values
 from spillway.runtime.bytes import Bytes
 
 _next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr

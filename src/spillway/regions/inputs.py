@@ -19,9 +19,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from spillway.capture.handles import KeptHandle, unpack
 from spillway.capture.hooks import Pass
 from spillway.capture.identity import ViewRecipe
-from spillway.capture.region import Region
-from spillway.capture.tensors import is_strided
 from spillway.records import Decision
+from spillway.regions.region import Region
+from spillway.regions.tensors import is_strided
 
 
 class InputHandle:
