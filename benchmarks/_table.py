@@ -1,4 +1,4 @@
-"""Prints a result of ``step.py`` as the table of the README: ``python benchmarks/_table.py results/FILE.json``."""
+"""Prints results of ``step.py`` as the README has them: ``python benchmarks/_table.py results/FILE.json ...``."""
 
 from __future__ import annotations
 
@@ -16,6 +16,16 @@ def compared(digest: str, plain: str) -> str:
 
 def ratio(seconds: float, bound: float) -> str:
     return f"{seconds / bound:.3f}"
+
+
+def conditions(result: dict[str, Any]) -> str:
+    """What was run, where and when."""
+    options = result["options"]
+    window = "" if options["window"] is None else f", window {options['window']}"
+    return (
+        f"{options['layers']} layers, {options['seq']} tokens{window}; median of {options['steps']} steps; "
+        f"{result['hardware']['device']}, torch {result['versions']['torch'].partition('+')[0]}; {result['date'][:10]}:"
+    )
 
 
 def lines(result: dict[str, Any]) -> list[str]:
@@ -39,5 +49,6 @@ def lines(result: dict[str, Any]) -> list[str]:
 
 
 if __name__ == "__main__":
-    for line in lines(json.loads(Path(sys.argv[1]).read_text())):
-        print(line)
+    for name in sys.argv[1:]:
+        result = json.loads(Path(name).read_text())
+        print("\n".join([conditions(result), "", *lines(result), ""]))

@@ -3,6 +3,7 @@
 project = "Spillway"
 author = "The Spillway authors"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+myst_heading_anchors = 2
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = "Spillway"
