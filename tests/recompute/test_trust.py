@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -53,7 +54,25 @@ def rows_swapped(x: torch.Tensor, y: torch.Tensor, run: int) -> torch.Tensor:
     return (x.view(4, 2)[order] * y.view(4, 2).sin()).flatten()
 
 
-DIFFERENT = [swapped_inputs, swapped_results, another_row, another_parameter, rows_swapped]
+def swapped_factors(x: torch.Tensor, y: torch.Tensor, run: int) -> torch.Tensor:
+    """The product is the same, but what is saved of it comes in another order."""
+    a, b = x.sin(), y.cos()
+    return a * b if run == 1 else b * a
+
+
+TWO, FOUR = torch.nn.Parameter(torch.tensor(2.0)), torch.nn.Parameter(torch.tensor(4.0))
+
+
+def swapped_scales(x: torch.Tensor, y: torch.Tensor, run: int) -> torch.Tensor:
+    """The result is the same, but not what is on the way."""
+    first, second = (TWO, FOUR) if run == 1 else (FOUR, TWO)
+    return (x * y) * first * second
+
+
+DIFFERENT = [
+    *(swapped_inputs, swapped_results, another_row, another_parameter, rows_swapped),
+    *(swapped_factors, swapped_scales),
+]
 
 
 @one_place
@@ -79,6 +98,10 @@ def test_a_different_re_run_beside_a_cache_is_refused(
                 region, x * 1, y * 1, False, use_reentrant=reentrant, session=regions.session
             ).sum().backward()
     out = spillway.recompute(region, x * 1, y * 1, True, use_reentrant=reentrant, session=regions.session)
+    if reentrant and different in (swapped_factors, swapped_scales):
+        # What comes out is the same, and the graph of the re-run is the one that backward goes through.
+        out.sum().backward()
+        return
     with pytest.raises(spillway.RecomputeError, match="something else than the first run"):
         out.sum().backward()
     # The engine keeps what an interrupted backward held, until the next one.
@@ -95,10 +118,8 @@ def test_a_kernel_that_reads_unseen_what_has_another_shape_or_type(regions: Regi
         def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
             ctx.save_for_backward(x)
             tripled, out = x * 3, torch.empty_like(x)
-            if x.shape[0] > 8 or x.dtype is torch.float64:
-                out.numpy()[...] = np.sin(tripled.numpy())
-            else:
-                torch.sin(tripled, out=out)
+            reads_tripled = x.shape[0] > 8 or x.dtype is torch.float64
+            out.numpy()[...] = np.sin(tripled.numpy() if reads_tripled else x.numpy() * 3)
             return out
 
         @staticmethod
@@ -139,8 +160,14 @@ def test_after_some_shapes_the_others_are_believed(regions: Regions) -> None:
     assert {step(size) for size in range(20, 30)} == {2}
 
 
-def compiled_block(x: torch.Tensor, linear: torch.nn.Linear) -> torch.Tensor:
+def block(x: torch.Tensor, linear: torch.nn.Linear) -> torch.Tensor:
     return functional.gelu(linear(x.sin())).exp() * x
+
+
+def block_with_product(x: torch.Tensor, linear: torch.nn.Linear) -> tuple[torch.Tensor, torch.Tensor]:
+    """A kernel that no dispatcher sees reads what an operator that it does see has written, and is read by another."""
+    product = linear(x.sin())
+    return linear(product.cos()), product
 
 
 @pytest.fixture
@@ -154,31 +181,119 @@ def fresh_dynamo() -> Iterator[None]:
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("around", [False, True], ids=["alone", "with-operators-around"])
-def test_compiled_code_in_a_region_is_computed_again(regions: Regions, backend: str, around: bool) -> None:
+@pytest.mark.parametrize("around", ["alone", "operators-around", "output-alive", "product-alive"])
+def test_compiled_code_in_a_region_is_computed_again(regions: Regions, backend: str, around: str) -> None:
     """Nothing of it is held, and its buffers, which only its own kernels see, are made again."""
     linear = torch.nn.Linear(64, 64)
-    compiled = torch.compile(compiled_block, backend=backend)
+    compiled = torch.compile(block_with_product if around == "product-alive" else block, backend=backend)
 
-    def function(x: torch.Tensor) -> torch.Tensor:
-        return compiled(x.cos(), linear).tanh() * x if around else compiled(x, linear)
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if around == "product-alive":
+            return compiled(x, linear)
+        if around == "alone":
+            return compiled(x, linear), torch.zeros(())
+        out = compiled(x.cos(), linear)
+        return out.tanh() * x, out if around == "output-alive" else torch.zeros(())
 
     x = torch.randn(128, 64, requires_grad=True)
-    function(x * 1).sum().backward()
+    sum(each.sum() for each in function(x * 1)).backward()
     expected = [*gradients(x, linear)]
     for _ in range(3):
         x.grad = linear.weight.grad = linear.bias.grad = None
         mid = x * 1
-        with regions.offload() as _:
-            out = spillway.recompute(function, mid, session=regions.session)
-        assert regions.last is not None
-        loss = out.sum()
+        with regions.offload() as context:
+            out, alive = spillway.recompute(function, mid, session=regions.session)
+        loss = out.sum() + alive.sum()
         del out
         loss.backward()
-        stats = regions.last.stats()
+        stats = context.stats()
         assert stats.recomputed_bytes >= 2 * mid.nbytes, stats
         assert stats.saved_bytes <= mid.nbytes, "nothing but the region's input is held"
         assert stats.notes == ()
         for got, want in zip(gradients(x, linear), expected, strict=True):
             assert torch.equal(got, want)
-        del loss, mid
+        del loss, mid, alive
+
+
+@one_place
+def test_what_only_an_unseen_kernel_made_and_saved_is_computed_again(regions: Regions, no_collector: None) -> None:
+    """It is neither held nor taken for something from outside."""
+    made: list[weakref.ref[Any]] = []
+
+    class Sine(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            cosine = torch.from_dlpack(np.cos(x.numpy()))
+            made.append(weakref.ref(cosine.untyped_storage()))
+            ctx.save_for_backward(cosine)
+            return torch.from_numpy(np.sin(x.numpy()))
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            return gradient * ctx.saved_tensors[0]
+
+    x = torch.randn(64, requires_grad=True)
+    with regions.offload():
+        out = spillway.recompute(lambda x: Sine.apply(x.exp()), x, session=regions.session)
+    assert made[0]() is None
+    out.sum().backward()
+    (got,), x.grad = gradients(x), None
+    Sine.apply(x.exp()).sum().backward()
+    assert torch.equal(got, *gradients(x))
+
+
+@one_place
+@pytest.mark.parametrize("where", ["inside", "outside"])
+def test_a_write_into_what_was_saved_from_outside_is_refused_as_plainly(regions: Regions, where: str) -> None:
+    """The constant is seen for the first time when it is saved, and written before the region ends, or after."""
+    constant = torch.full((8,), 2.0)
+
+    def region(x: torch.Tensor) -> torch.Tensor:
+        out = x * constant
+        if where == "inside":
+            constant.add_(1)
+        return out
+
+    for call in (region, lambda x: spillway.recompute(region, x, session=regions.session)):
+        out = call(torch.randn(8, requires_grad=True))
+        if where == "outside":
+            constant.add_(1)
+        with pytest.raises(RuntimeError, match=r"modified by an inplace operation|written in place"):
+            out.sum().backward()
+    torch.ones(1, requires_grad=True).sum().backward()
+
+
+class Scaled(torch.nn.Module):
+    """As FP8 training does: inputs are scaled by the largest of the last steps, which each forward notes in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(16, 16)
+        self.register_buffer("amax", torch.ones(4))
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.scale.copy_(8 / self.amax.max())
+            self.amax.copy_(self.amax.roll(1))
+            self.amax[0] = x.abs().max()
+        quantized = (x * self.scale).to(torch.float8_e4m3fn).to(x.dtype) / self.scale
+        return self.linear(x + (quantized - x).detach()).sin()
+
+
+@modes
+@pytest.mark.parametrize("how", [{}, {"save": "matmul"}, {"offload": ["inputs", "pointwise"]}], ids=str)
+def test_scales_that_each_forward_notes_are_noted_once(regions: Regions, how: dict[str, Any], reentrant: bool) -> None:
+    def step(call: Call) -> Iterator[torch.Tensor]:
+        blocks, x = [Scaled() for _ in range(2)], torch.randn(4, 16, requires_grad=True)
+        for _ in range(3):
+            hidden = x * 1
+            with call.context():
+                for block in blocks:
+                    hidden = call(block, hidden, use_reentrant=reentrant, **how)
+            hidden.square().sum().backward()
+            yield from gradients(x, *blocks)
+            for block in blocks:
+                yield from block.buffers()
+
+    regions(step)
