@@ -17,11 +17,12 @@ _SMALL = 64
 class Outside:
     """Bytes that the region did not make."""
 
-    __slots__ = ("_storage", "before", "content", "has_gradient", "held", "is_input", "tensor", "version")
+    __slots__ = ("_storage", "before", "content", "has_gradient", "held", "is_input", "shape", "tensor", "version")
 
     def __init__(self, tensor: torch.Tensor, *, is_input: bool, holds: bool) -> None:
         self.tensor: Callable[[], torch.Tensor | None] = weakref.ref(tensor)
         self.version = _version(tensor)
+        self.shape = torch.Size() if tensor.is_nested else tensor.shape
         self.is_input = is_input
         """Whether it is made anew for each run: an input, or a cast."""
         self.has_gradient = tensor.requires_grad

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from spillway.capture.handles import KeptHandle, unpack
 from spillway.regions.packs import Collected
 from spillway.regions.replay import Differs, Replay
-from spillway.regions.tensors import storage_bytes
+from spillway.regions.tensors import is_strided
 from spillway.runtime.ledger import Ledger
 
 
@@ -84,8 +84,11 @@ class Regraph:
         if type(tensor) is not torch.Tensor:
             return KeptHandle(tensor)
         with torch._C._DisableTorchDispatch():
-            value = self._replay.made(tensor)
-            if value is not None and value not in self._counted:
-                self._counted.add(value)
-                self._ledger.recomputed_bytes += storage_bytes((tensor,))
+            if self._replay.is_made_anew(tensor):
+                self._count(tensor)
             return KeptHandle(self._replay.instead(tensor))
+
+    def _count(self, tensor: torch.Tensor) -> None:
+        if is_strided(tensor) and tensor.untyped_storage()._cdata not in self._counted:
+            self._counted.add(tensor.untyped_storage()._cdata)
+            self._ledger.recomputed_bytes += tensor.untyped_storage().nbytes()

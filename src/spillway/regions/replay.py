@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from spillway.capture.identity import is_parameter
 from spillway.errors import RecomputeError
 from spillway.regions.calls import Argument, Call, Form
 from spillway.regions.generators import GeneratorState, generator_of
@@ -234,11 +235,13 @@ class Replay(TorchDispatchMode):
         output = call.func(*self.instead(args), **self.instead(kwargs))
         return _as_the_caller_knows_it(call, output, args, kwargs)
 
-    def made(self, tensor: torch.Tensor) -> int | None:
-        """The value of a tensor that was computed again."""
+    def is_made_anew(self, tensor: torch.Tensor) -> bool:
+        """Whether it was computed again: by an operator, or unseen."""
         value = self._values.find(tensor)
-        maker = None if value is None else self._trace.makers.get(value)
-        return None if maker is None or maker.is_given else value
+        if value is None:
+            return not is_parameter(tensor)
+        maker = self._trace.makers.get(value)
+        return value in self._trace.targets if maker is None else not maker.is_given
 
     def _set_generator(self, moment: GeneratorState | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if moment is None:
