@@ -91,7 +91,11 @@ class Form(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Form:
-        return cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+        """The tensor's; like tensors have the same one, since every region holds those of all its operators."""
+        form = cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+        if len(_forms) >= _MOST_FORMS:
+            _forms.clear()
+        return _forms.setdefault(form, form)
 
     def __str__(self) -> str:
         return f"{self.dtype} of {list(self.size)}"
@@ -102,6 +106,10 @@ class Form(NamedTuple):
         if poisoned:
             Bytes(tensor.untyped_storage(), 0, tensor.untyped_storage().nbytes()).tensor().fill_(0xFF)
         return tensor
+
+
+_forms: dict[Form, Form] = {}
+_MOST_FORMS = 4096
 
 
 class Argument:

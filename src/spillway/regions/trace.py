@@ -161,6 +161,7 @@ class Trace:
     def settle(self) -> None:
         """The region has ended. Targets that died with it are no outside bytes: they are written again as they were."""
         self.complete = True
+        self.values.forget()
         for value in self.targets:
             if self.outside[value].is_dead():
                 self.outside[value].before = None

@@ -46,6 +46,10 @@ class Values:
         memory = self._memory(tensor)
         self._known[memory._cdata] = weakref.ref(memory), value
 
+    def forget(self) -> None:
+        """No tensor is asked about any more."""
+        self._known.clear()
+
     def shares(self, tensor: torch.Tensor, value: int) -> bool:
         """Whether another storage that is known begins, or ends, in the tensor's."""
         memory = self._memory(tensor)
