@@ -101,9 +101,10 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
         tensor = torch.view_as_real(tensor.resolve_conj())
     tensor = tensor.resolve_neg()
     size = tensor.element_size()
-    is_wide = tensor.dim() and tensor.is_contiguous()
-    fits = is_wide and tensor.shape[-1] * size % 8 == 0 and tensor.storage_offset() * size % 8 == 0
-    return tensor.view(torch.int64 if fits else _INTEGERS[size])
+    row = tensor.shape[-1] * size if tensor.dim() else size
+    if row % 8 == 0 and tensor.is_contiguous() and tensor.storage_offset() * size % 8 == 0:
+        return tensor.flatten().view(torch.int64).view(*tensor.shape[:-1], row // 8)
+    return tensor.view(_INTEGERS[size])
 
 
 def same_sums(a: Sequence[Sums | None], b: Sequence[Sums | None]) -> bool:
