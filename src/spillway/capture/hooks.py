@@ -135,7 +135,7 @@ class Pass:
         self._locator = locator
         self._count = 0
         self.offloaded_bytes = 0
-        """Bytes that left so far, for the policy to read."""
+        """Bytes that left so far, for the policy to read. Set to 0, it lets a ratio begin anew."""
         self._signature: tuple[object, ...] | None = None
         self._total_bytes: int | None = None
         self._devices: dict[torch.device, _Device] = {}
