@@ -307,6 +307,8 @@ def test_h5_a_tag_inside_of_another_takes_what_is_saved_in_it(session: Session) 
             loss = exponentials([1])
             with inner:
                 loss = loss + exponentials([2])
+                counts = [TagInfo(tag).current_offload_memory for tag in ("outer", "inner", "other")]
+                assert counts == [KiB, 2 * KiB, 0]
             loss = loss + exponentials([4])
         loss.backward()
         del loss
@@ -510,6 +512,12 @@ def test_a_ratio_is_learned_anew_when_shapes_change(session: Session) -> None:
         *([16, 8, 4], [8, 4]),
         [2, 1],
     ]
+
+
+def test_the_total_is_that_of_the_last_pass_that_began_alike(session: Session) -> None:
+    for sizes, total, went in (([4, 2, 1], 7, 7), ([4, 2, 1, 8], 15, 3), ([4, 2, 1], 7, 7), ([4, 2, 1], 7, 3)):
+        assert sum(leaving(0.5, sizes)) == went
+        assert TagInfo("tag").total_activations_memory == total * KiB
 
 
 def test_bytes_that_several_tensors_save_are_counted_once(session: Session) -> None:
