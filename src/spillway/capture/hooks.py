@@ -129,12 +129,13 @@ class Pass:
         self._policy = policy
         self._min_bytes = min_bytes
         self._memory = memory
-        self._tag = tag
+        self.tag = tag
         self._tier = tier
         self._window = window
         self._locator = locator
         self._count = 0
-        self._offloaded_bytes = 0
+        self.offloaded_bytes = 0
+        """Bytes that left so far, for the policy to read. Set to 0, it lets a ratio begin anew."""
         self._signature: tuple[object, ...] | None = None
         self._total_bytes: int | None = None
         self._devices: dict[torch.device, _Device] = {}
@@ -313,7 +314,7 @@ class Pass:
         recipe = ViewRecipe.of(tensor)
         if whole and not (recipe.conj or recipe.neg):
             saved.form = recipe
-        self._offloaded_bytes += nbytes
+        self.offloaded_bytes += nbytes
         runtime.mover.see()
         handle = AwayHandle(tensor, saved, recipe, runtime)
         course = device.course
@@ -373,8 +374,8 @@ class Pass:
             tensor.dtype,
             tensor.device,
             position,
-            self._tag,
-            self._offloaded_bytes,
+            self.tag,
+            self.offloaded_bytes,
             self._total_bytes,
             module,
             function,

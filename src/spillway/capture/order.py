@@ -132,6 +132,11 @@ class Memory:
         self.gain = Gain()
         self._courses: dict[Signature, Course] = {}
 
+    @property
+    def total_bytes(self) -> int:
+        """Distinct bytes that the last finished pass saved; 0 before there is one."""
+        return next((course.total_bytes for course in reversed(self._courses.values())), 0)
+
     def recall(self, signature: Signature) -> Course | None:
         return self._courses.get(signature)
 

@@ -28,6 +28,10 @@ class Passes(threading.local):
         """And leaves it."""
         self._entered.pop()
 
+    def under(self, tag: str | None) -> Pass | None:
+        """The innermost that the calling thread has entered under a tag."""
+        return next((entered for entered in reversed(self._entered) if entered.tag == tag), None)
+
     def current(self, make: Callable[[], Pass]) -> Pass:
         """The innermost, or one that is open to all."""
         if self._entered:
