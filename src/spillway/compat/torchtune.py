@@ -23,8 +23,9 @@ from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.nn import Module
 from torch.torch_version import TorchVersion
 
+from spillway.capture.identity import is_wrapper
 from spillway.errors import UnsupportedError, UsageError
-from spillway.offloading import keep, offload
+from spillway.offloading import keep, keep_tensor, offload
 from spillway.policies import Devices, Keep, Policy
 from spillway.records import Decision, SavedTensor
 from spillway.session import Session
@@ -172,7 +173,8 @@ def get_act_offloading_ctx_manager(
 
     The head is found by its name: ``output``, ``lm_head``, ``head``, ``output.linear`` (of a tied one), the ``output``
     of a ``decoder``, the ``lm_head`` of a ``language_model``; also where DDP, ``torch.compile`` or PEFT are around the
-    model. It gets hooks, once, which do nothing outside of contexts. See NOTE [ Hooks of a head ].
+    model. It gets hooks, once, which do nothing outside of contexts. See NOTE [ Hooks of a head ]. Local parts of
+    distributed parameters are left alone too (by :func:`spillway.keep_tensor`).
 
     Args:
         model: what is trained.
@@ -199,6 +201,10 @@ def get_act_offloading_ctx_manager(
     context = OffloadActivations(
         use_pin_memory, use_streams, max_fwd_stash_size, min_offload_size, tier=tier, session=session
     )
+    for parameter in model.parameters():
+        # What is saved of its local part shows no relation to it.
+        if is_wrapper(parameter):
+            keep_tensor(parameter, session=session)
     found = _head_of(model)
     if found is not None:
         _leave_alone(*found)
