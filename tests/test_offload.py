@@ -909,3 +909,47 @@ def test_event_numbers_name_storages_and_their_bytes(session: Session) -> None:
         assert {(event.entry, event.nbytes) for event in events.events} == {(0, 4 * KiB), (1, 2 * KiB), (2, KiB)}
         seconds = [event.seconds for event in events.events]
         assert seconds == sorted(seconds)
+
+
+@pytest.mark.parametrize(("window", "held"), [("0%", 0), ("50%", 2), ("100%", 4), (None, 4), ("200%", 8), (8 * KiB, 2)])
+def test_a_window_may_be_a_share_of_the_sessions(tmp_path: Path, window: int | str | None, held: int) -> None:
+    events = EventList()
+    with Session(window=16 * KiB, recorder=events) as session:
+        context = spillway.offload(session=session, min_bytes=0, tier="host", window=window)
+        with context:
+            loss = exponentials([4] * 12)
+        # Twelve have left; those that are still held are not released.
+        released = sum(event.kind is EventKind.RELEASE for event in events.events)
+        assert released == 12 - max(held, 1)
+        loss.backward()
+        del loss
+        assert_nothing_left(session)
+
+
+def test_whoever_wants_to_know_is_told_when_backward_begins(session: Session) -> None:
+    told: list[str] = []
+    context = spillway.offload(session=session, min_bytes=0, tier="host", on_backward=lambda: told.append("backward"))
+    for steps in (1, 2):
+        with context:
+            loss = exponentials([4, 4])
+            told.append("forward")
+        loss.backward()
+        assert told == ["forward", "backward"] * steps
+
+
+def test_nobody_is_told_of_a_backward_that_asks_for_nothing_that_was_to_leave(session: Session) -> None:
+    with spillway.offload(session=session, policy=Keep(), on_backward=pytest.fail) as context:
+        loss = exponentials([4, 4])
+    loss.backward()
+    assert context.stats().kept_bytes > 0
+
+
+def test_what_is_raised_when_backward_begins_is_raised_there_and_leaves_nothing(session: Session) -> None:
+    def refuse() -> None:
+        raise ZeroDivisionError("told")
+
+    with spillway.offload(session=session, min_bytes=0, tier="host", on_backward=refuse):
+        loss = exponentials([4, 4])
+    failing(ZeroDivisionError, loss.backward, match="told")
+    del loss
+    torch.ones(1, requires_grad=True).sum().backward()

@@ -13,6 +13,7 @@ from spillway.errors import SizeError, UsageError
 from spillway.policies import (
     AllOf,
     AnyOf,
+    Devices,
     Keep,
     MinBytes,
     Modules,
@@ -195,3 +196,20 @@ def test_policies_are_values() -> None:
     assert Ratio(0.5) == Ratio(0.5) != Ratio(0.4)
     assert hash(Modules("a")) == hash(Modules("a"))
     assert repr(AllOf(Keep(), Ratio(1))) == "AllOf(Keep(), Ratio(ratio=1))"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "device", "matches"),
+    [("cpu", "cpu", True), ("cpu", "cuda:0", False), ("cuda*", "cuda:1", True), ("cuda:0", "cuda:1", False)],
+)
+def test_devices_by_pattern(pattern: str, device: str, matches: bool) -> None:
+    policy = Devices(pattern, Offload("disk"), Offload("host"))
+    expected = Decision.OFFLOAD_DISK if matches else Decision.OFFLOAD_HOST
+    assert policy(saved()._replace(device=torch.device(device))) is expected
+
+
+def test_devices_want_what_their_parts_want() -> None:
+    assert not wants_modules(Devices("cpu"))
+    assert not wants_operators(Devices("cpu"))
+    assert wants_modules(Devices("cpu", Keep(), Modules("*")))
+    assert wants_operators(Devices("cpu", Operators("*")))

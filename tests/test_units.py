@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spillway.errors import SizeError
-from spillway.units import format_bytes, format_seconds, parse_bytes
+from spillway.units import format_bytes, format_seconds, parse_bytes, parse_share
 
 
 @pytest.mark.parametrize(
@@ -80,3 +80,17 @@ def test_bytes_for_people_can_be_read_back(nbytes: int) -> None:
 )
 def test_seconds_for_people(seconds: float, text: str) -> None:
     assert format_seconds(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("size", "share"), [("40%", 0.4), (" 12.5 % ", 0.125), ("0%", 0.0), ("200%", 2.0), ("1KiB", 1024), (7, 7)]
+)
+def test_a_share_is_a_float_and_bytes_are_an_int(size: int | str, share: float) -> None:
+    assert parse_share(size) == share
+    assert type(parse_share(size)) is type(share)
+
+
+@pytest.mark.parametrize("size", ["%", "-1%", "1 %%", "x%", 0.4, None, "1e1%"])
+def test_what_is_neither_a_share_nor_a_size_is_refused(size: object) -> None:
+    with pytest.raises(SizeError, match=r"^window: got"):
+        parse_share(size, what="window")  # type: ignore[arg-type]

@@ -26,7 +26,7 @@ from spillway.records import StepStats
 from spillway.regions.rerun import in_rerun
 from spillway.runtime.ledger import Ledger
 from spillway.session import MIN_BYTES, Session
-from spillway.units import parse_bytes
+from spillway.units import parse_bytes, parse_share
 
 
 class _ActivePasses(threading.local):
@@ -57,9 +57,12 @@ class offload(ContextDecorator):  # noqa: N801  (a verb: people write ``with spi
         min_bytes: leave smaller tensors where they are. Bytes, or a size like ``"4MiB"``. ``None``: 1 MiB, below which
             a copy does not reach a link's rate.
         tier: ``"host"``, ``"disk"``, or ``"auto"``: host memory for an accelerator's tensors, disk for the CPU's.
-        window: bytes that may be on their way out at once. ``None``: the session's.
+        window: bytes that may be on their way out at once, or a share of the session's, like ``"40%"``. ``None``: all
+            of that.
         policy: decides instead of ``ratio``, about tensors of at least ``min_bytes``: any callable from
             :class:`~spillway.SavedTensor` to :class:`~spillway.Decision`. :mod:`spillway.policies` has some.
+        on_backward: called without arguments when backward first asks for something of a pass that was to leave (of
+            each device, if there are several), in the thread that asks; what it raises is raised there.
         session: ``None``: the default one.
 
     Raises:
@@ -84,12 +87,15 @@ class offload(ContextDecorator):  # noqa: N801  (a verb: people write ``with spi
         tier: str = "auto",
         window: int | str | None = None,
         policy: Policy | None = None,
+        on_backward: Callable[[], object] | None = None,
         session: Session | None = None,
     ) -> None:
         if policy is not None and ratio is not None:
             raise UsageError(f"got both ratio={ratio!r} and a policy, expected one of them; a policy can contain Ratio")
         if policy is not None and not callable(policy):
             raise UsageError(f"policy: got {policy!r}, expected a callable from SavedTensor to Decision")
+        if on_backward is not None and not callable(on_backward):
+            raise UsageError(f"on_backward: got {on_backward!r}, expected a callable without arguments")
         if tag is not None and not isinstance(tag, str):
             raise UsageError(f"tag: got {tag!r}, expected a string or None")
         self._told_nothing = (ratio, min_bytes, window, policy, tier) == (None, None, None, None, "auto")
@@ -102,7 +108,8 @@ class offload(ContextDecorator):  # noqa: N801  (a verb: people write ``with spi
             raise UsageError(f"session: got {session!r}, expected a spillway.Session or None")
         self._tag = tag
         self._tier = check_tier(tier)
-        self._window = None if window is None else parse_bytes(window, what="window")
+        self._window = None if window is None else parse_share(window, what="window")
+        self._on_backward = on_backward
         self._session = session
         self._local = threading.local()
         self._last: tuple[Session, Ledger] | None = None
@@ -133,6 +140,7 @@ class offload(ContextDecorator):  # noqa: N801  (a verb: people write ``with spi
                 window=self._window,
                 locator=locator,
                 told_nothing=self._told_nothing,
+                on_backward=self._on_backward,
             )
             stack.enter_context(_hooks(pack_kept if in_backward() or in_rerun() else current.pack))
             self._passes().append((stack.pop_all(), session, current))

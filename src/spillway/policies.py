@@ -166,6 +166,35 @@ class Operators:
         return self.then(saved) if matches else self.otherwise(saved)
 
 
+@dataclass(frozen=True)
+class Devices:
+    """One policy for tensors on devices whose name matches a pattern, another for the rest.
+
+    ``Devices("cpu", Keep(), Offload())`` leaves the CPU's tensors alone where a model is on an accelerator.
+
+    Args:
+        pattern: as in a shell, for names like ``"cpu"`` and ``"cuda:0"``: ``"cuda*"``.
+        then: for those that match.
+        otherwise: for the others.
+    """
+
+    pattern: str
+    then: Policy = Offload()
+    otherwise: Policy = Keep()
+
+    @property
+    def wants_modules(self) -> bool:
+        return wants_modules(self.then) or wants_modules(self.otherwise)
+
+    @property
+    def wants_operators(self) -> bool:
+        return wants_operators(self.then) or wants_operators(self.otherwise)
+
+    def __call__(self, saved: SavedTensor) -> Decision:
+        matches = fnmatch.fnmatchcase(str(saved.device), self.pattern)
+        return self.then(saved) if matches else self.otherwise(saved)
+
+
 class _Combined:
     """Several policies asked one after the other."""
 

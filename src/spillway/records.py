@@ -51,6 +51,8 @@ class SavedTensor(NamedTuple):
     """Dotted path of the module whose forward saved it, if the policy asked for locations (else ``None``)."""
     operator: str | None = None
     """Name of the torch function that saved it, if the policy asked for operators (else ``None``)."""
+    part_of: type[torch.Tensor] | None = None
+    """The wrapper subclass (``DTensor``, a quantised one) that it is a part of; ``None`` for a plain tensor."""
 
 
 @dataclass(frozen=True, slots=True)

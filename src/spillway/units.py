@@ -17,6 +17,7 @@ for _power, _letter in enumerate("kmgtp", start=1):
     _UNITS[_letter + "ib"] = 1024**_power
 
 _SIZE = re.compile(r"\s*(\d+(?:_\d+)*(?:\.\d*)?|\.\d+)\s*([a-z]*)\s*", re.IGNORECASE)
+_SHARE = re.compile(r"\s*(\d+(?:\.\d*)?)\s*%\s*")
 
 
 def parse_bytes(size: int | str, *, what: str = "size") -> int:
@@ -46,6 +47,24 @@ def parse_bytes(size: int | str, *, what: str = "size") -> int:
             f'write it like "512MiB" or "24GB"'
         )
     return math.ceil(float(match[1].replace("_", "")) * factor)
+
+
+def parse_share(size: int | str, *, what: str = "size") -> int | float:
+    """A size as a number of bytes, or a share of something, ``"40%"``, as a float: 0.4.
+
+    Args:
+        size: as :func:`parse_bytes` has it, or a string with a percent sign; more than all is a share too.
+        what: the name of the argument, for the message.
+
+    Raises:
+        SizeError: if ``size`` is neither.
+
+    Example:
+        >>> parse_share("40%"), parse_share("1KiB")
+        (0.4, 1024)
+    """
+    share = _SHARE.fullmatch(size) if isinstance(size, str) else None
+    return parse_bytes(size, what=what) if share is None else float(share[1]) / 100
 
 
 def format_bytes(nbytes: float) -> str:

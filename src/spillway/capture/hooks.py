@@ -105,9 +105,10 @@ class Pass:
         memory: what is known of earlier passes of the same tag.
         tag: for the policy to read.
         tier: where :attr:`Decision.OFFLOAD` goes: ``"auto"``, ``"host"`` or ``"disk"``.
-        window: bytes that may be LEAVING at once, or ``None`` for the session's.
+        window: bytes that may be LEAVING at once; a float is a share of the session's, and ``None`` is that.
         locator: knows module and operator, if the policy wants them.
         told_nothing: whether it may be found that there is nothing to be gained.
+        on_backward: called when backward asks for the first of what was to leave, on each device.
     """
 
     def __init__(
@@ -119,10 +120,13 @@ class Pass:
         min_bytes: int,
         tag: str | None,
         tier: str,
-        window: int | None,
+        window: int | float | None,
         locator: Locator | None,
         told_nothing: bool = False,
+        on_backward: Callable[[], object] | None = None,
     ) -> None:
+        self._on_backward = on_backward
+        self._part_of: type[torch.Tensor] | None = None
         self._told_nothing = told_nothing
         self.ledger = Ledger()
         self._owner = owner
@@ -272,7 +276,14 @@ class Pass:
                 continue
             # The shape of a jagged tensor is known by its offsets, the very object: only its values may move.
             moves = not tensor.is_nested or name == "_values"
-            parts[name] = self._pack(part, decision) if moves else KeptHandle(part)
+            if moves:
+                outer, self._part_of = self._part_of, type(tensor)
+                try:
+                    parts[name] = self._pack(part, decision)
+                finally:
+                    self._part_of = outer
+            else:
+                parts[name] = KeptHandle(part)
         return PartsHandle(tensor, parts, context)
 
     def _pack_known(
@@ -338,7 +349,7 @@ class Pass:
         """The first tensor on a device."""
         runtime = self._owner.runtime(tensor.device)
         device = self._devices[tensor.device] = _Device(
-            runtime, runtime.tier(self._tier), Course(window=runtime.window)
+            runtime, runtime.tier(self._tier), Course(window=runtime.window, on_backward=self._on_backward)
         )
         return device
 
@@ -348,8 +359,13 @@ class Pass:
         previous = self._memory.recall(self._signature)
         if previous is not None and previous.total_bytes:
             self._total_bytes = previous.total_bytes
-        window = device.runtime.window if self._window is None else self._window
-        device.course = Course(previous, window)
+        device.course = Course(previous, self._window_on(device.runtime), self._on_backward)
+
+    def _window_on(self, runtime: DeviceRuntime) -> int:
+        """Bytes that may be LEAVING at once."""
+        if self._window is None:
+            return runtime.window
+        return int(self._window * runtime.window) if isinstance(self._window, float) else self._window
 
     def _decide(
         self, tensor: torch.Tensor, storage: torch.UntypedStorage, nbytes: int, decided: Decision | None
@@ -379,6 +395,7 @@ class Pass:
             self._total_bytes,
             module,
             function,
+            self._part_of,
         )
         decision = self._policy(saved)
         if not isinstance(decision, Decision) or decision is Decision.RECOMPUTE:
@@ -396,7 +413,7 @@ class Pass:
         with torch._C._DisableTorchDispatch():
             for (runtime, tier, hold), departures in itertools.groupby(waiting, key=operator.itemgetter(1, 2, 3)):
                 entries = [departure[0] for departure in departures]
-                runtime.mover.put(entries, tier, window=self._window, hold=hold)
+                runtime.mover.put(entries, tier, window=self._window_on(runtime), hold=hold)
 
 
 class _Device:

@@ -26,10 +26,14 @@ class Course:
     Args:
         previous: the last finished pass of the same signature.
         window: bytes that may be LEAVING at once.
+        on_backward: called when backward asks for the first of them.
     """
 
-    def __init__(self, previous: Course | None = None, window: int = 0) -> None:
+    def __init__(
+        self, previous: Course | None = None, window: int = 0, on_backward: Callable[[], object] | None = None
+    ) -> None:
         self._window = window
+        self._on_backward = on_backward
         self._sizes: list[int] = []
         self._entries: list[Callable[[], Entry | None]] = []
         self._asked: dict[int, None] = {}
@@ -59,6 +63,10 @@ class Course:
 
     def ask(self, place: int, *, caught: bool) -> None:
         """Backward asks for the entry at ``place``; ``caught`` if it has not left yet."""
+        if self._on_backward is not None:
+            # Let go of first: a course is remembered, and whoever is called need not be.
+            begin, self._on_backward = self._on_backward, None
+            begin()
         if place not in self._asked:
             self._asked[place] = None
             if caught:
