@@ -39,14 +39,14 @@ from spillway.regions.values import Values
 from spillway.runtime.bytes import over
 
 
-class Act(enum.Enum):
-    """What a re-run does with an operator."""
+class Act(enum.IntEnum):
+    """What a re-run does with an operator. An integer, since the hash of any other enum is a function of Python's."""
 
-    RUN = "run"
+    RUN = 0
     """It runs again."""
-    GIVE = "give"
+    GIVE = 1
     """What was kept or offloaded is handed in."""
-    SKIP = "skip"
+    SKIP = 2
     """Nobody wants it: its output is handed back unwritten."""
 
 
