@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 
 import pytest
+import torch
 
 
-@pytest.fixture(scope="module", autouse=True)
-def young_heap() -> Iterator[None]:
-    """Tests collect garbage all the time, and need not go through torch and all modules of tests each time for it."""
+def pytest_configure() -> None:
+    # What is small is slow in several threads, if others want the cores.
+    torch.set_num_threads(1)
+    if not torch.accelerator.is_available():
+        # Of devices that are not there, torch writes down where each seed came from: three stacks for a manual_seed.
+        for absent in (torch.cuda, torch.mtia, torch.xpu):
+            absent.manual_seed_all = lambda seed: None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    # Tests collect garbage all the time, and need not go through torch and all that ran before each time for it.
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()

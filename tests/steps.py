@@ -20,9 +20,6 @@ from torch.overrides import _get_current_function_mode_stack
 import spillway
 from spillway.runtime.device import DeviceRuntime
 
-# What is there already is left out of the collections that the tests ask for, which makes them fast.
-gc.freeze()
-
 KiB = 2**10
 MiB = 2**20
 

@@ -64,12 +64,9 @@ class Rooms:
 
 @pytest.fixture(scope="module")
 def rooms() -> Iterator[Rooms]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     rooms = Rooms()
     yield rooms
     rooms.close()
-    torch.set_num_threads(threads)
 
 
 _OLDEST = torch.ones((), requires_grad=True).exp()

@@ -64,12 +64,3 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield
     torch.distributed.destroy_process_group()
-
-
-@pytest.fixture(scope="module")
-def one_thread() -> Iterator[None]:
-    """What is small is slow in several threads, if others want the cores."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)

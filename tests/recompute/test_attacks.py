@@ -38,8 +38,6 @@ from recompute.regions import (
 
 Options = dict[str, Any]
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def one_region(region: Callable[..., Any], *more: Any, size: tuple[int, ...] = (8,), **how: Any) -> Any:
     """A step that calls one region of one leaf, and gives the leaf's gradient."""

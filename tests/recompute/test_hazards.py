@@ -43,7 +43,6 @@ from spillway.runtime.cpu import CpuBackend
 
 Options = dict[str, Any]
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 # 28: nested.
 
