@@ -1,4 +1,5 @@
-"""Bit for bit over PyTorch's own operator and module databases: every differentiable operator, every sample input.
+"""Bit for bit over PyTorch's own operator and module databases: every differentiable operator, and in the long matrix
+every sample input.
 
 How a sample is run and compared is in ``operator_bench.py``. On an accelerator: ``gpu/test_gpu_operators.py``.
 """
@@ -17,6 +18,7 @@ from operator_bench import (
     NOT_DETERMINISTIC,
     TIERS,
     Bench,
+    Sample,
     first_dtype,
     module_samples,
     name_of,
@@ -45,6 +47,11 @@ OPERATORS = 600
 SAMPLES = 10_000
 """At least so many samples are run of them."""
 
+amounts = pytest.mark.parametrize(
+    "most", [pytest.param(64, id="some"), pytest.param(None, id="all", marks=pytest.mark.long)]
+)
+"""How many samples of one operator. Few have more than 64; some have hundreds, which take most of the time of all."""
+
 UNEQUAL: dict[str, str] = {}
 """Operators whose results are not those of plain PyTorch, each with its reason. Published, and empty."""
 
@@ -57,30 +64,34 @@ IN_PLACE = [each for each in DIFFERENTIABLE if each.get_inplace() is not None an
 
 @pytest.fixture(scope="module")
 def bench() -> Iterator[Bench]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # samples are small, and the lanes want a core
     bench = Bench()
     yield bench
     bench.session.close()
-    torch.set_num_threads(threads)
 
 
+@amounts
 @pytest.mark.parametrize("operator", DIFFERENTIABLE, ids=name_of)
-def test_an_operator_is_the_same_in_every_bit(operator: Any, bench: Bench) -> None:
+def test_an_operator_is_the_same_in_every_bit(operator: Any, most: int | None, bench: Bench) -> None:
     dtype = first_dtype(operator.supported_backward_dtypes("cpu"))
-    assert bench.check(name_of(operator), lambda: operator_samples(operator, dtype)) > 0
+    assert bench.check(name_of(operator), lambda: operator_samples(operator, dtype), most=most) > 0
 
 
+@amounts
 @pytest.mark.parametrize("operator", IN_PLACE, ids=name_of)
-def test_an_operator_in_place_is_the_same_in_every_bit(operator: Any, bench: Bench) -> None:
+def test_an_operator_in_place_is_the_same_in_every_bit(operator: Any, most: int | None, bench: Bench) -> None:
     dtype = first_dtype(operator.supported_backward_dtypes("cpu"))
-    bench.check(name_of(operator), lambda: operator_samples(operator, dtype, inplace=True), errors=True)
+    bench.check(name_of(operator), lambda: operator_samples(operator, dtype, inplace=True), most=most, errors=True)
 
 
+@amounts
 @pytest.mark.parametrize("info", module_db, ids=name_of)
-def test_a_module_is_the_same_in_every_bit(info: Any, bench: Bench) -> None:
+def test_a_module_is_the_same_in_every_bit(info: Any, most: int | None, bench: Bench) -> None:
     for training in (True, False):
-        bench.check(name_of(info), lambda training=training: module_samples(info, torch.float64, training=training))
+
+        def samples(training: bool = training) -> Iterator[Sample]:
+            return module_samples(info, torch.float64, training=training)
+
+        bench.check(name_of(info), samples, most=most)
 
 
 @pytest.mark.long
