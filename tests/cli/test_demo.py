@@ -27,6 +27,8 @@ from spillway.demo.ways import WAYS, parse_ways
 from spillway.errors import UsageError
 
 SOURCE = Path(__file__).parents[2] / "src"
+CHILDREN = {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
+"""What processes are told. Threads that spin for steps of a millisecond take the cores from each other."""
 TINY = ["--device", "cpu", "--layers", "2", "--width", "64", "--sequence", "64", "--batch", "4", "--steps", "3"]
 KEYS = {
     "way",
@@ -43,11 +45,19 @@ KEYS = {
 def spillway(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "spillway", *arguments],
-        env={**os.environ, "PYTHONPATH": str(SOURCE), **environment},
+        env={**os.environ, **CHILDREN, **environment},
         capture_output=True,
         text=True,
         timeout=300,
     )
+
+
+def ended_here(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int | str | None:
+    """The exit code of the command run in this process, which spares an import of torch; its ways have their own."""
+    monkeypatch.setattr(sys, "argv", ["spillway", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return ended.value.code
 
 
 def tiny_settings(**changes: object) -> Settings:
@@ -56,8 +66,9 @@ def tiny_settings(**changes: object) -> Settings:
 
 
 @pytest.fixture(autouse=True)
-def _source_for_children(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(SOURCE))
+def _children(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in CHILDREN.items():
+        monkeypatch.setenv(name, value)
 
 
 @pytest.fixture(scope="module")
@@ -114,23 +125,23 @@ def test_what_offload_moved_is_in_the_table() -> None:
         assert process.outcome().moved_bytes > 2**20
 
 
-def test_one_by_one_gives_the_same_losses_as_in_turn(finished, tmp_path: Path) -> None:
+def test_one_by_one_gives_the_same_losses_as_in_turn(finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "demo.json"
-    assert spillway("demo", *TINY, "--ways", "keep", "--one-by-one", "--json", str(file)).returncode == 0
+    assert ended_here(monkeypatch, "demo", *TINY, "--ways", "keep", "--one-by-one", "--json", str(file)) == 0
     rows = json.loads(file.read_text())["rows"]
     assert [row["losses"] for row in rows] == [finished[1]["rows"][0]["losses"]]
 
 
-def test_a_limit_of_time_leaves_three_steps_to_every_way(tmp_path: Path) -> None:
+def test_a_limit_of_time_leaves_three_steps_to_every_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "demo.json"
     arguments = [*TINY, "--steps", "50", "--seconds", "0.001", "--ways", "keep,checkpoint", "--json", str(file)]
-    assert spillway("demo", *arguments).returncode == 0
+    assert ended_here(monkeypatch, "demo", *arguments) == 0
     assert [len(row["losses"]) for row in json.loads(file.read_text())["rows"]] == [3, 3]
 
 
-def test_a_way_without_keep_is_compared_with_nothing(tmp_path: Path) -> None:
+def test_a_way_without_keep_is_compared_with_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "demo.json"
-    assert spillway("demo", *TINY, "--ways", "checkpoint", "--json", str(file)).returncode == 0
+    assert ended_here(monkeypatch, "demo", *TINY, "--ways", "checkpoint", "--json", str(file)) == 0
     assert json.loads(file.read_text())["rows"][0]["identical"] is None
 
 
@@ -149,20 +160,18 @@ def test_a_way_without_keep_is_compared_with_nothing(tmp_path: Path) -> None:
 def test_a_bad_argument_is_one_sentence_and_exit_code_2(
     arguments: list[str], sentence: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["spillway", "demo", "--ways", "keep", *TINY, *arguments])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2
+    assert ended_here(monkeypatch, "demo", "--ways", "keep", *TINY, *arguments) == 2
     errors = capfd.readouterr().err
     assert sentence in errors
     assert "Traceback" not in errors
 
 
-def test_text_that_is_too_short_is_refused_by_name(tmp_path: Path) -> None:
+def test_text_that_is_too_short_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "short.txt").write_text("too short")
-    done = spillway("demo", "--ways", "keep", *TINY, "--data", str(tmp_path))
-    assert done.returncode == 2
-    assert "got 9 B of text" in done.stderr
+    assert ended_here(monkeypatch, "demo", "--ways", "keep", *TINY, "--data", str(tmp_path)) == 2
+    assert "got 9 B of text" in capfd.readouterr().err
 
 
 def test_a_child_that_fails_is_one_sentence_with_its_last_words_and_exit_code_1(tmp_path: Path) -> None:
