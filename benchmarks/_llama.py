@@ -64,13 +64,20 @@ class Layer(nn.Module):
         self.down = nn.Linear(shape.ffn, shape.hidden, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return self.feed(self.attend(x, cos, sin))
+
+    def attend(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """The first half, with its residual."""
         shape = self.shape
         y = self.norm1(x)
         q, k, v = (linear(y).unflatten(-1, (-1, shape.head)).transpose(1, 2) for linear in (self.q, self.k, self.v))
         attended = functional.scaled_dot_product_attention(
             rotated(q, cos, sin), rotated(k, cos, sin), v, is_causal=True, enable_gqa=True
         )
-        x = x + self.o(attended.transpose(1, 2).flatten(2))
+        return x + self.o(attended.transpose(1, 2).flatten(2))
+
+    def feed(self, x: Tensor) -> Tensor:
+        """The second half, with its residual."""
         y = self.norm2(x)
         return x + self.down(functional.silu(self.gate(y)) * self.up(y))
 

@@ -106,6 +106,14 @@ def recomputed(stack: Stack, options: argparse.Namespace, **how: Any) -> Way:
     return Spilled(partial(spillway.offload, session=session, policy=spillway.policies.Keep()))
 
 
+def recomputed_halves(stack: Stack, options: argparse.Namespace, **how: Any) -> Way:
+    """The two halves of each layer are regions."""
+    way = recomputed(stack, options)
+    region = spillway.Recompute(**how)
+    stack.call = lambda layer, x, cos, sin: region(layer.feed, region(layer.attend, x, cos, sin))
+    return way
+
+
 def is_residual(call: spillway.OperatorCall) -> bool:
     """The sum of a layer's input and its attention: what the second norm saves."""
     return call.module == "" and call.name == "aten::add.Tensor"
@@ -119,6 +127,42 @@ def mixed(stack: Stack, options: argparse.Namespace) -> Way:
     stack.call = lambda layer, *args: regions[places[layer] % 2](layer, *args)
     return way
 
+
+def halves(
+    stack: Stack,
+    options: argparse.Namespace,
+    *,
+    gates: float = 0.0,
+    ups: float = 0.0,
+    plain: int = 0,
+    kept: tuple[str, ...] = (),
+) -> Way:
+    """The two halves of each layer are a region each, so that backward has only one of them on the device at a time.
+
+    Args:
+        gates: the share of the layers whose gates leave, spread evenly.
+        ups: the share of the layers whose other projections leave.
+        plain: how many of the last layers are no regions: backward begins with them.
+        kept: what stays of the second half.
+    """
+    way = recomputed(stack, options)
+    first = spillway.Recompute(save=NORM_STATISTIC, offload=("inputs", spillway.saved_by("attention")))
+    second: dict[Any, spillway.Recompute] = {}
+    for place, layer in enumerate(stack.layers[: len(stack.layers) - plain]):
+        leaves = [
+            name for name, share in (("*gate", gates), ("*up", ups)) if int((place + 1) * share) > int(place * share)
+        ]
+        second[layer] = spillway.Recompute(save=(NORM_STATISTIC, *kept), offload=("inputs", *leaves))
+
+    def call(layer: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return second[layer](layer.feed, first(layer.attend, x, cos, sin)) if layer in second else layer(x, cos, sin)
+
+    stack.call = call
+    return way
+
+
+NORM_STATISTIC = "aten::rsqrt"
+"""Four bytes a token, and with it the norm's mean need not be computed again."""
 
 MIXTURE = ("inputs", spillway.saved_by("attention"), is_residual)
 """What costs much to compute again, by its bytes: the layer's input, roped queries and keys, values, attention."""
@@ -180,6 +224,12 @@ METHODS: dict[str, Callable[[Stack, argparse.Namespace], Way]] = {
     "spillway.recompute(mixture, half of the gates)": mixed,
     "spillway.recompute(mixture, all gates)": partial(recomputed, offload=(*MIXTURE, "*gate")),
     "spillway.recompute(mixture, gate and up kept)": partial(recomputed, save=("*gate", "*up"), offload=MIXTURE),
+    "spillway.recompute(halves, inputs away)": partial(recomputed_halves, offload="inputs"),
+    "spillway.recompute(halves, mixture, half of the gates)": partial(halves, gates=0.5),
+    "spillway.recompute(halves, mixture, gates, last plain)": partial(halves, gates=0.67, plain=1),
+    "spillway.recompute(halves, mixture, all gates, half of the ups)": partial(halves, gates=1.0, ups=0.5),
+    "spillway.recompute(halves, gate and up kept)": partial(halves, kept=("*gate", "*up")),
+    "spillway.recompute(halves, gate and up kept, last plain)": partial(halves, plain=1, kept=("*gate", "*up")),
     "spillway.offload(tier='disk')": partial(offloaded, ratio=1.0, tier="disk"),
 }
 
@@ -391,7 +441,7 @@ def bound(row: Row, plain: Row, rates: tuple[float, float]) -> float | None:
 def line(row: Row, plain: Row, rates: tuple[float, float]) -> str:
     least = bound(row, plain, rates)
     figures = [
-        f"{row.method:46}",
+        f"{row.method:58}",
         f"{row.step_seconds * 1e3:8.1f} ms ({row.step_min * 1e3:.1f} to {row.step_max * 1e3:.1f})",
         f"x{row.step_seconds / plain.step_seconds:5.2f}",
         "bound      " if least is None else f"bound x{row.step_seconds / least:5.3f}",

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -177,7 +177,7 @@ class Likeness(Protocol):
     """What an error says of a tensor."""
 
     @property
-    def shape(self) -> torch.Size: ...
+    def size(self) -> Sequence[int]: ...
 
     @property
     def dtype(self) -> torch.dtype: ...
@@ -186,10 +186,10 @@ class Likeness(Protocol):
     def device(self) -> torch.device: ...
 
 
-def check_version(tracker: torch.Tensor, version: int, like: Likeness | ViewRecipe) -> None:
+def check_version(tracker: torch.Tensor, version: int, like: Likeness | torch.Tensor) -> None:
     """Autograd's own check, in autograd's own words. See NOTE [ The check that hooks switch off ]."""
     if tracker._version != version:
-        size = like.size if isinstance(like, ViewRecipe) else like.shape
+        size = like.shape if isinstance(like, torch.Tensor) else like.size
         raise InplaceError(
             f"one of the variables needed for gradient computation has been modified by an inplace operation: "
             f"[{type_name(like.dtype, like.device)} {list(size)}] is at version {tracker._version}; expected version "

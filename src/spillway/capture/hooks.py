@@ -177,13 +177,17 @@ class Pass:
         return self._pack_in_order(tensor)
 
     def _pack_in_order(self, tensor: torch.Tensor) -> Handle:
+        self.advance()
+        return self._pack(tensor)
+
+    def advance(self) -> None:
+        """Autograd saves something: what waits leaves, if the operators that saved it have run."""
         node = _next_node()
         if node > self._waiting_node:
             self._waiting_node = node
             # All that waits has been written. Small tensors wait for company.
             if self._waiting and self._waiting_bytes >= self._waiting[-1][1].mover.batch:
                 self._send()
-        return self._pack(tensor)
 
     def save(self, tensor: torch.Tensor, decision: Decision) -> Handle:
         """A handle of a tensor about which was decided already. See NOTE [ Inside a backward ]."""

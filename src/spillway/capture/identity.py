@@ -237,7 +237,7 @@ class ViewRecipe(NamedTuple):
     def of(cls, tensor: torch.Tensor) -> ViewRecipe:
         dtype = tensor.dtype
         # By the tuple's own constructor: a named tuple's is a Python function, three times as slow.
-        return tuple.__new__(
+        recipe = tuple.__new__(
             cls,
             (
                 dtype,
@@ -249,6 +249,9 @@ class ViewRecipe(NamedTuple):
                 tensor.is_neg(),
             ),
         )
+        if len(_recipes) >= _MOST_RECIPES:
+            _recipes.clear()
+        return _recipes.setdefault(recipe, recipe)
 
     def rebuild(self, storage: torch.UntypedStorage, low: int) -> torch.Tensor:
         """The tensor over ``storage``, which lacks the first ``low`` bytes of the original."""
@@ -258,3 +261,8 @@ class ViewRecipe(NamedTuple):
         if self.neg:
             torch._C._set_neg(tensor, True)
         return tensor
+
+
+# Like tensors have one recipe: of many small objects, Python's collector would have to look at each.
+_recipes: dict[ViewRecipe, ViewRecipe] = {}
+_MOST_RECIPES = 4096

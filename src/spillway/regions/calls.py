@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
 from spillway.records import Decision
 from spillway.regions.schema import Facts, Key
+from spillway.regions.tensors import are_numbers, is_strided
 from spillway.runtime.bytes import Bytes
 
 
@@ -34,7 +36,7 @@ class Call:
         "writes",
     )
 
-    def __init__(self, func: Any, facts: Facts, reads: tuple[int, ...], constants: list[Any]) -> None:
+    def __init__(self, func: Any, facts: Facts, reads: tuple[int, ...], constants: tuple[Any, ...]) -> None:
         self.func = func
         self.constants = constants
         """The arguments that are no tensors."""
@@ -51,7 +53,7 @@ class Call:
         """Whether an output shares memory with an argument that is not written, by its schema or as it turned out."""
         self.single = True
         """Whether it gave one thing, and not a sequence."""
-        self.forms: list[Any] = []
+        self.forms: tuple[Any, ...] = ()
         """If plain, for each output: a :class:`Form`, an :class:`Argument`, or the thing itself."""
         self.decision = Decision.RECOMPUTE
         self.must = False
@@ -80,6 +82,23 @@ class Call:
         """Whether it computes nothing."""
         return self.aliases and not self.writes and not self.makes
 
+    def shared(self) -> Call:
+        """One that says the same, for all regions to have, if nothing in this one is its own region's."""
+        if self.is_given or self.before is not None or self.given is not None or not are_numbers(self.constants):
+            return self
+        # By its words, since 0.0 equals -0.0, and 1 equals True. The operator is held by what is shared.
+        key = (
+            *(id(self.func), repr(self.constants), self.reads, self.writes, self.makes, self.forms),
+            *(self.depends, self.plain, self.aliases, self.single),
+        )
+        if len(_shared) >= _MOST_SHARED:
+            _shared.clear()
+        return _shared.setdefault(key, self)
+
+
+_shared: dict[tuple[Any, ...], Call] = {}
+_MOST_SHARED = 1 << 14
+
 
 class Form(NamedTuple):
     """What a new tensor looked like."""
@@ -92,7 +111,11 @@ class Form(NamedTuple):
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Form:
         """The tensor's; like tensors have the same one, since every region holds those of all its operators."""
-        form = cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+        if is_strided(tensor):
+            form = cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+        else:
+            # A jagged tensor's shape is no numbers.
+            form = cls(torch.Size() if tensor.is_nested else tensor.shape, (), tensor.dtype, tensor.device)
         if len(_forms) >= _MOST_FORMS:
             _forms.clear()
         return _forms.setdefault(form, form)
@@ -112,10 +135,8 @@ _forms: dict[Form, Form] = {}
 _MOST_FORMS = 4096
 
 
+@dataclass(frozen=True, slots=True)
 class Argument:
     """An output that is one of the arguments."""
 
-    __slots__ = ("key",)
-
-    def __init__(self, key: Key) -> None:
-        self.key = key
+    key: Key

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import GraphExecGroup
 
 from spillway.capture.handles import Handle, check_version
 from spillway.capture.identity import version_owner
+from spillway.regions.calls import Form
 from spillway.regions.tensors import is_strided
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
@@ -21,7 +22,7 @@ _graph_task: Callable[[], int] = torch._C._current_graph_task_id
 class ComputedHandle:
     """Stands for a tensor that is computed again when it is asked for."""
 
-    __slots__ = ("_asked", "_holder", "_hook", "_owner", "_tracker", "_version", "device", "dtype", "given", "shape")
+    __slots__ = ("_asked", "_form", "_holder", "_hook", "_owner", "_tracker", "_version", "given")
 
     def __init__(self, tensor: torch.Tensor, hooks: Hooks, nothing: torch.Tensor) -> None:
         pack, hook = hooks
@@ -36,8 +37,7 @@ class ComputedHandle:
         else:
             # As for the parts of a wrapper: see PartsHandle.
             self._owner = weakref.ref(version_owner(tensor))
-        self.shape = torch.Size() if tensor.is_nested else tensor.shape
-        self.dtype, self.device = tensor.dtype, tensor.device
+        self._form = Form.of(tensor)
         self._asked = -1
         self.given: Handle | None = None
         """What stands for it instead, if it was kept or offloaded after all."""
@@ -45,7 +45,7 @@ class ComputedHandle:
     def unpack(self) -> torch.Tensor:
         owner = self._tracker if self._owner is None else self._owner()
         if owner is not None:
-            check_version(owner, self._version, self)
+            check_version(owner, self._version, self._form)
         if self.given is not None:
             given: torch.Tensor = self.given.unpack()
             return given

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from spillway.regions.calls import Form
 from spillway.regions.tensors import aliases_of, is_strided
 from spillway.runtime.bytes import Bytes
 
@@ -17,12 +18,12 @@ _SMALL = 64
 class Outside:
     """Bytes that the region did not make."""
 
-    __slots__ = ("_storage", "before", "content", "has_gradient", "held", "is_input", "shape", "tensor", "version")
+    __slots__ = ("_storage", "before", "content", "form", "has_gradient", "held", "is_input", "tensor", "version")
 
     def __init__(self, tensor: torch.Tensor, *, is_input: bool, holds: bool) -> None:
         self.tensor: Callable[[], torch.Tensor | None] = weakref.ref(tensor)
         self.version = _version(tensor)
-        self.shape = torch.Size() if tensor.is_nested else tensor.shape
+        self.form = Form.of(tensor)
         self.is_input = is_input
         """Whether it is made anew for each run: an input, or a cast."""
         self.has_gradient = tensor.requires_grad

@@ -40,7 +40,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from spillway.capture.handles import Handle, KeptHandle, unpack
-from spillway.capture.hooks import Pass
+from spillway.capture.hooks import Pass, in_backward
 from spillway.capture.identity import is_parameter
 from spillway.operators import Choices
 from spillway.records import Decision
@@ -51,7 +51,7 @@ from spillway.regions.proofs import Proofs, fingerprint
 from spillway.regions.recording import Recording
 from spillway.regions.replay import Act, acts_of
 from spillway.regions.rerun import Rerun
-from spillway.regions.tensors import aliases_of, tensors_in
+from spillway.regions.tensors import PLAIN, aliases_of, tensors_in
 from spillway.regions.trace import Trace
 
 _next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
@@ -184,7 +184,7 @@ class Region:
     # Hooks of the first run.
 
     def _pack(self, tensor: torch.Tensor) -> Any:
-        if type(tensor) is not torch.Tensor:
+        if type(tensor) not in PLAIN:
             # A wrapper's own code may have to run.
             with _disable_current_modes():
                 return self._pack_here(tensor)
@@ -192,6 +192,8 @@ class Region:
             return self._pack_here(tensor)
 
     def _pack_here(self, tensor: torch.Tensor) -> Any:
+        if not in_backward():
+            self._passage.advance()
         if is_parameter(tensor):
             self._packs.add(NOT_WANTED)
             return KeptHandle(tensor)
@@ -315,6 +317,7 @@ class Region:
                     call.given = [self._give(call, *each) for each in zip(call.makes, held or (), strict=True)]
             self._passage.flush()
         self._rerun.acts = acts
+        trace.share()
 
     def _find_unknown(self) -> None:
         """Of what was saved before any operator had it: whether it comes from outside, or was made unseen."""

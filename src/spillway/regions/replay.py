@@ -176,7 +176,7 @@ class Replay(TorchDispatchMode):
         self._name(call, output)
         return output
 
-    def _next(self, func: Any, tensors: list[torch.Tensor], constants: list[Any]) -> Call:
+    def _next(self, func: Any, tensors: list[torch.Tensor], constants: tuple[Any, ...]) -> Call:
         """The call of the first run that this one is."""
         trace = self._trace
         if self.differs is None:
@@ -305,7 +305,7 @@ class Replay(TorchDispatchMode):
                 self._values.name(part, value)
 
 
-def _same(a: list[Any], b: list[Any]) -> bool:
+def _same(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
     # Not a number is not equal to itself.
     return a == b or repr(a) == repr(b)
 

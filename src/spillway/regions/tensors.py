@@ -50,30 +50,41 @@ def tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
     return found
 
 
-def split(args: Iterable[Any], kwargs: dict[str, Any]) -> tuple[list[torch.Tensor], list[Any]]:
+def split(args: Iterable[Any], kwargs: dict[str, Any]) -> tuple[list[torch.Tensor], tuple[Any, ...]]:
     """The plain tensors among the arguments of a call, and the others, to be compared with another run's."""
     tensors: list[torch.Tensor] = []
     constants: list[Any] = []
-    for value in args:
+    _split(args, tensors, constants)
+    if kwargs:
+        constants.append(tuple(kwargs))
+        _split(kwargs.values(), tensors, constants)
+    return tensors, tuple(constants)
+
+
+def _split(values: Iterable[Any], tensors: list[torch.Tensor], constants: list[Any]) -> None:
+    for value in values:
         kind = type(value)
         if kind in PLAIN:
             tensors.append(value)
         elif kind in _NUMBERS:
             constants.append(value)
         elif isinstance(value, (list, tuple)):
-            inner, others = split(value, {})
-            tensors += inner
-            constants.append(others)
+            others: list[Any] = []
+            _split(value, tensors, others)
+            constants.append(tuple(others))
         elif isinstance(value, torch.Tensor):
             tensors += storage_parts(value) if is_wrapper(value) else (value,)
         elif not isinstance(value, torch.Generator):
             constants.append(value)
-    if kwargs:
-        constants.append(list(kwargs))
-        inner, others = split(kwargs.values(), {})
-        tensors += inner
-        constants += others
-    return tensors, constants
+
+
+def are_numbers(constants: tuple[Any, ...]) -> bool:
+    """Whether there is nothing among them but numbers, words and types."""
+    for value in constants:
+        kind = type(value)
+        if kind not in _NUMBERS and not (kind is tuple and are_numbers(value)):
+            return False
+    return True
 
 
 def aliases_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:

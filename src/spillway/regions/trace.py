@@ -167,6 +167,15 @@ class Trace:
                 self.outside[value].before = None
         self.writes_outside = any(outside.before is not None for outside in self.outside.values())
 
+    def share(self) -> None:
+        """Have what is said of operators in common with other regions: of many small objects, Python's collector would
+        have to look at each.
+        """
+        for place, call in enumerate(self.calls):
+            shared = self.calls[place] = call.shared()
+            for value in call.makes:
+                self.makers[value] = shared
+
     def _refuse_wrapper(self, tensor: torch.Tensor) -> None:
         """Of what is made of several tensors, no copy can stand for the original."""
         if any(self.value(part) in self.outside for part in tensors_in((tensor,))):
@@ -202,7 +211,7 @@ class Trace:
                 return []
             self.count += 1
             call.plain = True
-            call.forms = [Form.of(output)]
+            call.forms = (Form.of(output),)
             call.makes = (value,)
             self.makers[value] = call
             return [output]
@@ -235,7 +244,7 @@ class Trace:
             forms.append(Form.of(value) if plain else None)
         call.plain = plain
         if plain:
-            call.forms = forms
+            call.forms = tuple(forms)
         call.makes = tuple(made)
         for value in made:
             self.makers[value] = call

@@ -43,6 +43,10 @@ class Departures:
         while self._leaving and self.nbytes + nbytes > window:
             self._settle()
 
+    def follow(self) -> None:
+        """Copies that are queued from now on start after all that compute was given to do by now."""
+        self._compute.go_before(self._out)
+
     def hold(self, entries: Sequence[Entry], tier: Tier) -> None:
         """Entries that are only copied if the window wants their room."""
         for entry in entries:
@@ -51,7 +55,7 @@ class Departures:
 
     @labelled("leave")
     def start(self, entries: Sequence[Entry], tier: Tier) -> None:
-        """Queue the copies out. Those that the tier has no room for stay RESIDENT."""
+        """Queue the copies out, after :meth:`follow`. Those that the tier has no room for stay RESIDENT."""
         started = self._store(entries, tier)
         for entry in started:
             self._join(entry)
@@ -97,7 +101,6 @@ class Departures:
             for entry in entries:
                 self._reserve(entry, tier, stored, slots, sources)
             if stored:
-                self._compute.go_before(self._out)
                 copied = tier.store(slots, sources)
         finally:
             if copied is None:
@@ -139,6 +142,7 @@ class Departures:
         if held:
             # It was held back in the hope that backward comes first.
             assert entry.tier is not None
+            self.follow()
             if not self._store((entry,), entry.tier):
                 return
         try:

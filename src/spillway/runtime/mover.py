@@ -122,9 +122,12 @@ class Mover:
                 self._compute.now()
                 self._discount_all()
                 window = self.window if window is None else window
-                move = self._departures.hold if hold else self._departures.start
+                departures = self._departures
+                move = departures.hold if hold else departures.start
+                if not hold:
+                    departures.follow()
                 for together in self._batches(entries, min(self.batch, batch_bytes(window))):
-                    self._departures.make_room(sum([entry.nbytes for entry in together]), window)
+                    departures.make_room(sum([entry.nbytes for entry in together]), window)
                     move(together, tier)
         finally:
             self.read_notes()
