@@ -179,10 +179,10 @@ class Rerun:
             # Compiled code makes its buffers anew, and may have used one for several things.
             if value in read and value not in trace.targets and tensor is not None and outside.changed():
                 raise RecomputeError(
-                    f"got a tensor of shape {list(outside.form.size)} and dtype {tensor.dtype} that was written in place "
-                    f"(version {tensor._version}, expected {outside.version}) after a recomputed region had read it, "
-                    f"expected it unchanged until backward; write a copy, or save or offload what the region computes "
-                    f"from it"
+                    f"got a tensor of shape {list(outside.form.size)} and dtype {tensor.dtype} that was written in "
+                    f"place (version {tensor._version}, expected {outside.version}) after a recomputed region had read "
+                    f"it, expected it unchanged until backward; write a copy, or save or offload what the region "
+                    f"computes from it"
                 )
 
 

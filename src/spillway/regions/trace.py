@@ -168,8 +168,9 @@ class Trace:
         self.writes_outside = any(outside.before is not None for outside in self.outside.values())
 
     def share(self) -> None:
-        """Have what is said of operators in common with other regions: of many small objects, Python's collector would
-        have to look at each.
+        """Have what is said of operators in common with other regions.
+
+        They are many small objects, and Python's collector would have to look at each of them.
         """
         for place, call in enumerate(self.calls):
             shared = self.calls[place] = call.shared()
