@@ -227,7 +227,7 @@ METHODS: dict[str, Callable[[Stack, argparse.Namespace], Way]] = {
     "spillway.recompute(halves, inputs away)": partial(recomputed_halves, offload="inputs"),
     "spillway.recompute(halves, mixture, half of the gates)": partial(halves, gates=0.5),
     "spillway.recompute(halves, mixture, gates, last plain)": partial(halves, gates=0.67, plain=1),
-    "spillway.recompute(halves, mixture, all gates, half of the ups)": partial(halves, gates=1.0, ups=0.5),
+    "spillway.recompute(halves, mixture, all gates, some ups)": partial(halves, gates=1.0, ups=0.25),
     "spillway.recompute(halves, gate and up kept)": partial(halves, kept=("*gate", "*up")),
     "spillway.recompute(halves, gate and up kept, last plain)": partial(halves, plain=1, kept=("*gate", "*up")),
     "spillway.offload(tier='disk')": partial(offloaded, ratio=1.0, tier="disk"),
