@@ -13,9 +13,9 @@ SOURCE = Path(__file__).parent.parent / "src"
 PACKAGE = SOURCE / "spillway"
 
 WORDS = {"errors", "units", "records", "events"}
-PURE = {"policies", "operators", "blocks", "planning", "report"}
+PURE = {"policies", "operators", "blocks", "groups", "planning", "report"}
 ENGINE = WORDS | PURE | {"runtime", "capture", "regions"}
-SERVICES = ENGINE | {"session", "offloading", "recomputing", "attaching", "profiling", "testing"}
+SERVICES = ENGINE | {"session", "offloading", "grouping", "recomputing", "attaching", "profiling", "testing"}
 LIBRARY = SERVICES | {"optim", "accumulate"}
 
 # Which rooms a room may import, beside itself. A room is a file or a folder right under src/spillway.
@@ -28,16 +28,18 @@ ALLOWED: dict[str, set[str]] = {
     "policies": WORDS,
     "operators": WORDS,
     "blocks": WORDS,
+    "groups": WORDS,
     "planning": WORDS,
     "report": WORDS | {"planning"},
     "runtime": WORDS,
-    "capture": WORDS | {"policies", "runtime"},
+    "capture": WORDS | {"policies", "groups", "runtime"},
     "regions": WORDS | {"operators", "runtime", "capture"},
     "testing": WORDS | {"runtime"},
     "session": ENGINE,
     "offloading": ENGINE | {"session"},
+    "grouping": ENGINE | {"session", "offloading"},
     "recomputing": ENGINE | {"session"},
-    "attaching": ENGINE | {"session", "offloading", "recomputing"},
+    "attaching": ENGINE | {"session", "offloading", "grouping", "recomputing"},
     "profiling": ENGINE | {"session", "offloading"},
     "optim": SERVICES - {"testing"},
     "accumulate": SERVICES - {"testing"},

@@ -29,10 +29,12 @@ from spillway.errors import (
     UsageError,
 )
 from spillway.events import Event, EventKind, EventList
+from spillway.grouping import group
+from spillway.groups import Groups
 from spillway.offloading import keep, keep_tensor, offload, offload_tensor
 from spillway.operators import OperatorCall, saved_by
 from spillway.recomputing import Recompute, recompute
-from spillway.records import Decision, SavedTensor, SavedTensorReport, StepStats
+from spillway.records import Decision, GroupStats, SavedTensor, SavedTensorReport, StepStats
 from spillway.session import Session
 
 __version__ = "0.1.0.dev0"
@@ -45,6 +47,8 @@ __all__ = [
     "Event",
     "EventKind",
     "EventList",
+    "GroupStats",
+    "Groups",
     "InplaceError",
     "OperatorCall",
     "PolicyError",
@@ -66,6 +70,7 @@ __all__ = [
     "UsageError",
     "__version__",
     "attach",
+    "group",
     "keep",
     "keep_tensor",
     "offload",

@@ -21,6 +21,7 @@ from spillway.capture.handles import pack_kept, unpack
 from spillway.capture.hooks import Pass, in_backward, refuse_transforms
 from spillway.capture.location import Locator
 from spillway.errors import UsageError
+from spillway.groups import Groups
 from spillway.policies import Policy, Ratio, check_tier, wants_modules, wants_operators
 from spillway.records import StepStats
 from spillway.regions.rerun import in_rerun
@@ -30,12 +31,18 @@ from spillway.units import parse_bytes, parse_share
 
 
 class _ActivePasses(threading.local):
-    """How many ``offload`` contexts the thread is inside of."""
+    """The ``offload`` contexts that the thread is inside of, the innermost last; ``None`` for one that stands aside."""
 
-    depth = 0
+    def __init__(self) -> None:
+        self.passes: list[tuple[Session, Pass] | None] = []
 
 
 _active = _ActivePasses()
+
+
+def innermost_pass() -> tuple[Session, Pass] | None:
+    """The pass of the innermost ``offload`` context that the calling thread is inside of, with its session."""
+    return _active.passes[-1] if _active.passes else None
 
 
 class offload(ContextDecorator):  # noqa: N801  (a verb: people write ``with spillway.offload():``)
@@ -61,6 +68,8 @@ class offload(ContextDecorator):  # noqa: N801  (a verb: people write ``with spi
             of that.
         policy: decides instead of ``ratio``, about tensors of at least ``min_bytes``: any callable from
             :class:`~spillway.SavedTensor` to :class:`~spillway.Decision`. :mod:`spillway.policies` has some.
+        groups: rules about groups (:class:`~spillway.group`): only what is saved inside of one leaves, and of groups
+            those that the rules name. A ratio or a policy is asked, too.
         on_backward: called without arguments when backward first asks for something of a pass that was to leave (of
             each device, if there are several), in the thread that asks; what it raises is raised there.
         session: ``None``: the default one.
@@ -87,9 +96,12 @@ class offload(ContextDecorator):  # noqa: N801  (a verb: people write ``with spi
         tier: str = "auto",
         window: int | str | None = None,
         policy: Policy | None = None,
+        groups: Groups | None = None,
         on_backward: Callable[[], object] | None = None,
         session: Session | None = None,
     ) -> None:
+        if groups is not None and not isinstance(groups, Groups):
+            raise UsageError(f"groups: got {groups!r}, expected a spillway.Groups or None")
         if policy is not None and ratio is not None:
             raise UsageError(f"got both ratio={ratio!r} and a policy, expected one of them; a policy can contain Ratio")
         if policy is not None and not callable(policy):
@@ -98,7 +110,7 @@ class offload(ContextDecorator):  # noqa: N801  (a verb: people write ``with spi
             raise UsageError(f"on_backward: got {on_backward!r}, expected a callable without arguments")
         if tag is not None and not isinstance(tag, str):
             raise UsageError(f"tag: got {tag!r}, expected a string or None")
-        self._told_nothing = (ratio, min_bytes, window, policy, tier) == (None, None, None, None, "auto")
+        self._told_nothing = (ratio, min_bytes, window, policy, groups, tier) == (*[None] * 5, "auto")
         # Everything is the usual case, and needs nobody asked.
         self._policy = Ratio(ratio) if ratio is not None else policy
         if ratio == 1:
@@ -109,6 +121,7 @@ class offload(ContextDecorator):  # noqa: N801  (a verb: people write ``with spi
         self._tag = tag
         self._tier = check_tier(tier)
         self._window = None if window is None else parse_share(window, what="window")
+        self._groups = groups
         self._on_backward = on_backward
         self._session = session
         self._local = threading.local()
@@ -124,7 +137,7 @@ class offload(ContextDecorator):  # noqa: N801  (a verb: people write ``with spi
                     # Somebody around counts what is saved (a checkpoint does): as much as before, and as in a re-run.
                     stack.enter_context(_hooks(pack_kept))
                 self._passes().append((stack.pop_all(), session, _Aside(memory.gain.why_none)))
-            _active.depth += 1
+            _active.passes.append(None)
             return self
         with ExitStack() as stack:
             modules, operators = wants_modules(self._policy), wants_operators(self._policy)
@@ -141,17 +154,18 @@ class offload(ContextDecorator):  # noqa: N801  (a verb: people write ``with spi
                 locator=locator,
                 told_nothing=self._told_nothing,
                 on_backward=self._on_backward,
+                groups=self._groups,
             )
             stack.enter_context(_hooks(pack_kept if in_backward() or in_rerun() else current.pack))
             self._passes().append((stack.pop_all(), session, current))
             session.passes.enter(current)
-        _active.depth += 1
+        _active.passes.append((session, current))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _active.depth -= 1
+        _active.passes.pop()
         hooks, session, current = self._passes().pop()
         if isinstance(current, Pass):
             session.passes.leave()
@@ -252,7 +266,7 @@ def offload_tensor(tensor: torch.Tensor, *, session: Session | None = None) -> t
         ...     hidden = spillway.offload_tensor(first(batch))
         ...     loss = second(hidden)
     """
-    if _active.depth == 0 and torch.is_grad_enabled():
+    if not _active.passes and torch.is_grad_enabled():
         raise UsageError(
             "offload_tensor: got a call outside of any spillway.offload context, expected one around the code that "
             "saves the tensor, since nothing else sees what is saved; write `with "

@@ -53,6 +53,8 @@ class SavedTensor(NamedTuple):
     """Name of the torch function that saved it, if the policy asked for operators (else ``None``)."""
     part_of: type[torch.Tensor] | None = None
     """The wrapper subclass (``DTensor``, a quantised one) that it is a part of; ``None`` for a plain tensor."""
+    group: str | None = None
+    """Name of the group that it is saved in, if in one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,26 @@ class SavedTensorReport:
     """Whether Spillway would move it."""
     reason: str
     """Why, or why not."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupStats:
+    """Bytes and seconds of the groups of one name in a finished pass. As in :class:`StepStats`, and counted there."""
+
+    name: str
+    """Of the groups."""
+    saved_bytes: int = 0
+    """Distinct bytes that autograd saved in them first."""
+    kept_bytes: int = 0
+    """Of these, what stayed."""
+    offloaded_bytes: int = 0
+    """Of these, what left."""
+    reloaded_bytes: int = 0
+    """What came back."""
+    reused_bytes: int = 0
+    """What had not left yet when backward asked for it."""
+    stall_seconds: float = 0.0
+    """Time that compute waited for them, out and back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,3 +130,5 @@ class StepStats:
     since the peak was last reset."""
     notes: tuple[str, ...] = ()
     """What was done otherwise than asked, and why: a tier that was full, a device where nothing is to be gained."""
+    groups: tuple[GroupStats, ...] = ()
+    """What was saved in groups, by their names, in the order in which they came."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Hashable
+from collections import deque
+from collections.abc import Callable, Hashable
 from typing import ClassVar
 
 import torch
@@ -19,7 +20,7 @@ from spillway.capture.order import Memory
 from spillway.capture.passes import Passes
 from spillway.errors import SessionError, UsageError
 from spillway.events import Recorder
-from spillway.records import StepStats
+from spillway.records import GroupStats, StepStats
 from spillway.regions.outputs import DroppedOutputs
 from spillway.regions.proofs import Proofs
 from spillway.runtime.device import DeviceRuntime, MakeBackend, backend_for
@@ -87,6 +88,9 @@ class Session:
         self.marks = Marks()
         self.outputs = DroppedOutputs()
         self.passes = Passes()
+        self.enabled = True
+        """Whether anything may leave. What has left comes back all the same. Set it as you like, for all passes."""
+        self._delayed: deque[Callable[[], None]] = deque()
         self._proofs: dict[Hashable, Proofs] = {}
         self._window = None if window is None else parse_bytes(window, what="window")
         self._host_budget = _host_budget() if host_budget is None else parse_bytes(host_budget, what="host_budget")
@@ -185,6 +189,19 @@ class Session:
 
     def stats_of(self, ledger: Ledger) -> StepStats:
         """What a ledger says, and what the session has reserved by now."""
+        groups = tuple(
+            GroupStats(
+                name,
+                saved_bytes=part.saved_bytes,
+                kept_bytes=part.kept_bytes,
+                offloaded_bytes=part.offloaded_bytes,
+                reloaded_bytes=part.reloaded_bytes,
+                reused_bytes=part.reused_bytes,
+                stall_seconds=part.out.seconds() + part.back.seconds(),
+            )
+            for name, part in ledger.groups.items()
+        )
+        ledger = ledger.total()
         out, back = ledger.out.seconds(), ledger.back.seconds()
         return StepStats(
             saved_bytes=ledger.saved_bytes,
@@ -200,7 +217,21 @@ class Session:
             back_stall_seconds=back,
             peak_bytes=self.peak_bytes,
             notes=tuple(ledger.notes),
+            groups=groups,
         )
+
+    def delay(self, send: Callable[[], None]) -> None:
+        """Call this when groups are flushed."""
+        self._delayed.append(send)
+
+    def flush_groups(self) -> None:
+        """The groups that were delayed leave now, the oldest first."""
+        while self._delayed:
+            self._delayed.popleft()()
+
+    def forget_groups(self) -> None:
+        """The groups that were delayed stay where they are."""
+        self._delayed.clear()
 
     def synchronize(self) -> None:
         """Wait until every write that is under way has ended; raises what went wrong in one."""

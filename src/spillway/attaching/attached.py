@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from types import TracebackType
 from typing import Any
@@ -22,8 +22,9 @@ from spillway.attaching.refusals import (
 )
 from spillway.blocks import Blocks, Named, above, find_blocks, walk
 from spillway.errors import UsageError
+from spillway.groups import Groups
 from spillway.offloading import offload
-from spillway.policies import Keep, Policy
+from spillway.policies import Keep, Offload, Policy
 from spillway.recomputing import Recompute
 from spillway.records import StepStats
 from spillway.session import Session
@@ -34,6 +35,7 @@ def attach(
     *,
     policy: Recompute | Policy | None = None,
     blocks: Blocks | None = None,
+    groups: Groups | Mapping[str, str | Sequence[str]] | None = None,
     every: int = 1,
     first: int | None = None,
     keep_last: int = 0,
@@ -63,6 +65,10 @@ def attach(
             of such. Of what a class or a pattern matches, only the outermost modules are taken: ``"layers.*"`` takes
             ``layers.0``, and not ``layers.0.mlp``. A predicate is taken at its word, and a list may name blocks within
             blocks. ``None``: those that the model repeats.
+        groups: names of groups, each with a pattern of dotted module names, or several; or a
+            :class:`~spillway.Groups`, with rules. What a module that matches saves is a group
+            (:class:`~spillway.group`), and only groups leave, and what regions offload; there are regions only if
+            ``policy`` is a :class:`~spillway.Recompute`.
         every: recompute each so many-th block only: the first, and so on.
         first: recompute only so many of the first blocks. ``None``: all.
         keep_last: leave out so many of the last blocks, which backward wants first: what they save stays on the device.
@@ -90,8 +96,11 @@ def attach(
     modules = [Named("", model), *walk(model)]
     refuse_attached(modules)
     refuse_copies(modules)
-    how = Recompute() if policy is None else policy
-    calls: Sequence[ModuleCall]
+    rules = Groups(groups) if isinstance(groups, Mapping) else groups
+    if rules is not None and not isinstance(rules, Groups):
+        raise UsageError(f"groups: got {groups!r}, expected a mapping from names to patterns, or a spillway.Groups")
+    how = policy if policy is not None else Recompute() if rules is None else Offload()
+    calls: list[ModuleCall]
     if isinstance(how, Recompute):
         refuse_checkpointing(modules)
         found = find_blocks(model, blocks)
@@ -102,13 +111,16 @@ def attach(
         _check_policy(how, blocks, every=every, first=first, keep_last=keep_last)
         taken = find_blocks(model, blocks)[-keep_last:] if keep_last else []
         calls = [KeptCall(each) for each in taken]
+    if rules is not None:
+        taken = [*taken, *_group(model, calls, rules)]
     around = above(model, taken)
     for each in (Named("", model), *taken):
         refuse_class(each)
     refuse_compiled(around)
     context = offload(
-        # What regions do not take is kept; their inputs, and what they offload, have their order here.
-        policy=Keep() if isinstance(how, Recompute) else how,
+        # What regions do not take is kept, or leaves in groups; what they offload has its order here.
+        policy=(Keep() if rules is None else None) if isinstance(how, Recompute) else how,
+        groups=rules,
         min_bytes=min_bytes,
         tag=f"attached {type(model).__name__}",
         session=session,
@@ -140,6 +152,23 @@ def _check_policy(policy: Policy, blocks: Blocks | None, *, every: int, first: i
             f"recomputes nothing, expected at most keep_last and the blocks that it counts; to recompute, give a "
             f"spillway.Recompute(offload=...)"
         )
+
+
+def _group(model: Module, calls: list[ModuleCall], groups: Groups) -> list[Named]:
+    """Give the modules that are groups their names; those that nothing else takes are added to the calls, and given."""
+    known = {call.name: call for call in calls}
+    added: list[Named] = []
+    for name, patterns in groups.patterns.items():
+        for each in find_blocks(model, [patterns] if isinstance(patterns, str) else list(patterns)):
+            call = known.get(each.name)
+            if call is None:
+                call = known[each.name] = ModuleCall(each)
+                calls.append(call)
+                added.append(each)
+            if call.group is not None:
+                raise UsageError(f"groups: got {each.name!r} in {call.group!r} and in {name!r}, expected it in one")
+            call.group = name
+    return added
 
 
 def _take(root: ModelCall, policy: Recompute | Policy) -> Attached:

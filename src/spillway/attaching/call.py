@@ -39,6 +39,7 @@ from torch.nn import Module
 
 from spillway.blocks import Named
 from spillway.errors import UnsupportedError
+from spillway.grouping import group
 
 PLACE = "_compiled_call_impl"
 
@@ -58,6 +59,8 @@ class ModuleCall:
         """What was there."""
         self._had_place = PLACE in named.module.__dict__
         self.removed = False
+        self.group: str | None = None
+        """Name of the group that it is."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._called(sys._getframe(1))
@@ -74,7 +77,10 @@ class ModuleCall:
             )
         if _is_traced():
             return self.plain(module, args, kwargs)
-        return self.run(module, args, kwargs)
+        if self.group is None:
+            return self.run(module, args, kwargs)
+        with group(self.group):
+            return self.run(module, args, kwargs)
 
     def named(self, module: Module) -> Named:
         """The module, for messages."""
@@ -82,7 +88,7 @@ class ModuleCall:
 
     def run(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The call, in training."""
-        raise NotImplementedError
+        return self.plain(module, args, kwargs)
 
     def plain(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The call as it was."""

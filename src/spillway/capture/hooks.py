@@ -17,13 +17,12 @@ and would hand back another tensor if some were missing.
 
 from __future__ import annotations
 
-import itertools
-import operator
 from collections.abc import Callable
 from typing import Protocol
 
 import torch
 
+from spillway.capture.groups import Group, PassGroups
 from spillway.capture.handles import AwayHandle, Handle, KeptHandle, ObjectHandle, PartsHandle
 from spillway.capture.identity import (
     Identity,
@@ -38,7 +37,9 @@ from spillway.capture.identity import (
 )
 from spillway.capture.location import Locator
 from spillway.capture.order import Course, Memory
+from spillway.capture.waiting import Waiting
 from spillway.errors import PolicyError, UnsupportedError
+from spillway.groups import Groups
 from spillway.policies import Policy
 from spillway.records import Decision, SavedTensor
 from spillway.runtime.device import DeviceRuntime
@@ -88,6 +89,7 @@ class Owner(Protocol):
 
     identity: Identity
     marks: Marks
+    enabled: bool
 
     @property
     def outputs(self) -> Outputs: ...
@@ -109,6 +111,7 @@ class Pass:
         locator: knows module and operator, if the policy wants them.
         told_nothing: whether it may be found that there is nothing to be gained.
         on_backward: called when backward asks for the first of what was to leave, on each device.
+        groups: rules about groups, outside of which nothing leaves then.
     """
 
     def __init__(
@@ -124,6 +127,7 @@ class Pass:
         locator: Locator | None,
         told_nothing: bool = False,
         on_backward: Callable[[], object] | None = None,
+        groups: Groups | None = None,
     ) -> None:
         self._on_backward = on_backward
         self._part_of: type[torch.Tensor] | None = None
@@ -143,8 +147,8 @@ class Pass:
         self._signature: tuple[object, ...] | None = None
         self._total_bytes: int | None = None
         self._devices: dict[torch.device, _Device] = {}
-        self._waiting: list[_Departure] = []
-        self._waiting_bytes = 0
+        self.groups = PassGroups(groups, self.ledger, self._window_on)
+        self._waiting = Waiting(self._window_on)
         self._waiting_node = 0
         self._nothing: dict[torch.device, torch.Tensor] = {}
         self.was_recomputed = False
@@ -186,8 +190,8 @@ class Pass:
         if node > self._waiting_node:
             self._waiting_node = node
             # All that waits has been written. Small tensors wait for company.
-            if self._waiting and self._waiting_bytes >= self._waiting[-1][1].mover.batch:
-                self._send()
+            if self._waiting.is_batch:
+                self._waiting.send()
 
     def save(self, tensor: torch.Tensor, decision: Decision) -> Handle:
         """A handle of a tensor about which was decided already. See NOTE [ Inside a backward ]."""
@@ -220,22 +224,24 @@ class Pass:
         return self.save(tensor, decision)
 
     def flush(self) -> None:
-        """What waits leaves now: every operator that saved some of it has returned."""
-        self._send()
+        """What waits leaves now, but for what its group will send: every operator that saved some has returned."""
+        self._waiting.send()
 
     def end(self, *, completed: bool) -> None:
         """The context exits: what still waits leaves, and if nothing was raised inside, the pass is remembered."""
         if not completed:
             self._waiting.clear()
+            self.groups.abandon()
             return
-        self._send()
+        self._waiting.send()
         if self._signature is not None:
             course = next(iter(self._devices.values())).course
-            course.total_bytes = self.ledger.saved_bytes
+            course.total_bytes = self.ledger.total().saved_bytes
+            course.groups = self.groups.past()
             self._memory.keep(self._signature, course)
             if self._told_nothing:
                 backends = [device.runtime.backend for device in self._devices.values()]
-                self._memory.gain.judge(self.ledger.saved_bytes, backends)
+                self._memory.gain.judge(course.total_bytes, backends)
 
     def _pack(self, tensor: torch.Tensor, decision: Decision | None = None) -> Handle:
         if is_parameter(tensor):
@@ -314,11 +320,12 @@ class Pass:
         if self._signature is None:
             self._begin(tensor, device)
         runtime = device.runtime
-        decision = self._decide(tensor, storage, nbytes, decision)
+        group = self.groups.current
+        decision = self._decide(tensor, storage, nbytes, decision, group)
         tier = self._tier_for(decision, device)
         # Bytes at an address that the allocator would not give cannot be put back as they were.
         moves = tier is not None and storage.data_ptr() % runtime.backend.alignment == 0
-        ledger = self.ledger
+        ledger = self.ledger if group is None else group.ledger
         ledger.saved_bytes += nbytes
         saved = Saved(tensor, storage, start, nbytes, next(runtime.mover.numbers), ledger)
         self._owner.identity.add(storage, saved)
@@ -335,8 +342,8 @@ class Pass:
         course = device.course
         saved.course = course
         saved.place = course.add(saved.reference, nbytes)
-        self._waiting.append((saved, runtime, tier, course.in_tail(saved.place)))
-        self._waiting_bytes += nbytes
+        waiting = self._waiting if group is None else group.waiting
+        waiting.add(saved, runtime, tier, hold=course.in_tail(saved.place))
         return handle
 
     def _tier_for(self, decision: Decision, device: _Device) -> Tier | None:
@@ -361,8 +368,9 @@ class Pass:
         """The first tensor of the pass tells which earlier pass this one is like."""
         self._signature = (tensor.shape, tensor.dtype, tensor.device)
         previous = self._memory.recall(self._signature)
-        if previous is not None and previous.total_bytes:
-            self._total_bytes = previous.total_bytes
+        if previous is not None:
+            self._total_bytes = previous.total_bytes or None
+            self.groups.learn(previous.groups)
         device.course = Course(previous, self._window_on(device.runtime), self._on_backward)
 
     def _window_on(self, runtime: DeviceRuntime) -> int:
@@ -372,10 +380,17 @@ class Pass:
         return int(self._window * runtime.window) if isinstance(self._window, float) else self._window
 
     def _decide(
-        self, tensor: torch.Tensor, storage: torch.UntypedStorage, nbytes: int, decided: Decision | None
+        self,
+        tensor: torch.Tensor,
+        storage: torch.UntypedStorage,
+        nbytes: int,
+        decided: Decision | None,
+        group: Group | None,
     ) -> Decision:
         position = self._count
         self._count += 1
+        if not self._owner.enabled:
+            return _KEEP
         marks = self._owner.marks
         if marks.any:
             marked = marks.get(storage)
@@ -384,9 +399,9 @@ class Pass:
         if nbytes < self._min_bytes:
             return _KEEP
         if decided is not None:
-            return decided
+            return decided if group is None else self._decide_in(group, nbytes, decided)
         if self._policy is None:
-            return _OFFLOAD
+            return self._decide_in(group, nbytes, _OFFLOAD)
         module, function = self._locator.here() if self._locator is not None else (None, None)
         saved = SavedTensor(
             nbytes,
@@ -400,6 +415,7 @@ class Pass:
             module,
             function,
             self._part_of,
+            None if group is None else group.name,
         )
         decision = self._policy(saved)
         if not isinstance(decision, Decision) or decision is Decision.RECOMPUTE:
@@ -408,16 +424,15 @@ class Pass:
                 f"{', '.join(str(member) for member in Decision if member is not Decision.RECOMPUTE)}, and put what is "
                 f"to be computed again into a spillway.recompute"
             )
-        return decision
+        return self._decide_in(group, nbytes, decision)
 
-    def _send(self) -> None:
-        """What waits leaves now. See NOTE [ When a tensor may leave ]."""
-        waiting, self._waiting, self._waiting_bytes = self._waiting, [], 0
-        # Copies are no operators of the user's, whose modes may still be in force.
-        with torch._C._DisableTorchDispatch():
-            for (runtime, tier, hold), departures in itertools.groupby(waiting, key=operator.itemgetter(1, 2, 3)):
-                entries = [departure[0] for departure in departures]
-                runtime.mover.put(entries, tier, window=self._window_on(runtime), hold=hold)
+    def _decide_in(self, group: Group | None, nbytes: int, decision: Decision) -> Decision:
+        """What the rules about groups say of what would leave."""
+        if decision is _KEEP:
+            return decision
+        if group is not None:
+            group.nbytes += nbytes
+        return _KEEP if self.groups.stays(group) else decision
 
 
 class _Device:
@@ -430,8 +445,3 @@ class _Device:
         self.tier = tier
         """Where :attr:`Decision.OFFLOAD` goes."""
         self.course = course
-
-
-# What waits to leave, where it goes through and to, and whether it is to be held back. A plain tuple: it is made for
-# every saved tensor.
-_Departure = tuple[Saved, DeviceRuntime, Tier, bool]

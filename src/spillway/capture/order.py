@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator
 
 from spillway.capture.gain import Gain
+from spillway.groups import PastGroup
 from spillway.runtime.entry import Entry
 
 Signature = Hashable
@@ -45,6 +46,8 @@ class Course:
         self._tail = previous.tail_to_come() if previous is not None else frozenset()
         self.total_bytes = 0
         """Distinct bytes saved, once the pass has ended."""
+        self.groups: list[PastGroup] = []
+        """Its groups, once the pass has ended."""
 
     def add(self, reference: Callable[[], Entry | None], nbytes: int) -> int:
         """The next entry saved, weakly referred to, takes the next place in packing order, which this gives."""

@@ -41,7 +41,14 @@ class Departures:
     def make_room(self, nbytes: int, window: int) -> None:
         """Let go of the oldest until so many more are within the window."""
         while self._leaving and self.nbytes + nbytes > window:
-            self._settle()
+            self._settle(next(iter(self._leaving)))
+
+    @labelled("release")
+    def settle(self, entries: Sequence[Entry]) -> None:
+        """Let go of these, where their copies are under way."""
+        for entry in entries:
+            if entry.state is State.LEAVING and entry.copied is not None:
+                self._settle(entry)
 
     def follow(self) -> None:
         """Copies that are queued from now on start after all that compute was given to do by now."""
@@ -133,9 +140,8 @@ class Departures:
         if self._tell is not None:
             self._tell(EventKind.REFUSE, entry)
 
-    def _settle(self) -> None:
-        """Let go of the oldest."""
-        entry = next(iter(self._leaving))
+    def _settle(self, entry: Entry) -> None:
+        """Let go of an entry."""
         self._leave(entry)
         entry.state = State.RESIDENT
         held = entry.copied is None

@@ -49,6 +49,30 @@ class Ledger:
     out: Stalls = field(default_factory=Stalls)
     back: Stalls = field(default_factory=Stalls)
     notes: list[str] = field(default_factory=list)
+    groups: dict[str, Ledger] = field(default_factory=dict)
+    """Of groups by their names: what is counted there is not counted here."""
+
+    def of_group(self, name: str) -> Ledger:
+        """The ledger of what is saved in groups of a name. Its notes are here."""
+        ledger = self.groups.get(name)
+        if ledger is None:
+            ledger = self.groups[name] = Ledger(notes=self.notes)
+        return ledger
+
+    def total(self) -> Ledger:
+        """This and the groups together."""
+        parts = (self, *self.groups.values())
+        total = Ledger(notes=self.notes)
+        for part in parts:
+            total.saved_bytes += part.saved_bytes
+            total.kept_bytes += part.kept_bytes
+            total.offloaded_bytes += part.offloaded_bytes
+            total.reloaded_bytes += part.reloaded_bytes
+            total.reused_bytes += part.reused_bytes
+            total.recomputed_bytes += part.recomputed_bytes
+            total.out.known_seconds += part.out.seconds()
+            total.back.known_seconds += part.back.seconds()
+        return total
 
     def note(self, text: str) -> None:
         """Say once what was done otherwise than asked."""

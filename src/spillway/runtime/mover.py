@@ -132,6 +132,18 @@ class Mover:
         finally:
             self.read_notes()
 
+    def settle(self, entries: Sequence[Entry]) -> None:
+        """Let go of the entries that are on their way out: compute waits for their copies."""
+        self._check_process()
+        try:
+            with self._lock:
+                self._check_open()
+                self._compute.now()
+                self._discount_all()
+                self._departures.settle(entries)
+        finally:
+            self.read_notes()
+
     def take(
         self, entry: Entry, asked_round: int, order: Order | None = None
     ) -> tuple[torch.UntypedStorage, torch.Tensor | None, int, int]:
