@@ -6,6 +6,9 @@ A world is started once and runs all of its schedules: what costs time is to sta
 from __future__ import annotations
 
 import os
+import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -231,6 +234,23 @@ def test_every_schedule_on_two_ranks_trains_as_without(tmp_path: Path) -> None:
 
 def test_schedules_on_four_ranks_train_as_without(tmp_path: Path) -> None:
     mp.spawn(rank, args=(4, str(tmp_path), four_ranks), nprocs=4)
+
+
+def test_the_example_runs_under_torchrun(tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    done = subprocess.run(
+        [*torchrun, str(root / "examples" / "pipelining.py"), "--micro-batches", "4"],
+        env={**os.environ, "PYTHONPATH": str(root / "src"), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = sorted(done.stdout.splitlines())
+    assert len(lines) == 2 and all(line.endswith("losses and weights are equal") for line in lines), lines
+    first, last = (list(map(int, re.findall(r"(\d+) MiB", line))) for line in lines)
+    assert first[0] == last[0] > first[1] > last[1] > 0
 
 
 @pytest.fixture
