@@ -101,6 +101,27 @@ class Ratio:
 
 
 @dataclass(frozen=True)
+class FirstBytes:
+    """Offload the first tensors of a pass, up to so many bytes; one that does not fit stays.
+
+    Where :class:`Ratio` has to have counted a pass, this is the same from the first one on.
+
+    Args:
+        nbytes: bytes, or a size like ``"256MiB"``.
+    """
+
+    nbytes: int | str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "nbytes", parse_bytes(self.nbytes, what="nbytes"))
+
+    def __call__(self, saved: SavedTensor) -> Decision:
+        assert isinstance(self.nbytes, int)
+        fits = saved.offloaded_bytes + saved.nbytes <= self.nbytes
+        return Decision.OFFLOAD if fits else Decision.KEEP
+
+
+@dataclass(frozen=True)
 class MinBytes:
     """Offload what has at least so many bytes: a copy of fewer costs more than it gives.
 

@@ -1,0 +1,1 @@
+"""Other frameworks' training loops under the engine: ``pipelining`` for ``torch.distributed.pipelining``."""

@@ -1,0 +1,312 @@
+"""Pipeline stages of ``torch.distributed.pipelining`` under Spillway, in one line, whatever the schedule.
+
+A *chunk* is one micro-batch's forward through one stage. Each chunk is a pass of its own: it has a tag of its own, and
+so an order and a tail of its own, since how long a chunk waits for its backward depends on its place in the schedule.
+
+NOTE [ What is put on a stage ]
+
+Every schedule of torch calls ``stage.forward_one_chunk`` and ``stage.backward_weight_one_chunk``. Two attributes of the
+instance stand before those methods until :meth:`OffloadedStages.remove`. Nothing is installed in torch, and the stage's
+module is not touched, unless it is to be recomputed.
+
+NOTE [ A weight's gradient by itself ]
+
+Zero-bubble schedules run a chunk's backward in two halves: gradients of the inputs first, with the graph retained, and
+those of the weights later, by one ``torch.autograd.grad`` for each group of weights. What was offloaded is brought back
+in both halves: slots live as long as the graph. A region runs again in both, and would so for each group of weights in
+the second, if it were not in one ``GraphExecGroup``, within which torch asks a region for all that it saved once.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from dataclasses import fields
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+from torch.nn import Module
+from torch.utils.checkpoint import GraphExecGroup
+
+from spillway.attaching import Attached, attach
+from spillway.blocks import Blocks
+from spillway.errors import UsageError
+from spillway.offloading import offload
+from spillway.policies import FirstBytes, Keep, Policy
+from spillway.recomputing import Recompute
+from spillway.records import StepStats
+from spillway.session import Session
+from spillway.units import parse_bytes
+
+__all__ = ["OffloadedStages", "Stage", "offload_stages"]
+
+_FORWARD, _WEIGHT = "forward_one_chunk", "backward_weight_one_chunk"
+
+_OF_SESSION = {"host_bytes", "disk_bytes", "peak_bytes"}
+"""Of the statistics, what is no chunk's own."""
+
+
+class Stage(Protocol):
+    """What is used of a ``torch.distributed.pipelining.PipelineStage``."""
+
+    submod: Module
+    stage_index: int
+    group_rank: int
+    group_size: int
+    chunks: int | None
+    """How many micro-batches a step has."""
+
+    @property
+    def is_first(self) -> bool: ...
+
+
+def offload_stages(
+    stages: Stage | Sequence[Stage],
+    *,
+    ratio: float | None = None,
+    nbytes: int | str | tuple[int | str, int | str] | None = None,
+    policy: Policy | None = None,
+    min_bytes: int | str | None = None,
+    tier: str = "auto",
+    window: int | str | None = None,
+    recompute: Recompute | None = None,
+    blocks: Blocks | None = None,
+    session: Session | None = None,
+) -> OffloadedStages:
+    """What the chunks of pipeline stages save leaves the device, and is back in time for their backward.
+
+    Say it once, before or after the schedule is made, and train as always: ``schedule.step(...)``. A chunk is one
+    micro-batch's forward through one stage. It goes for every schedule of ``torch.distributed.pipelining``, also with
+    another number of micro-batches later. Losses and gradients are bit for bit those of the same schedule without.
+
+    The loss belongs to no chunk: what it saves stays on the device. Neither do evaluation, nor the forward by which
+    torch finds out shapes before the first step.
+
+    Args:
+        stages: the stages of this rank: one, or several.
+        ratio: the first tensors of a chunk leave, up to this ratio of its bytes, from 0 to 1; the first step offloads
+            all, and counts. ``None``, and no ``nbytes`` or ``policy`` either: all; with ``recompute``, nothing but what
+            that says.
+        nbytes: the first tensors of a chunk leave, up to so many bytes of each chunk: a number, or a size like
+            ``"256MiB"``. A pair is for the first and the last rank of the pipeline, and the ranks between get a share
+            that differs by the same from rank to rank: of most schedules the first rank has the most chunks waiting.
+        policy: decides instead, as in :class:`~spillway.offload`. To each stage its own: call this once for each.
+        min_bytes: leave smaller tensors where they are. Bytes, or a size like ``"4MiB"``. ``None``: 1 MiB.
+        tier: ``"host"``, ``"disk"``, or ``"auto"``: host memory for an accelerator's tensors, disk for the CPU's.
+        window: bytes that may be on their way out at once, or a share of the session's, like ``"40%"``. ``None``: all
+            of that.
+        recompute: make regions of the stage's blocks, with these options (:func:`spillway.attach`). In a zero-bubble
+            schedule a region runs again twice: see ``docs/pipelining.md``.
+        blocks: which modules are blocks, as :func:`spillway.attach` has it. ``None``: those that the stage repeats.
+        session: ``None``: the default one.
+
+    Returns:
+        What undoes it (:meth:`OffloadedStages.remove`), and counts. It need not be kept.
+
+    Raises:
+        UsageError: an argument that cannot be meant; a stage that is offloaded already; blocks that are not found, and
+            whatever else :func:`spillway.attach` refuses.
+
+    Example:
+        >>> stage = PipelineStage(part, rank, ranks, device)  # doctest: +SKIP
+        >>> offloaded = offload_stages(stage, nbytes=("2GiB", 0))  # doctest: +SKIP
+        >>> Schedule1F1B(stage, 8, loss_fn).step(batch)  # doctest: +SKIP
+        >>> offloaded.stats().offloaded_bytes  # doctest: +SKIP
+    """
+    found = _checked(stages)
+    given = [name for name, each in (("ratio", ratio), ("nbytes", nbytes), ("policy", policy)) if each is not None]
+    if len(given) > 1:
+        raise UsageError(f"got {' and '.join(given)}, expected one of them; a policy can contain the others")
+    if recompute is not None and not isinstance(recompute, Recompute):
+        raise UsageError(f"recompute: got {recompute!r}, expected a spillway.Recompute(...) or None")
+    if blocks is not None and recompute is None:
+        raise UsageError(f"blocks: got {blocks!r} without recompute, expected recompute=spillway.Recompute(...), too")
+    if not given and recompute is not None:
+        policy = Keep()
+    elif not given:
+        # Said, and not left open: one chunk saves little beside all those that wait for their backward.
+        ratio = 1.0
+
+    def context(stage: Stage, tag: str) -> offload:
+        decides = policy if nbytes is None else FirstBytes(_share_of(stage, nbytes))
+        return offload(
+            ratio=ratio, tag=tag, min_bytes=min_bytes, tier=tier, window=window, policy=decides, session=session
+        )
+
+    for stage in found:
+        # What cannot be meant is said now, and not in the first step.
+        context(stage, "")
+    calls: list[_StageCalls] = []
+    offloaded = OffloadedStages(calls)
+    with ExitStack() as undo:
+        undo.callback(offloaded.remove)
+        for stage in found:
+            attached = None
+            if recompute is not None:
+                attached = attach(stage.submod, policy=recompute, blocks=blocks, min_bytes=min_bytes, session=session)
+            calls.append(_StageCalls(stage, functools.partial(context, stage), attached))
+            calls[-1].take()
+        undo.pop_all()
+    return offloaded
+
+
+class OffloadedStages:
+    """What :func:`offload_stages` put on stages. Also a context manager, which removes it in the end.
+
+    Example:
+        >>> with offload_stages(stages, ratio=0.5) as offloaded:  # doctest: +SKIP
+        ...     schedule.step(batch)
+        >>> offloaded.stats().reloaded_bytes  # doctest: +SKIP
+    """
+
+    def __init__(self, calls: Sequence[_StageCalls]) -> None:
+        self._calls = calls
+
+    def stats(self) -> StepStats:
+        """Bytes and seconds of all chunks of the last step on this rank, as far as their backward has come.
+
+        Bytes of chunks and seconds of waiting are sums; what the session has reserved, and the peak, are as they are
+        now. A step begins with a chunk whose number was there already.
+        """
+        return _sum(context.stats() for call in self._calls for context in call.step.values())
+
+    def remove(self) -> None:
+        """Take everything off the stages, which are then as they were. A second time, it does nothing.
+
+        Chunks that wait for their backward can still have it.
+
+        Raises:
+            UsageError: if a recomputed block was compiled meanwhile, as :meth:`spillway.Attached.remove` has it.
+        """
+        with ExitStack() as all_of_them:
+            for call in self._calls:
+                all_of_them.callback(call.give_back)
+
+    def __enter__(self) -> OffloadedStages:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # What went wrong inside is what is to be heard of.
+        with suppress(UsageError) if kind is not None else nullcontext():
+            self.remove()
+
+    def __repr__(self) -> str:
+        return f"<spillway.OffloadedStages {', '.join(str(call.stage.stage_index) for call in self._calls)}>"
+
+
+class _StageCalls:
+    """The calls of one stage, taken over. See NOTE [ What is put on a stage ].
+
+    Args:
+        stage: the stage.
+        context: makes the context of a chunk, by its tag.
+        attached: the regions of its module, if there are any.
+    """
+
+    def __init__(self, stage: Stage, context: Callable[[str], offload], attached: Attached | None) -> None:
+        self.stage = stage
+        self.step: dict[int, offload] = {}
+        """The chunks of the last step, by number."""
+        self._make_context = context
+        self._contexts: dict[str, offload] = {}
+        self._attached = attached
+        self._ours: dict[str, Callable[..., Any]] = {_FORWARD: self._forward, _WEIGHT: self._weight}
+        self._before: dict[str, Any] = {}
+        self._methods: dict[str, Callable[..., Any]] = {}
+        self._removed = False
+
+    def take(self) -> None:
+        """Stand before the stage's methods."""
+        own = self.stage.__dict__
+        self._before = {name: own[name] for name in self._ours if name in own}
+        self._methods = {name: getattr(self.stage, name) for name in self._ours}
+        own.update(self._ours)
+
+    def give_back(self) -> None:
+        """Leave the stage as it was. Whoever stands before us by now stays, and we only pass his calls on."""
+        if self._removed:
+            return
+        self._removed = True
+        own = self.stage.__dict__
+        for name, ours in self._ours.items():
+            if own.get(name) is ours:
+                del own[name]
+        own.update({name: before for name, before in self._before.items() if name not in own})
+        if self._attached is not None:
+            self._attached.remove()
+
+    def _forward(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with self._chunk(fwd_chunk_id):
+            return self._methods[_FORWARD](fwd_chunk_id, *args, **kwargs)
+
+    def _chunk(self, number: int) -> AbstractContextManager[object]:
+        if self._removed or not torch.is_grad_enabled():
+            return nullcontext()
+        # How long a chunk waits for its backward depends on its place among so many: so does what is learned of it.
+        tag = f"stage {self.stage.stage_index}, micro-batch {number} of {self.stage.chunks}"
+        context = self._contexts.get(tag)
+        if context is None:
+            context = self._contexts[tag] = self._make_context(tag)
+        if number in self.step:
+            self.step.clear()
+        self.step[number] = context
+        return context
+
+    def _weight(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with self._group():
+            return self._methods[_WEIGHT](bwd_chunk_id, *args, **kwargs)
+
+    def _group(self) -> AbstractContextManager[object]:
+        """See NOTE [ A weight's gradient by itself ]. The first stage has its whole backward there, in one piece."""
+        if self._removed or self.stage.is_first or GraphExecGroup._get_current_group() is not None:
+            return nullcontext()
+        return GraphExecGroup()
+
+
+def _checked(stages: Stage | Sequence[Stage]) -> list[Stage]:
+    """Stages that can be offloaded."""
+    found: list[Any] = list(stages) if isinstance(stages, Sequence) else [stages]
+    if not found:
+        raise UsageError("stages: got none, expected at least one torch.distributed.pipelining.PipelineStage")
+    for place, stage in enumerate(found):
+        if not all(callable(getattr(stage, name, None)) for name in (_FORWARD, _WEIGHT)):
+            raise UsageError(
+                f"stages: got {stage!r:.200}, expected a torch.distributed.pipelining.PipelineStage, or a list of "
+                f"them; give the stages, and neither their modules nor the schedule"
+            )
+        taken = isinstance(getattr(stage.__dict__.get(_FORWARD), "__self__", None), _StageCalls)
+        if taken or any(stage is other for other in found[:place]):
+            raise UsageError(
+                f"stages: got stage {stage.stage_index}, which is offloaded already, expected each once; call remove() "
+                f"of what the other offload_stages gave back"
+            )
+    return found
+
+
+def _share_of(stage: Stage, nbytes: int | str | tuple[int | str, int | str]) -> int:
+    """Bytes of each chunk of a stage on its rank: the ends are given, and between them it is linear."""
+    ends = nbytes if isinstance(nbytes, tuple) else (nbytes, nbytes)
+    if len(ends) != 2:
+        raise UsageError(
+            f"nbytes: got {nbytes!r}, expected a size, or a pair of sizes: for the first rank and for the last"
+        )
+    first, last = (parse_bytes(end, what="nbytes") for end in ends)
+    return first + (last - first) * stage.group_rank // max(stage.group_size - 1, 1)
+
+
+def _sum(chunks: Iterable[StepStats]) -> StepStats:
+    """Of all chunks together."""
+    found = list(chunks)
+    total: dict[str, Any] = {}
+    for field in fields(StepStats):
+        values = [getattr(each, field.name) for each in found]
+        if field.name == "notes":
+            total["notes"] = tuple(dict.fromkeys(itertools.chain.from_iterable(values)))
+        else:
+            total[field.name] = max(values, default=0) if field.name in _OF_SESSION else sum(values)
+    return StepStats(**total)
