@@ -16,8 +16,9 @@ import torch
 
 from spillway.capture.hooks import Pass
 from spillway.capture.identity import Identity, Marks
-from spillway.capture.order import Memory
+from spillway.capture.order import Course, Memory
 from spillway.capture.passes import Passes
+from spillway.capture.succession import Succession
 from spillway.errors import SessionError, UsageError
 from spillway.events import Recorder
 from spillway.records import GroupStats, StepStats
@@ -88,6 +89,7 @@ class Session:
         self.marks = Marks()
         self.outputs = DroppedOutputs()
         self.passes = Passes()
+        self.succession: Succession[Course] = Succession()
         self.enabled = True
         """Whether anything may leave. What has left comes back all the same. Set it as you like, for all passes."""
         self._delayed: deque[Callable[[], None]] = deque()

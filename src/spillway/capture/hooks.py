@@ -37,6 +37,7 @@ from spillway.capture.identity import (
 )
 from spillway.capture.location import Locator
 from spillway.capture.order import Course, Memory
+from spillway.capture.succession import Succession
 from spillway.capture.waiting import Waiting
 from spillway.errors import PolicyError, UnsupportedError
 from spillway.groups import Groups
@@ -90,6 +91,7 @@ class Owner(Protocol):
     identity: Identity
     marks: Marks
     enabled: bool
+    succession: Succession[Course]
 
     @property
     def outputs(self) -> Outputs: ...
@@ -239,6 +241,8 @@ class Pass:
             course.total_bytes = self.ledger.total().saved_bytes
             course.groups = self.groups.past()
             self._memory.keep(self._signature, course)
+            if not course.was_asked:
+                self._owner.succession.add(course)
             if self._told_nothing:
                 backends = [device.runtime.backend for device in self._devices.values()]
                 self._memory.gain.judge(course.total_bytes, backends)
@@ -360,7 +364,9 @@ class Pass:
         """The first tensor on a device."""
         runtime = self._owner.runtime(tensor.device)
         device = self._devices[tensor.device] = _Device(
-            runtime, runtime.tier(self._tier), Course(window=runtime.window, on_backward=self._on_backward)
+            runtime,
+            runtime.tier(self._tier),
+            Course(window=runtime.window, on_backward=self._on_backward),
         )
         return device
 
@@ -371,7 +377,9 @@ class Pass:
         if previous is not None:
             self._total_bytes = previous.total_bytes or None
             self.groups.learn(previous.groups)
-        device.course = Course(previous, self._window_on(device.runtime), self._on_backward)
+        device.course = Course(
+            previous, self._window_on(device.runtime), self._on_backward, self._owner.succession, self.tag
+        )
 
     def _window_on(self, runtime: DeviceRuntime) -> int:
         """Bytes that may be LEAVING at once."""
