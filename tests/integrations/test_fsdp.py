@@ -1,0 +1,170 @@
+"""FSDP2 and DDP on two ranks: the bits of plain PyTorch, as many collectives, and no parameter moves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import spillway
+from integrations.ranks import World
+from integrations.training import LENGTH, ROWS, TOKENS, WAYS, WIDTH, Block, Detaching, Model, compare, local
+from spillway.capture.handles import KeptHandle, unpack
+
+pytestmark = [
+    pytest.mark.skipif(not dist.is_available(), reason="a torch without torch.distributed"),
+    pytest.mark.timeout(240),
+]
+
+Built = tuple[nn.Module, Model]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    with World(tmp_path_factory.mktemp("world")) as world:
+        yield world
+
+
+def sharded(
+    model: Model, *, nested: bool = False, mixed: bool = False, mesh: tuple[int, ...] = (2,), **options: Any
+) -> Built:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    if mixed:
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    names = ("replicate", "shard")[-len(mesh) :]
+    options["mesh"] = init_device_mesh("cpu", mesh, mesh_dim_names=names)
+    for block in model.blocks:
+        if nested:
+            fully_shard(block.up, **options)
+            fully_shard(block.down, **options)
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+    return model, model
+
+
+def replicated(model: Model, **options: Any) -> Built:
+    from torch.nn.parallel import DistributedDataParallel
+
+    return DistributedDataParallel(model, **options), model
+
+
+def fsdp_case(way: str, block: type[Block], tied: bool, options: dict[str, Any]) -> None:
+    def alone() -> Built:
+        model = Model(block, tied=tied)
+        return (model.bfloat16() if options.get("mixed") else model), model
+
+    # Without FSDP a detached weight is a tensor like any other, and moves.
+    compare(lambda: sharded(Model(block, tied=tied), **options), WAYS[way], alone=None if block is Detaching else alone)
+
+
+FSDP: dict[str, dict[str, Any]] = {
+    "reshards": {"reshard_after_forward": True},
+    "stays": {"reshard_after_forward": False},
+    "mixed precision": {"mixed": True},
+    "nested": {"nested": True},
+    "hsdp": {"mesh": (2, 1)},
+    "hsdp of one group": {"mesh": (1, 2)},
+}
+ways = pytest.mark.parametrize("way", [way for way in WAYS if way != "plain"])
+some_ways = pytest.mark.parametrize("way", ["offload", "attach, regions"])
+
+
+@ways
+def test_fully_shard_in_every_way(world: World, way: str) -> None:
+    world.run(fsdp_case, way, Block, False, FSDP["nested"])
+
+
+@some_ways
+@pytest.mark.parametrize("name", FSDP)
+def test_fully_shard_with_every_option(world: World, name: str, way: str) -> None:
+    world.run(fsdp_case, way, Block, False, FSDP[name])
+
+
+@some_ways
+@pytest.mark.parametrize("name", ["reshards", "stays"])
+def test_fully_shard_with_tied_parameters(world: World, name: str, way: str) -> None:
+    world.run(fsdp_case, way, Block, True, FSDP[name])
+
+
+@pytest.mark.parametrize("way", ["offload", "attach, offload", "recompute"])
+@pytest.mark.parametrize("name", ["reshards", "stays"])
+def test_a_gathered_parameter_stays_where_only_its_storage_tells(world: World, name: str, way: str) -> None:
+    world.run(fsdp_case, way, Detaching, False, FSDP[name])
+    world.run(detached_case, name)
+
+
+def detached_case(name: str) -> None:
+    """What is saved of a detached weight is the same alias, whose storage goes and comes with the parameter."""
+    module, _ = sharded(Model(Detaching), **FSDP[name])
+    packed: list[Any] = []
+
+    def pack(tensor: torch.Tensor) -> Any:
+        handle = current.pack(tensor)
+        packed.append((tensor.shape, handle))
+        return handle
+
+    with spillway.Session(window=0) as session, spillway.offload(session=session, min_bytes=0):
+        current = session.current_pass()
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            loss = module(torch.arange(8)[None]).sum()
+        weights = [handle for shape, handle in packed if shape == (WIDTH, 2 * WIDTH)]
+        assert weights
+        assert all(isinstance(handle, KeptHandle) for handle in weights)
+        sizes = {handle.unpack().untyped_storage().nbytes() for handle in weights}
+        assert sizes == ({0} if name == "reshards" else {2 * WIDTH * WIDTH * 4})
+        loss.backward()
+
+
+DDP: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "static graph": {"static_graph": True},
+    "unused parameters": {"find_unused_parameters": True},
+    "gradients in buckets": {"gradient_as_bucket_view": True},
+}
+
+
+def ddp_case(way: str, options: dict[str, Any], micro: int) -> None:
+    def alone() -> Built:
+        model = Model()
+        # Nobody calls it.
+        model.unused = nn.Linear(2, 2) if "find_unused_parameters" in options else None
+        return model, model
+
+    compare(lambda: replicated(alone()[1], **options), WAYS[way], micro=micro, alone=alone if micro == 1 else None)
+
+
+@some_ways
+@pytest.mark.parametrize("name", DDP)
+def test_ddp(world: World, name: str, way: str) -> None:
+    world.run(ddp_case, way, DDP[name], 1)
+
+
+@ways
+def test_ddp_without_synchronization_in_all_but_the_last_backward(world: World, way: str) -> None:
+    world.run(ddp_case, way, DDP["gradients in buckets"], 2)
+
+
+def attached_inside() -> None:
+    """Attached before the model is wrapped, which then trains for two steps."""
+    torch.manual_seed(0)
+    plain, _ = sharded(Model())
+    torch.manual_seed(0)
+    model = Model()
+    with spillway.Session(window=0) as session:
+        spillway.attach(model, policy=WAYS["attach, regions"].attached, blocks=Block, min_bytes=0, session=session)
+        sharded(model)
+        tokens = torch.randint(TOKENS, (ROWS, LENGTH))
+        for each in (plain, model):
+            each(tokens).square().mean().backward()
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(local(ours.grad), local(theirs.grad))
+
+
+def test_attached_before_fully_shard(world: World) -> None:
+    world.run(attached_inside)

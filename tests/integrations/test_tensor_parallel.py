@@ -1,0 +1,116 @@
+"""Tensor parallel through DTensor, sequence parallel, FSDP2 on top: the bits of plain PyTorch; no parameter moves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+
+from integrations.ranks import World
+from integrations.training import WAYS, Block, Model, compare, local
+from spillway import Recompute
+
+pytestmark = [
+    pytest.mark.skipif(not dist.is_available(), reason="a torch without torch.distributed"),
+    pytest.mark.timeout(240),
+]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    with World(tmp_path_factory.mktemp("world")) as world:
+        yield world
+
+
+class Local(Block):
+    """Computes with the local parts of its weights, as grouped experts do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        up, down = self.up.weight, self.down.weight
+        if isinstance(up, DTensor) and isinstance(down, DTensor):
+            up, down = up.to_local(), down.to_local()
+        return x + functional.gelu(self.norm(x) @ up.t()) @ down.t()
+
+
+def parallel(block: type[Block], *, sequence: bool = False, shard: bool = False) -> tuple[nn.Module, Model]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
+
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
+    model = Model(block)
+    plan: dict[str, Any] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    if sequence:
+        split = {"use_local_output": True}
+        plan = {
+            "norm": SequenceParallel(**split),
+            "up": ColwiseParallel(input_layouts=Shard(1)),
+            "down": RowwiseParallel(output_layouts=Shard(1)),
+        }
+        outer = {
+            "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+            "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+        }
+        parallelize_module(model, mesh["tensor"], outer)
+    for each in model.blocks:
+        parallelize_module(each, mesh["tensor"], plan)
+        if shard:
+            fully_shard(each, mesh=mesh["data"])
+    if shard:
+        fully_shard(model, mesh=mesh["data"])
+    return model, model
+
+
+def case(way: str, options: dict[str, Any]) -> None:
+    again = WAYS[way].regions is not None or isinstance(WAYS[way].attached, Recompute)
+    compare(lambda: parallel(Block, **options), WAYS[way], same=True, talks_again=again)
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "tensor": {},
+    "sequence": {"sequence": True},
+    "tensor and shards": {"shard": True},
+    "sequence and shards": {"sequence": True, "shard": True},
+}
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "plain"])
+@pytest.mark.parametrize("kind", ["tensor", "sequence and shards"])
+def test_tensor_parallel_in_every_way(world: World, kind: str, way: str) -> None:
+    world.run(case, way, KINDS[kind])
+
+
+@pytest.mark.parametrize("way", ["offload", "attach, regions"])
+@pytest.mark.parametrize("kind", ["sequence", "tensor and shards"])
+def test_tensor_parallel_of_every_kind(world: World, kind: str, way: str) -> None:
+    world.run(case, way, KINDS[kind])
+
+
+def local_case(way: str, options: dict[str, Any]) -> None:
+    def alone() -> tuple[nn.Module, Model]:
+        """Parameters that are as they are on one rank, and tensors no more."""
+        _, model = parallel(Local, **options)
+        lone = Model(Local)
+        for mine, theirs in zip(lone.parameters(), model.parameters(), strict=True):
+            mine.data = local(theirs.data)
+        return lone, lone
+
+    # What is saved is as large as it would be on one rank with parameters of these shapes, of which none may move.
+    compare(lambda: parallel(Local, **options), WAYS[way], same=True, alone=alone)
+
+
+@pytest.mark.parametrize("way", ["offload", "attach, offload", "recompute"])
+@pytest.mark.parametrize("kind", ["tensor", "tensor and shards"])
+def test_a_parameter_stays_where_only_its_local_part_is_used(world: World, kind: str, way: str) -> None:
+    world.run(local_case, way, KINDS[kind])
