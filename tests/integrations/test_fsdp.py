@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ import spillway
 from integrations.ranks import World
 from integrations.training import LENGTH, ROWS, TOKENS, WAYS, WIDTH, Block, Detaching, Model, compare, local
 from spillway.capture.handles import KeptHandle, unpack
+from spillway.integrations.fsdp import local_share
 
 pytestmark = [
     pytest.mark.skipif(not dist.is_available(), reason="a torch without torch.distributed"),
@@ -168,3 +170,42 @@ def attached_inside() -> None:
 
 def test_attached_before_fully_shard(world: World) -> None:
     world.run(attached_inside)
+
+
+GiB = 1 << 30
+
+
+def test_a_ranks_share_is_what_the_launcher_leaves_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_PER_NODE"):
+        monkeypatch.delenv(name, raising=False)
+    assert local_share("64GiB") == 64 * GiB
+    alone = spillway.Session()._host_budget
+    monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "2")
+    assert local_share(1001) == 500
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert local_share("64GiB") == 8 * GiB
+    assert spillway.Session()._host_budget == alone // 8
+    for nonsense in ("0", "eight", "-1", ""):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", nonsense)
+        with pytest.raises(spillway.UsageError, match=f"LOCAL_WORLD_SIZE: got '{nonsense}' in the environment"):
+            local_share("64GiB")
+    with pytest.raises(spillway.SizeError, match="total: got '12 parsecs'"):
+        local_share("12 parsecs")
+
+
+def share_case() -> None:
+    os.environ["LOCAL_WORLD_SIZE"] = "7"
+    try:
+        assert local_share("64GiB", group=dist.group.WORLD) == 32 * GiB
+    finally:
+        os.environ["LOCAL_WORLD_SIZE"] = "2"
+    mine = dist.new_group([0])
+    if dist.get_rank() == 0:
+        assert local_share(100, group=mine) == 100
+    else:
+        with pytest.raises(spillway.UsageError, match="this process is not in"):
+            local_share(100, group=mine)
+
+
+def test_a_groups_ranks_on_a_host_are_counted(world: World) -> None:
+    world.run(share_case)

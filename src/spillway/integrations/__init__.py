@@ -1,0 +1,1 @@
+"""What other systems need beside the engine: one module for each."""
