@@ -6,13 +6,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
+import spillway
 from integrations.ranks import World
-from integrations.training import WAYS, Block, Model, compare, local
+from integrations.training import PLAIN, WAYS, Block, Model, Outcome, Way, compare, local, train
 from spillway import Recompute
 
 pytestmark = [
@@ -114,3 +116,41 @@ def local_case(way: str, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("kind", ["tensor", "tensor and shards"])
 def test_a_parameter_stays_where_only_its_local_part_is_used(world: World, kind: str, way: str) -> None:
     world.run(local_case, way, KINDS[kind])
+
+
+def kept_collectives_case() -> None:
+    def run(way: Way) -> Outcome:
+        return train(lambda: parallel(Block, sequence=True), way, spillway.Session.default(), same=True)
+
+    def gathers(outcome: Outcome) -> int:
+        return outcome.collectives["_c10d_functional.all_gather_into_tensor.default"]
+
+    plain = run(PLAIN)
+    kept = run(Way(offloads={}, regions=Recompute(save=["_c10d_functional::*"])))
+    again = run(Way(offloads={}, regions=Recompute()))
+    assert all(map(torch.equal, kept.tensors, plain.tensors))
+    assert gathers(kept) == gathers(plain) < gathers(again)
+
+
+def test_what_collectives_gave_can_be_kept(world: World) -> None:
+    world.run(kept_collectives_case)
+
+
+def frozen_case() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    weight = nn.Parameter(
+        distribute_tensor(torch.randn(64, 32), init_device_mesh("cpu", (2,)), [Shard(0)]), requires_grad=False
+    )
+    x = torch.randn(4, 32, requires_grad=True)
+    with spillway.Session(window=0) as session:
+        spillway.keep_tensor(weight, session=session)
+        with spillway.offload(session=session, min_bytes=0) as context:
+            y = functional.linear(x, weight.to_local()).sum()
+        y.backward()
+        assert context.stats().offloaded_bytes == 0
+
+
+def test_a_frozen_local_part_stays_when_it_is_marked(world: World) -> None:
+    world.run(frozen_case)
