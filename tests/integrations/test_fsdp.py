@@ -18,6 +18,7 @@ import spillway
 from integrations.ranks import World
 from integrations.training import LENGTH, ROWS, TOKENS, WAYS, WIDTH, Block, Detaching, Model, compare, local
 from spillway.capture.handles import KeptHandle, unpack
+from spillway.capture.sharded import Gathered
 from spillway.integrations.fsdp import local_share
 
 pytestmark = [
@@ -149,24 +150,37 @@ def test_ddp_without_synchronization_in_all_but_the_last_backward(world: World, 
     world.run(ddp_case, way, DDP["gradients in buckets"], 2)
 
 
-def attached_inside() -> None:
-    """Attached before the model is wrapped, which then trains for two steps."""
+def attached_before_case(kind: str) -> None:
+    wrap = sharded if kind == "fsdp" else replicated
     torch.manual_seed(0)
-    plain, _ = sharded(Model())
+    plain, _ = wrap(Model())
     torch.manual_seed(0)
     model = Model()
     with spillway.Session(window=0) as session:
-        spillway.attach(model, policy=WAYS["attach, regions"].attached, blocks=Block, min_bytes=0, session=session)
-        sharded(model)
+        policy = WAYS["attach, regions"].attached
+        attached = spillway.attach(model, policy=policy, blocks=Block, min_bytes=0, session=session)
+        wrapped, _ = wrap(model)
         tokens = torch.randint(TOKENS, (ROWS, LENGTH))
-        for each in (plain, model):
+        for each in (plain, wrapped):
             each(tokens).square().mean().backward()
-        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert attached.stats().offloaded_bytes > 0
+        for ours, theirs in zip(wrapped.parameters(), plain.parameters(), strict=True):
             assert torch.equal(local(ours.grad), local(theirs.grad))
 
 
-def test_attached_before_fully_shard(world: World) -> None:
-    world.run(attached_inside)
+@pytest.mark.parametrize("kind", ["fsdp", "ddp"])
+def test_attached_before_the_model_is_wrapped(world: World, kind: str) -> None:
+    world.run(attached_before_case, kind)
+
+
+def test_a_torch_whose_fsdp_keeps_other_records_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Parameter:
+        all_gather_outputs = ()
+
+    parameter = Parameter()
+    monkeypatch.setattr("spillway.capture.sharded._parameters", lambda: [parameter])
+    with pytest.raises(spillway.UnsupportedError, match="whose FSDP2 keeps no _unsharded_inner_tensors"):
+        Gathered()
 
 
 GiB = 1 << 30

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import spillway
 from integrations.ranks import World
-from integrations.training import Block
+from integrations.training import Block, Detaching, Model, Way, compare
 from spillway import Recompute, UsageError
 from support import assert_identical, assert_nothing_left
 
@@ -304,6 +304,29 @@ def dropped_case() -> None:
 
 def test_beside_an_output_that_is_dropped(world: World) -> None:
     world.run(dropped_case)
+
+
+def shards_case(reshards: bool, block: type[Block], options: dict[str, Any]) -> None:
+    """All ranks have the same tokens here, so that FSDP2's own group may split inputs as well."""
+    from torch.distributed.fsdp import fully_shard
+
+    def build() -> tuple[nn.Module, Model]:
+        model = Model(block)
+        for each in model.blocks:
+            fully_shard(each, reshard_after_forward=reshards)
+        fully_shard(model, reshard_after_forward=reshards)
+        return model, model
+
+    how = Recompute(partition_inputs=everyone(), **options)
+    compare(build, Way(offloads={}, regions=how), same=True)
+    compare(build, Way(attached=how), same=True) if options.get("offload") else None
+
+
+@pytest.mark.parametrize("reshards", [True, False])
+@pytest.mark.parametrize("block", [Block, Detaching])
+@pytest.mark.parametrize("options", [{"offload": "inputs"}, {"use_reentrant": True}])
+def test_beside_fully_shard(world: World, reshards: bool, block: type[Block], options: dict[str, Any]) -> None:
+    world.run(shards_case, reshards, block, options)
 
 
 def groups_case() -> None:

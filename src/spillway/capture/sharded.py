@@ -21,11 +21,13 @@ from typing import Any
 import torch
 
 from spillway.capture.identity import storage_parts
+from spillway.errors import UnsupportedError
 
 _STATES = "torch.distributed._composable_state"
 _FSDP = "torch.distributed.fsdp._fully_shard._fsdp_param"
 _DTENSOR = "torch.distributed.tensor"
 
+_RECORDS = ("all_gather_outputs", "_unsharded_inner_tensors")
 _MOST_NODES = 8
 
 
@@ -38,6 +40,13 @@ class Gathered:
 
     def __init__(self) -> None:
         self._waiting = [weakref.ref(parameter) for parameter in _parameters()]
+        first = self._waiting[0]() if self._waiting else None
+        missing = [name for name in _RECORDS if first is not None and not hasattr(first, name)]
+        if missing:
+            raise UnsupportedError(
+                f"got a torch {torch.__version__} whose FSDP2 keeps no {' and no '.join(missing)}, expected one that "
+                f"does, since a gathered parameter that moves would be lost; use a torch that Spillway was tested with"
+            )
         # By number. Should a model die within the pass and another storage get its number, that one stays where it is.
         self._storages: set[int] = set()
 
