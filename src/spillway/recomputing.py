@@ -68,8 +68,8 @@ class Recompute:
     preserve_rng_state: bool = True
     determinism_check: str = "default"
     drop_output: bool = False
-    partition_inputs: ProcessGroup | DeviceMesh | None = None
-    check_partition: bool = False
+    partition_inputs: ProcessGroup | DeviceMesh | None = field(default=None, repr=False)
+    check_partition: bool = field(default=False, repr=False)
     choices: Choices = field(init=False, repr=False, compare=False)
     partition: Partition | None = field(init=False, repr=False, compare=False)
 

@@ -146,3 +146,12 @@ def frozen_case() -> None:
 
 def test_a_frozen_local_part_stays_when_it_is_marked(world: World) -> None:
     world.run(frozen_case)
+
+
+def test_a_view_of_an_input_that_requires_grad_is_no_parameter() -> None:
+    x = torch.randn(16, 16, requires_grad=True)
+    with spillway.Session(window=0) as session:
+        with spillway.offload(session=session, min_bytes=0) as context:
+            y = x.view(8, 32).sin().sum()
+        y.backward()
+        assert context.stats().offloaded_bytes == x.nbytes

@@ -91,7 +91,8 @@ def is_local_part(tensor: torch.Tensor) -> bool:
         leaf = getattr(node, "variable", None)
         if leaf is not None:
             storage = tensor.untyped_storage()
-            return any(part.untyped_storage() is storage for part in storage_parts(leaf))
+            parts = storage_parts(leaf) if isinstance(leaf, torch.nn.Parameter) else []
+            return any(part.untyped_storage() is storage for part in parts)
         following: tuple[Any, ...] = () if node is None else node.next_functions
         if len(following) != 1:
             return False
