@@ -142,7 +142,7 @@ def halves(
     Args:
         gates: the share of the layers whose gates leave, spread evenly.
         ups: the share of the layers whose other projections leave.
-        plain: how many of the last halves are no regions: backward begins with them, and would compute them again first.
+        plain: how many of the last halves are no regions: backward begins with them, and they are there anyway.
         kept: what stays of the second half.
     """
     way = recomputed(stack, options)

@@ -26,7 +26,7 @@ from spillway.regions.outputs import DroppedOutputs
 from spillway.regions.proofs import Proofs
 from spillway.runtime.device import DeviceRuntime, MakeBackend, backend_for
 from spillway.runtime.disk import SpillFile
-from spillway.runtime.host_memory import memory_limit
+from spillway.runtime.host_memory import local_ranks, memory_limit
 from spillway.runtime.ledger import Ledger
 from spillway.runtime.tasks import quiet
 from spillway.units import parse_bytes
@@ -46,9 +46,10 @@ class Session:
         window: bytes that may be on their way out of a device at once, and that may be on their way back ahead of
             need: what the device holds beyond what compute itself needs. ``None``: 64 MiB on the CPU, 512 MiB on an
             accelerator.
-        host_budget: most bytes of host memory per device. ``None``: 70 % of what the process may use (control groups
-            are read), divided by the local ranks.
-        disk_budget: most bytes in the spill file. ``None``: as much as the file system has.
+        host_budget: most bytes of host memory per device, of this process. ``None``: 70 % of what the process may use
+            (control groups are read), divided by the ranks on the machine (as torchrun, MPI or Slurm count them; see
+            :func:`spillway.integrations.fsdp.local_share`).
+        disk_budget: most bytes in the spill file of this process. ``None``: as much as the file system has.
         disk_bytes_per_hour: most bytes written to the spill file in an hour, for the sake of the drive. ``None``: any.
         spill_directory: where the spill file is. ``None``: ``$SPILLWAY_DIR``, or the first of the system's temporary
             directory, ``/var/tmp`` and the working directory that is not held in memory.
@@ -302,5 +303,4 @@ class Session:
 
 def _host_budget() -> int:
     """The default cap on host memory: what the process may use, shared by the ranks that run on the machine."""
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return int(memory_limit() * _HOST_SHARE) // max(ranks, 1)
+    return int(memory_limit() * _HOST_SHARE) // local_ranks()

@@ -37,6 +37,7 @@ from spillway.capture.identity import (
 )
 from spillway.capture.location import Locator
 from spillway.capture.order import Course, Memory
+from spillway.capture.sharded import Gathered, is_local_part
 from spillway.capture.succession import Succession
 from spillway.capture.waiting import Waiting
 from spillway.errors import PolicyError, UnsupportedError
@@ -148,6 +149,7 @@ class Pass:
         """Bytes that left so far, for the policy to read. Set to 0, it lets a ratio begin anew."""
         self._signature: tuple[object, ...] | None = None
         self._total_bytes: int | None = None
+        self._gathered: Gathered | None = None
         self._devices: dict[torch.device, _Device] = {}
         self.groups = PassGroups(groups, self.ledger, self._window_on)
         self._waiting = Waiting(self._window_on)
@@ -274,6 +276,12 @@ class Pass:
                 return handle
         return self._pack_new(tensor, storage, start, nbytes, device, decision, whole=whole)
 
+    def _is_sharded(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
+        """Whether it is a parameter that is split over processes, by an alias that does not show it."""
+        if self._gathered is None:
+            self._gathered = Gathered()
+        return self._gathered.holds(storage) or is_local_part(tensor)
+
     def _pack_dropped(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Handle | None:
         """A handle of an output that its region computes again."""
         outputs = self._owner.outputs
@@ -329,6 +337,8 @@ class Pass:
         tier = self._tier_for(decision, device)
         # Bytes at an address that the allocator would not give cannot be put back as they were.
         moves = tier is not None and storage.data_ptr() % runtime.backend.alignment == 0
+        if moves and self._is_sharded(tensor, storage):
+            return KeptHandle(tensor)
         ledger = self.ledger if group is None else group.ledger
         ledger.saved_bytes += nbytes
         saved = Saved(tensor, storage, start, nbytes, next(runtime.mover.numbers), ledger)
