@@ -24,7 +24,7 @@ from spillway.events import Recorder
 from spillway.records import GroupStats, StepStats
 from spillway.regions.outputs import DroppedOutputs
 from spillway.regions.proofs import Proofs
-from spillway.runtime.device import DeviceRuntime, MakeBackend, backend_for
+from spillway.runtime.device import DeviceRuntime, MakeBackend, Runtime, backend_for
 from spillway.runtime.disk import SpillFile
 from spillway.runtime.host_memory import local_ranks, memory_limit
 from spillway.runtime.ledger import Ledger
@@ -123,8 +123,8 @@ class Session:
         with Session._default_lock:
             Session._default = self
 
-    def runtime(self, device: torch.device) -> DeviceRuntime:
-        """What moves the bytes of ``device``; made when first asked for.
+    def runtime(self, device: torch.device) -> Runtime:
+        """What moves the bytes of ``device``, now; made when first asked for.
 
         Raises:
             BackendError: if no backend serves the device.
@@ -137,7 +137,7 @@ class Session:
                 runtime = self._runtimes.get(device)
                 if runtime is None:
                     runtime = self._runtimes[device] = self._make_runtime(device)
-        return runtime
+        return runtime.captured() if runtime.backend.is_capturing() else runtime
 
     def memory(self, tag: str | None) -> Memory:
         """What was learned under a tag."""
@@ -244,6 +244,13 @@ class Session:
     def trim(self) -> int:
         """Give host memory that nobody uses back to the system; returns its bytes."""
         return sum(runtime.trim() for runtime in self._runtimes.values())
+
+    def release_graphs(self) -> int:
+        """Give back the host memory of CUDA graphs that were captured with offloading inside; returns its bytes.
+
+        Call it when they are gone: a graph that is replayed after this reads and writes what belongs to others.
+        """
+        return sum(runtime.release_graphs() for runtime in self._runtimes.values())
 
     def close(self) -> None:
         """Stop the threads, give back memory and disk. What is away is lost: close after the last backward."""

@@ -27,7 +27,7 @@ from spillway.capture.waiting import Waiting
 from spillway.errors import UsageError
 from spillway.groups import Groups, PastGroup
 from spillway.runtime.bytes import Bytes
-from spillway.runtime.device import DeviceRuntime
+from spillway.runtime.device import Runtime
 from spillway.runtime.ledger import Ledger
 
 
@@ -41,14 +41,14 @@ class Group:
         window: bytes that may be LEAVING at once on a device.
     """
 
-    def __init__(self, name: str, place: int, ledger: Ledger, window: Callable[[DeviceRuntime], int]) -> None:
+    def __init__(self, name: str, place: int, ledger: Ledger, window: Callable[[Runtime], int]) -> None:
         self.name = name
         self.place = place
         self.ledger = ledger
         self.waiting = Waiting(window)
         self.nbytes = 0
         """Bytes that were saved in it, and could leave."""
-        self._in_flight: list[tuple[weakref.ref[Saved], DeviceRuntime]] = []
+        self._in_flight: list[tuple[weakref.ref[Saved], Runtime]] = []
 
     def send(self) -> None:
         """It leaves now. See NOTE [ When a group leaves ]."""
@@ -80,7 +80,7 @@ class PassGroups:
         window: bytes that may be LEAVING at once on a device.
     """
 
-    def __init__(self, rules: Groups | None, ledger: Ledger, window: Callable[[DeviceRuntime], int]) -> None:
+    def __init__(self, rules: Groups | None, ledger: Ledger, window: Callable[[Runtime], int]) -> None:
         self.rules = rules
         self._ledger = ledger
         self._window = window
@@ -147,9 +147,9 @@ class PassGroups:
 
 
 def _by_runtime(
-    members: Iterable[tuple[weakref.ref[Saved], DeviceRuntime]],
-) -> Iterable[tuple[DeviceRuntime, list[Saved]]]:
-    runtimes: dict[int, tuple[DeviceRuntime, list[Saved]]] = {}
+    members: Iterable[tuple[weakref.ref[Saved], Runtime]],
+) -> Iterable[tuple[Runtime, list[Saved]]]:
+    runtimes: dict[int, tuple[Runtime, list[Saved]]] = {}
     for reference, runtime in members:
         saved = reference()
         if saved is not None:

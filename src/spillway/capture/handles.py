@@ -29,7 +29,7 @@ import torch
 
 from spillway.capture.identity import Saved, ViewRecipe
 from spillway.errors import InplaceError
-from spillway.runtime.device import DeviceRuntime
+from spillway.runtime.device import Runtime
 
 
 class Handle(Protocol):
@@ -73,7 +73,7 @@ class AwayHandle:
 
     __slots__ = ("_laps", "_mover", "_recipe", "_round", "_tracker", "_version", "saved")
 
-    def __init__(self, tensor: torch.Tensor, saved: Saved, recipe: ViewRecipe, runtime: DeviceRuntime) -> None:
+    def __init__(self, tensor: torch.Tensor, saved: Saved, recipe: ViewRecipe, runtime: Runtime) -> None:
         # What the finaliser reads comes first: it runs also if what follows raises.
         self._round = -1
         self.saved = saved

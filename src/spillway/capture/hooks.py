@@ -44,7 +44,7 @@ from spillway.errors import PolicyError, UnsupportedError
 from spillway.groups import Groups
 from spillway.policies import Policy
 from spillway.records import Decision, SavedTensor
-from spillway.runtime.device import DeviceRuntime
+from spillway.runtime.device import Runtime
 from spillway.runtime.ledger import Ledger
 from spillway.runtime.tiers import HostTier, Tier
 
@@ -97,7 +97,7 @@ class Owner(Protocol):
     @property
     def outputs(self) -> Outputs: ...
 
-    def runtime(self, device: torch.device) -> DeviceRuntime: ...
+    def runtime(self, device: torch.device) -> Runtime: ...
 
 
 class Pass:
@@ -238,6 +238,8 @@ class Pass:
             self.groups.abandon()
             return
         self._waiting.send()
+        for device in self._devices.values():
+            device.runtime.join()
         if self._signature is not None:
             course = next(iter(self._devices.values())).course
             course.total_bytes = self.ledger.total().saved_bytes
@@ -391,7 +393,7 @@ class Pass:
             previous, self._window_on(device.runtime), self._on_backward, self._owner.succession, self.tag
         )
 
-    def _window_on(self, runtime: DeviceRuntime) -> int:
+    def _window_on(self, runtime: Runtime) -> int:
         """Bytes that may be LEAVING at once."""
         if self._window is None:
             return runtime.window
@@ -458,7 +460,7 @@ class _Device:
 
     __slots__ = ("course", "runtime", "tier")
 
-    def __init__(self, runtime: DeviceRuntime, tier: Tier, course: Course) -> None:
+    def __init__(self, runtime: Runtime, tier: Tier, course: Course) -> None:
         self.runtime = runtime
         self.tier = tier
         """Where :attr:`Decision.OFFLOAD` goes."""
