@@ -82,6 +82,19 @@ def keep(stack: Stack, options: argparse.Namespace) -> Way:
     return nullcontext
 
 
+def grouped(stack: Stack, options: argparse.Namespace) -> Way:
+    """What each layer saves leaves together when the layer has run."""
+    session = spillway.Session(window=options.window)
+    session.use_as_default()
+
+    def call(layer: Any, *args: Tensor) -> Any:
+        with spillway.group("layer"):
+            return layer(*args)
+
+    stack.call = call
+    return Spilled(partial(spillway.offload, session=session, groups=spillway.Groups()))
+
+
 def checkpointed(stack: Stack, options: argparse.Namespace, *, use_reentrant: bool) -> Way:
     stack.call = lambda layer, *args: checkpoint(layer, *args, use_reentrant=use_reentrant)
     return nullcontext
@@ -221,6 +234,7 @@ METHODS: dict[str, Callable[[Stack, argparse.Namespace], Way]] = {
     "spillway.offload()": offloaded,
     "spillway.offload(ratio=1)": partial(offloaded, ratio=1.0),
     "spillway.offload(ratio=0.5)": partial(offloaded, ratio=0.5),
+    "spillway.group(), one a layer": grouped,
     "spillway.recompute()": recomputed,
     "spillway.recompute(inputs away)": partial(recomputed, offload="inputs"),
     "spillway.recompute(mixture)": partial(recomputed, offload=MIXTURE),

@@ -191,7 +191,10 @@ def test_the_disk_is_refused_in_a_capture() -> None:
         with offload(session, tier="disk"):
             net(x)
 
-    with spillway.Session() as session:
-        with pytest.raises(spillway.UnsupportedError, match="disk"), torch.cuda.graph(graph):
-            forward(session)
+    with (
+        spillway.Session() as session,
+        pytest.raises(spillway.UnsupportedError, match="disk"),
+        torch.cuda.graph(graph),
+    ):
+        forward(session)
     torch.cuda.synchronize()

@@ -30,6 +30,12 @@ _NEVER_ALIKE = (
 )
 
 
+def _is_capturing() -> bool:
+    """Whether a graph is captured, in which no bits can be looked at."""
+    is_initialized: Callable[[], bool] = torch.cuda.is_initialized
+    return is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 class Trial:
     """Runs a region again for no other purpose than to see whether the result is right.
 
@@ -55,7 +61,7 @@ class Trial:
         if self._proofs.wrong is None:
             structure, forms = self._signature(acts)
             needs_trial = self._proofs.needs_trial(structure, forms)
-            if needs_trial and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            if needs_trial and _is_capturing():
                 raise UnsupportedError(
                     "got a region of a new kind while a graph is captured, expected one that was tried before, since "
                     "that compares bits; run a step like it in the same session, without capturing, first"
