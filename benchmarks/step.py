@@ -242,9 +242,17 @@ METHODS: dict[str, Callable[[Stack, argparse.Namespace], Way]] = {
     "spillway.recompute(mixture, all gates)": partial(recomputed, offload=(*MIXTURE, "*gate")),
     "spillway.recompute(mixture, gate and up kept)": partial(recomputed, save=("*gate", "*up"), offload=MIXTURE),
     "spillway.recompute(halves, inputs away)": partial(recomputed_halves, offload="inputs"),
-    "spillway.recompute(halves, mixture, gates, last plain)": partial(halves, gates=0.67, plain=1),
-    "spillway.recompute(halves, all gates, some ups, last plain)": partial(halves, gates=1.0, ups=0.25, plain=1),
-    "spillway.recompute(halves, gate and up kept, last plain)": partial(halves, plain=5, kept=("*gate", "*up")),
+    "spillway.recompute(halves, mixture, half of the gates)": partial(halves, gates=0.5),
+    "spillway.recompute(halves, mixture, gates, last plain)": partial(halves, gates=0.67, plain=2),
+    "spillway.recompute(halves, mixture, all gates, some ups)": partial(halves, gates=1.0, ups=0.25),
+    "spillway.recompute(halves, mixture, all gates, half of the ups)": partial(halves, gates=1.0, ups=0.5),
+    "spillway.recompute(halves, mixture, all gates, some ups, last half plain)": partial(
+        halves, gates=1.0, ups=0.25, plain=1
+    ),
+    "spillway.recompute(halves, gate and up kept, last plain)": partial(halves, plain=2, kept=("*gate", "*up")),
+    "spillway.recompute(halves, gate and up kept, last five halves plain)": partial(
+        halves, plain=5, kept=("*gate", "*up")
+    ),
     "spillway.offload(tier='disk')": partial(offloaded, ratio=1.0, tier="disk"),
 }
 
