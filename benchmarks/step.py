@@ -1,9 +1,9 @@
 """One training step of a Llama stack, each way of saving memory in a process of its own.
 
 A step is a forward and a backward over a stack of decoder layers; gradients accumulate, nothing else is done. For each
-method: the median step of several, its range, the first step, the peak of the device's memory above weights and
-gradients, what the allocator reserved, what host memory was reserved, what was moved, and whether loss and gradients
-are bit for bit those of ``keep`` (a second, smaller run with deterministic algorithms).
+method, after a warm-up and ``gc.freeze()``: the median step of several, its range, the first step, the peak of the
+device's memory above weights and gradients, what the allocator reserved, what host memory was reserved, what was moved,
+and whether loss and gradients are bit for bit those of ``keep`` (a second, smaller run with deterministic algorithms).
 
 The *bound* is the least that a step can take which moves that many bytes over this link and computes no faster than
 ``keep``: max(plain forward, bytes out / rate out) + max(plain backward, bytes back / rate back). All is measured in the
@@ -321,6 +321,9 @@ def timed(options: argparse.Namespace, device: torch.device) -> Row:
     first = step()[0]
     for _ in range(options.warmup):
         step()
+    # As trainers do: what lives for good is looked at no more, so that no step pays for a look at all of it.
+    gc.collect()
+    gc.freeze()
     allocated(device, reset=True)
     times = [step() for _ in range(options.steps)]
     peak, reserved = peaks(device)
