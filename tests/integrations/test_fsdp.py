@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,49 @@ def detached_case(name: str) -> None:
         sizes = {handle.unpack().untyped_storage().nbytes() for handle in weights}
         assert sizes == ({0} if name == "reshards" else {2 * WIDTH * WIDTH * 4})
         loss.backward()
+
+
+class Casting(nn.Module):
+    """Its first operator casts its input, as a norm does that computes in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        result: torch.Tensor = self.linear((wide * wide.square().mean(-1, keepdim=True)).to(x.dtype))
+        return result
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+def test_the_first_block_may_get_a_leaf(world: World, reentrant: bool) -> None:
+    world.run(leaf_case, reentrant)
+
+
+def leaf_case(reentrant: bool) -> None:
+    """FSDP2 hands a block an alias of its input in forward, and the input itself, a leaf, in the second run."""
+    from torch.distributed.fsdp import fully_shard
+
+    def gradients(call: Callable[..., Any]) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        blocks = nn.ModuleList(Casting() for _ in range(2))
+        for block in blocks:
+            fully_shard(block)
+        x = torch.randn(4, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+        hidden = x
+        for block in blocks:
+            hidden = call(block, hidden)
+        hidden.float().sum().backward()
+        assert x.grad is not None
+        return [x.grad, *(local(parameter.grad) for parameter in blocks.parameters() if parameter.grad is not None)]
+
+    plain = gradients(lambda block, x: block(x))
+    with spillway.Session(window=0) as session:
+        for _ in range(2):
+            ours = gradients(lambda block, x: spillway.recompute(block, x, use_reentrant=reentrant, session=session))
+            assert len(ours) == len(plain) == 5
+            assert all(map(torch.equal, ours, plain))
 
 
 DDP: dict[str, dict[str, Any]] = {

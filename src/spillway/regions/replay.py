@@ -125,6 +125,7 @@ class Replay(TorchDispatchMode):
         self._acts = acts
         self._poisoned = poisoned
         self._unseen = Unseen()
+        self._inputs = inputs
         self._values = Values()
         self._scratch: dict[int, torch.UntypedStorage] = {}
         self._held: dict[int, torch.UntypedStorage] = {}
@@ -162,7 +163,7 @@ class Replay(TorchDispatchMode):
             facts = facts_of(func)
         if facts.ignored or ((facts.is_label or self._unseen.depth) and self._unseen(func, args)):
             return func(*args, **kwargs)
-        if facts.casts and self._trace.is_cast(self._values, args):
+        if facts.casts and self._trace.is_cast(self._values, args) and not self._was_counted(func, args[0]):
             return func(*args, **kwargs)
         call = self._next(func, *split(args, kwargs))
         act = self._acts[self._place]
@@ -175,6 +176,14 @@ class Replay(TorchDispatchMode):
                 output = _given(call) if act is Act.GIVE else self._unwritten(call, args, kwargs)
         self._name(call, output)
         return output
+
+    def _was_counted(self, func: Any, tensor: torch.Tensor) -> bool:
+        """Whether a cast of an input that is a leaf here was one of an alias in the first run (FSDP2 makes such)."""
+        calls = self._trace.calls
+        call = calls[self._place] if self._place < len(calls) else None
+        if call is None or call.func is not func or not any(tensor is each for each in self._inputs):
+            return False
+        return any(call.reads == values for values in self._trace.inputs)
 
     def _next(self, func: Any, tensors: list[torch.Tensor], constants: tuple[Any, ...]) -> Call:
         """The call of the first run that this one is."""
