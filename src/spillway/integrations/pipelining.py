@@ -37,7 +37,7 @@ from spillway.errors import UsageError
 from spillway.offloading import offload
 from spillway.policies import FirstBytes, Keep, Policy
 from spillway.recomputing import Recompute
-from spillway.records import StepStats
+from spillway.records import GroupStats, StepStats
 from spillway.session import Session
 from spillway.units import parse_bytes
 
@@ -307,6 +307,20 @@ def _sum(chunks: Iterable[StepStats]) -> StepStats:
         values = [getattr(each, field.name) for each in found]
         if field.name == "notes":
             total["notes"] = tuple(dict.fromkeys(itertools.chain.from_iterable(values)))
+        elif field.name == "groups":
+            total["groups"] = _sum_groups(itertools.chain.from_iterable(values))
         else:
             total[field.name] = max(values, default=0) if field.name in _OF_SESSION else sum(values)
     return StepStats(**total)
+
+
+def _sum_groups(groups: Iterable[GroupStats]) -> tuple[GroupStats, ...]:
+    """Those of one name together, in the order in which they came."""
+    by_name: dict[str, list[GroupStats]] = {}
+    for group in groups:
+        by_name.setdefault(group.name, []).append(group)
+    counts = [field.name for field in fields(GroupStats) if field.name != "name"]
+    return tuple(
+        GroupStats(name, **{count: sum(getattr(each, count) for each in found) for count in counts})
+        for name, found in by_name.items()
+    )
