@@ -21,6 +21,8 @@ PUBLIC = {
     "Event",
     "EventKind",
     "EventList",
+    "GroupStats",
+    "Groups",
     "InplaceError",
     "OperatorCall",
     "PolicyError",
@@ -35,6 +37,8 @@ PUBLIC = {
     "SpillPathError",
     "SpillwayError",
     "StepStats",
+    "Summary",
+    "SummaryRow",
     "TierError",
     "TierFullError",
     "TransferError",
@@ -48,8 +52,10 @@ PUBLIC = {
     "policies",
     "saved_tensors",
     "attach",
+    "group",
     "recompute",
     "saved_by",
+    "summary",
 }
 
 # What only the command line or one feature needs, and nobody who writes `import spillway` waits for.

@@ -35,7 +35,9 @@ from spillway.offloading import keep, keep_tensor, offload, offload_tensor
 from spillway.operators import OperatorCall, saved_by
 from spillway.recomputing import Recompute, recompute
 from spillway.records import Decision, GroupStats, SavedTensor, SavedTensorReport, StepStats
+from spillway.report.table import Summary, SummaryRow
 from spillway.session import Session
+from spillway.summarizing import summary
 
 __version__ = "0.1.0.dev0"
 
@@ -63,6 +65,8 @@ __all__ = [
     "SpillPathError",
     "SpillwayError",
     "StepStats",
+    "Summary",
+    "SummaryRow",
     "TierError",
     "TierFullError",
     "TransferError",
@@ -79,4 +83,5 @@ __all__ = [
     "recompute",
     "saved_by",
     "saved_tensors",
+    "summary",
 ]
