@@ -16,6 +16,7 @@ WORDS = {"errors", "units", "records", "events"}
 PURE = {"policies", "operators", "blocks", "groups", "planning", "report"}
 ENGINE = WORDS | PURE | {"runtime", "capture", "regions"}
 SERVICES = ENGINE | {
+    "binding",
     "session",
     "offloading",
     "grouping",
@@ -43,6 +44,7 @@ ALLOWED: dict[str, set[str]] = {
     "runtime": WORDS,
     "capture": WORDS | {"policies", "groups", "runtime"},
     "regions": WORDS | {"operators", "runtime", "capture"},
+    "binding": WORDS | {"runtime"},
     "testing": WORDS | {"runtime"},
     "session": ENGINE,
     "offloading": ENGINE | {"session"},

@@ -14,6 +14,7 @@ import spillway
 SOURCE = Path(__file__).parent.parent / "src"
 
 PUBLIC = {
+    "Affinity",
     "Attached",
     "BackendError",
     "CorruptError",
@@ -52,6 +53,7 @@ PUBLIC = {
     "policies",
     "saved_tensors",
     "attach",
+    "bind_to_device",
     "group",
     "recompute",
     "saved_by",

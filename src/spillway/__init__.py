@@ -10,6 +10,7 @@ import spillway.requirements  # noqa: F401  (first: it says so if torch is too o
 # isort: split
 from spillway import policies
 from spillway.attaching import Attached, attach
+from spillway.binding import Affinity, bind_to_device
 from spillway.capture.inspection import saved_tensors
 from spillway.errors import (
     BackendError,
@@ -42,6 +43,7 @@ from spillway.summarizing import summary
 __version__ = "0.1.0.dev0"
 
 __all__ = [
+    "Affinity",
     "Attached",
     "BackendError",
     "CorruptError",
@@ -74,6 +76,7 @@ __all__ = [
     "UsageError",
     "__version__",
     "attach",
+    "bind_to_device",
     "group",
     "keep",
     "keep_tensor",
