@@ -20,6 +20,7 @@ from spillway.capture.dynamo import keep_out
 from spillway.capture.handles import pack_kept, unpack
 from spillway.capture.hooks import Pass, in_backward, refuse_transforms
 from spillway.capture.location import Locator
+from spillway.capture.order import Memory
 from spillway.errors import UsageError
 from spillway.groups import Groups
 from spillway.policies import Policy, Ratio, check_tier, wants_modules, wants_operators
@@ -130,7 +131,7 @@ class offload(ContextDecorator):  # noqa: N801  (a verb: people write ``with spi
     def __enter__(self) -> Self:
         session = self._session if self._session is not None else Session.default()
         session.check_open()
-        memory, locator = session.memory(self._tag), None
+        memory, locator = self._memory_in(session), None
         if self._told_nothing and memory.gain.is_none() and not session.marks.any:
             with ExitStack() as stack:
                 if _top_saved_tensors_default_hooks(True) is not None:
@@ -181,6 +182,10 @@ class offload(ContextDecorator):  # noqa: N801  (a verb: people write ``with spi
             return StepStats()
         session, ledger = self._last
         return session.stats_of(ledger)
+
+    def _memory_in(self, session: Session) -> Memory:
+        """What is known of the code inside."""
+        return session.memory(self._tag)
 
     def _passes(self) -> list[tuple[ExitStack, Session, Pass | _Aside]]:
         if not hasattr(self._local, "passes"):

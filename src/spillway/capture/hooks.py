@@ -159,6 +159,13 @@ class Pass:
         """Whether backward has begun to ask for what was saved."""
         return self.was_recomputed or any(device.course.was_asked for device in self._devices.values())
 
+    @property
+    def was_dropped(self) -> bool:
+        """Whether nobody has asked for anything that was saved on some device, or ever will: its graph is gone."""
+        for device in self._devices.values():
+            device.runtime.mover.read_notes()
+        return any(device.course.was_dropped for device in self._devices.values())
+
     def nothing(self, device: torch.device) -> torch.Tensor:
         """An empty tensor there, for trackers."""
         nothing = self._nothing.get(device)
@@ -367,6 +374,8 @@ class Pass:
     def _begin(self, tensor: torch.Tensor, device: _Device) -> None:
         """The first tensor of the pass tells which earlier pass this one is like."""
         self._signature = (tensor.shape, tensor.dtype, tensor.device)
+        # Handles that have died are known to be dead after that.
+        device.runtime.mover.read_notes()
         previous = self._memory.recall(self._signature)
         if previous is not None:
             self._total_bytes = previous.total_bytes or None

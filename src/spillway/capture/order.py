@@ -5,11 +5,16 @@ pass knows nothing, and guesses: backward asks in reverse. A later pass over cod
 shape and dtype of the first tensor saved) knows the order of the one before, and what of its tail had not left when it
 was asked for: that is not sent the next time.
 
+A forward counts what it saves, and its backward shows the order. As long as no pass of a signature has had a backward,
+the last one counts whose backward can still come (gradients may be accumulated). One whose graph was dropped before
+backward asked for anything was an evaluation, say, and is forgotten: the training that comes after it is not like it.
+
 All of this is a hint. A wrong guess fetches something too early; what is asked for is fetched all the same.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable, Iterator
 
 from spillway.capture.gain import Gain
@@ -59,6 +64,18 @@ class Course:
     def was_asked(self) -> bool:
         """Whether backward has asked for any of them."""
         return bool(self._asked)
+
+    @property
+    def was_dropped(self) -> bool:
+        """Whether nobody has asked for any of them, or ever will: their graph is gone."""
+        if self._asked or not self._entries:
+            return False
+        return not any((entry := reference()) is not None and entry.handles > 0 for reference in self._entries)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to ask for."""
+        return not self._entries
 
     def in_tail(self, place: int) -> bool:
         """Whether backward will ask for the entry there before it could have left."""
@@ -134,27 +151,49 @@ class Course:
 
 
 class Memory:
-    """What is known of a tag: the last finished course of each signature, and whether moving it gains anything.
+    """What is known of a tag: the last course of each signature, and whether moving it gains anything.
 
-    Old signatures are forgotten.
+    Old signatures are forgotten. Its length is how many are known.
     """
 
     def __init__(self) -> None:
         self.gain = Gain()
         self._courses: dict[Signature, Course] = {}
+        self._waiting: list[tuple[Signature, Course]] = []
+        self._lock = threading.RLock()
 
     @property
     def total_bytes(self) -> int:
         """Distinct bytes that the last finished pass saved; 0 before there is one."""
-        return next((course.total_bytes for course in reversed(self._courses.values())), 0)
+        with self._lock:
+            self._sort()
+            last = self._waiting[-1][1] if self._waiting else next(reversed(self._courses.values()), None)
+            return 0 if last is None else last.total_bytes
 
     def recall(self, signature: Signature) -> Course | None:
-        return self._courses.get(signature)
+        """The last course of the signature that backward has asked for, or else the last whose backward can come."""
+        with self._lock:
+            self._sort()
+            waiting = (course for known, course in reversed(self._waiting) if known == signature)
+            return self._courses.get(signature) or next(waiting, None)
 
     def keep(self, signature: Signature, course: Course) -> None:
-        self._courses.pop(signature, None)
-        self._courses[signature] = course
-        if len(self._courses) > _REMEMBERED:
+        """A pass has ended."""
+        with self._lock:
+            self._sort()
+            self._waiting = [*self._waiting[1 - _REMEMBERED :], (signature, course)]
+
+    def _sort(self) -> None:
+        """Of the courses that wait for their backward, those that have had it are learned from; dropped ones go."""
+        waiting = []
+        for signature, course in self._waiting:
+            if course.was_asked or course.is_empty:
+                self._courses.pop(signature, None)
+                self._courses[signature] = course
+            elif not course.was_dropped:
+                waiting.append((signature, course))
+        self._waiting = waiting
+        while len(self._courses) > _REMEMBERED:
             del self._courses[next(iter(self._courses))]
 
     def __len__(self) -> int:
