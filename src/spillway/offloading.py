@@ -58,10 +58,11 @@ class offload(ContextDecorator):  # noqa: N801  (a verb: people write ``with spi
 
     Args:
         ratio: offload the first tensors of a pass, up to this ratio of its bytes; the first pass under a tag
-            offloads all, and counts. From 0 to 1. ``None``: all, unless it is found that nothing is to be gained: a
-            context that is told nothing (no ratio, policy, size, tier or window) stands aside where a pass saves less
-            than a 64th of an accelerator's memory and there is room, and ``stats().notes`` says so.
-        tag: names the code inside, for what is learned. ``None`` is a tag like any other.
+            offloads all, and counts (an evaluation, whose graph is dropped, does not). From 0 to 1. ``None``: all,
+            unless it is found that nothing is to be gained: a context that is told nothing (no ratio, policy, size,
+            tier or window) stands aside where a pass saves less than a 64th of an accelerator's memory and there is
+            room, and ``stats().notes`` says so.
+        tag: names the code inside, for what is learned: one for each model. ``None`` is a tag like any other.
         min_bytes: leave smaller tensors where they are. Bytes, or a size like ``"4MiB"``. ``None``: 1 MiB, below which
             a copy does not reach a link's rate.
         tier: ``"host"``, ``"disk"``, or ``"auto"``: host memory for an accelerator's tensors, disk for the CPU's.

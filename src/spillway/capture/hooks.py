@@ -161,10 +161,12 @@ class Pass:
 
     @property
     def was_dropped(self) -> bool:
-        """Whether nobody has asked for anything that was saved on some device, or ever will: its graph is gone."""
+        """Whether nobody has asked for anything that was to leave, or ever will: its graph is gone."""
         for device in self._devices.values():
+            # Handles that have died are known to be dead after that.
             device.runtime.mover.read_notes()
-        return any(device.course.was_dropped for device in self._devices.values())
+        courses = [device.course for device in self._devices.values() if not device.course.is_empty]
+        return bool(courses) and all(course.was_dropped for course in courses)
 
     def nothing(self, device: torch.device) -> torch.Tensor:
         """An empty tensor there, for trackers."""
