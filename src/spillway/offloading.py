@@ -133,7 +133,7 @@ class offload(ContextDecorator):  # noqa: N801  (a verb: people write ``with spi
         session = self._session if self._session is not None else Session.default()
         session.check_open()
         memory, locator = self._memory_in(session), None
-        if self._told_nothing and memory.gain.is_none() and not session.marks.any:
+        if self._told_nothing and memory.gains_nothing() and not session.marks.any:
             with ExitStack() as stack:
                 if _top_saved_tensors_default_hooks(True) is not None:
                     # Somebody around counts what is saved (a checkpoint does): as much as before, and as in a re-run.

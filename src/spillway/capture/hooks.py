@@ -22,6 +22,7 @@ from typing import Protocol
 
 import torch
 
+from spillway.capture.gain import judge
 from spillway.capture.groups import Group, PassGroups
 from spillway.capture.handles import AwayHandle, Handle, KeptHandle, ObjectHandle, PartsHandle
 from spillway.capture.identity import (
@@ -247,10 +248,10 @@ class Pass:
             course = next(iter(self._devices.values())).course
             course.total_bytes = self.ledger.total().saved_bytes
             course.groups = self.groups.past()
-            self._memory.keep(self._signature, course)
             if self._told_nothing:
                 backends = [device.runtime.backend for device in self._devices.values()]
-                self._memory.gain.judge(course.total_bytes, backends)
+                course.verdict = judge(course.total_bytes, backends)
+            self._memory.keep(self._signature, course)
 
     def _pack(self, tensor: torch.Tensor, decision: Decision | None = None) -> Handle:
         if is_parameter(tensor):

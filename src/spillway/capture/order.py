@@ -17,7 +17,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable, Iterator
 
-from spillway.capture.gain import Gain
+from spillway.capture.gain import Gain, Verdict
 from spillway.groups import PastGroup
 from spillway.runtime.entry import Entry
 
@@ -53,6 +53,8 @@ class Course:
         """Distinct bytes saved, once the pass has ended."""
         self.groups: list[PastGroup] = []
         """Its groups, once the pass has ended."""
+        self.verdict: Verdict | None = None
+        """What was to be gained from it, once the pass has ended, if that was a question."""
 
     def add(self, reference: Callable[[], Entry | None], nbytes: int) -> int:
         """The next entry saved, weakly referred to, takes the next place in packing order, which this gives."""
@@ -170,6 +172,12 @@ class Memory:
             last = self._waiting[-1][1] if self._waiting else next(reversed(self._courses.values()), None)
             return 0 if last is None else last.total_bytes
 
+    def gains_nothing(self) -> bool:
+        """Whether the next pass that is told nothing can be left alone."""
+        with self._lock:
+            self._sort()
+        return self.gain.is_none()
+
     def recall(self, signature: Signature) -> Course | None:
         """The last course of the signature that backward has asked for, or else the last whose backward can come."""
         with self._lock:
@@ -190,6 +198,8 @@ class Memory:
             if course.was_asked or course.is_empty:
                 self._courses.pop(signature, None)
                 self._courses[signature] = course
+                if course.verdict is not None:
+                    self.gain.learn(course.verdict)
             elif not course.was_dropped:
                 waiting.append((signature, course))
         self._waiting = waiting
