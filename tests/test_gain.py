@@ -83,6 +83,14 @@ def test_a_workload_that_grows_is_judged_anew(session: spillway.Session, roomy: 
     assert step(spillway.offload(session=session)).saved_bytes == 0
 
 
+def test_a_short_evaluation_does_not_let_training_stand_aside(session: spillway.Session) -> None:
+    """With gradients on, as by one who forgot: its graph is dropped."""
+    for _ in range(2):
+        with spillway.offload(session=session):
+            (torch.ones(MIB, requires_grad=True) * 2).sin()
+        assert step(spillway.offload(session=session), 3 * MIB).saved_bytes == 24 * MIB
+
+
 @pytest.mark.parametrize(
     "told", [{"ratio": 1.0}, {"min_bytes": 0}, {"tier": "host"}, {"window": "1MiB"}, {"policy": Offload()}], ids=str
 )

@@ -15,7 +15,17 @@ PACKAGE = SOURCE / "spillway"
 WORDS = {"errors", "units", "records", "events"}
 PURE = {"policies", "operators", "blocks", "groups", "planning", "report"}
 ENGINE = WORDS | PURE | {"runtime", "capture", "regions"}
-SERVICES = ENGINE | {"session", "offloading", "grouping", "recomputing", "attaching", "profiling", "testing"}
+SERVICES = ENGINE | {
+    "binding",
+    "session",
+    "offloading",
+    "grouping",
+    "recomputing",
+    "attaching",
+    "profiling",
+    "summarizing",
+    "testing",
+}
 LIBRARY = SERVICES | {"optim", "accumulate"}
 
 # Which rooms a room may import, beside itself. A room is a file or a folder right under src/spillway.
@@ -34,6 +44,7 @@ ALLOWED: dict[str, set[str]] = {
     "runtime": WORDS,
     "capture": WORDS | {"policies", "groups", "runtime"},
     "regions": WORDS | {"operators", "runtime", "capture"},
+    "binding": WORDS | {"runtime"},
     "testing": WORDS | {"runtime"},
     "session": ENGINE,
     "offloading": ENGINE | {"session"},
@@ -41,6 +52,7 @@ ALLOWED: dict[str, set[str]] = {
     "recomputing": ENGINE | {"session"},
     "attaching": ENGINE | {"session", "offloading", "grouping", "recomputing"},
     "profiling": ENGINE | {"session", "offloading"},
+    "summarizing": ENGINE,
     "optim": SERVICES - {"testing"},
     "accumulate": SERVICES - {"testing"},
     "integrations": LIBRARY - {"testing"} | {"__init__"},

@@ -241,10 +241,11 @@ def sizes(session: Session) -> dict[str, int]:
         "marks": len(session.marks._marks),
         "memories": len(session._memories),
         "signatures": sum(len(memory) for memory in session._memories.values()),
+        "waiting": sum(len(memory._waiting) for memory in session._memories.values()),
         "course": sum(
             len(course._entries) + sum(len(lap.asked) for lap in course._laps)
             for memory in session._memories.values()
-            for course in memory._courses.values()
+            for course in (*memory._courses.values(), *(course for _, course in memory._waiting))
         ),
         "host": session.host_bytes,
         "disk": session.disk_bytes,

@@ -14,6 +14,7 @@ import spillway
 SOURCE = Path(__file__).parent.parent / "src"
 
 PUBLIC = {
+    "Affinity",
     "Attached",
     "BackendError",
     "CorruptError",
@@ -37,6 +38,8 @@ PUBLIC = {
     "SpillPathError",
     "SpillwayError",
     "StepStats",
+    "Summary",
+    "SummaryRow",
     "TierError",
     "TierFullError",
     "TransferError",
@@ -50,9 +53,11 @@ PUBLIC = {
     "policies",
     "saved_tensors",
     "attach",
+    "bind_to_device",
     "group",
     "recompute",
     "saved_by",
+    "summary",
 }
 
 # What only the command line or one feature needs, and nobody who writes `import spillway` waits for.

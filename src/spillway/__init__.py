@@ -10,6 +10,7 @@ import spillway.requirements  # noqa: F401  (first: it says so if torch is too o
 # isort: split
 from spillway import policies
 from spillway.attaching import Attached, attach
+from spillway.binding import Affinity, bind_to_device
 from spillway.capture.inspection import saved_tensors
 from spillway.errors import (
     BackendError,
@@ -35,11 +36,14 @@ from spillway.offloading import keep, keep_tensor, offload, offload_tensor
 from spillway.operators import OperatorCall, saved_by
 from spillway.recomputing import Recompute, recompute
 from spillway.records import Decision, GroupStats, SavedTensor, SavedTensorReport, StepStats
+from spillway.report.table import Summary, SummaryRow
 from spillway.session import Session
+from spillway.summarizing import summary
 
 __version__ = "0.1.0.dev0"
 
 __all__ = [
+    "Affinity",
     "Attached",
     "BackendError",
     "CorruptError",
@@ -63,6 +67,8 @@ __all__ = [
     "SpillPathError",
     "SpillwayError",
     "StepStats",
+    "Summary",
+    "SummaryRow",
     "TierError",
     "TierFullError",
     "TransferError",
@@ -70,6 +76,7 @@ __all__ = [
     "UsageError",
     "__version__",
     "attach",
+    "bind_to_device",
     "group",
     "keep",
     "keep_tensor",
@@ -79,4 +86,5 @@ __all__ = [
     "recompute",
     "saved_by",
     "saved_tensors",
+    "summary",
 ]

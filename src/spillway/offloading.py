@@ -20,6 +20,7 @@ from spillway.capture.dynamo import keep_out
 from spillway.capture.handles import pack_kept, unpack
 from spillway.capture.hooks import Pass, in_backward, refuse_transforms
 from spillway.capture.location import Locator
+from spillway.capture.order import Memory
 from spillway.errors import UsageError
 from spillway.groups import Groups
 from spillway.policies import Policy, Ratio, check_tier, wants_modules, wants_operators
@@ -57,10 +58,11 @@ class offload(ContextDecorator):  # noqa: N801  (a verb: people write ``with spi
 
     Args:
         ratio: offload the first tensors of a pass, up to this ratio of its bytes; the first pass under a tag
-            offloads all, and counts. From 0 to 1. ``None``: all, unless it is found that nothing is to be gained: a
-            context that is told nothing (no ratio, policy, size, tier or window) stands aside where a pass saves less
-            than a 64th of an accelerator's memory and there is room, and ``stats().notes`` says so.
-        tag: names the code inside, for what is learned. ``None`` is a tag like any other.
+            offloads all, and counts (an evaluation, whose graph is dropped, does not). From 0 to 1. ``None``: all,
+            unless it is found that nothing is to be gained: a context that is told nothing (no ratio, policy, size,
+            tier or window) stands aside where a pass saves less than a 64th of an accelerator's memory and there is
+            room, and ``stats().notes`` says so.
+        tag: names the code inside, for what is learned: one for each model. ``None`` is a tag like any other.
         min_bytes: leave smaller tensors where they are. Bytes, or a size like ``"4MiB"``. ``None``: 1 MiB, below which
             a copy does not reach a link's rate.
         tier: ``"host"``, ``"disk"``, or ``"auto"``: host memory for an accelerator's tensors, disk for the CPU's.
@@ -130,8 +132,8 @@ class offload(ContextDecorator):  # noqa: N801  (a verb: people write ``with spi
     def __enter__(self) -> Self:
         session = self._session if self._session is not None else Session.default()
         session.check_open()
-        memory, locator = session.memory(self._tag), None
-        if self._told_nothing and memory.gain.is_none() and not session.marks.any:
+        memory, locator = self._memory_in(session), None
+        if self._told_nothing and memory.gains_nothing() and not session.marks.any:
             with ExitStack() as stack:
                 if _top_saved_tensors_default_hooks(True) is not None:
                     # Somebody around counts what is saved (a checkpoint does): as much as before, and as in a re-run.
@@ -181,6 +183,10 @@ class offload(ContextDecorator):  # noqa: N801  (a verb: people write ``with spi
             return StepStats()
         session, ledger = self._last
         return session.stats_of(ledger)
+
+    def _memory_in(self, session: Session) -> Memory:
+        """What is known of the code inside."""
+        return session.memory(self._tag)
 
     def _passes(self) -> list[tuple[ExitStack, Session, Pass | _Aside]]:
         if not hasattr(self._local, "passes"):

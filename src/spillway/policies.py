@@ -77,9 +77,9 @@ class Offload:
 class Ratio:
     """Offload the first tensors of a pass, up to a ratio of all the bytes that such a pass saves.
 
-    The first pass offloads everything, and counts. Afterwards a tensor leaves if what left before it in the pass, and
-    it, are together at most ``ratio`` of the count; one that does not fit stays, and a smaller one after it may still
-    go. (The method of haiscale's ``CPUOffload``.)
+    The first pass that has a backward offloads everything, and counts. Afterwards a tensor leaves if what left before
+    it in the pass, and it, are together at most ``ratio`` of the count; one that does not fit stays, and a smaller one
+    after it may still go. (The method of haiscale's ``CPUOffload``.)
 
     Args:
         ratio: from 0 to 1.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 
 import pytest
 import torch
@@ -251,3 +252,15 @@ def test_a_batch_from_a_stream_that_the_mover_never_saw(device: torch.device) ->
             got = gradient(spillway.offload(session=session, min_bytes=0))
             torch.cuda.synchronize()
             assert torch.equal(got, wanted)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="affinity is known on Linux only")
+def test_a_process_is_brought_near_to_its_device_or_told_why_not() -> None:
+    here = os.sched_getaffinity(0)
+    with spillway.bind_to_device() as affinity:
+        assert affinity.device == torch.device("cuda", torch.accelerator.current_device_index())
+        assert affinity.before == here and os.sched_getaffinity(0) == affinity.after
+        assert (affinity.why_not is None) is (affinity.after < affinity.before)
+        if affinity.why_not is None:
+            assert affinity.node is not None
+    assert os.sched_getaffinity(0) == here

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from spillway import Decision, SavedTensor
+from spillway import Decision, Groups, SavedTensor, group, recompute
 from spillway.policies import Offload, Ratio
 from support import Context, Trial, grads, mlp
 
@@ -222,3 +222,101 @@ def test_h47_decisions_that_change_from_step_to_step(trial: Trial) -> None:
         yield from grads(*model.parameters())
 
     trial(step, policy=policy)
+
+
+def evaluation(trial: Trial, length: int, **options: object) -> None:
+    """With gradients on and no backward: its graph is dropped."""
+    with trial.offload(tag="tag", **options):
+        chain(torch.randn(WIDTH, requires_grad=True), length)
+
+
+def test_h46_an_evaluation_with_gradients_is_not_the_first_pass(trial: Trial) -> None:
+    """Shorter or longer than what is trained: the training counts for itself."""
+    for length in (2, 20):
+        evaluation(trial, length, ratio=0.5)
+    assert ratios(trial, 4, passes=3) == [1.0, 0.5, 0.5]
+
+
+def test_h46_an_evaluation_with_gradients_changes_nothing_that_was_learned(trial: Trial) -> None:
+    assert ratios(trial, 4, passes=2) == [1.0, 0.5]
+    for length in (2, 20):
+        evaluation(trial, length, ratio=0.5)
+        assert ratios(trial, 4) == [0.5]
+
+
+def test_h46_an_evaluation_whose_graph_lingers_changes_nothing_that_was_learned(trial: Trial) -> None:
+    assert ratios(trial, 4, passes=2) == [1.0, 0.5]
+    with trial.offload(ratio=0.5, tag="tag"):
+        lingers = chain(torch.randn(WIDTH, requires_grad=True), 20)
+    assert ratios(trial, 4, passes=2) == [0.5, 0.5]
+    del lingers
+
+
+def test_h46_gradients_that_are_accumulated_need_no_backward_to_be_counted(trial: Trial) -> None:
+    """The graph of the first micro-batch is alive: it counts, for all those that come before its backward."""
+    losses, parts = [], []
+    for _ in range(3):
+        context = trial.offload(ratio=0.5, tag="tag")
+        with context:
+            losses.append(chain(torch.randn(WIDTH, requires_grad=True), 4))
+        stats = context.stats()
+        parts.append(1 - stats.kept_bytes / stats.saved_bytes)
+    assert parts == [1.0, 0.5, 0.5]
+    while losses:
+        losses.pop().backward()
+    assert ratios(trial, 4) == [0.5]
+
+
+def test_h46_groups_with_a_margin_warm_up_in_training_and_not_in_an_evaluation(trial: Trial) -> None:
+    def step(count: int, *, backward: bool = True) -> int:
+        context = trial.offload(groups=Groups(margin=1), tag="tag")
+        with context:
+            hidden = torch.randn(WIDTH, requires_grad=True) * 2
+            for _ in range(count):
+                with group("sin"):
+                    hidden = hidden.sin()
+        if backward:
+            hidden.sum().backward()
+        (counted,) = context.stats().groups
+        return (counted.saved_bytes - counted.kept_bytes) // (4 * WIDTH)
+
+    # An evaluation of more layers than are trained would let the last one of these leave.
+    assert step(6, backward=False) == 6
+    assert [step(4), step(4)] == [4, 3]
+    assert step(6, backward=False) in (5, 6)
+    assert step(4) == 3
+
+
+def test_h46_an_order_that_was_learned_survives_evaluations(trial: Trial) -> None:
+    def asked_ahead(*, evaluate: bool) -> list[int]:
+        """Bytes that were still here when backward asked, which it learns not to send."""
+        seen, tag = [], f"evaluated {evaluate}"
+        for _ in range(4):
+            context = trial.offload(tag=tag)
+            with context:
+                loss = chain(torch.randn(WIDTH, requires_grad=True), 6)
+            loss.backward()
+            seen.append(context.stats().offloaded_bytes)
+            if evaluate:
+                with trial.offload(tag=tag):
+                    chain(torch.randn(WIDTH, requires_grad=True), 3)
+        return seen
+
+    assert asked_ahead(evaluate=True) == asked_ahead(evaluate=False)
+
+
+def test_h46_an_evaluation_through_regions_outside_of_contexts_is_a_pass_of_its_own(trial: Trial) -> None:
+    def forward(length: int) -> torch.Tensor:
+        hidden = torch.randn(2**18 + 1, requires_grad=True) * 2
+        for _ in range(length):
+            hidden = recompute(torch.sin, hidden, offload="inputs", session=trial.session)
+        return hidden.sum()
+
+    counted = []
+    for _ in range(3):
+        forward(5)
+        loss = forward(3)
+        counted.append(trial.session.stats().saved_bytes)
+        loss.backward()
+        del loss
+    assert counted == [counted[0]] * 3 and counted[0] < 4 * (2**20 + 4)

@@ -378,6 +378,23 @@ def test_statistics_are_of_the_last_step(tmp_path: Path) -> None:
         assert_nothing_left(session)
 
 
+def test_groups_of_one_name_are_counted_together_over_all_chunks(tmp_path: Path) -> None:
+    stage = OneStage()
+    module = stage.submod
+    forward = module.forward
+    module.forward = lambda x: spillway.group("all")(forward)(x)
+    with session_at(tmp_path) as session:
+        with offload_stages(stage, session=session, min_bytes=0, window=0, tier="host") as offloaded:
+            outputs = [stage.forward_one_chunk(number, (torch.randn(2, WIDTH),)) for number in range(2)]
+            for output in outputs:
+                output.sum().backward()
+        stats = offloaded.stats()
+        (group,) = stats.groups
+        assert group.name == "all" and group.offloaded_bytes == stats.offloaded_bytes > 0
+        del output, outputs
+        assert_nothing_left(session)
+
+
 def test_a_rank_has_its_share() -> None:
     moved = []
     for rank in range(4):

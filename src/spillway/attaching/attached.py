@@ -11,7 +11,7 @@ from torch.nn import Module
 
 from spillway.attaching.block import KeptCall, RegionCall
 from spillway.attaching.call import ModuleCall
-from spillway.attaching.model import ModelCall
+from spillway.attaching.model import ModelCall, ModelPass
 from spillway.attaching.refusals import (
     refuse_attached,
     refuse_checkpointing,
@@ -23,7 +23,6 @@ from spillway.attaching.refusals import (
 from spillway.blocks import Blocks, Named, above, find_blocks, walk
 from spillway.errors import UsageError
 from spillway.groups import Groups
-from spillway.offloading import offload
 from spillway.policies import Keep, Offload, Policy
 from spillway.recomputing import Recompute
 from spillway.records import StepStats
@@ -117,7 +116,7 @@ def attach(
     for each in (Named("", model), *taken):
         refuse_class(each)
     refuse_compiled(around)
-    context = offload(
+    context = ModelPass(
         # What regions do not take is kept, or leaves in groups; what they offload has its order here.
         policy=(Keep() if rules is None else None) if isinstance(how, Recompute) else how,
         groups=rules,

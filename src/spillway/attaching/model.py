@@ -14,9 +14,11 @@ from spillway.attaching.block import RegionCall
 from spillway.attaching.call import PLACE, ModuleCall
 from spillway.attaching.refusals import refuse_own_flags
 from spillway.blocks import Named
+from spillway.capture.order import Memory
 from spillway.errors import UsageError
 from spillway.offloading import offload
 from spillway.regions.region import Surroundings, surroundings
+from spillway.session import Session
 
 
 class ModelCall(ModuleCall):
@@ -35,7 +37,7 @@ class ModelCall(ModuleCall):
         model: Module,
         blocks: Sequence[ModuleCall],
         around: Sequence[Named],
-        context: offload,
+        context: ModelPass,
         *,
         recomputes: bool,
     ) -> None:
@@ -84,6 +86,17 @@ class ModelCall(ModuleCall):
                 )
             if self._recomputes:
                 refuse_own_flags(name, module)
+
+
+class ModelPass(offload):
+    """A pass around a model's call. What is learned belongs to the model: another one of its class may be attached."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._memory = Memory()
+
+    def _memory_in(self, session: Session) -> Memory:
+        return self._memory
 
 
 class _Here(threading.local):

@@ -22,6 +22,7 @@ from typing import Protocol
 
 import torch
 
+from spillway.capture.gain import judge
 from spillway.capture.groups import Group, PassGroups
 from spillway.capture.handles import AwayHandle, Handle, KeptHandle, ObjectHandle, PartsHandle
 from spillway.capture.identity import (
@@ -163,6 +164,15 @@ class Pass:
         """Whether backward has begun to ask for what was saved."""
         return self.was_recomputed or any(device.course.was_asked for device in self._devices.values())
 
+    @property
+    def was_dropped(self) -> bool:
+        """Whether nobody has asked for anything that was to leave, or ever will: its graph is gone."""
+        for device in self._devices.values():
+            # Handles that have died are known to be dead after that.
+            device.runtime.mover.read_notes()
+        courses = [device.course for device in self._devices.values() if not device.course.is_empty]
+        return bool(courses) and all(course.was_dropped for course in courses)
+
     def nothing(self, device: torch.device) -> torch.Tensor:
         """An empty tensor there, for trackers."""
         nothing = self._nothing.get(device)
@@ -244,12 +254,12 @@ class Pass:
             course = next(iter(self._devices.values())).course
             course.total_bytes = self.ledger.total().saved_bytes
             course.groups = self.groups.past()
+            if self._told_nothing:
+                backends = [device.runtime.backend for device in self._devices.values()]
+                course.verdict = judge(course.total_bytes, backends)
             self._memory.keep(self._signature, course)
             if not course.was_asked:
                 self._owner.succession.add(course)
-            if self._told_nothing:
-                backends = [device.runtime.backend for device in self._devices.values()]
-                self._memory.gain.judge(course.total_bytes, backends)
 
     def _pack(self, tensor: torch.Tensor, decision: Decision | None = None) -> Handle:
         if is_parameter(tensor):
@@ -385,6 +395,8 @@ class Pass:
     def _begin(self, tensor: torch.Tensor, device: _Device) -> None:
         """The first tensor of the pass tells which earlier pass this one is like."""
         self._signature = (tensor.shape, tensor.dtype, tensor.device)
+        # Handles that have died are known to be dead after that.
+        device.runtime.mover.read_notes()
         previous = self._memory.recall(self._signature)
         if previous is not None:
             self._total_bytes = previous.total_bytes or None

@@ -7,14 +7,19 @@ and dtype of the first tensor saved) knows the orders of the one before, and wha
 asked for: that is not sent the next time. Whose backward comes next, where several passes are alive, is in
 ``succession.py``.
 
+A forward counts what it saves, and its backward shows the order. As long as no pass of a signature has had a backward,
+the last one counts whose backward can still come (gradients may be accumulated). One whose graph was dropped before
+backward asked for anything was an evaluation, say, and is forgotten: the training that comes after it is not like it.
+
 All of this is a hint. A wrong guess fetches something too early; what is asked for is fetched all the same.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 
-from spillway.capture.gain import Gain
+from spillway.capture.gain import Gain, Verdict
 from spillway.capture.succession import Succession
 from spillway.groups import PastGroup
 from spillway.runtime.entry import Entry
@@ -102,6 +107,8 @@ class Course:
         """Distinct bytes saved, once the pass has ended."""
         self.groups: list[PastGroup] = []
         """Its groups, once the pass has ended."""
+        self.verdict: Verdict | None = None
+        """What was to be gained from it, once the pass has ended, if that was a question."""
 
     def add(self, reference: Callable[[], Entry | None], nbytes: int) -> int:
         """The next entry saved, weakly referred to, takes the next place in packing order, which this gives."""
@@ -113,6 +120,16 @@ class Course:
     def was_asked(self) -> bool:
         """Whether backward has asked for any of them."""
         return bool(self._laps)
+
+    @property
+    def was_dropped(self) -> bool:
+        """Whether nobody has asked for any of them, or ever will: their graph is gone."""
+        return not self._laps and not self.is_empty and not self.is_alive()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to ask for."""
+        return not self._entries
 
     def in_tail(self, place: int) -> bool:
         """Whether backward will ask for the entry there before it could have left."""
@@ -199,27 +216,57 @@ class Course:
 
 
 class Memory:
-    """What is known of a tag: the last finished course of each signature, and whether moving it gains anything.
+    """What is known of a tag: the last course of each signature, and whether moving it gains anything.
 
-    Old signatures are forgotten.
+    Old signatures are forgotten. Its length is how many are known.
     """
 
     def __init__(self) -> None:
         self.gain = Gain()
         self._courses: dict[Signature, Course] = {}
+        self._waiting: list[tuple[Signature, Course]] = []
+        self._lock = threading.RLock()
 
     @property
     def total_bytes(self) -> int:
         """Distinct bytes that the last finished pass saved; 0 before there is one."""
-        return next((course.total_bytes for course in reversed(self._courses.values())), 0)
+        with self._lock:
+            self._sort()
+            last = self._waiting[-1][1] if self._waiting else next(reversed(self._courses.values()), None)
+            return 0 if last is None else last.total_bytes
+
+    def gains_nothing(self) -> bool:
+        """Whether the next pass that is told nothing can be left alone."""
+        with self._lock:
+            self._sort()
+        return self.gain.is_none()
 
     def recall(self, signature: Signature) -> Course | None:
-        return self._courses.get(signature)
+        """The last course of the signature that backward has asked for, or else the last whose backward can come."""
+        with self._lock:
+            self._sort()
+            waiting = (course for known, course in reversed(self._waiting) if known == signature)
+            return self._courses.get(signature) or next(waiting, None)
 
     def keep(self, signature: Signature, course: Course) -> None:
-        self._courses.pop(signature, None)
-        self._courses[signature] = course
-        if len(self._courses) > _REMEMBERED:
+        """A pass has ended."""
+        with self._lock:
+            self._sort()
+            self._waiting = [*self._waiting[1 - _REMEMBERED :], (signature, course)]
+
+    def _sort(self) -> None:
+        """Of the courses that wait for their backward, those that have had it are learned from; dropped ones go."""
+        waiting = []
+        for signature, course in self._waiting:
+            if course.was_asked or course.is_empty:
+                self._courses.pop(signature, None)
+                self._courses[signature] = course
+                if course.verdict is not None:
+                    self.gain.learn(course.verdict)
+            elif not course.was_dropped:
+                waiting.append((signature, course))
+        self._waiting = waiting
+        while len(self._courses) > _REMEMBERED:
             del self._courses[next(iter(self._courses))]
 
     def __len__(self) -> int:

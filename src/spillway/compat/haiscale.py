@@ -44,7 +44,7 @@ class TagInfo:
 
     @property
     def total_activations_memory(self) -> int:
-        """Bytes that the last finished pass saved; in the first iteration, those that it has saved so far."""
+        """Bytes that the last finished pass saved, evaluations left out; in the first iteration, those saved so far."""
         current = self._current
         return self._memory.total_bytes or (0 if current is None else current.ledger.saved_bytes)
 

@@ -152,9 +152,16 @@ class AcceleratorBackend(Backend):
         torch.accelerator.set_device_index(self.device)
 
     def _near_cpus(self) -> set[int]:
-        properties: Any = torch.cuda.get_device_properties(self.device)
-        address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
-        return near_cpus(address)
+        address = pci_address(self.device)
+        return set() if address is None else near_cpus(address)
+
+
+def pci_address(device: torch.device) -> str | None:
+    """Where a device is, as ``"0000:3b:00.0"``; ``None`` where torch does not say."""
+    properties: Any = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    if not hasattr(properties, "pci_bus_id"):
+        return None
+    return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
 
 
 class _Stall:

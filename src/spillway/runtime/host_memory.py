@@ -84,16 +84,36 @@ def near_cpus(pci_address: str, root: Path = _ROOT) -> set[int]:
         pci_address: as ``"0000:3b:00.0"``.
         root: where ``/sys`` is.
     """
-    device = root / "sys/bus/pci/devices" / pci_address
-    node = _number_in(device / "numa_node")
-    nodes = list((root / "sys/devices/system/node").glob("node[0-9]*"))
-    if not node or node[0] < 0 or len(nodes) < 2:
-        return set()
+    node = near_node(pci_address, root)
+    return set() if node is None or count_nodes(root) < 2 else node_cpus(node, root)
+
+
+def near_node(pci_address: str, root: Path = _ROOT) -> int | None:
+    """The NUMA node of a PCI device; ``None`` where the system does not say."""
+    node = _number_in(root / "sys/bus/pci/devices" / pci_address / "numa_node")
+    return node[0] if node and node[0] >= 0 else None
+
+
+def count_nodes(root: Path = _ROOT) -> int:
+    """How many NUMA nodes the machine has; 0 where the system does not say."""
+    return len(list((root / "sys/devices/system/node").glob("node[0-9]*")))
+
+
+def node_cpus(node: int, root: Path = _ROOT) -> set[int]:
+    """The CPUs of a NUMA node; empty if it has none, or is not there."""
+    return _cpus_in(root / f"sys/devices/system/node/node{node}/cpulist")
+
+
+def online_cpus(root: Path = _ROOT) -> set[int]:
+    """The CPUs that the system runs on; empty where it does not say."""
+    return _cpus_in(root / "sys/devices/system/cpu/online")
+
+
+def _cpus_in(file: Path) -> set[int]:
     try:
-        text = (root / f"sys/devices/system/node/node{node[0]}/cpulist").read_text(encoding="ascii")
+        return _cpus(file.read_text(encoding="ascii"))
     except OSError:
         return set()
-    return _cpus(text)
 
 
 def _cpus(text: str) -> set[int]:

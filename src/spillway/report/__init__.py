@@ -1,0 +1,1 @@
+"""What was counted, as something that people read. Pure functions over records."""
