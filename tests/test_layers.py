@@ -15,7 +15,7 @@ PACKAGE = SOURCE / "spillway"
 WORDS = {"errors", "units", "records", "events"}
 PURE = {"policies", "operators", "blocks", "groups", "planning", "report"}
 ENGINE = WORDS | PURE | {"runtime", "capture", "regions"}
-SERVICES = ENGINE | {"session", "offloading", "grouping", "recomputing", "attaching", "profiling", "testing"}
+SERVICES = ENGINE | {"session", "offloading", "grouping", "chunks", "recomputing", "attaching", "profiling", "testing"}
 LIBRARY = SERVICES | {"optim", "accumulate"}
 
 # Which rooms a room may import, beside itself. A room is a file or a folder right under src/spillway.
@@ -39,6 +39,7 @@ ALLOWED: dict[str, set[str]] = {
     "offloading": ENGINE | {"session"},
     "grouping": ENGINE | {"session", "offloading"},
     "recomputing": ENGINE | {"session"},
+    "chunks": ENGINE | {"session", "offloading"},
     "attaching": ENGINE | {"session", "offloading", "grouping", "recomputing"},
     "profiling": ENGINE | {"session", "offloading"},
     "optim": SERVICES - {"testing"},

@@ -17,6 +17,7 @@ and would hand back another tensor if some were missing.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Protocol
 
@@ -153,6 +154,9 @@ class Pass:
         self._nothing: dict[torch.device, torch.Tensor] = {}
         self.was_recomputed = False
         """Whether backward has come to a region of the pass."""
+        self.then: Callable[[], Pass | None] | None = None
+        """Gives the pass whose backward is expected after this one's, if that is known."""
+        self._has_ended = False
 
     @property
     def was_asked(self) -> bool:
@@ -234,6 +238,7 @@ class Pass:
             self.groups.abandon()
             return
         self._waiting.send()
+        self._has_ended = True
         if self._signature is not None:
             course = next(iter(self._devices.values())).course
             course.total_bytes = self.ledger.total().saved_bytes
@@ -360,9 +365,26 @@ class Pass:
         """The first tensor on a device."""
         runtime = self._owner.runtime(tensor.device)
         device = self._devices[tensor.device] = _Device(
-            runtime, runtime.tier(self._tier), Course(window=runtime.window, on_backward=self._on_backward)
+            runtime, runtime.tier(self._tier), self._course(None, runtime.window, tensor.device)
         )
         return device
+
+    def _course(self, previous: Course | None, window: int, device: torch.device) -> Course:
+        if self.then is None:
+            return Course(previous, window, self._on_backward)
+        # A course is remembered, and the pass need not be.
+        this = weakref.ref(self)
+
+        def following() -> Course | None:
+            me = this()
+            then = None if me is None or me.then is None else me.then()
+            return None if then is None or not then._has_ended else then._course_on(device)
+
+        return Course(previous, window, self._on_backward, following)
+
+    def _course_on(self, device: torch.device) -> Course | None:
+        met = self._devices.get(device)
+        return None if met is None else met.course
 
     def _begin(self, tensor: torch.Tensor, device: _Device) -> None:
         """The first tensor of the pass tells which earlier pass this one is like."""
@@ -371,7 +393,7 @@ class Pass:
         if previous is not None:
             self._total_bytes = previous.total_bytes or None
             self.groups.learn(previous.groups)
-        device.course = Course(previous, self._window_on(device.runtime), self._on_backward)
+        device.course = self._course(previous, self._window_on(device.runtime), tensor.device)
 
     def _window_on(self, runtime: DeviceRuntime) -> int:
         """Bytes that may be LEAVING at once."""
@@ -432,6 +454,7 @@ class Pass:
             return decision
         if group is not None:
             group.nbytes += nbytes
+            group.count += 1
         return _KEEP if self.groups.stays(group) else decision
 
 

@@ -10,6 +10,7 @@ All of this is a hint. A wrong guess fetches something too early; what is asked 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Hashable, Iterator
 
 from spillway.capture.gain import Gain
@@ -28,12 +29,18 @@ class Course:
         previous: the last finished pass of the same signature.
         window: bytes that may be LEAVING at once.
         on_backward: called when backward asks for the first of them.
+        then: gives the course whose backward is expected next, if that pass has ended.
     """
 
     def __init__(
-        self, previous: Course | None = None, window: int = 0, on_backward: Callable[[], object] | None = None
+        self,
+        previous: Course | None = None,
+        window: int = 0,
+        on_backward: Callable[[], object] | None = None,
+        then: Callable[[], Course | None] | None = None,
     ) -> None:
         self._window = window
+        self._then = then
         self._on_backward = on_backward
         self._sizes: list[int] = []
         self._entries: list[Callable[[], Entry | None]] = []
@@ -88,14 +95,30 @@ class Course:
             self._fetched = position + 1
 
     def upcoming(self) -> Iterator[Entry | None]:
-        """The entries that are expected to be asked for next, and that were not :meth:`fetched`."""
+        """The entries that are expected to be asked for next, and that were not :meth:`fetched`.
+
+        After the last of this course come those of the next one.
+        """
         sequence = self._sequence
-        assert sequence is not None
-        return (self._entries[sequence[index]]() for index in range(self._fetched, len(sequence)))
+        if sequence is None:
+            sequence = self._sequence = self._predict()
+        own = (self._entries[sequence[index]]() for index in range(self._fetched, len(sequence)))
+        then = self._next()
+        return own if then is None else itertools.chain(own, then.upcoming())
 
     def fetched(self, count: int) -> None:
         """So many of the upcoming ones need not be named again."""
-        self._fetched += count
+        assert self._sequence is not None
+        own = min(count, len(self._sequence) - self._fetched)
+        self._fetched += own
+        then = self._next()
+        if count > own and then is not None:
+            then.fetched(count - own)
+
+    def _next(self) -> Course | None:
+        """The next course, whose backward has not begun."""
+        then = None if self._then is None else self._then()
+        return None if then is None or then.was_asked else then
 
     def sequence(self) -> list[int]:
         """Places in the order of asking; those that nobody asked for come last."""
