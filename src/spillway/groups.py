@@ -92,7 +92,8 @@ class Groups:
         fewer = self.fewer_bytes
         assert isinstance(fewer, int)
         for place in reversed(range(len(past))):
-            if place in stay:
+            # One that had nothing may have something the next time: an expert that got no tokens, say.
+            if place in stay or not past[place].nbytes:
                 continue
             fewer -= past[place].nbytes
             if fewer < 0:

@@ -28,7 +28,11 @@ class OffloadTensorGroup:
     def __init__(self, chunk: Chunk, group: Group) -> None:
         self._chunk = chunk
         self._group = group
-        self.name = group.name
+
+    @property
+    def name(self) -> str:
+        """Whose it is; many groups of a chunk may have one name."""
+        return self._group.name
 
     @property
     def offload(self) -> bool:
@@ -50,10 +54,14 @@ class ChunkOffloadHandler:
     """One micro-batch's forward through one virtual stage, for reading."""
 
     def __init__(self, chunk: Chunk, min_offloaded_tensor_size: int) -> None:
-        self.min_offloaded_tensor_size = min_offloaded_tensor_size
-        """Least size of what leaves, in elements."""
+        self._min_elements = min_offloaded_tensor_size
         self._chunk = chunk
         self._groups: list[OffloadTensorGroup] = []
+
+    @property
+    def min_offloaded_tensor_size(self) -> int:
+        """Least size of what leaves, in elements."""
+        return self._min_elements
 
     @property
     def do_offload(self) -> bool:
@@ -87,7 +95,7 @@ class ChunkOffloadHandler:
         if self._chunk.session.marks.get(storage) is False:
             return False
         nbytes = reach(tensor, storage.nbytes())[1]
-        return nbytes >= self.min_offloaded_tensor_size * tensor.dtype.itemsize
+        return nbytes >= self._min_elements * tensor.dtype.itemsize
 
     def stats(self) -> StepStats:
         """Bytes and seconds so far, forward and backward, in all and by groups (not there)."""

@@ -180,8 +180,8 @@ class PipelineOffloadManager:
         self._micro_batches[vp_stage] += 1
         chunk = Chunk(
             tag=tag,
-            # Of a chunk that is new nothing is known, and all of its groups leave.
-            groups=self._rules_of.get(tag, rules),
+            # Of a chunk that no iteration has had yet, all groups leave.
+            groups=self._rules_of.get(tag, Groups(in_flight=rules.in_flight)),
             policy=AtLeast(min_offloaded_tensor_size),
             tier=tier,
             spares=is_marked,
