@@ -388,14 +388,20 @@ def stack(layers: int, home: Home, **options: Any) -> tuple[Tensor, ChunkOffload
     return x.sum(), home.current
 
 
-def iteration(home: Home, chunks: int = 1, layers: int = 3, **options: Any) -> list[list[bool]]:
-    """Which groups of each chunk leave, in an iteration where backward takes the chunks in their order."""
+def iteration(
+    home: Home, chunks: int = 1, layers: int = 3, *, backwards: bool = False, **options: Any
+) -> list[list[bool]]:
+    """Which groups of each chunk leave, in an iteration where backward takes the chunks in their order, or in reverse.
+
+    A chunk of which something leaves is the current one in its backward.
+    """
     made = [stack(layers, home, **options) for _ in range(chunks)]
     leaving = [[group.offload for group in chunk.offload_groups] for _, chunk in made]
     while made:
-        loss, chunk = made.pop(0)
+        loss, chunk = made.pop(-1 if backwards else 0)
         loss.backward()
-        assert home.manager.cur_backward_chunk() in (chunk, None) or not any(leaving[0])
+        leaves = any(group.offload for group in chunk.offload_groups)
+        assert (home.manager.cur_backward_chunk() is chunk) == leaves
         del loss, chunk
     Interface.reset()
     return leaving
@@ -407,6 +413,23 @@ def test_after_the_first_iteration_the_last_group_of_each_name_stays_in_the_chun
     assert iteration(here, chunks=2) == [[True] * 6] * 2
     for _ in range(2):
         assert iteration(here, chunks=2) == [[True, True, True, True, False, False], [True] * 6]
+
+
+def test_with_backward_in_reverse_it_is_the_last_chunk_whose_groups_stay(here: Home) -> None:
+    for _ in range(3):
+        leaving = iteration(here, chunks=3, backwards=True)
+    assert leaving == [[True] * 6, [True] * 6, [True, True, True, True, False, False]]
+    # All of them are away when backward begins, and of the first order, the first one only.
+    assert here.manager.offload_summary_total_bytes == 16 * 4 * ACTIVATION
+    Interface.reset_instance()
+    iteration(here, chunks=3)
+    assert here.manager.offload_summary_total_bytes == 4 * 4 * ACTIVATION
+
+
+def test_a_chunk_of_which_nothing_leaves_any_more_stays_the_first(here: Home) -> None:
+    iteration(here, chunks=2, layers=1)
+    for _ in range(3):
+        assert iteration(here, chunks=2, layers=1) == [[False] * 2, [True] * 2]
 
 
 def test_the_summary_is_empty_before_the_first_iteration_ends_and_leaves_out_what_stays(here: Home) -> None:
@@ -728,7 +751,7 @@ def test_disabled_nothing_happens_and_live_graphs_come_back(anywhere: Home) -> N
     x = group(leaf * 2)
     open_before = Interface(True, x, "mlp_norm")
     with open_before:
-        x = x * 1
+        x = x.cos()
     Interface.disable_offload()
     assert not anywhere.current.do_offload
     begun = len(anywhere.current.offload_groups)
@@ -744,7 +767,7 @@ def test_disabled_nothing_happens_and_live_graphs_come_back(anywhere: Home) -> N
     assert anywhere.count(EventKind.LEAVE) == 2
     x.sum().backward()
     plain = leaf.detach().clone().requires_grad_()
-    (plain * 2).sin().sin().sin().sum().backward()
+    (plain * 2).sin().cos().sin().sin().sum().backward()
     assert_identical(list(grads(leaf)), list(grads(plain)))
     megatron.fine_grained_offloading_disable_offload()
     Interface.enable_offload()
@@ -783,7 +806,12 @@ def test_a_tuple_or_list_is_committed_and_stays_what_it_is(here: Home) -> None:
         assert Interface.group_commit(out, "qkv_linear") == out
         assert type(out) is kind
         assert here.count(EventKind.LEAVE) == number + 1
-        Interface.group_commit(kind(), "qkv_linear")
+        with Interface(True, out[0], "moe_act") as x:
+            saves = x.sin()
+        empty = kind()
+        assert Interface.group_commit(empty, "moe_act") is empty
+        assert here.count(EventKind.LEAVE) == number + 1
+        del saves
 
 
 def test_hooks_are_there_inside_only_also_where_something_is_raised(here: Home) -> None:
@@ -967,7 +995,7 @@ def test_host_memory_is_shared_by_chunks_and_reused(here: Home) -> None:
     assert reserved[0] == reserved[1] == reserved[2]
 
 
-# M13: CUDA graphs, as far as a CPU can tell. The GPU's own test is in tests/gpu.
+# M13: CUDA graphs, as far as a CPU can tell.
 
 
 def test_on_the_cpu_records_are_identities(here: Home) -> None:
@@ -1182,6 +1210,19 @@ def test_other_modules_may_be_recomputed_inside_of_a_group(anywhere: Home, how: 
     for _ in range(2):
         assert_identical(iterate(model, PLANS["1F1B"], anywhere.chunk), expected)
         Interface.reset()
+
+
+def test_regions_and_groups_of_the_engine_inside_belong_to_the_chunk(here: Home) -> None:
+    here.chunk()
+    leaf = torch.ones(ACTIVATION, requires_grad=True)
+    with Interface(True, leaf * 1, "core_attn") as x:
+        y = spillway.recompute(torch.sin, x, offload="inputs")
+        with spillway.group("inner"):
+            y = y.cos()
+    Interface.group_commit(y, "core_attn")
+    assert [group.name for group in here.current.offload_groups] == ["core_attn", "inner"]
+    assert here.current.stats().offloaded_bytes == 2 * 4 * ACTIVATION
+    y.sum().backward()
 
 
 @pytest.mark.parametrize("how", RECOMPUTE)
