@@ -45,8 +45,9 @@ class FineGrainedActivationOffloadingInterface:
     def __enter__(self) -> torch.Tensor:
         if self.offload:
             manager = PipelineOffloadManager.get_instance()
-            self._entered.append((manager, manager._start(self.name)))
+            group = manager._start(self.name)
             manager.__enter__()
+            self._entered.append((manager, group))
         return self.tensor
 
     def __exit__(
