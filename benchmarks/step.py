@@ -82,6 +82,19 @@ def keep(stack: Stack, options: argparse.Namespace) -> Way:
     return nullcontext
 
 
+def grouped(stack: Stack, options: argparse.Namespace) -> Way:
+    """What each layer saves leaves together when the layer has run."""
+    session = spillway.Session(window=options.window)
+    session.use_as_default()
+
+    def call(layer: Any, *args: Tensor) -> Any:
+        with spillway.group("layer"):
+            return layer(*args)
+
+    stack.call = call
+    return Spilled(partial(spillway.offload, session=session, groups=spillway.Groups()))
+
+
 def checkpointed(stack: Stack, options: argparse.Namespace, *, use_reentrant: bool) -> Way:
     stack.call = lambda layer, *args: checkpoint(layer, *args, use_reentrant=use_reentrant)
     return nullcontext
@@ -142,20 +155,23 @@ def halves(
     Args:
         gates: the share of the layers whose gates leave, spread evenly.
         ups: the share of the layers whose other projections leave.
-        plain: how many of the last layers are no regions: backward begins with them.
+        plain: how many of the last halves are no regions: backward begins with them, and they are there anyway.
         kept: what stays of the second half.
     """
     way = recomputed(stack, options)
     first = spillway.Recompute(save=NORM_STATISTIC, offload=("inputs", spillway.saved_by("attention")))
     second: dict[Any, spillway.Recompute] = {}
-    for place, layer in enumerate(stack.layers[: len(stack.layers) - plain]):
+    for place, layer in enumerate(stack.layers):
         leaves = [
             name for name, share in (("*gate", gates), ("*up", ups)) if int((place + 1) * share) > int(place * share)
         ]
         second[layer] = spillway.Recompute(save=(NORM_STATISTIC, *kept), offload=("inputs", *leaves))
+    halves = [half for layer in stack.layers for half in ((layer, "attend"), (layer, "feed"))]
+    plainly = set(halves[len(halves) - plain :])
 
     def call(layer: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return second[layer](layer.feed, first(layer.attend, x, cos, sin)) if layer in second else layer(x, cos, sin)
+        x = layer.attend(x, cos, sin) if (layer, "attend") in plainly else first(layer.attend, x, cos, sin)
+        return layer.feed(x) if (layer, "feed") in plainly else second[layer](layer.feed, x)
 
     stack.call = call
     return way
@@ -218,6 +234,7 @@ METHODS: dict[str, Callable[[Stack, argparse.Namespace], Way]] = {
     "spillway.offload()": offloaded,
     "spillway.offload(ratio=1)": partial(offloaded, ratio=1.0),
     "spillway.offload(ratio=0.5)": partial(offloaded, ratio=0.5),
+    "spillway.group(), one a layer": grouped,
     "spillway.recompute()": recomputed,
     "spillway.recompute(inputs away)": partial(recomputed, offload="inputs"),
     "spillway.recompute(mixture)": partial(recomputed, offload=MIXTURE),
@@ -226,10 +243,16 @@ METHODS: dict[str, Callable[[Stack, argparse.Namespace], Way]] = {
     "spillway.recompute(mixture, gate and up kept)": partial(recomputed, save=("*gate", "*up"), offload=MIXTURE),
     "spillway.recompute(halves, inputs away)": partial(recomputed_halves, offload="inputs"),
     "spillway.recompute(halves, mixture, half of the gates)": partial(halves, gates=0.5),
-    "spillway.recompute(halves, mixture, gates, last plain)": partial(halves, gates=0.67, plain=1),
+    "spillway.recompute(halves, mixture, gates, last plain)": partial(halves, gates=0.67, plain=2),
     "spillway.recompute(halves, mixture, all gates, some ups)": partial(halves, gates=1.0, ups=0.25),
-    "spillway.recompute(halves, gate and up kept)": partial(halves, kept=("*gate", "*up")),
-    "spillway.recompute(halves, gate and up kept, last plain)": partial(halves, plain=1, kept=("*gate", "*up")),
+    "spillway.recompute(halves, mixture, all gates, half of the ups)": partial(halves, gates=1.0, ups=0.5),
+    "spillway.recompute(halves, mixture, all gates, some ups, last half plain)": partial(
+        halves, gates=1.0, ups=0.25, plain=1
+    ),
+    "spillway.recompute(halves, gate and up kept, last plain)": partial(halves, plain=2, kept=("*gate", "*up")),
+    "spillway.recompute(halves, gate and up kept, last five halves plain)": partial(
+        halves, plain=5, kept=("*gate", "*up")
+    ),
     "spillway.offload(tier='disk')": partial(offloaded, ratio=1.0, tier="disk"),
 }
 
@@ -281,7 +304,7 @@ def timed(options: argparse.Namespace, device: torch.device) -> Row:
     clock = Clock(device)
     resident = host_memory()
 
-    def step(way: Way = way) -> tuple[float, float, float, float]:
+    def step(way: Way = way) -> tuple[float, ...]:
         begin, start = time.perf_counter(), clock.now()
         with way():
             loss = stack(x).float().square().mean()
@@ -305,7 +328,7 @@ def timed(options: argparse.Namespace, device: torch.device) -> Row:
     stats: dict[str, Any] = {}
     if isinstance(way, Spilled) and way.last is not None:
         stats = asdict(way.last.stats())
-    pairs = [(step(nullcontext)[0], step()[0]) for _ in range(options.pairs)]
+    pairs = [(plain_step(stack, step), step()[0]) for _ in range(options.pairs)]
     if options.trace:
         write_trace(options.trace, step)
     steps, forwards, backwards, queued = (list(column) for column in zip(*times, strict=True))
@@ -324,6 +347,15 @@ def timed(options: argparse.Namespace, device: torch.device) -> Row:
         paired=statistics.quantiles([ours / plain for plain, ours in pairs], n=4) if pairs else [],
         stats=stats,
     )
+
+
+def plain_step(stack: Stack, step: Callable[[Way], tuple[float, ...]]) -> float:
+    """Seconds of a step that keeps everything, in the process of a method that does not."""
+    call, stack.call = stack.call, lambda layer, *args: layer(*args)
+    try:
+        return step(nullcontext)[0]
+    finally:
+        stack.call = call
 
 
 def write_trace(file: Path, step: Callable[[], object]) -> None:

@@ -242,7 +242,7 @@ def sizes(session: Session) -> dict[str, int]:
         "memories": len(session._memories),
         "signatures": sum(len(memory) for memory in session._memories.values()),
         "course": sum(
-            len(course._entries) + len(course._asked)
+            len(course._entries) + sum(len(lap.asked) for lap in course._laps)
             for memory in session._memories.values()
             for course in memory._courses.values()
         ),

@@ -21,6 +21,8 @@ PUBLIC = {
     "Event",
     "EventKind",
     "EventList",
+    "GroupStats",
+    "Groups",
     "InplaceError",
     "OperatorCall",
     "PolicyError",
@@ -48,6 +50,7 @@ PUBLIC = {
     "policies",
     "saved_tensors",
     "attach",
+    "group",
     "recompute",
     "saved_by",
 }

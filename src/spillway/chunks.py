@@ -35,7 +35,6 @@ class Chunk:
         tier: ``"host"``, ``"disk"``, or ``"auto"``, as for :class:`~spillway.offload`.
         spares: is asked about each tensor that autograd saves, the very object: its storage stays if this is true.
         on_backward: called when backward first asks for something that was to leave.
-        then: gives the chunk whose backward is expected after this one's: what it wants first is fetched ahead.
         session: ``None``: the default one.
 
     Raises:
@@ -60,7 +59,6 @@ class Chunk:
         tier: str = "auto",
         spares: Callable[[torch.Tensor], bool] | None = None,
         on_backward: Callable[[], object] | None = None,
-        then: Callable[[], Chunk | None] | None = None,
         session: Session | None = None,
     ) -> None:
         if wants_modules(policy) or wants_operators(policy):
@@ -81,8 +79,6 @@ class Chunk:
             on_backward=on_backward,
             groups=groups,
         )
-        if then is not None:
-            self._pass.then = lambda: None if (following := then()) is None else following._pass
         self._has_failed = False
 
     @property

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -16,14 +16,19 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from spillway.capture.dynamo import keep_out
 from spillway.capture.handles import pack_kept, unpack
-from spillway.capture.hooks import refuse_transforms
+from spillway.capture.hooks import in_backward, refuse_transforms
 from spillway.errors import UsageError
 from spillway.operators import Choices, Selector
 from spillway.records import Decision
 from spillway.regions.inputs import InputHooks
+from spillway.regions.partition import Partition
 from spillway.regions.region import Region, Surroundings, surroundings
 from spillway.regions.rerun import in_rerun
 from spillway.session import Session
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -44,9 +49,11 @@ class Recompute:
         determinism_check: ``"default"``: shape, dtype and device of what is computed again must be the same;
             ``"none"``.
         drop_output: let the output go, too, after its consumer has run.
+        partition_inputs: the group of ranks over which inputs are the same, and are split until the re-run.
+        check_partition: compare inputs over that group at each call, and not at the first of each function alone.
 
     Raises:
-        UsageError: for options that cannot be meant, or not together.
+        UsageError: for options that cannot be meant, or not together; a group that this process is not in.
 
     Example:
         >>> how = spillway.Recompute(offload=[spillway.saved_by("attention")])  # doctest: +SKIP
@@ -61,7 +68,10 @@ class Recompute:
     preserve_rng_state: bool = True
     determinism_check: str = "default"
     drop_output: bool = False
+    partition_inputs: ProcessGroup | DeviceMesh | None = field(default=None, repr=False)
+    check_partition: bool = field(default=False, repr=False)
     choices: Choices = field(init=False, repr=False, compare=False)
+    partition: Partition | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.determinism_check not in _CHECKS:
@@ -81,6 +91,12 @@ class Recompute:
                         f"use_reentrant=False"
                     )
         object.__setattr__(self, "choices", choices)
+        if self.check_partition and self.partition_inputs is None:
+            raise UsageError("check_partition: got it without partition_inputs, expected the group to compare over")
+        partition = None
+        if self.partition_inputs is not None:
+            partition = Partition(self.partition_inputs, always_checks=self.check_partition)
+        object.__setattr__(self, "partition", partition)
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function so: what it returns."""
@@ -105,6 +121,8 @@ def recompute(
     preserve_rng_state: bool = True,
     determinism_check: str = "default",
     drop_output: bool = False,
+    partition_inputs: ProcessGroup | DeviceMesh | None = None,
+    check_partition: bool = False,
     session: Session | None = None,
     **kwargs: Any,
 ) -> Any:
@@ -135,6 +153,11 @@ def recompute(
             ``"none"``.
         drop_output: let the output go, too, after its consumer has run, and compute it again for the consumer's
             backward. Within an :class:`~spillway.offload` context, which sees the consumer save it.
+        partition_inputs: a process group, or a mesh of one dimension, whose ranks all call the function with the same
+            inputs (tensor parallel). Each rank keeps or offloads an equal part of the elements of each input that
+            requires grad, and the ranks gather them before the re-run.
+        check_partition: compare the inputs over that group at each call, which reads them once more and waits for the
+            device. Without, that is done at the first call of each function alone.
         session: ``None``: the default one.
         **kwargs: keyword arguments for the function, saved like the others.
 
@@ -142,7 +165,8 @@ def recompute(
         What the function returns.
 
     Raises:
-        UsageError: for options that cannot be meant, or not together.
+        UsageError: for options that cannot be meant, or not together; where the ranks of ``partition_inputs`` are seen
+            to have other inputs, on all of them.
         RecomputeError: in backward, where running again would not give the same; in forward, where an output that a
             policy says must be saved is written in place.
 
@@ -158,6 +182,8 @@ def recompute(
         preserve_rng_state=preserve_rng_state,
         determinism_check=determinism_check,
         drop_output=drop_output,
+        partition_inputs=partition_inputs,
+        check_partition=check_partition,
     )
     if function is None:
         return functools.partial(_wrapped, how=how, session=session)
@@ -213,14 +239,24 @@ def call_region(
             "consumer, since nothing else sees the consumer save the output; write `with "
             "spillway.offload(policy=spillway.policies.Keep()):` around both"
         )
-    if choices.inputs is not None and around is not Surroundings.TORCH:
+    proofs = session.proofs(_identity_of(function, arguments.callables()))
+    partition = how.partition if how.partition is not None and how.partition.ranks > 1 and not in_backward() else None
+    if partition is not None and choices.inputs is None and around is Surroundings.TORCH:
+        # They may be another region's, which finds the whole inputs when it runs again.
+        passage.ledger.note("inputs were not split over ranks: other hooks are around; say 'inputs' in save or offload")
+        partition = None
+    if partition is not None:
+        partition.check(tensors, proofs)
+        # What the region saves of its inputs would hold all of them.
+        around = Surroundings.TORCH
+    elif choices.inputs is not None and around is not Surroundings.TORCH:
         around = Surroundings.KEEP if choices.inputs is Decision.KEEP else Surroundings.PASS
     region = Region(
         again,
         lambda: function(*args, **kwargs),
         choices,
         passage,
-        session.proofs(_identity_of(function, arguments.callables())),
+        proofs,
         root=_module_of(function),
         surroundings=around,
         reentrant=how.use_reentrant,
@@ -228,7 +264,7 @@ def call_region(
         draws=how.preserve_rng_state,
         drops_output=how.drop_output,
     )
-    with InputHooks(region, tensors, passage, choices.inputs).pushed():
+    with InputHooks(region, tensors, passage, choices.inputs, partition).pushed():
         output = _flat(checked, region.run, tensors) if how.use_reentrant else checked(region.run, *tensors)
     if region.error is not None:
         error, region.error = region.error, None

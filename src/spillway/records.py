@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
 
 import torch
 
@@ -132,3 +133,37 @@ class StepStats:
     """What was done otherwise than asked, and why: a tier that was full, a device where nothing is to be gained."""
     groups: tuple[GroupStats, ...] = ()
     """What was saved in groups, by their names, in the order in which they came."""
+
+    @classmethod
+    def together(cls, passes: Iterable[StepStats]) -> StepStats:
+        """Those of several passes as of one: of a step's micro-batches, say. What the session has counts once.
+
+        Example:
+            >>> StepStats.together([StepStats(saved_bytes=1), StepStats(saved_bytes=2)]).saved_bytes
+            3
+        """
+        found = list(passes)
+        total: dict[str, Any] = {}
+        for field in fields(cls):
+            values = [getattr(each, field.name) for each in found]
+            if field.name == "notes":
+                total["notes"] = tuple(dict.fromkeys(note for notes in values for note in notes))
+            elif field.name == "groups":
+                total["groups"] = _groups_together(group for groups in values for group in groups)
+            else:
+                total[field.name] = max(values, default=0) if field.name in _OF_SESSION else sum(values)
+        return cls(**total)
+
+
+_OF_SESSION = {"host_bytes", "disk_bytes", "peak_bytes"}
+
+
+def _groups_together(groups: Iterable[GroupStats]) -> tuple[GroupStats, ...]:
+    by_name: dict[str, list[GroupStats]] = {}
+    for group in groups:
+        by_name.setdefault(group.name, []).append(group)
+    names = [field.name for field in fields(GroupStats) if field.name != "name"]
+    return tuple(
+        GroupStats(name, **{each: sum(getattr(group, each) for group in alike) for each in names})
+        for name, alike in by_name.items()
+    )

@@ -16,16 +16,17 @@ import torch
 
 from spillway.capture.hooks import Pass
 from spillway.capture.identity import Identity, Marks
-from spillway.capture.order import Memory
+from spillway.capture.order import Course, Memory
 from spillway.capture.passes import Passes
+from spillway.capture.succession import Succession
 from spillway.errors import SessionError, UsageError
 from spillway.events import Recorder
 from spillway.records import GroupStats, StepStats
 from spillway.regions.outputs import DroppedOutputs
 from spillway.regions.proofs import Proofs
-from spillway.runtime.device import DeviceRuntime, MakeBackend, backend_for
+from spillway.runtime.device import DeviceRuntime, MakeBackend, Runtime, backend_for
 from spillway.runtime.disk import SpillFile
-from spillway.runtime.host_memory import memory_limit
+from spillway.runtime.host_memory import local_ranks, memory_limit
 from spillway.runtime.ledger import Ledger
 from spillway.runtime.tasks import quiet
 from spillway.units import parse_bytes
@@ -45,9 +46,10 @@ class Session:
         window: bytes that may be on their way out of a device at once, and that may be on their way back ahead of
             need: what the device holds beyond what compute itself needs. ``None``: 64 MiB on the CPU, 512 MiB on an
             accelerator.
-        host_budget: most bytes of host memory per device. ``None``: 70 % of what the process may use (control groups
-            are read), divided by the local ranks.
-        disk_budget: most bytes in the spill file. ``None``: as much as the file system has.
+        host_budget: most bytes of host memory per device, of this process. ``None``: 70 % of what the process may use
+            (control groups are read), divided by the ranks on the machine (as torchrun, MPI or Slurm count them; see
+            :func:`spillway.integrations.fsdp.local_share`).
+        disk_budget: most bytes in the spill file of this process. ``None``: as much as the file system has.
         disk_bytes_per_hour: most bytes written to the spill file in an hour, for the sake of the drive. ``None``: any.
         spill_directory: where the spill file is. ``None``: ``$SPILLWAY_DIR``, or the first of the system's temporary
             directory, ``/var/tmp`` and the working directory that is not held in memory.
@@ -88,6 +90,7 @@ class Session:
         self.marks = Marks()
         self.outputs = DroppedOutputs()
         self.passes = Passes()
+        self.succession: Succession[Course] = Succession()
         self.enabled = True
         """Whether anything may leave. What has left comes back all the same. Set it as you like, for all passes."""
         self.adapters: dict[str, Any] = {}
@@ -122,8 +125,8 @@ class Session:
         with Session._default_lock:
             Session._default = self
 
-    def runtime(self, device: torch.device) -> DeviceRuntime:
-        """What moves the bytes of ``device``; made when first asked for.
+    def runtime(self, device: torch.device) -> Runtime:
+        """What moves the bytes of ``device``, now; made when first asked for.
 
         Raises:
             BackendError: if no backend serves the device.
@@ -136,7 +139,7 @@ class Session:
                 runtime = self._runtimes.get(device)
                 if runtime is None:
                     runtime = self._runtimes[device] = self._make_runtime(device)
-        return runtime
+        return runtime.captured() if runtime.backend.is_capturing() else runtime
 
     def memory(self, tag: str | None) -> Memory:
         """What was learned under a tag."""
@@ -244,6 +247,13 @@ class Session:
         """Give host memory that nobody uses back to the system; returns its bytes."""
         return sum(runtime.trim() for runtime in self._runtimes.values())
 
+    def release_graphs(self) -> int:
+        """Give back the host memory of CUDA graphs that were captured with offloading inside; returns its bytes.
+
+        Call it when they are gone: a graph that is replayed after this reads and writes what belongs to others.
+        """
+        return sum(runtime.release_graphs() for runtime in self._runtimes.values())
+
     def close(self) -> None:
         """Stop the threads, give back memory and disk. What is away is lost: close after the last backward."""
         if self._process != os.getpid():
@@ -302,5 +312,4 @@ class Session:
 
 def _host_budget() -> int:
     """The default cap on host memory: what the process may use, shared by the ranks that run on the machine."""
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return int(memory_limit() * _HOST_SHARE) // max(ranks, 1)
+    return int(memory_limit() * _HOST_SHARE) // local_ranks()

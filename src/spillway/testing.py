@@ -60,6 +60,10 @@ class _Line:
         self.name = name
         self.number = next(self._numbers)
         self.time = 0
+        self.busy = -1
+        """When it got its latest copy."""
+        self.capture: int | None = None
+        """The capture that it is part of."""
         self.clock: _Clock = {}
         """The latest time of every other line that this one has waited for."""
         self.queue: deque[Callable[[], None]] = deque()
@@ -82,13 +86,16 @@ class _Point:
         self._adversary = adversary
         self.line = line
         self.clock = clock
+        self.capture = line.capture
         self.reached = reached
         self._seen = False
 
     def query(self) -> bool:
+        self._adversary._check_asked(self)
         return self._seen
 
     def synchronize(self) -> None:
+        self._adversary._check_asked(self)
         self._adversary._synchronize(self)
         self._seen = True
 
@@ -152,6 +159,7 @@ class AdversaryBackend(Backend):
         self._stream = threading.local()
         self._host = _Line("host")
         self._lanes: list[_Line] = []
+        self._captures = itertools.count(1)
         self._starts: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = weakref.WeakKeyDictionary()
         self._jobs: weakref.WeakSet[_Job] = weakref.WeakSet()
         self._history: weakref.WeakKeyDictionary[torch.UntypedStorage, list[_Access]] = weakref.WeakKeyDictionary()
@@ -179,7 +187,36 @@ class AdversaryBackend(Backend):
         finally:
             self._stream.name = before
 
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Inside, the calling thread's compute lane is captured into a graph, by the rules of CUDA's graphs.
+
+        Nothing is replayed: what is found is what a capture does not allow.
+        """
+        with self._lock:
+            compute = self._compute()
+            compute.capture = next(self._captures)
+        try:
+            yield
+        finally:
+            with self._lock:
+                number, compute.capture = compute.capture, None
+                for lane in self._lanes:
+                    if lane.capture == number:
+                        lane.capture = None
+                        if compute.clock.get(lane.number, -1) < lane.busy:
+                            self._fault(f"a capture ended while compute had not waited for all that is on {lane.name}")
+
     # The backend's own methods.
+
+    def is_capturing(self) -> bool:
+        return self._compute().capture is not None
+
+    def capture(self) -> int | None:
+        return self._compute().capture
+
+    def capture_of(self, lane: Lane) -> int | None:
+        return self._line(lane).capture
 
     def compute(self) -> Lane:
         with self._lock:
@@ -212,6 +249,10 @@ class AdversaryBackend(Backend):
                     return
                 event = event.inner
             assert isinstance(event, _Point)
+            if event.capture != line.capture:
+                if event.capture is None or line not in self._lanes:
+                    self._fault(f"{line.name} waits for an event of {event.line.name} that its capture has no part in")
+                line.capture = event.capture
             line.join(event.clock)
             if line in self._streams.values():
                 self._reach(event)
@@ -224,6 +265,7 @@ class AdversaryBackend(Backend):
             line = self._line(lane)
             # What the host has done itself, or waited for, has happened before whatever it queues from now on.
             line.join(self._host.snapshot())
+            line.busy = line.time
             self._access(line, source, write=False, what=f"copy on {line.name} reads")
             self._access(line, destination, write=True, what=f"copy on {line.name} writes")
             target, origin = _WeakBytes(destination), _WeakBytes(source)
@@ -242,6 +284,7 @@ class AdversaryBackend(Backend):
 
     def run(self, task: Task) -> Event:
         with self._lock:
+            self._check_captures("host work")
             job = _Job(task)
             self._jobs.add(job)
             return job
@@ -265,6 +308,7 @@ class AdversaryBackend(Backend):
             return memory
 
     def host_slab(self, nbytes: int) -> torch.Tensor:
+        self._check_captures("new host memory")
         return anonymous_pages(nbytes).fill_(POISON)
 
     def host_access(self, block: Bytes, *, write: bool) -> None:
@@ -333,6 +377,14 @@ class AdversaryBackend(Backend):
         if write:
             history[:] = [earlier for earlier in history if not (start <= earlier.start and earlier.end <= end)]
         history.append(access)
+
+    def _check_captures(self, what: str) -> None:
+        if self.is_capturing():
+            self._fault(f"{what} was asked for in a capture")
+
+    def _check_asked(self, point: _Point) -> None:
+        if self.is_capturing() or point.capture is not None:
+            self._fault(f"an event of {point.line.name} was asked whether it is reached, in a capture or of one")
 
     def _fault(self, text: str) -> None:
         self.faults.append(RaceError(f"{text}; expected an event that one records and the other waits for"))

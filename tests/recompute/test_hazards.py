@@ -978,6 +978,30 @@ def test_h64_a_function_that_reads_its_saved_tensors_twice(regions: Regions, how
     regions(step)
 
 
+@ways
+def test_h64_the_same_in_a_group_of_backwards(regions: Regions, how: Options) -> None:
+    """As pipelines compute the gradients of weights: many backwards, for which torch asks a region once."""
+
+    def step(call: Call) -> Iterator[torch.Tensor]:
+        x = torch.randn(8, requires_grad=True)
+        w = torch.randn(8, requires_grad=True)
+
+        def region(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            return ReadsTwice.apply(x.sin() * w).cos()
+
+        with call.context():
+            loss = call(region, x * 1, w, **how).sum()
+        if how["use_reentrant"]:
+            loss.backward()
+        else:
+            with GraphExecGroup():
+                loss.backward()
+            assert GraphExecGroup._get_current_group() is None
+        yield from gradients(x, w)
+
+    regions(step)
+
+
 # 70: what torch detaches when it packs.
 
 

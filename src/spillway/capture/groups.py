@@ -28,7 +28,7 @@ from spillway.capture.waiting import Waiting
 from spillway.errors import UsageError
 from spillway.groups import Groups, PastGroup
 from spillway.runtime.bytes import Bytes
-from spillway.runtime.device import DeviceRuntime
+from spillway.runtime.device import Runtime
 from spillway.runtime.labels import label
 from spillway.runtime.ledger import Ledger
 
@@ -43,7 +43,7 @@ class Group:
         window: bytes that may be LEAVING at once on a device.
     """
 
-    def __init__(self, name: str, place: int, ledger: Ledger, window: Callable[[DeviceRuntime], int]) -> None:
+    def __init__(self, name: str, place: int, ledger: Ledger, window: Callable[[Runtime], int]) -> None:
         self.name = name
         self.place = place
         self.ledger = ledger
@@ -52,7 +52,7 @@ class Group:
         """Bytes that were saved in it, and could leave."""
         self.count = 0
         """Of how many storages."""
-        self._in_flight: list[tuple[weakref.ref[Saved], DeviceRuntime]] = []
+        self._in_flight: list[tuple[weakref.ref[Saved], Runtime]] = []
 
     def send(self) -> None:
         """It leaves now. See NOTE [ When a group leaves ]."""
@@ -85,7 +85,7 @@ class PassGroups:
         window: bytes that may be LEAVING at once on a device.
     """
 
-    def __init__(self, rules: Groups | None, ledger: Ledger, window: Callable[[DeviceRuntime], int]) -> None:
+    def __init__(self, rules: Groups | None, ledger: Ledger, window: Callable[[Runtime], int]) -> None:
         self.rules = rules
         self._ledger = ledger
         self._window = window
@@ -172,9 +172,9 @@ class PassGroups:
 
 
 def _by_runtime(
-    members: Iterable[tuple[weakref.ref[Saved], DeviceRuntime]],
-) -> Iterable[tuple[DeviceRuntime, list[Saved]]]:
-    runtimes: dict[int, tuple[DeviceRuntime, list[Saved]]] = {}
+    members: Iterable[tuple[weakref.ref[Saved], Runtime]],
+) -> Iterable[tuple[Runtime, list[Saved]]]:
+    runtimes: dict[int, tuple[Runtime, list[Saved]]] = {}
     for reference, runtime in members:
         saved = reference()
         if saved is not None:

@@ -29,7 +29,7 @@ import torch
 
 from spillway.capture.identity import Saved, ViewRecipe
 from spillway.errors import InplaceError
-from spillway.runtime.device import DeviceRuntime
+from spillway.runtime.device import Runtime
 
 
 class Handle(Protocol):
@@ -71,12 +71,13 @@ class KeptHandle:
 class AwayHandle:
     """Stands for a tensor whose storage is an entry of the mover. It owns one of the entry's handles."""
 
-    __slots__ = ("_mover", "_recipe", "_round", "_tracker", "_version", "saved")
+    __slots__ = ("_laps", "_mover", "_recipe", "_round", "_tracker", "_version", "saved")
 
-    def __init__(self, tensor: torch.Tensor, saved: Saved, recipe: ViewRecipe, runtime: DeviceRuntime) -> None:
+    def __init__(self, tensor: torch.Tensor, saved: Saved, recipe: ViewRecipe, runtime: Runtime) -> None:
         # What the finaliser reads comes first: it runs also if what follows raises.
         self._round = -1
         self.saved = saved
+        self._laps = 0
         self._mover = runtime.mover
         self._version = tensor._version
         self._recipe = recipe
@@ -100,7 +101,8 @@ class AwayHandle:
         course = saved.course
         if course is not None:
             # Whether it was caught before it left is a hint to the order: reading it without the lock does no harm.
-            course.ask(saved.place, caught=saved.round == 0 and saved.storage is not None)
+            course.ask(saved.place, self._laps, caught=saved.round == 0 and saved.storage is not None)
+            self._laps += 1
         storage, made, low, self._round = self._mover.take(saved, self._round, course)
         tensor = self._tracker.detach()
         # A handle that has the entry's form takes the tensor as it came; any other makes its view of the storage.

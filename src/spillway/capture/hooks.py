@@ -17,7 +17,6 @@ and would hand back another tensor if some were missing.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Protocol
 
@@ -38,12 +37,14 @@ from spillway.capture.identity import (
 )
 from spillway.capture.location import Locator
 from spillway.capture.order import Course, Memory
+from spillway.capture.sharded import Gathered, is_local_part
+from spillway.capture.succession import Succession
 from spillway.capture.waiting import Waiting
 from spillway.errors import PolicyError, UnsupportedError
 from spillway.groups import Groups
 from spillway.policies import Policy
 from spillway.records import Decision, SavedTensor
-from spillway.runtime.device import DeviceRuntime
+from spillway.runtime.device import Runtime
 from spillway.runtime.ledger import Ledger
 from spillway.runtime.tiers import HostTier, Tier
 
@@ -91,11 +92,12 @@ class Owner(Protocol):
     identity: Identity
     marks: Marks
     enabled: bool
+    succession: Succession[Course]
 
     @property
     def outputs(self) -> Outputs: ...
 
-    def runtime(self, device: torch.device) -> DeviceRuntime: ...
+    def runtime(self, device: torch.device) -> Runtime: ...
 
 
 class Pass:
@@ -147,6 +149,7 @@ class Pass:
         """Bytes that left so far, for the policy to read. Set to 0, it lets a ratio begin anew."""
         self._signature: tuple[object, ...] | None = None
         self._total_bytes: int | None = None
+        self._gathered: Gathered | None = None
         self._devices: dict[torch.device, _Device] = {}
         self.groups = PassGroups(groups, self.ledger, self._window_on)
         self._waiting = Waiting(self._window_on)
@@ -154,9 +157,6 @@ class Pass:
         self._nothing: dict[torch.device, torch.Tensor] = {}
         self.was_recomputed = False
         """Whether backward has come to a region of the pass."""
-        self.then: Callable[[], Pass | None] | None = None
-        """Gives the pass whose backward is expected after this one's, if that is known."""
-        self._has_ended = False
 
     @property
     def was_asked(self) -> bool:
@@ -238,12 +238,15 @@ class Pass:
             self.groups.abandon()
             return
         self._waiting.send()
-        self._has_ended = True
+        for device in self._devices.values():
+            device.runtime.join()
         if self._signature is not None:
             course = next(iter(self._devices.values())).course
             course.total_bytes = self.ledger.total().saved_bytes
             course.groups = self.groups.past()
             self._memory.keep(self._signature, course)
+            if not course.was_asked:
+                self._owner.succession.add(course)
             if self._told_nothing:
                 backends = [device.runtime.backend for device in self._devices.values()]
                 self._memory.gain.judge(course.total_bytes, backends)
@@ -274,6 +277,12 @@ class Pass:
             if handle is not None:
                 return handle
         return self._pack_new(tensor, storage, start, nbytes, device, decision, whole=whole)
+
+    def _is_sharded(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
+        """Whether it is a parameter that is split over processes, by an alias that does not show it."""
+        if self._gathered is None:
+            self._gathered = Gathered()
+        return self._gathered.holds(storage) or is_local_part(tensor)
 
     def _pack_dropped(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Handle | None:
         """A handle of an output that its region computes again."""
@@ -330,6 +339,8 @@ class Pass:
         tier = self._tier_for(decision, device)
         # Bytes at an address that the allocator would not give cannot be put back as they were.
         moves = tier is not None and storage.data_ptr() % runtime.backend.alignment == 0
+        if moves and self._is_sharded(tensor, storage):
+            return KeptHandle(tensor)
         ledger = self.ledger if group is None else group.ledger
         ledger.saved_bytes += nbytes
         saved = Saved(tensor, storage, start, nbytes, next(runtime.mover.numbers), ledger)
@@ -365,26 +376,11 @@ class Pass:
         """The first tensor on a device."""
         runtime = self._owner.runtime(tensor.device)
         device = self._devices[tensor.device] = _Device(
-            runtime, runtime.tier(self._tier), self._course(None, runtime.window, tensor.device)
+            runtime,
+            runtime.tier(self._tier),
+            Course(window=runtime.window, on_backward=self._on_backward),
         )
         return device
-
-    def _course(self, previous: Course | None, window: int, device: torch.device) -> Course:
-        if self.then is None:
-            return Course(previous, window, self._on_backward)
-        # A course is remembered, and the pass need not be.
-        this = weakref.ref(self)
-
-        def following() -> Course | None:
-            me = this()
-            then = None if me is None or me.then is None else me.then()
-            return None if then is None or not then._has_ended else then._course_on(device)
-
-        return Course(previous, window, self._on_backward, following)
-
-    def _course_on(self, device: torch.device) -> Course | None:
-        met = self._devices.get(device)
-        return None if met is None else met.course
 
     def _begin(self, tensor: torch.Tensor, device: _Device) -> None:
         """The first tensor of the pass tells which earlier pass this one is like."""
@@ -393,9 +389,11 @@ class Pass:
         if previous is not None:
             self._total_bytes = previous.total_bytes or None
             self.groups.learn(previous.groups)
-        device.course = self._course(previous, self._window_on(device.runtime), tensor.device)
+        device.course = Course(
+            previous, self._window_on(device.runtime), self._on_backward, self._owner.succession, self.tag
+        )
 
-    def _window_on(self, runtime: DeviceRuntime) -> int:
+    def _window_on(self, runtime: Runtime) -> int:
         """Bytes that may be LEAVING at once."""
         if self._window is None:
             return runtime.window
@@ -463,7 +461,7 @@ class _Device:
 
     __slots__ = ("course", "runtime", "tier")
 
-    def __init__(self, runtime: DeviceRuntime, tier: Tier, course: Course) -> None:
+    def __init__(self, runtime: Runtime, tier: Tier, course: Course) -> None:
         self.runtime = runtime
         self.tier = tier
         """Where :attr:`Decision.OFFLOAD` goes."""

@@ -1,19 +1,21 @@
 """The order in which backward asks for what forward saved, learned from use.
 
-A *course* is the list of entries of one pass, in packing order, and the order in which they were asked for. The first
-pass knows nothing, and guesses: backward asks in reverse. A later pass over code of the same signature (the tag, and
-shape and dtype of the first tensor saved) knows the order of the one before, and what of its tail had not left when it
-was asked for: that is not sent the next time.
+A *course* is the list of entries of one pass, in packing order, and the orders in which they were asked for: one for
+each *lap*, since a backward may run over a graph again, or in two halves, and each may go its own way. The first pass
+knows nothing, and guesses: backward asks in reverse. A later pass over code of the same signature (the tag, and shape
+and dtype of the first tensor saved) knows the orders of the one before, and what of its tail had not left when it was
+asked for: that is not sent the next time. Whose backward comes next, where several passes are alive, is in
+``succession.py``.
 
 All of this is a hint. A wrong guess fetches something too early; what is asked for is fetched all the same.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 
 from spillway.capture.gain import Gain
+from spillway.capture.succession import Succession
 from spillway.groups import PastGroup
 from spillway.runtime.entry import Entry
 
@@ -22,14 +24,59 @@ Signature = Hashable
 _REMEMBERED = 64
 
 
+class Lap:
+    """One time through a course.
+
+    Args:
+        expected: the places in the order in which they will be asked for, as far as that is known.
+    """
+
+    def __init__(self, expected: Sequence[int]) -> None:
+        self.asked: dict[int, None] = {}
+        """The places that were asked for, in order."""
+        self.fetched = 0
+        """How many of the sequence need not be named again."""
+        self._expected = expected
+        self._sequence: Sequence[int] | None = None
+        self._place: dict[int, int] = {}
+
+    def ask(self, place: int, count: int) -> None:
+        """The entry at ``place``, of so many, is asked for."""
+        if place not in self.asked:
+            self.asked[place] = None
+        self.sequence(count)
+        position = self._place.get(place)
+        # Another thread predicted for fewer entries just now, or there is none. All this is a hint.
+        if position is not None and position >= self.fetched:
+            self.fetched = position + 1
+
+    def sequence(self, count: int) -> Sequence[int]:
+        """The places in the order that is expected."""
+        sequence = self._sequence
+        if sequence is None or len(sequence) != count:
+            expected = self._expected
+            self._sequence = sequence = expected if len(expected) == count else list(reversed(range(count)))
+            self._place = {place: index for index, place in enumerate(sequence)}
+            self.fetched = 0
+        return sequence
+
+    def learned(self, count: int) -> list[int]:
+        """The places in the order in which they were asked for; those that nobody asked for come last."""
+        # One look at it: another thread's backward may be adding to it.
+        asked = list(self.asked)
+        done = set(asked)
+        return [*asked, *(place for place in reversed(range(count)) if place not in done)]
+
+
 class Course:
-    """One pass: what was saved, and the order in which it was asked for.
+    """One pass: what was saved, and the orders in which it was asked for.
 
     Args:
         previous: the last finished pass of the same signature.
         window: bytes that may be LEAVING at once.
         on_backward: called when backward asks for the first of them.
-        then: gives the course whose backward is expected next, if that pass has ended.
+        succession: whose backward comes next.
+        tag: of the pass.
     """
 
     def __init__(
@@ -37,19 +84,19 @@ class Course:
         previous: Course | None = None,
         window: int = 0,
         on_backward: Callable[[], object] | None = None,
-        then: Callable[[], Course | None] | None = None,
+        succession: Succession[Course] | None = None,
+        tag: str | None = None,
     ) -> None:
+        self.tag = tag
         self._window = window
-        self._then = then
         self._on_backward = on_backward
+        self._succession = succession
         self._sizes: list[int] = []
         self._entries: list[Callable[[], Entry | None]] = []
-        self._asked: dict[int, None] = {}
         self._caught: set[int] = set()
-        self._fetched = 0
-        self._sequence: list[int] | None = None
-        self._place: dict[int, int] = {}
-        self._expected = previous.sequence() if previous is not None else []
+        self._laps: list[Lap] = []
+        self._here = 0
+        self._expected = previous.sequences() if previous is not None else []
         self._tail = previous.tail_to_come() if previous is not None else frozenset()
         self.total_bytes = 0
         """Distinct bytes saved, once the pass has ended."""
@@ -65,70 +112,51 @@ class Course:
     @property
     def was_asked(self) -> bool:
         """Whether backward has asked for any of them."""
-        return bool(self._asked)
+        return bool(self._laps)
 
     def in_tail(self, place: int) -> bool:
         """Whether backward will ask for the entry there before it could have left."""
         return place in self._tail
 
-    def ask(self, place: int, *, caught: bool) -> None:
-        """Backward asks for the entry at ``place``; ``caught`` if it has not left yet."""
+    def ask(self, place: int, lap: int, *, caught: bool) -> None:
+        """Backward asks for the entry at ``place``.
+
+        Args:
+            place: of the entry.
+            lap: how often the same handle has asked before.
+            caught: whether the entry has not left yet.
+        """
         if self._on_backward is not None:
             # Let go of first: a course is remembered, and whoever is called need not be.
             begin, self._on_backward = self._on_backward, None
             begin()
-        if place not in self._asked:
-            self._asked[place] = None
-            if caught:
-                self._caught.add(place)
-        sequence = self._sequence
-        if sequence is None or len(sequence) != len(self._entries):
-            self._sequence = self._predict()
-        position = self._place.get(place)
-        if position is None:
-            # Another thread predicted for fewer entries just now. All this is a hint.
-            return
-        # Backward asks for the first of them again when it runs a second time over the same graph.
-        if position == 0:
-            self._fetched = 1
-        elif position >= self._fetched:
-            self._fetched = position + 1
+        if lap >= len(self._laps):
+            self._begin(lap)
+        self._here = lap
+        if caught and lap == 0:
+            self._caught.add(place)
+        self._laps[lap].ask(place, len(self._entries))
 
     def upcoming(self) -> Iterator[Entry | None]:
-        """The entries that are expected to be asked for next, and that were not :meth:`fetched`.
-
-        After the last of this course come those of the next one.
-        """
-        sequence = self._sequence
-        if sequence is None:
-            sequence = self._sequence = self._predict()
-        own = (self._entries[sequence[index]]() for index in range(self._fetched, len(sequence)))
-        then = self._next()
-        return own if then is None else itertools.chain(own, then.upcoming())
+        """The entries that are expected to be asked for next, and that were not :meth:`fetched`, of this pass first."""
+        yield from self._rest(self._here)
+        following = None if self._succession is None else self._succession.after(self, self._here)
+        if following is not None:
+            course, lap = following
+            yield from course._rest(lap)
 
     def fetched(self, count: int) -> None:
         """So many of the upcoming ones need not be named again."""
-        assert self._sequence is not None
-        own = min(count, len(self._sequence) - self._fetched)
-        self._fetched += own
-        then = self._next()
-        if count > own and then is not None:
-            then.fetched(count - own)
+        lap = self._laps[self._here]
+        # Those of another pass are not counted: their state says that they are under way.
+        lap.fetched = min(lap.fetched + count, len(self._entries))
 
-    def _next(self) -> Course | None:
-        """The next course, whose backward has not begun."""
-        then = None if self._then is None else self._then()
-        return None if then is None or then.was_asked else then
-
-    def sequence(self) -> list[int]:
-        """Places in the order of asking; those that nobody asked for come last."""
-        if not self._asked and len(self._expected) == len(self._entries):
+    def sequences(self) -> list[list[int]]:
+        """For each lap, places in the order of asking."""
+        if not self._laps and self._expected and len(self._expected[0]) == len(self._entries):
             # Nobody asked, in an evaluation say: what was learned before still stands.
             return self._expected
-        # One look at it: another thread's backward may be adding to it.
-        asked = list(self._asked)
-        done = set(asked)
-        return [*asked, *(place for place in reversed(range(len(self._entries))) if place not in done)]
+        return [lap.learned(len(self._entries)) for lap in list(self._laps)] or [Lap(()).learned(len(self._entries))]
 
     def tail_to_come(self) -> frozenset[int]:
         """The tail for the next pass.
@@ -136,7 +164,7 @@ class Course:
         It is learned once: with the tail held back, what comes before it is in the window when backward begins, and
         would be taken for the tail in its turn. Only a pass of another length is looked at anew.
         """
-        if len(self._expected) == len(self._entries) and (self._tail or not self._asked):
+        if self._expected and len(self._expected[0]) == len(self._entries) and (self._tail or not self._laps):
             return self._tail
         # What is held back takes room in the window: of more than fits, the first would be sent after all, and late.
         tail: set[int] = set()
@@ -148,12 +176,26 @@ class Course:
             tail.add(place)
         return frozenset(tail)
 
-    def _predict(self) -> list[int]:
+    def is_alive(self) -> bool:
+        """Whether anything of it may still be asked for."""
+        return any((entry := reference()) is not None and entry.handles > 0 for reference in self._entries)
+
+    def _begin(self, lap: int) -> None:
+        """A lap begins."""
+        while len(self._laps) <= lap:
+            self._laps.append(Lap(self._expected_in(len(self._laps))))
+        if self._succession is not None:
+            self._succession.begin(self, lap)
+
+    def _expected_in(self, lap: int) -> Sequence[int]:
+        return self._expected[min(lap, len(self._expected) - 1)] if self._expected else ()
+
+    def _rest(self, number: int) -> Iterator[Entry | None]:
+        """The entries that a lap has still to ask for, in the order that is expected."""
         count = len(self._entries)
-        sequence = self._expected if len(self._expected) == count else list(reversed(range(count)))
-        self._place = {place: index for index, place in enumerate(sequence)}
-        self._fetched = 0
-        return sequence
+        lap = self._laps[number] if number < len(self._laps) else Lap(self._expected_in(number))
+        sequence = lap.sequence(count)
+        return (self._entries[sequence[index]]() for index in range(lap.fetched, count))
 
 
 class Memory:

@@ -9,12 +9,12 @@ from collections.abc import Callable
 import torch
 
 from spillway.capture.identity import Saved
-from spillway.runtime.device import DeviceRuntime
+from spillway.runtime.device import Runtime
 from spillway.runtime.tiers import Tier
 
 # What waits to leave, where it goes through and to, and whether it is to be held back. A plain tuple: it is made for
 # every saved tensor.
-_Departure = tuple[Saved, DeviceRuntime, Tier, bool]
+_Departure = tuple[Saved, Runtime, Tier, bool]
 
 
 class Waiting:
@@ -24,13 +24,13 @@ class Waiting:
         window: bytes that may be LEAVING at once on a device.
     """
 
-    def __init__(self, window: Callable[[DeviceRuntime], int]) -> None:
+    def __init__(self, window: Callable[[Runtime], int]) -> None:
         self._window = window
         self._departures: list[_Departure] = []
         self.nbytes = 0
         """Bytes of all of them."""
 
-    def add(self, saved: Saved, runtime: DeviceRuntime, tier: Tier, *, hold: bool) -> None:
+    def add(self, saved: Saved, runtime: Runtime, tier: Tier, *, hold: bool) -> None:
         """One more; ``hold``: it is only copied if the window wants its room."""
         self._departures.append((saved, runtime, tier, hold))
         self.nbytes += saved.nbytes
@@ -56,6 +56,6 @@ class Waiting:
         self._departures.clear()
         self.nbytes = 0
 
-    def members(self) -> list[tuple[Saved, DeviceRuntime]]:
+    def members(self) -> list[tuple[Saved, Runtime]]:
         """All of them, and where they go through."""
         return [(saved, runtime) for saved, runtime, _, _ in self._departures]

@@ -1,1 +1,1 @@
-"""Other frameworks' training loops under the engine: ``pipelining`` for ``torch.distributed.pipelining``."""
+"""What users of other systems need beside the engine: one module for each."""

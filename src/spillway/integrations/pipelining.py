@@ -20,10 +20,8 @@ the second, if it were not in one ``GraphExecGroup``, within which torch asks a 
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
-from dataclasses import fields
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -45,7 +43,6 @@ __all__ = ["OffloadedStages", "Stage", "offload_stages"]
 
 _FORWARD, _WEIGHT = "forward_one_chunk", "backward_weight_one_chunk"
 
-_OF_SESSION = {"host_bytes", "disk_bytes", "peak_bytes"}
 """Of the statistics, what is no chunk's own."""
 
 
@@ -171,7 +168,7 @@ class OffloadedStages:
         Bytes of chunks and seconds of waiting are sums; what the session has reserved, and the peak, are as they are
         now. A step begins with a chunk whose number was there already.
         """
-        return _sum(context.stats() for call in self._calls for context in call.step.values())
+        return StepStats.together(context.stats() for call in self._calls for context in call.step.values())
 
     def remove(self) -> None:
         """Take everything off the stages, which are then as they were. A second time, it does nothing.
@@ -297,16 +294,3 @@ def _share_of(stage: Stage, nbytes: int | str | tuple[int | str, int | str]) -> 
         )
     first, last = (parse_bytes(end, what="nbytes") for end in ends)
     return first + (last - first) * stage.group_rank // max(stage.group_size - 1, 1)
-
-
-def _sum(chunks: Iterable[StepStats]) -> StepStats:
-    """Of all chunks together."""
-    found = list(chunks)
-    total: dict[str, Any] = {}
-    for field in fields(StepStats):
-        values = [getattr(each, field.name) for each in found]
-        if field.name == "notes":
-            total["notes"] = tuple(dict.fromkeys(itertools.chain.from_iterable(values)))
-        else:
-            total[field.name] = max(values, default=0) if field.name in _OF_SESSION else sum(values)
-    return StepStats(**total)

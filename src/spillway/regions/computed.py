@@ -38,7 +38,7 @@ class ComputedHandle:
             # As for the parts of a wrapper: see PartsHandle.
             self._owner = weakref.ref(version_owner(tensor))
         self._form = Form.of(tensor)
-        self._asked = -1
+        self._asked: GraphExecGroup | int = -1
         self.given: Handle | None = None
         """What stands for it instead, if it was kept or offloaded after all."""
 
@@ -49,12 +49,17 @@ class ComputedHandle:
         if self.given is not None:
             given: torch.Tensor = self.given.unpack()
             return given
-        task = _graph_task()
-        if task != -1 and task == self._asked and GraphExecGroup._get_current_group() is None:
-            # Torch gives what it computed once in a backward. Within a group of its own, it computes it again.
-            with GraphExecGroup():
-                return self._compute()
-        self._asked = task
+        group = GraphExecGroup._get_current_group()
+        run: GraphExecGroup | int = _graph_task() if group is None else group
+        if run != -1 and run == self._asked:
+            # Torch gives what it computed once in a backward, or in a group. In another group it computes it again.
+            torch._C._set_graph_exec_group(None)
+            try:
+                with GraphExecGroup():
+                    return self._compute()
+            finally:
+                torch._C._set_graph_exec_group(group)
+        self._asked = run
         return self._compute()
 
     def _compute(self) -> torch.Tensor:

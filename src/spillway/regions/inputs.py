@@ -3,7 +3,7 @@
 ``torch.utils.checkpoint`` saves them through the hooks that are in force around the region. The hooks here go in
 between: they send the inputs away or keep them, if the region says so, and leave it to the hooks around otherwise. An
 input that the region itself wrote comes back as it was before (``trace.py`` has a copy of that), and nobody complains
-of its version.
+of its version. Of an input that several ranks have, each may hold a part: see ``partition.py``.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from spillway.capture.handles import KeptHandle, unpack
 from spillway.capture.hooks import Pass
 from spillway.capture.identity import ViewRecipe
 from spillway.records import Decision
+from spillway.regions.partition import PartHandle, Partition
 from spillway.regions.region import Region
 from spillway.regions.tensors import is_strided
 
@@ -58,11 +59,19 @@ class InputHooks:
         tensors: the inputs.
         passage: the pass of the region.
         decision: what is done with them, or ``None``: what the hooks around do.
+        partition: how they are split over ranks, of which each does that with its part; ``None``: not at all.
     """
 
     def __init__(
-        self, region: Region, tensors: Sequence[torch.Tensor], passage: Pass, decision: Decision | None
+        self,
+        region: Region,
+        tensors: Sequence[torch.Tensor],
+        passage: Pass,
+        decision: Decision | None,
+        partition: Partition | None = None,
     ) -> None:
+        self._passage = passage
+        self._partition = partition
         self._region = region
         self._tensors = tensors
         around = _top_saved_tensors_default_hooks(True)
@@ -87,4 +96,8 @@ class InputHooks:
         place = next((place for place, each in enumerate(self._tensors) if each is tensor), None)
         plain = type(tensor) is torch.Tensor and is_strided(tensor)
         recipe = ViewRecipe.of(tensor) if plain else None
+        if self._partition is not None and place is not None and self._partition.splits(tensor):
+            nothing = self._passage.nothing(tensor.device)
+            part = PartHandle(tensor, self._partition, self._pack, self._unpack, nothing)
+            return InputHandle(part, unpack, self._region, place, recipe)
         return InputHandle(self._pack(tensor), self._unpack, self._region, place, recipe)

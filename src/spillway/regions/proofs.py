@@ -31,6 +31,8 @@ class Proofs:
         self._right: dict[Hashable, set[Hashable]] = {}
         self.wrong: str | None = None
         """Why its regions are not pruned, if they must not be."""
+        self.ranks_agreed = False
+        """Whether the ranks that share its inputs were seen to have the same ones."""
 
     @property
     def is_untried(self) -> bool:

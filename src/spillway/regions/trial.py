@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from spillway.capture.identity import storage_parts
-from spillway.errors import RecomputeError
+from spillway.errors import RecomputeError, UnsupportedError
 from spillway.regions.calls import Form
 from spillway.regions.generators import generators_now
 from spillway.regions.packs import Collected, Enough, Packs
@@ -28,6 +28,12 @@ _NEVER_ALIKE = (
     "no two runs of a region gave the same bits: its kernels add up in any order, as in plain PyTorch, or it draws "
     "random numbers that torch does not know of, which would make its gradients wrong"
 )
+
+
+def _is_capturing() -> bool:
+    """Whether a graph is captured, in which no bits can be looked at."""
+    is_initialized: Callable[[], bool] = torch.cuda.is_initialized
+    return is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 class Trial:
@@ -54,7 +60,13 @@ class Trial:
         """What to do with each operator: these acts, if they are right, or else all of them again."""
         if self._proofs.wrong is None:
             structure, forms = self._signature(acts)
-            if self._proofs.needs_trial(structure, forms) and self._is_right(tensors, acts):
+            needs_trial = self._proofs.needs_trial(structure, forms)
+            if needs_trial and _is_capturing():
+                raise UnsupportedError(
+                    "got a region of a new kind while a graph is captured, expected one that was tried before, since "
+                    "that compares bits; run a step like it in the same session, without capturing, first"
+                )
+            if needs_trial and self._is_right(tensors, acts):
                 self._proofs.add(structure, forms)
         if self._proofs.wrong is None:
             return acts

@@ -10,7 +10,9 @@ Tried on CUDA only.
 
 from __future__ import annotations
 
+import ctypes
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Iterable
@@ -19,7 +21,7 @@ from typing import Any
 
 import torch
 
-from spillway.errors import TierFullError
+from spillway.errors import BackendError, TierFullError, UnsupportedError
 from spillway.runtime.backend import Backend, Event, Lane, Several, Task
 from spillway.runtime.bytes import Bytes, Form
 from spillway.runtime.cpu import anonymous_pages
@@ -28,6 +30,7 @@ from spillway.runtime.ledger import Stalls
 from spillway.runtime.tasks import HostTasks, TaskEvent, be_in_task
 
 _MOST_THREADS = 16
+_CAPTURE_ACTIVE = 1
 _PAGE = 4096
 
 
@@ -112,6 +115,23 @@ class AcceleratorBackend(Backend):
         with torch.cuda.device(self.device):
             return _registered(slab)
 
+    def is_capturing(self) -> bool:
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    def capture(self) -> int | None:
+        return self.capture_of(self.compute()) if self.is_capturing() else None
+
+    def capture_of(self, lane: Lane) -> int | None:
+        stream: Any = lane
+        known = {"stream_id": stream.stream_id, "device_index": stream.device_index, "device_type": stream.device_type}
+        return _capture_of(torch.cuda.Stream(**known))  # type: ignore[no-untyped-call]
+
+    def record_captured(self, lane: Lane) -> Event:
+        # Nobody may ask it for a time.
+        event = torch.Event(device=self.device)
+        event.record(lane)  # type: ignore[arg-type]
+        return event
+
     def memory_info(self) -> tuple[int, int] | None:
         if self.device.type == "cuda":
             return torch.cuda.mem_get_info(self.device)
@@ -152,6 +172,20 @@ class _Stall:
         arrived: Any = self._arrived
         # Negative where the copy was done first.
         return max(0.0, *(float(arrived.elapsed_time(event)) for event in self._events)) / 1e3
+
+
+def _capture_of(stream: torch.cuda.Stream) -> int | None:
+    """What the driver numbers the stream's capture with. Torch says whether there is one, and not which."""
+    if torch.version.hip is not None:
+        raise UnsupportedError("got a graph that is captured on ROCm, expected CUDA, which is all that was tried")
+    driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    status, number = ctypes.c_int(), ctypes.c_uint64()
+    error = driver.cuStreamGetCaptureInfo_v2(
+        ctypes.c_void_p(stream.cuda_stream), ctypes.byref(status), ctypes.byref(number), None, None, None
+    )
+    if error:
+        raise BackendError(f"cuStreamGetCaptureInfo_v2: got error {error} for {stream}, expected none")
+    return number.value if status.value == _CAPTURE_ACTIVE else None
 
 
 def _is_unified(device: torch.device) -> bool:

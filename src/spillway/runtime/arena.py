@@ -112,12 +112,13 @@ class Arena:
         """Bytes of all slabs, those that are being made too."""
         return self._slabs_bytes + self._maker.coming_bytes
 
-    def allocate(self, nbytes: int, *, over_cap: bool = False) -> Block:
+    def allocate(self, nbytes: int, *, over_cap: bool = False, grows: bool = True) -> Block:
         """A block of at least ``nbytes``, rounded up to a page.
 
         Args:
             nbytes: how many.
             over_cap: pass the cap rather than fail.
+            grows: whether slabs may be made, or given back.
 
         Raises:
             TierFullError: when it fits in no slab, and another one would pass the cap or could not be made once.
@@ -129,11 +130,11 @@ class Arena:
             same_size = self._bins.get(nbytes)
             if same_size:
                 block = same_size.pop()
-                if self._maker.coming_bytes:
+                if self._maker.coming_bytes and grows:
                     # A step has ended, and this is the next: what it did not need, none will.
                     self._maker.drop()
             else:
-                block = self._cut(nbytes, over_cap=over_cap)
+                block = self._cut(nbytes, over_cap=over_cap, grows=grows)
             self._used += nbytes
             return block
 
@@ -196,12 +197,17 @@ class Arena:
                 block.slab.mend(block)
         self._bins.clear()
 
-    def _cut(self, nbytes: int, *, over_cap: bool) -> Block:
+    def _cut(self, nbytes: int, *, over_cap: bool, grows: bool) -> Block:
         self._empty_bins()
         for slab in self._slabs:
             index = slab.smallest_fit(nbytes)
             if index is not None:
                 return slab.cut(index, nbytes)
+        if not grows:
+            raise TierFullError(
+                f"host memory: got a request for {format_bytes(nbytes)} when no memory can be registered, expected "
+                f"room that earlier steps have left; run a step like it before, in the same session"
+            )
         while (memory := self._made(self._maker.prepared)) is not None:
             slab = self._add(memory)
             if slab.nbytes >= nbytes:

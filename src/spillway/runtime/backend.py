@@ -121,6 +121,22 @@ class Backend(ABC):
         """Bytes of the device that nobody has reserved, and all of them; ``None`` where it is not worth knowing."""
         return None
 
+    def is_capturing(self) -> bool:
+        """Whether what the calling thread's compute lane is given is captured into a graph: see ``capturing.py``."""
+        return False
+
+    def capture(self) -> int | None:
+        """A number for that capture; ``None`` for none."""
+        return None
+
+    def capture_of(self, lane: Lane) -> int | None:
+        """A number for the capture that the lane is part of; ``None`` for none."""
+        return None
+
+    def record_captured(self, lane: Lane) -> Event:
+        """An event on a lane that is part of a capture."""
+        return self.record(lane)
+
     def alias(self, block: Bytes) -> torch.Tensor:
         """Host memory as a storage of its own, for use on the calling thread's compute lane. It keeps the memory."""
         memory = (ctypes.c_ubyte * block.nbytes).from_address(block.address)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
@@ -11,6 +12,7 @@ from spillway.events import Recorder
 from spillway.runtime.accelerator import AcceleratorBackend
 from spillway.runtime.arena import Arena
 from spillway.runtime.backend import Backend
+from spillway.runtime.capturing import CapturedRuntime
 from spillway.runtime.cpu import CpuBackend
 from spillway.runtime.disk import SpillFile
 from spillway.runtime.disk_tiers import DirectDiskTier, StagedDiskTier
@@ -19,6 +21,21 @@ from spillway.runtime.tasks import quiet
 from spillway.runtime.tiers import HostTier, Tier
 
 MakeBackend = Callable[[torch.device], Backend]
+
+
+class Runtime(Protocol):
+    """What moves a device's bytes now: its runtime, or the one for what is captured into a graph."""
+
+    backend: Backend
+    mover: Mover
+    window: int
+    nothing: torch.Tensor
+
+    def tier(self, name: str) -> Tier: ...
+
+    def join(self) -> None:
+        """A pass ends."""
+        ...
 
 
 class DeviceRuntime:
@@ -48,7 +65,9 @@ class DeviceRuntime:
         self.nothing = torch.empty(0, device=backend.device)
         """What a tracker's data is."""
         self._file = file
+        self._recorder = recorder
         self._tiers: dict[str, Tier] = {}
+        self._captured: CapturedRuntime | None = None
 
     def tier(self, name: str) -> Tier:
         """The tier ``"host"`` or ``"disk"``; ``"auto"`` is host memory for an accelerator, and disk for the CPU."""
@@ -60,6 +79,22 @@ class DeviceRuntime:
                 tier = self._make_tier(name)
             self._tiers[name] = tier
         return tier
+
+    def join(self) -> None:
+        """Nothing has to be waited for."""
+
+    def captured(self) -> CapturedRuntime:
+        """The runtime for what is captured into a graph."""
+        if self._captured is None:
+            lanes = dict(zip(("out", "back"), self.mover.lanes, strict=True))
+            self._captured = CapturedRuntime(
+                self.backend, lanes, self.arena, self.nothing, window=self.window, recorder=self._recorder
+            )
+        return self._captured
+
+    def release_graphs(self) -> int:
+        """Give back the host memory of captured graphs, which are gone; returns its bytes."""
+        return 0 if self._captured is None else self._captured.release()
 
     def used_host_bytes(self) -> int:
         """Bytes of host memory in slots."""
@@ -80,6 +115,8 @@ class DeviceRuntime:
 
     def close(self) -> None:
         """Stop. What is away is lost."""
+        if self._captured is not None:
+            self._captured.close()
         self.mover.close()
         self.backend.close()
         self._tiers.clear()

@@ -2,9 +2,37 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from pathlib import Path
 
+from spillway.errors import UsageError
+
 _ROOT = Path("/")
+
+# What launchers say: torchrun, Open MPI, Intel MPI and MPICH, Slurm.
+_LOCAL_RANKS = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_PER_NODE")
+
+
+def local_ranks(environment: Mapping[str, str] = os.environ) -> int:
+    """How many processes of this training run on the machine, by what the launcher says; 1 if it says nothing.
+
+    Args:
+        environment: where it says so.
+
+    Raises:
+        UsageError: if that is no number of processes.
+    """
+    for name in _LOCAL_RANKS:
+        said = environment.get(name)
+        if said is not None:
+            if not said.isascii() or not said.isdigit() or int(said) == 0:
+                raise UsageError(
+                    f"{name}: got {said!r} in the environment, expected how many processes run on this machine, a "
+                    f"whole number of at least 1; set it right, or unset it"
+                )
+            return int(said)
+    return 1
 
 
 def memory_limit(root: Path = _ROOT) -> int:

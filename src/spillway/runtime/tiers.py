@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from spillway.runtime.arena import Arena, Block
+from spillway.runtime.arena import Block
 from spillway.runtime.backend import Backend, Event, Lane
 from spillway.runtime.bytes import Bytes, Flat, Form
 
@@ -66,10 +66,18 @@ class Tier(ABC):
         return 0
 
 
+class Slots(Protocol):
+    """Where host memory comes from: an arena, as a rule."""
+
+    def allocate(self, nbytes: int) -> Block: ...
+
+    def free(self, block: Block, after: tuple[Event, ...] = ()) -> None: ...
+
+
 class HostTier(Tier):
     """Blocks of host memory. A slot is a block, and its ``after`` the end of the last copy from or to it."""
 
-    def __init__(self, backend: Backend, arena: Arena, *, out: Lane, back: Lane) -> None:
+    def __init__(self, backend: Backend, arena: Slots, *, out: Lane, back: Lane) -> None:
         super().__init__(backend)
         self._arena = arena
         self._out = out

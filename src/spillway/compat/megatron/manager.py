@@ -4,7 +4,7 @@ NOTE [ Iterations ]
 
 A chunk is named by its virtual stage and its number among that stage's micro-batches since the last reset, and what is
 learned of it is learned by this name. At a reset, the order in which backward came to the chunks says which of their
-groups stay (:meth:`~spillway.Groups.over`), and which chunk is fetched ahead when another one's backward ends.
+groups stay (:meth:`~spillway.Groups.over`).
 """
 
 from __future__ import annotations
@@ -68,7 +68,6 @@ class PipelineOffloadManager:
         self._summary: dict[str, int] = {}
         # By tags: see NOTE [ Iterations ].
         self._rules_of: dict[str, Groups] = {}
-        self._next: dict[str, str] = {}
         self._begin_iteration()
 
     def _begin_iteration(self) -> None:
@@ -186,7 +185,6 @@ class PipelineOffloadManager:
             tier=tier,
             spares=is_marked,
             on_backward=lambda: self._on_backward(tag),
-            then=lambda: self._after(tag),
             session=self._session,
         )
         self._forward = self._chunks[tag] = ChunkOffloadHandler(chunk, min_offloaded_tensor_size)
@@ -271,10 +269,6 @@ class PipelineOffloadManager:
             self._asked.setdefault(tag)
             self._backward = chunk
 
-    def _after(self, tag: str) -> Chunk | None:
-        following = self._chunks.get(self._next.get(tag, ""))
-        return None if following is None else following._chunk
-
     def _learn(self) -> None:
         """See NOTE [ Iterations ]."""
         asked = {tag: place for place, tag in enumerate(self._asked)}
@@ -285,7 +279,6 @@ class PipelineOffloadManager:
             return
         past = [self._chunks[tag]._chunk.past() for tag in order]
         self._rules_of = dict(zip(order, self._rules.over(past), strict=True))
-        self._next = dict(itertools.pairwise(order))
         leaving: Counter[str] = Counter()
         for tag in known[: known.index(order[0]) + 1]:
             groups = past[order.index(tag)]

@@ -1,0 +1,216 @@
+"""Inputs of regions that all ranks of a group have alike: each keeps a part, and they are put together for the re-run.
+
+Ranks that share a layer (tensor parallel) run it on the same input, and without more each of them holds all of it until
+backward. Here each clones a part, in the order in which elements lie in memory, and lets the input go. When a region is
+to run again, its ranks gather the parts: one collective for each input, as backward comes to it, which is in the same
+order on all ranks as long as they run the same program. Whether an input is split must be the same on all of them, too:
+it is told by shape, strides and dtype, and never by where its memory is.
+
+What is put together lies at the same distance from an aligned address as the input did, since kernels choose their code
+by that, and their last bits with it.
+
+That the ranks have the same input is the caller's to know. It is compared when a function is called for the first time,
+and each time on request: by the structure of what is split and a fingerprint of its bits, which all ranks give to each
+other, so that all of them raise, or none.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed
+
+from spillway.capture.handles import check_version
+from spillway.capture.identity import ALIGNMENT, ViewRecipe, is_parameter, why_unmovable
+from spillway.errors import UsageError
+from spillway.regions.proofs import Proofs, fingerprint
+from spillway.runtime.bytes import over
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class Partition:
+    """Splits inputs over the ranks of a group.
+
+    Args:
+        group: whose ranks have the same inputs.
+        always_checks: whether that is compared at each call, and not at the first of each function alone.
+
+    Raises:
+        UsageError: for what is no group of processes, or one that this process is not in.
+    """
+
+    def __init__(self, group: ProcessGroup | DeviceMesh, *, always_checks: bool) -> None:
+        self._group = _group_of(group)
+        self._always_checks = always_checks
+        self.ranks = torch.distributed.get_world_size(self._group)
+        self.rank = torch.distributed.get_rank(self._group)
+        if self.rank < 0:
+            raise UsageError(
+                f"partition_inputs: got a group that rank {torch.distributed.get_rank()} is not in, expected one whose "
+                f"ranks all run the region on the same inputs; give each rank the group that it is in"
+            )
+
+    def splits(self, tensor: torch.Tensor) -> bool:
+        """Whether an input is split. The same on all ranks that have the same input."""
+        return (
+            tensor.requires_grad
+            and not is_parameter(tensor)
+            and tensor.numel() >= self.ranks
+            and why_unmovable(tensor) is None
+            and not (tensor.is_conj() or tensor.is_neg())
+            and _is_dense(tensor)
+        )
+
+    def check(self, tensors: Sequence[torch.Tensor], proofs: Proofs) -> None:
+        """Compare what is split with the other ranks, at the first call of a function, or always.
+
+        Raises:
+            UsageError: on all ranks, where they differ.
+        """
+        if proofs.ranks_agreed and not self._always_checks:
+            return
+        split = [tensor for tensor in tensors if self.splits(tensor)]
+        # Ranks whose inputs differ may split none of them: they take part all the same, or the others would wait.
+        devices = [tensor.device for tensor in (*split, *tensors)]
+        if not devices:
+            return
+        with torch.no_grad(), torch._C._DisableTorchDispatch():
+            mine = torch.stack([_structure(split, devices[0]), _contents(split, devices[0])])
+            all_of_them = mine.new_empty(self.ranks * len(mine))
+            torch.distributed.all_gather_into_tensor(all_of_them, mine, group=self._group)
+            first, *others = all_of_them.view(self.ranks, -1).tolist()
+        for rank, (structure, content) in enumerate(others, 1):
+            if [structure, content] == first:
+                continue
+            what = "other shapes, strides or dtypes" if structure != first[0] else "another content"
+            raise UsageError(
+                f"partition_inputs: got inputs that have {what} in rank {rank} of the group than in rank 0, expected "
+                f"the same inputs in all of its ranks, since each keeps but a part of them; give the group over which "
+                f"they are replicated (tensor parallel, not data parallel), or leave the option out"
+            )
+        proofs.ranks_agreed = True
+
+    def part_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What this rank keeps of an input that is split: a copy, in one dimension."""
+        chunk = self._chunk(tensor.numel())
+        start = min(self.rank * chunk, tensor.numel())
+        end = min(start + chunk, tensor.numel())
+        with torch.no_grad(), torch._C._DisableTorchDispatch():
+            offset = int(tensor.storage_offset()) + start
+            return over(tensor.untyped_storage(), tensor.dtype, offset, (end - start,), (1,)).clone()
+
+    def gather(self, part: torch.Tensor, recipe: ViewRecipe, phase: int) -> torch.Tensor:
+        """The input, put together of all parts. All ranks of the group have to call it.
+
+        Args:
+            part: what :meth:`part_of` gave.
+            recipe: of the input.
+            phase: how many bytes its first element was behind an aligned address.
+        """
+        chunk = self._chunk(recipe.size.numel())
+        with torch.no_grad(), torch._C._DisableTorchDispatch():
+            if part.numel() < chunk:
+                part = torch.cat([part, part.new_zeros(chunk - part.numel())])
+            room = part.new_empty(self.ranks * chunk + ALIGNMENT // part.itemsize)
+            offset = (phase - room.data_ptr()) % ALIGNMENT // part.itemsize
+            # As bytes, since not every library of collectives knows every dtype.
+            whole = room[offset : offset + self.ranks * chunk].view(torch.uint8)
+            torch.distributed.all_gather_into_tensor(whole, part.view(torch.uint8), group=self._group)
+            return over(room.untyped_storage(), recipe.dtype, offset, recipe.size, recipe.stride)
+
+    def _chunk(self, numel: int) -> int:
+        """Elements of a part. The last ones are shorter where it does not come out even."""
+        return -(-numel // self.ranks)
+
+
+class PartHandle:
+    """Stands for an input of which this rank has a part.
+
+    Args:
+        tensor: the input.
+        partition: how it is split.
+        pack: what holds the part.
+        unpack: gives it back.
+        nothing: an empty tensor on its device.
+    """
+
+    __slots__ = ("_packed", "_partition", "_phase", "_recipe", "_tracker", "_unpack", "_version")
+
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        partition: Partition,
+        pack: Callable[[torch.Tensor], Any],
+        unpack: Callable[[Any], torch.Tensor],
+        nothing: torch.Tensor,
+    ) -> None:
+        self._partition = partition
+        self._unpack = unpack
+        self._recipe = ViewRecipe.of(tensor)
+        self._phase = tensor.data_ptr() % ALIGNMENT
+        self._version = tensor._version
+        self._tracker = tensor.detach()
+        self._tracker.data = nothing
+        self._packed = pack(partition.part_of(tensor))
+
+    def unpack(self) -> torch.Tensor:
+        check_version(self._tracker, self._version, self._recipe)
+        tensor = self._tracker.detach()
+        tensor.data = self._partition.gather(self._unpack(self._packed), self._recipe, self._phase)
+        return tensor
+
+
+def _group_of(group: Any) -> ProcessGroup:
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        raise UsageError(
+            f"partition_inputs: got {group!r} where torch.distributed is not initialized, expected a process group; "
+            f"call torch.distributed.init_process_group() first"
+        )
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise UsageError(
+                f"partition_inputs: got a mesh of {group.ndim} dimensions, expected one; give the dimension over which "
+                f"inputs are the same, as in mesh['tp']"
+            )
+        group = group.get_group()
+    # Whoever is not in a group gets a number for it, of which torch says that its rank is -1.
+    if group is torch.distributed.GroupMember.NON_GROUP_MEMBER or isinstance(group, torch.distributed.ProcessGroup):
+        found: Any = group
+        return found  # type: ignore[no-any-return]
+    raise UsageError(f"partition_inputs: got {group!r}, expected a torch.distributed.ProcessGroup or a DeviceMesh")
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its elements lie in one run of memory, each in a place of its own."""
+    expected = 1
+    dimensions = zip(tensor.stride(), tensor.shape, strict=True)
+    for stride, size in sorted(each for each in dimensions if each[1] != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _structure(split: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """A number for what is split. Not by Python's ``hash``, which is another in each process."""
+    text = repr([(tuple(tensor.shape), tensor.stride(), str(tensor.dtype)) for tensor in split])
+    return torch.tensor(zlib.crc32(text.encode()), dtype=torch.int64, device=device)
+
+
+def _contents(split: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """A number for all of their bits."""
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    for tensor in split:
+        bits = fingerprint(tensor)
+        # Only plain bytes have none, and they need no gradient.
+        assert bits is not None
+        total = total * 31 + bits
+    return total

@@ -1,0 +1,116 @@
+"""Whose backward comes next, and what is fetched ahead of it."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import spillway
+from spillway.capture.succession import Succession
+from spillway.events import EventKind, EventList
+from spillway.testing import AdversaryBackend
+
+
+class Pass:
+    def __init__(self, tag: str | None) -> None:
+        self.tag = tag
+        self.alive = True
+
+    def is_alive(self) -> bool:
+        return self.alive
+
+
+def guesses(order: Sequence[tuple[str, int, int]], steps: int = 3) -> list[bool]:
+    """Of the last step, whether each backward but the first was foreseen when the one before it had begun.
+
+    Each of ``order`` is a tag, the place of its pass among those of the tag, and a lap.
+    """
+    succession: Succession[Pass] = Succession()
+    right: list[bool] = []
+    for _ in range(steps):
+        passes = {(tag, place): Pass(tag) for tag, place, _ in sorted(order)}
+        for each in passes.values():
+            succession.add(each)
+        right = []
+        foreseen = None
+        for tag, place, lap in order:
+            course = passes[tag, place]
+            right.append(foreseen is not None and foreseen == (course, lap))
+            succession.begin(course, lap)
+            foreseen = succession.after(course, lap)
+        for each in passes.values():
+            each.alive = False
+    return right[1:]
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        [("a", place, 0) for place in range(4)],
+        [("a", place, 0) for place in reversed(range(4))],
+        [(tag, place, 0) for tag in "ba" for place in range(3)],
+        [(tag, place, 0) for place in range(3) for tag in "ba"],
+        [(f"micro-batch {place}", 0, 0) for place in range(5)],
+        [("a", 0, 0), ("a", 1, 0), ("a", 0, 1), ("a", 2, 0), ("a", 1, 1), ("a", 2, 1)],
+    ],
+    ids=["first-first", "last-first", "by-part", "parts-in-turn", "tags", "split"],
+)
+def test_a_schedule_that_repeats_is_foreseen(order: list[tuple[str, int, int]]) -> None:
+    assert guesses(order) == [True] * (len(order) - 1)
+
+
+@given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 4)), unique=True, max_size=8))
+def test_any_order_is_taken(order: list[tuple[str, int]]) -> None:
+    guesses([(tag, place, 0) for tag, place in order])
+
+
+def test_nobody_is_foreseen_who_does_not_wait() -> None:
+    succession: Succession[Pass] = Succession()
+    for _ in range(3):
+        one = Pass("a")
+        succession.add(one)
+        succession.begin(one, 0)
+        assert succession.after(one, 0) is None
+        one.alive = False
+
+
+def test_passes_are_not_kept_alive() -> None:
+    succession: Succession[Pass] = Succession()
+    one, other = Pass("a"), Pass("a")
+    succession.add(one)
+    succession.add(other)
+    succession.begin(one, 0)
+    succession.begin(other, 0)
+    del one, other
+    gc.collect()
+    third = Pass("a")
+    succession.add(third)
+    succession.begin(third, 0)
+    assert [len(waiting) for waiting in succession._waiting.values()] == [0, 1]
+
+
+def test_the_next_backward_finds_its_first_tensors_on_the_way() -> None:
+    events = EventList()
+    with spillway.Session(backend=AdversaryBackend().serve, window=4096, recorder=events) as session:
+        x = torch.randn(256, requires_grad=True)
+        for _ in range(3):
+            losses = []
+            for _ in range(3):
+                with spillway.offload(min_bytes=0, session=session):
+                    y = x
+                    for _ in range(12):
+                        y = y.exp().sin()
+                    losses.append(y.sum())
+            fetched = []
+            for loss in losses:
+                before = {event.entry for event in events.events if event.kind is EventKind.RETURN}
+                taken = {event.entry for event in events.events if event.kind is EventKind.TAKE}
+                fetched.append(len(before - taken))
+                loss.backward()
+        assert fetched[0] == 0
+        assert min(fetched[1:]) >= 2
