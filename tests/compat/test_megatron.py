@@ -1008,41 +1008,108 @@ def test_on_the_cpu_records_are_identities(here: Home) -> None:
     Interface.forward_record()
 
 
-class Stream:
-    """A stream that notes what is done with it."""
+class Noted:
+    """An event that notes when it is recorded."""
 
     def __init__(self) -> None:
-        self.done: list[Any] = []
-
-    def wait_stream(self, lane: Any) -> None:
-        self.done.append(lane)
+        self.count = 0
 
     def record(self) -> None:
-        self.done.append("record")
+        self.count += 1
 
 
-def test_on_an_accelerator_records_record_and_then_wait_for_the_lane(
-    here: Home, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stream = Stream()
-    lanes = here.session.runtime(torch.device("cpu")).mover.lanes
-    device = torch.device("cuda", 0)
-    monkeypatch.setattr(megatron.graphs, "current_device", lambda: device)
-    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: stream)
-    monkeypatch.setitem(here.session._runtimes, device, here.session.runtime(torch.device("cpu")))
-    Interface.forward_record(stream)
-    assert stream.done == ["record", lanes[0]]
-    stream.done.clear()
-    leaf = torch.ones(3, requires_grad=True)
-    out = megatron.fine_grained_offloading_backward_record(leaf * 2, stream)
-    assert stream.done == []
-    out.sum().backward()
-    assert stream.done == ["record", lanes[1]]
-    assert_identical(list(grads(leaf)), [torch.full((3,), 2.0)])
-    Interface.backward_record(leaf * 2).sum().backward()
-    assert stream.done == ["record", lanes[1], lanes[1]]
-    monkeypatch.undo()
-    here.session.use_as_default()
+@contextlib.contextmanager
+def as_accelerator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Home, AdversaryBackend]]:
+    """The adversary, whose tensors are taken for those of an accelerator."""
+    adversary = AdversaryBackend()
+    monkeypatch.setattr(spillway.Session, "_default", None)
+    monkeypatch.setattr(megatron.graphs, "current_device", lambda: torch.device("cuda", 0))
+    with spillway.Session(window=64 * KiB, backend=adversary.serve, spill_directory=tmp_path) as session:
+        session.use_as_default()
+        session._runtimes[torch.device("cuda", 0)] = session.runtime(torch.device("cpu"))  # type: ignore[assignment]
+        yield Home(session, "host", EventList()), adversary
+        del session._runtimes[torch.device("cuda", 0)]
+
+
+def test_records_record_their_event_and_wait_for_their_lane(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with as_accelerator(tmp_path, monkeypatch) as (home, adversary):
+        waits: list[Any] = []
+        lanes = home.session.runtime(torch.device("cpu")).mover.lanes
+        monkeypatch.setattr(adversary, "wait", lambda lane, event: waits.append((lane, event.line)))
+        compute, event = adversary.compute(), Noted()
+        Interface.forward_record(event)
+        assert (waits.pop(), event.count) == ((compute, lanes[0]), 1)
+        leaf = torch.ones(3, requires_grad=True)
+        for forms in (megatron.fine_grained_offloading_backward_record, Interface.backward_record):
+            out = forms(leaf * 2, event)
+            assert waits == []
+            out.sum().backward()
+            assert waits.pop() == (adversary.compute(), lanes[1])
+        Interface.forward_record()
+        Interface.backward_record(leaf * 2).sum().backward()
+        assert (len(waits), event.count) == (2, 3)
+        assert_identical(list(grads(leaf)), [torch.full((3,), 6.0)])
+
+
+def forward_of_layers(
+    home: Home, layers: nn.ModuleList, x: Tensor, *, on: bool = True, recorded: bool = True
+) -> Tensor:
+    """A chunk as it is captured: backward ends, and forward does, with a wait for a lane."""
+    if on:
+        home.chunk()
+    hidden = Interface.backward_record(x * 1, Noted()) if on and recorded else x * 1
+    for layer in layers:
+        hidden = layer(hidden, on)
+    if on and recorded:
+        Interface.forward_record(Noted())
+    return hidden.square().sum()
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_layer_or_an_iteration_may_be_captured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: bool) -> None:
+    """The adversary has the rules of captures: one ends with a single stream. Nothing is replayed."""
+    with as_accelerator(tmp_path, monkeypatch) as (home, adversary):
+        layers = nn.ModuleList(Layer(Dense(), direct) for _ in range(3))
+        x = torch.randn(ROWS, WIDTH, requires_grad=True)
+
+        def gradients() -> list[Tensor]:
+            found = [gradient.clone() for gradient in grads(x, *layers.parameters())]
+            for leaf in (x, *layers.parameters()):
+                leaf.grad = None
+            return found
+
+        forward_of_layers(home, layers, x, on=False).backward()
+        expected = gradients()
+        for _ in range(2):  # host memory is registered before a capture
+            forward_of_layers(home, layers, x).backward()
+            Interface.reset()
+            gradients()
+        if whole:
+            with adversary.capturing():
+                forward_of_layers(home, layers, x).backward()
+                Interface.reset()
+        else:
+            with adversary.capturing():
+                loss = forward_of_layers(home, layers, x)
+            with adversary.capturing():
+                loss.backward()
+            del loss
+            Interface.reset()
+        assert_identical(gradients(), expected)
+        adversary.check()
+        home.session.release_graphs()
+
+
+def test_without_a_record_a_capture_ends_with_two_streams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = nn.ModuleList(Layer(Dense(), direct) for _ in range(2))
+    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+    alive: list[Tensor] = []
+    # Closing finds the copy that nobody waited for once more.
+    with contextlib.suppress(spillway.RaceError), as_accelerator(tmp_path, monkeypatch) as (home, adversary):
+        forward_of_layers(home, layers, x).backward()
+        with adversary.capturing():
+            alive.append(forward_of_layers(home, layers, x, recorded=False))
+    assert "a capture ended while compute had not waited for all that is on out" in str(adversary.faults[0])
 
 
 # M14: the table.

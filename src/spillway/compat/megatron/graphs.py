@@ -48,8 +48,9 @@ def _record(event: Any, lane: int) -> None:
         return
     if event is not None:
         event.record()
-    stream: Any = torch.accelerator.current_stream(device)
-    stream.wait_stream(Session.default().runtime(device).mover.lanes[lane])
+    runtime = Session.default().runtime(device)
+    # The lane is part of a capture only if something was sent in it; the backend knows.
+    runtime.backend.wait(runtime.backend.compute(), runtime.backend.record(runtime.mover.lanes[lane]))
 
 
 def current_device() -> torch.device:
