@@ -70,8 +70,7 @@ class group(ContextDecorator):  # noqa: N801  (read aloud: with group("core_attn
             return
         session, current, started, release = entered
         if kind is not None:
-            current.groups.end(started, later=True)
-            started.waiting.clear()
+            current.groups.give_up(started)
             return
         current.groups.end(started, release=release, later=self._delay)
         if self._delay:

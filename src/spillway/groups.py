@@ -7,7 +7,7 @@ of groups in a pass, one for each layer, say.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from spillway.errors import UsageError
@@ -92,13 +92,32 @@ class Groups:
         fewer = self.fewer_bytes
         assert isinstance(fewer, int)
         for place in reversed(range(len(past))):
-            if place in stay:
+            # One that had nothing may have something the next time: an expert that got no tokens, say.
+            if place in stay or not past[place].nbytes:
                 continue
             fewer -= past[place].nbytes
             if fewer < 0:
                 break
             stay.add(place)
         return frozenset(stay)
+
+    def over(self, passes: Sequence[Sequence[PastGroup]]) -> list[Groups]:
+        """The rules of each of several passes that are alive together, so that they hold of all of them.
+
+        ``margin`` and ``fewer_bytes`` are taken from the passes that backward wants first; ``fraction`` is of each.
+
+        Args:
+            passes: their groups, in the order in which backward comes to the passes.
+        """
+        rules: list[Groups] = []
+        rest = self
+        for past in passes:
+            kept = rest.staying(past) - replace(rest, fewer_bytes=0).staying(past)
+            rules.append(rest)
+            fewer = rest.fewer_bytes
+            assert isinstance(fewer, int)
+            rest = replace(rest, margin=0, fewer_bytes=fewer - sum(past[place].nbytes for place in kept))
+        return rules
 
     def most_in_flight(self, name: str) -> int | None:
         """How many groups of the name may be on their way out at once."""

@@ -7,8 +7,8 @@ that are under way: what is learned belongs to the session, by tag.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from contextlib import ContextDecorator, ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ContextDecorator, ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, Self
 
@@ -44,6 +44,18 @@ _active = _ActivePasses()
 def innermost_pass() -> tuple[Session, Pass] | None:
     """The pass of the innermost ``offload`` context that the calling thread is inside of, with its session."""
     return _active.passes[-1] if _active.passes else None
+
+
+@contextmanager
+def within(session: Session, current: Pass) -> Iterator[None]:
+    """Inside, this is the calling thread's innermost pass: what regions and groups do belongs to it."""
+    session.passes.enter(current)
+    _active.passes.append((session, current))
+    try:
+        yield
+    finally:
+        _active.passes.pop()
+        session.passes.leave()
 
 
 class offload(ContextDecorator):  # noqa: N801  (a verb: people write ``with spillway.offload():``)
@@ -137,7 +149,7 @@ class offload(ContextDecorator):  # noqa: N801  (a verb: people write ``with spi
             with ExitStack() as stack:
                 if _top_saved_tensors_default_hooks(True) is not None:
                     # Somebody around counts what is saved (a checkpoint does): as much as before, and as in a re-run.
-                    stack.enter_context(_hooks(pack_kept))
+                    stack.enter_context(hooks_of(pack_kept))
                 self._passes().append((stack.pop_all(), session, _Aside(memory.gain.why_none)))
             _active.passes.append(None)
             return self
@@ -158,7 +170,7 @@ class offload(ContextDecorator):  # noqa: N801  (a verb: people write ``with spi
                 on_backward=self._on_backward,
                 groups=self._groups,
             )
-            stack.enter_context(_hooks(pack_kept if in_backward() or in_rerun() else current.pack))
+            stack.enter_context(hooks_of(pack_kept if in_backward() or in_rerun() else current.pack))
             self._passes().append((stack.pop_all(), session, current))
             session.passes.enter(current)
         _active.passes.append((session, current))
@@ -224,7 +236,7 @@ class keep(ContextDecorator):  # noqa: N801  (a verb, like offload)
         self._local = threading.local()
 
     def __enter__(self) -> None:
-        hooks = _hooks(pack_kept)
+        hooks = hooks_of(pack_kept)
         hooks.__enter__()
         if not hasattr(self._local, "hooks"):
             self._local.hooks = []
@@ -290,7 +302,8 @@ def _mark(tensor: torch.Tensor, session: Session | None, *, offload: bool) -> No
     session.marks.set(tensor, offload=offload)
 
 
-def _hooks(pack: Callable[[torch.Tensor], Any]) -> saved_tensors_hooks:
+def hooks_of(pack: Callable[[torch.Tensor], Any]) -> saved_tensors_hooks:
+    """A context: autograd calls ``pack`` with what it saves, and unpacks the handles that this gives."""
     refuse_transforms()
     keep_out()
     return saved_tensors_hooks(pack, unpack)

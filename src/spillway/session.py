@@ -10,7 +10,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -93,6 +93,8 @@ class Session:
         self.succession: Succession[Course] = Succession()
         self.enabled = True
         """Whether anything may leave. What has left comes back all the same. Set it as you like, for all passes."""
+        self.adapters: dict[str, Any] = {}
+        """What adapters of other systems' names keep, for as long as the session lives, by their own names."""
         self._delayed: deque[Callable[[], None]] = deque()
         self._proofs: dict[Hashable, Proofs] = {}
         self._window = None if window is None else parse_bytes(window, what="window")

@@ -10,6 +10,7 @@ NOTE [ Memory that is released ]
 
 Somebody may hold on to a tensor that nobody needs any more but the backward that has it in Spillway. When its group
 leaves, the tensor's memory is taken from under it: it is given one element instead, not a number, seen at every place.
+If the tensor is a view, its base goes the same way, since autograd holds that for as long as the view.
 Whoever uses it all the same computes nonsense that shows, and touches no memory that is not there. If anything else
 still sees the memory (a view, another tensor over it), nothing would be gained, and that is an error.
 """
@@ -28,6 +29,7 @@ from spillway.errors import UsageError
 from spillway.groups import Groups, PastGroup
 from spillway.runtime.bytes import Bytes
 from spillway.runtime.device import Runtime
+from spillway.runtime.labels import label
 from spillway.runtime.ledger import Ledger
 
 
@@ -48,12 +50,15 @@ class Group:
         self.waiting = Waiting(window)
         self.nbytes = 0
         """Bytes that were saved in it, and could leave."""
+        self.count = 0
+        """Of how many storages."""
         self._in_flight: list[tuple[weakref.ref[Saved], Runtime]] = []
 
     def send(self) -> None:
         """It leaves now. See NOTE [ When a group leaves ]."""
         self._in_flight = [(saved.reference, runtime) for saved, runtime in self.waiting.members()]
-        self.waiting.send()
+        with label(f"leave {self.name}"):
+            self.waiting.send()
 
     def settle(self) -> None:
         """Compute waits for what of it is still on its way out, and lets go of that."""
@@ -135,11 +140,31 @@ class PassGroups:
             in_flight.append(group)
         group.send()
 
-    def abandon(self) -> None:
-        """Something was raised inside of the pass: what has not left stays."""
-        for group in self._open:
-            group.waiting.clear()
-        self._open.clear()
+    @property
+    def open(self) -> Sequence[Group]:
+        """Those that have not ended, the innermost last."""
+        return self._open
+
+    @property
+    def all(self) -> Sequence[Group]:
+        """Those that have begun."""
+        return self._all
+
+    def give_up(self, group: Group) -> None:
+        """A group ends, and what has not left stays."""
+        self._open.remove(group)
+        group.waiting.clear()
+
+    def abandon(self) -> list[Group]:
+        """The pass is over: what has not left of groups that have not ended stays. Those are given."""
+        abandoned = list(self._open)
+        for group in abandoned:
+            self.give_up(group)
+        return abandoned
+
+    def find_open(self, name: str) -> Group | None:
+        """The first of the name that has not ended."""
+        return next((group for group in self._open if group.name == name), None)
 
     def past(self) -> list[PastGroup]:
         """For the next pass."""
@@ -159,8 +184,9 @@ def _by_runtime(
 
 def _release(tensor: torch.Tensor) -> None:
     storage = tensor.untyped_storage()
-    # The tensor's own, and that of Python's name for the storage.
-    others = torch._C._storage_Use_Count(storage._cdata) - 2
+    family = [tensor] if tensor._base is None else [tensor, tensor._base]
+    # Theirs, and that of Python's name for the storage.
+    others = torch._C._storage_Use_Count(storage._cdata) - len(family) - 1
     if others > 0:
         raise UsageError(
             f"release: got a tensor of shape {list(tensor.shape)} whose memory {others} other tensor(s) or views still "
@@ -168,7 +194,8 @@ def _release(tensor: torch.Tensor) -> None:
             f"is gone, or leave it out"
         )
     with torch.no_grad(), torch._C._DisableTorchDispatch():
-        tensor.data = _nonsense(tensor).expand(tensor.shape)
+        for each in family:
+            each.data = _nonsense(each).expand(each.shape)
 
 
 def _nonsense(tensor: torch.Tensor) -> torch.Tensor:

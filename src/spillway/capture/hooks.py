@@ -464,6 +464,7 @@ class Pass:
             return decision
         if group is not None:
             group.nbytes += nbytes
+            group.count += 1
         return _KEEP if self.groups.stays(group) else decision
 
 

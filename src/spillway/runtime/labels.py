@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -15,6 +16,11 @@ import torch
 _is_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
+
+
+def label(name: str) -> AbstractContextManager[object]:
+    """What is done inside shows in a trace as ``spillway.<name>``."""
+    return torch.profiler.record_function(f"spillway.{name}") if _is_profiling() else nullcontext()
 
 
 def labelled(name: str) -> Callable[[Callable[_Arguments, _Result]], Callable[_Arguments, _Result]]:
@@ -25,7 +31,7 @@ def labelled(name: str) -> Callable[[Callable[_Arguments, _Result]], Callable[_A
         def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
             if not _is_profiling():
                 return function(*args, **kwargs)
-            with torch.profiler.record_function(f"spillway.{name}"):
+            with label(name):
                 return function(*args, **kwargs)
 
         return call
