@@ -1117,19 +1117,11 @@ def test_without_a_record_a_capture_ends_with_two_streams(tmp_path: Path, monkey
 
 def test_the_table_has_ranks_groups_and_totals(capsys: pytest.CaptureFixture[str]) -> None:
     megatron.print_offload_summary_table({"moe_act": 3 << 20, "attn_norm": 1 << 19})
-    printed = capsys.readouterr().out
-    assert printed.splitlines() == [
-        "rank   attn_norm  moe_act  total",
-        "0           0.50     3.00   3.50",
-        "total       0.50     3.00   3.50",
-        "MiB",
-    ]
-    assert megatron.offload_summary_table([{"moe_act": 3 << 20, "attn_norm": 1 << 19}]) + "\n" == printed
-    table = megatron.offload_summary_table([{"b": 1 << 20}, {"a": 2 << 20}])
-    assert [line.split() for line in table.splitlines()[1:4]] == [
-        ["0", "0.00", "1.00", "1.00"],
-        ["1", "2.00", "0.00", "2.00"],
-        ["total", "2.00", "1.00", "3.00"],
+    assert capsys.readouterr().out.splitlines() == [
+        "offloaded, MiB:",
+        "rank  attn_norm moe_act total",
+        "0          0.50    3.00  3.50",
+        "total      0.50    3.00  3.50",
     ]
     megatron.print_offload_summary_table({})
     assert "total" in capsys.readouterr().out
@@ -1138,16 +1130,23 @@ def test_the_table_has_ranks_groups_and_totals(capsys: pytest.CaptureFixture[str
 def test_in_a_process_group_the_first_rank_prints_what_all_have(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def gather(rows: list[Any], own: Any) -> None:
-        rows[:] = [own, {"b": 1 << 20}]
+    other = spillway.StepStats(offloaded_bytes=1 << 20, groups=(spillway.GroupStats("b", offloaded_bytes=1 << 20),))
+
+    def gather(rows: list[Any], own: Any, group: Any) -> None:
+        rows[:] = [own, spillway.SummaryRow(1, other)]
 
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
     monkeypatch.setattr(dist, "all_gather_object", gather)
     for rank in range(2):
-        monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
-        megatron.print_offload_summary_table({"a": 1 << 20})
-        assert (capsys.readouterr().out != "") == (rank == 0)
+        monkeypatch.setattr(dist, "get_rank", lambda group=None, rank=rank: rank)
+        megatron.print_offload_summary_table({"a": 2 << 20})
+        printed = capsys.readouterr().out.splitlines()
+        assert [line.split() for line in printed[2:]] == [
+            ["0", "2.00", "0.00", "2.00"],
+            ["1", "0.00", "1.00", "1.00"],
+            ["total", "2.00", "1.00", "3.00"],
+        ][: 3 * (rank == 0)]
 
 
 def test_a_debug_message_is_printed_on_one_rank_while_debugging(

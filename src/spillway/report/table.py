@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TextIO
 
@@ -94,12 +94,12 @@ class Summary:
         Raises:
             UsageError: for a width that is no whole number of at least 20.
         """
-        if type(width) is not int or width < _LEAST_WIDTH:
-            raise UsageError(f"width: got {width!r}, expected a whole number of at least {_LEAST_WIDTH} characters")
-        tables = [("all, MiB:", self._of_bytes()), ("over the step:", self._of_times())]
-        if self.groups:
-            tables.insert(0, ("offloaded, MiB:", self._of_groups()))
-        return "\n\n".join("\n".join([title, *_lines(list(columns), width)]) for title, columns in tables)
+        tables = [_table("all, MiB:", self._of_bytes(), width), _table("over the step:", self._of_times(), width)]
+        return "\n\n".join([*([self.groups_to_text(width)] if self.groups else []), *tables])
+
+    def groups_to_text(self, width: int = 80) -> str:
+        """The first of the three tables."""
+        return _table("offloaded, MiB:", self._of_groups(), width)
 
     def print(self, file: TextIO | None = None) -> None:
         """Write the table, on the first rank only. Every rank may call it.
@@ -136,6 +136,12 @@ class Summary:
             yield ["GB/s out", *(_rate(row.out_bytes_per_second) for row in rows)]
             yield ["GB/s back", *(_rate(row.back_bytes_per_second) for row in rows)]
         yield ["stall, s", *("-" if row.stats is None else f"{row.stats.stall_seconds:.3f}" for row in rows)]
+
+
+def _table(title: str, columns: Iterable[list[str]], width: int) -> str:
+    if type(width) is not int or width < _LEAST_WIDTH:
+        raise UsageError(f"width: got {width!r}, expected a whole number of at least {_LEAST_WIDTH} characters")
+    return "\n".join([title, *_lines(list(columns), width)])
 
 
 def _column(name: str, counts: Sequence[int | None]) -> list[str]:

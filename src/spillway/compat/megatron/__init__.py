@@ -24,7 +24,7 @@ from spillway.compat.megatron.interface import (
 )
 from spillway.compat.megatron.manager import PipelineOffloadManager
 from spillway.compat.megatron.pool import GPUTensorPool
-from spillway.compat.megatron.table import offload_summary_table, print_offload_summary_table, rank
+from spillway.compat.megatron.table import print_offload_summary_table, rank
 
 __all__ = [
     "DEBUG",
@@ -42,7 +42,6 @@ __all__ = [
     "fine_grained_offloading_group_commit",
     "fine_grained_offloading_group_flush_delayed_groups",
     "fine_grained_offloading_group_start",
-    "offload_summary_table",
     "print_offload_summary_table",
 ]
 
