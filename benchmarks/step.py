@@ -95,6 +95,27 @@ def grouped(stack: Stack, options: argparse.Namespace) -> Way:
     return Spilled(partial(spillway.offload, session=session, groups=spillway.Groups()))
 
 
+def by_megatrons_names(stack: Stack, options: argparse.Namespace) -> Way:
+    """The same in the names of Megatron's fine-grained offloading. Its first iteration, too, ends with a reset."""
+    from spillway.compat.megatron import FineGrainedActivationOffloadingInterface as Interface
+
+    spillway.Session(window=options.window).use_as_default()
+    Interface.reset_instance()
+
+    def call(layer: Any, x: Tensor, *tables: Tensor) -> Any:
+        with Interface(True, x, "layer") as started:
+            result = layer(started, *tables)
+        return Interface.group_commit(result, name="layer")
+
+    def way() -> AbstractContextManager[object]:
+        Interface.reset()
+        Interface.init_chunk_handler(1, 0, 1 << 19)
+        return nullcontext()
+
+    stack.call = call
+    return way
+
+
 def checkpointed(stack: Stack, options: argparse.Namespace, *, use_reentrant: bool) -> Way:
     stack.call = lambda layer, *args: checkpoint(layer, *args, use_reentrant=use_reentrant)
     return nullcontext
@@ -235,6 +256,7 @@ METHODS: dict[str, Callable[[Stack, argparse.Namespace], Way]] = {
     "spillway.offload(ratio=1)": partial(offloaded, ratio=1.0),
     "spillway.offload(ratio=0.5)": partial(offloaded, ratio=0.5),
     "spillway.group(), one a layer": grouped,
+    "spillway.compat.megatron, one group a layer": by_megatrons_names,
     "spillway.recompute()": recomputed,
     "spillway.recompute(inputs away)": partial(recomputed, offload="inputs"),
     "spillway.recompute(mixture)": partial(recomputed, offload=MIXTURE),
