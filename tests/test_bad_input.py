@@ -30,6 +30,7 @@ from spillway.policies import Keep, MinBytes, Offload, Ratio
 from spillway.requirements import require_torch
 from spillway.runtime.disk import SpillFile
 from spillway.runtime.system_calls import Mount, SystemCalls
+from spillway.testing import AdversaryBackend
 from steps import MiB, assert_no_hook, assert_nothing_left, failing, small_batch, small_model, step
 
 
@@ -347,3 +348,14 @@ def test_a_session_on_the_shared_memory_of_this_machine_is_refused_unless_asked_
         assert step(model, x, context) == plain
         assert context.stats().reloaded_bytes > 0
     assert set(shared.iterdir()) == before
+
+
+@pytest.mark.parametrize("streams", [3, {"in": None}, {"out": 3}, {"out": torch.device("cpu")}], ids=str)
+def test_streams_that_are_none_are_refused(streams: Any) -> None:
+    with pytest.raises(spillway.UsageError, match="streams"):
+        spillway.Session(streams=streams)
+
+
+def test_streams_and_a_backend_are_refused() -> None:
+    with pytest.raises(spillway.UsageError, match="both"):
+        spillway.Session(streams={}, backend=AdversaryBackend().serve)

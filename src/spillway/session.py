@@ -6,10 +6,11 @@ live on one device and never meet. One default session exists for convenience, m
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -54,6 +55,8 @@ class Session:
         spill_directory: where the spill file is. ``None``: ``$SPILLWAY_DIR``, or the first of the system's temporary
             directory, ``/var/tmp`` and the working directory that is not held in memory.
         allow_memory_filesystem: accept a ``spill_directory`` on tmpfs, which is host memory and saves none.
+        streams: streams of an accelerator to copy on, for the lanes ``"out"`` and ``"back"``: ``{"out": stream}``. What
+            else is queued there is waited for, too. Devices that they are not of get their own.
         recorder: called with every :class:`~spillway.events.Event`.
         backend: makes the backend of a device, instead of the ones that come with Spillway.
 
@@ -80,12 +83,14 @@ class Session:
         disk_bytes_per_hour: int | str | None = None,
         spill_directory: str | os.PathLike[str] | None = None,
         allow_memory_filesystem: bool = False,
+        streams: Mapping[str, torch.Stream] | None = None,
         recorder: Recorder | None = None,
-        backend: MakeBackend = backend_for,
+        backend: MakeBackend | None = None,
     ) -> None:
         for name, value in (("recorder", recorder), ("backend", backend)):
             if value is not None and not callable(value):
                 raise UsageError(f"{name}: got {value!r}, expected a callable")
+        _check_streams(streams, backend)
         self.identity = Identity()
         self.marks = Marks()
         self.outputs = DroppedOutputs()
@@ -104,7 +109,7 @@ class Session:
         self._file_options = (spill_directory, capacity, per_hour, allow_memory_filesystem)
         self._file: SpillFile | None = None if spill_directory is None else self._make_file()
         self._recorder = recorder
-        self._make_backend = backend
+        self._make_backend = backend if backend is not None else functools.partial(backend_for, streams=streams)
         self._runtimes: dict[torch.device, DeviceRuntime] = {}
         self._memories: dict[str | None, Memory] = {}
         self._lock = threading.RLock()
@@ -308,6 +313,16 @@ class Session:
     def _make_file(self) -> SpillFile:
         directory, capacity, per_hour, allow = self._file_options
         return SpillFile(directory, capacity=capacity, bytes_per_hour=per_hour, allow_memory_filesystem=allow)
+
+
+def _check_streams(streams: object, backend: object) -> None:
+    if streams is None:
+        return
+    if backend is not None:
+        raise UsageError("got both streams and a backend, expected one of them; the backend can use the streams")
+    given = streams.items() if isinstance(streams, Mapping) else [(None, None)]
+    if not all(name in ("out", "back") and isinstance(stream, torch.Stream) for name, stream in given):
+        raise UsageError(f"streams: got {streams!r}, expected torch streams by the names 'out' and 'back'")
 
 
 def _host_budget() -> int:

@@ -264,3 +264,15 @@ def test_a_process_is_brought_near_to_its_device_or_told_why_not() -> None:
         if affinity.why_not is None:
             assert affinity.node is not None
     assert os.sched_getaffinity(0) == here
+
+
+def test_copies_go_by_streams_of_the_users(device: torch.device) -> None:
+    streams = {"out": torch.Stream(device=device), "back": torch.Stream(device=device)}
+    x = torch.randn(1 << 20, device=device, requires_grad=True)
+    (plain,) = torch.autograd.grad(x.exp().sin().sum(), x)
+    with spillway.Session(window=0, streams=streams) as session:
+        with spillway.offload(session=session, min_bytes=0):
+            loss = x.exp().sin().sum()
+        assert session.runtime(device).mover.lanes == (streams["out"], streams["back"])
+        (ours,) = torch.autograd.grad(loss, x)
+    assert torch.equal(ours, plain)

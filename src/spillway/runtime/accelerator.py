@@ -15,7 +15,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -40,13 +40,17 @@ class AcceleratorBackend(Backend):
     Args:
         device: with an index: ``torch.device("cuda", 0)``.
         threads: how many threads read and write the spill file. ``None``: one a CPU, up to 16.
+        streams: the user's own, for the lanes ``"out"`` and ``"back"``, as far as they are of this device.
     """
 
     # The caching allocator cuts at multiples of 512 bytes.
     alignment = 512
 
-    def __init__(self, device: torch.device, *, threads: int | None = None) -> None:
+    def __init__(
+        self, device: torch.device, *, threads: int | None = None, streams: Mapping[str, torch.Stream] | None = None
+    ) -> None:
         super().__init__(device)
+        self._streams = {name: stream for name, stream in (streams or {}).items() if stream.device == device}
         most = threads if threads is not None else min(_MOST_THREADS, os.cpu_count() or 1)
         self._tasks = HostTasks(most, self._begin_tasks)
         self._lanes: list[torch.Stream] = []
@@ -57,7 +61,8 @@ class AcceleratorBackend(Backend):
         return torch.accelerator.current_stream(self.device)
 
     def lane(self, name: str) -> Lane:
-        self._lanes.append(torch.Stream(device=self.device))
+        given = self._streams.get(name)
+        self._lanes.append(given if given is not None else torch.Stream(device=self.device))
         return self._lanes[-1]
 
     def record(self, lane: Lane) -> Event:

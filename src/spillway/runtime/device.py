@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import torch
@@ -131,8 +131,8 @@ class DeviceRuntime:
         return StagedDiskTier(self.backend, self.arena, self._file(), out=out, back=back, staging=self.window)
 
 
-def backend_for(device: torch.device) -> Backend:
-    """The backend that serves a device.
+def backend_for(device: torch.device, *, streams: Mapping[str, torch.Stream] | None = None) -> Backend:
+    """The backend that serves a device, on streams of the user's if there are any.
 
     Raises:
         BackendError: if none does.
@@ -141,7 +141,7 @@ def backend_for(device: torch.device) -> Backend:
         return CpuBackend(device)
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is not None and accelerator.type == device.type:
-        return AcceleratorBackend(device)
+        return AcceleratorBackend(device, streams=streams)
     raise BackendError(
         f"got a saved tensor on {device}, expected the CPU or {accelerator or 'an accelerator that torch knows'}; "
         f"leave it to spillway.keep(), or give Session a backend that serves {device.type}"
