@@ -229,8 +229,13 @@ class Session:
 
     def flush_groups(self) -> None:
         """The groups that were delayed leave now, the oldest first."""
-        while self._delayed:
-            self._delayed.popleft()()
+        while True:
+            try:
+                send = self._delayed.popleft()
+            except IndexError:
+                # Another thread may have taken the last one.
+                return
+            send()
 
     def forget_groups(self) -> None:
         """The groups that were delayed stay where they are."""
@@ -256,6 +261,7 @@ class Session:
             if self._closed:
                 return
             self._closed = True
+            self.forget_groups()
             for runtime in self._runtimes.values():
                 runtime.close()
             if self._file is not None:
