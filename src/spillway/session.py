@@ -90,7 +90,6 @@ class Session:
         self.marks = Marks()
         self.outputs = DroppedOutputs()
         self.passes = Passes()
-        self.succession: Succession[Course] = Succession()
         self.enabled = True
         """Whether anything may leave. What has left comes back all the same. Set it as you like, for all passes."""
         self._delayed: deque[Callable[[], None]] = deque()
@@ -105,6 +104,7 @@ class Session:
         self._make_backend = backend
         self._runtimes: dict[torch.device, DeviceRuntime] = {}
         self._memories: dict[str | None, Memory] = {}
+        self._successions: dict[torch.device, Succession[Course]] = {}
         self._lock = threading.RLock()
         self._process = os.getpid()
         self._closed = False
@@ -143,6 +143,11 @@ class Session:
         """What was learned under a tag."""
         with self._lock:
             return self._memories.setdefault(tag, Memory())
+
+    def succession(self, device: torch.device) -> Succession[Course]:
+        """Whose backward comes next on a device, whose mover fetches nothing of another's."""
+        with self._lock:
+            return self._successions.setdefault(device, Succession())
 
     def proofs(self, function: Hashable) -> Proofs:
         """Which re-runs of a function were seen to be right; by what tells it from others."""
