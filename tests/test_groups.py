@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import spillway
+from spillway.capture.groups import _nonsense
 from spillway.events import EventKind, EventList
 from spillway.groups import PastGroup
 from spillway.testing import AdversaryBackend
@@ -377,6 +379,49 @@ def test_what_something_else_sees_is_not_released(session: spillway.Session) -> 
     (y + z).sum().backward()
 
 
+@pytest.mark.parametrize("who", ["autograd", "keep"])
+@pytest.mark.parametrize("what", ["leaf", "index", "result"])
+def test_what_another_graph_saved_is_not_released(session: spillway.Session, what: str, who: str) -> None:
+    # Autograd saves the very tensor, and no alias, where there are no hooks.
+    x = torch.randn(8, WIDTH, requires_grad=True)
+    index = torch.arange(4)
+    result = x * 1
+    released, function = {
+        "leaf": (x, lambda: x.sin()),
+        "index": (index, lambda: x[index]),
+        "result": (result, lambda: result.sin()),
+    }[what]
+    plain = torch.autograd.grad(function().sum() + function().sum(), x, retain_graph=True)[0]
+    with spillway.keep() if who == "keep" else contextlib.nullcontext():
+        other = function()
+    with grouped(session), pytest.raises(spillway.UsageError, match="still see"), spillway.group("one") as one:  # noqa: PT012
+        y = function()
+        one.release(released)
+    assert torch.equal(torch.autograd.grad(other.sum() + y.sum(), x)[0], plain)
+
+
+def test_a_released_index_is_none(session: spillway.Session) -> None:
+    x = torch.randn(8, WIDTH, requires_grad=True)
+    index = torch.arange(4)
+    plain = torch.autograd.grad(x[index].sum(), x)[0]
+    with grouped(session), spillway.group("one", release=[index]):
+        y = x[index]
+    with pytest.raises(IndexError):
+        x[index]
+    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], plain)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, torch.bfloat16, torch.complex64, torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz],
+    ids=str,
+)
+def test_what_was_released_is_not_a_number_of_any_dtype(dtype: torch.dtype) -> None:
+    nonsense = _nonsense(torch.zeros(2, dtype=dtype))
+    parts = torch.view_as_real(nonsense) if dtype.is_complex else nonsense.float()
+    assert parts.isnan().all()
+
+
 def test_what_stays_is_not_released(session: spillway.Session) -> None:
     x = torch.randn(8, WIDTH, requires_grad=True)
     for outer in (contextlib.nullcontext(), grouped(session, fraction=0.0), grouped(session, fraction=0.0)):
@@ -468,6 +513,31 @@ def test_an_error_inside_of_a_group_leaves_nothing_behind(session: spillway.Sess
     kept.clear()
     model = stack()
     assert same(gradients(model, context), gradients(model))
+
+
+def test_a_group_may_outlive_a_pass_that_failed(session: spillway.Session) -> None:
+    x = torch.randn(8, WIDTH, requires_grad=True)
+
+    def parts() -> Iterator[Tensor]:
+        with spillway.group("one"):
+            yield x.exp()
+
+    generator = parts()
+    with contextlib.suppress(ZeroDivisionError), grouped(session):
+        next(generator)
+        raise ZeroDivisionError
+    next(generator, None)
+
+
+def test_a_closed_session_holds_nothing_that_was_delayed() -> None:
+    x = torch.randn(8, WIDTH, requires_grad=True)
+    with spillway.Session(backend=AdversaryBackend().serve, window=0) as session:
+        with grouped(session), spillway.group("late", delay=True):
+            y = x.exp()
+        storage = weakref.ref(y.untyped_storage())
+    del y
+    gc.collect()
+    assert storage() is None
 
 
 def test_a_group_is_a_decorator_too(session: spillway.Session) -> None:

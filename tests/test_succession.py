@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Sequence
 
 import pytest
@@ -86,12 +87,70 @@ def test_passes_are_not_kept_alive() -> None:
     succession.add(other)
     succession.begin(one, 0)
     succession.begin(other, 0)
+    references = [weakref.ref(one), weakref.ref(other)]
     del one, other
     gc.collect()
-    third = Pass("a")
-    succession.add(third)
-    succession.begin(third, 0)
-    assert [len(waiting) for waiting in succession._waiting.values()] == [0, 1]
+    assert [reference() for reference in references] == [None, None]
+    for _ in range(1000):
+        succession.add(Pass("a"))
+    assert sum(map(len, succession._waiting.values())) < 100
+
+
+def test_what_is_asked_for_each_tensor_does_not_grow_with_the_passes_that_wait() -> None:
+    looks = 0
+
+    class Counted(Pass):
+        def is_alive(self) -> bool:
+            nonlocal looks
+            looks += 1
+            return super().is_alive()
+
+    counts = []
+    for count in (10, 1000):
+        succession: Succession[Counted] = Succession()
+        for _ in range(2):
+            passes = [Counted("a") for _ in range(count)]
+            for each in passes:
+                succession.add(each)
+            looks = 0
+            for place, each in enumerate(passes[:10]):
+                succession.begin(each, 0)
+                for _ in range(20):
+                    following = succession.after(each, 0)
+                    assert following is None or following == (passes[place + 1], 0)
+            for each in passes:
+                each.alive = False
+        counts.append(looks)
+    assert counts[0] <= counts[1] <= 20
+
+
+@pytest.mark.parametrize("graphs", [1, 2])
+def test_a_graph_that_is_retained_for_many_backwards_leaves_little_behind(graphs: int) -> None:
+    x = torch.randn(64, requires_grad=True)
+    plain = torch.autograd.grad(x.exp().sin().exp().sum(), x)[0]
+    with spillway.Session(backend=AdversaryBackend().serve, window=512) as session:
+        losses = []
+        for _ in range(graphs):
+            with spillway.offload(min_bytes=0, session=session):
+                losses.append(x.exp().sin().exp().sum())
+        for _ in range(50):
+            for loss in losses:
+                assert torch.equal(torch.autograd.grad(loss, x, retain_graph=True)[0], plain)
+        memory = session.memory(None)
+        assert memory.total_bytes > 0
+        course = next(iter(memory._courses.values()))
+        assert len(course._laps) < 10
+        with spillway.offload(min_bytes=0, session=session):
+            later = x.exp().sin().exp().sum()
+        for _ in range(12):
+            assert torch.equal(torch.autograd.grad(later, x, retain_graph=True)[0], plain)
+
+
+def test_devices_have_successions_of_their_own() -> None:
+    with spillway.Session() as session:
+        one = session.succession(torch.device("cpu"))
+        assert one is session.succession(torch.device("cpu"))
+        assert one is not session.succession(torch.device("cuda", 0))
 
 
 def test_the_next_backward_finds_its_first_tensors_on_the_way() -> None:

@@ -95,7 +95,6 @@ class Session:
         self.marks = Marks()
         self.outputs = DroppedOutputs()
         self.passes = Passes()
-        self.succession: Succession[Course] = Succession()
         self.enabled = True
         """Whether anything may leave. What has left comes back all the same. Set it as you like, for all passes."""
         self.adapters: dict[str, Any] = {}
@@ -112,6 +111,7 @@ class Session:
         self._make_backend = backend if backend is not None else functools.partial(backend_for, streams=streams)
         self._runtimes: dict[torch.device, DeviceRuntime] = {}
         self._memories: dict[str | None, Memory] = {}
+        self._successions: dict[torch.device, Succession[Course]] = {}
         self._lock = threading.RLock()
         self._process = os.getpid()
         self._closed = False
@@ -150,6 +150,11 @@ class Session:
         """What was learned under a tag."""
         with self._lock:
             return self._memories.setdefault(tag, Memory())
+
+    def succession(self, device: torch.device) -> Succession[Course]:
+        """Whose backward comes next on a device, whose mover fetches nothing of another's."""
+        with self._lock:
+            return self._successions.setdefault(device, Succession())
 
     def proofs(self, function: Hashable) -> Proofs:
         """Which re-runs of a function were seen to be right; by what tells it from others."""
@@ -236,8 +241,13 @@ class Session:
 
     def flush_groups(self) -> None:
         """The groups that were delayed leave now, the oldest first."""
-        while self._delayed:
-            self._delayed.popleft()()
+        while True:
+            try:
+                send = self._delayed.popleft()
+            except IndexError:
+                # Another thread may have taken the last one.
+                return
+            send()
 
     def forget_groups(self) -> None:
         """The groups that were delayed stay where they are."""
@@ -270,6 +280,7 @@ class Session:
             if self._closed:
                 return
             self._closed = True
+            self.forget_groups()
             for runtime in self._runtimes.values():
                 runtime.close()
             if self._file is not None:

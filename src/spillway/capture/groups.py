@@ -17,6 +17,7 @@ still sees the memory (a view, another tensor over it), nothing would be gained,
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -92,6 +93,8 @@ class PassGroups:
         self._open: list[Group] = []
         self._all: list[Group] = []
         self._in_flight: dict[str, deque[Group]] = {}
+        # What was delayed may be flushed by another thread.
+        self._lock = threading.Lock()
         self._past: Sequence[PastGroup] = ()
         self._staying: frozenset[int] = frozenset()
 
@@ -125,7 +128,9 @@ class PassGroups:
 
     def end(self, group: Group, *, release: Iterable[torch.Tensor] = (), later: bool = False) -> None:
         """A group ends, and leaves, unless ``later``."""
-        self._open.remove(group)
+        # One that outlives its pass (a generator's) is not among them, if something was raised there.
+        if group in self._open:
+            self._open.remove(group)
         group.release(release)
         if not later:
             self.send(group)
@@ -134,10 +139,11 @@ class PassGroups:
         """It leaves, after older groups of its name have made way."""
         limit = None if self.rules is None else self.rules.most_in_flight(group.name)
         if limit is not None:
-            in_flight = self._in_flight.setdefault(group.name, deque())
-            while len(in_flight) >= limit:
-                in_flight.popleft().settle()
-            in_flight.append(group)
+            with self._lock:
+                in_flight = self._in_flight.setdefault(group.name, deque())
+                while len(in_flight) >= limit:
+                    in_flight.popleft().settle()
+                in_flight.append(group)
         group.send()
 
     @property
@@ -185,8 +191,10 @@ def _by_runtime(
 def _release(tensor: torch.Tensor) -> None:
     storage = tensor.untyped_storage()
     family = [tensor] if tensor._base is None else [tensor, tensor._base]
-    # Theirs, and that of Python's name for the storage.
+    # But for theirs, and that of Python's name for the storage, and for Python's name for the tensor: where autograd
+    # saves without hooks, it holds the very tensor, and it holds a leaf that a gradient is wanted of.
     others = torch._C._storage_Use_Count(storage._cdata) - len(family) - 1
+    others += tensor._use_count() - 1  # type: ignore[attr-defined]
     if others > 0:
         raise UsageError(
             f"release: got a tensor of shape {list(tensor.shape)} whose memory {others} other tensor(s) or views still "
@@ -199,7 +207,10 @@ def _release(tensor: torch.Tensor) -> None:
 
 
 def _nonsense(tensor: torch.Tensor) -> torch.Tensor:
-    """One element that spoils whatever is computed of it."""
+    """One element that spoils whatever is computed of it: no number, or no index."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        nan = complex(torch.nan, torch.nan) if tensor.is_complex() else torch.nan
+        return torch.full((), nan, dtype=tensor.dtype, device=tensor.device)
     one = torch.empty(1, dtype=tensor.dtype, device=tensor.device)
-    Bytes.of(one).tensor().fill_(0xFF)
+    Bytes.of(one).tensor().fill_(0x80)
     return one.reshape(())

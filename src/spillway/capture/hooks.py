@@ -93,12 +93,13 @@ class Owner(Protocol):
     identity: Identity
     marks: Marks
     enabled: bool
-    succession: Succession[Course]
 
     @property
     def outputs(self) -> Outputs: ...
 
     def runtime(self, device: torch.device) -> Runtime: ...
+
+    def succession(self, device: torch.device) -> Succession[Course]: ...
 
 
 class Pass:
@@ -148,7 +149,7 @@ class Pass:
         self._count = 0
         self.offloaded_bytes = 0
         """Bytes that left so far, for the policy to read. Set to 0, it lets a ratio begin anew."""
-        self._signature: tuple[object, ...] | None = None
+        self._signature: tuple[torch.Size, torch.dtype, torch.device] | None = None
         self._total_bytes: int | None = None
         self._gathered: Gathered | None = None
         self._devices: dict[torch.device, _Device] = {}
@@ -248,18 +249,20 @@ class Pass:
             self.groups.abandon()
             return
         self._waiting.send()
-        for device in self._devices.values():
-            device.runtime.join()
+        for each in self._devices.values():
+            each.runtime.join()
         if self._signature is not None:
-            course = next(iter(self._devices.values())).course
+            # That of the first tensor: what is on other devices, if anything is, has no order.
+            device = self._signature[2]
+            course = self._devices[device].course
             course.total_bytes = self.ledger.total().saved_bytes
             course.groups = self.groups.past()
             if self._told_nothing:
-                backends = [device.runtime.backend for device in self._devices.values()]
+                backends = [each.runtime.backend for each in self._devices.values()]
                 course.verdict = judge(course.total_bytes, backends)
             self._memory.keep(self._signature, course)
             if not course.was_asked:
-                self._owner.succession.add(course)
+                self._owner.succession(device).add(course)
 
     def _pack(self, tensor: torch.Tensor, decision: Decision | None = None) -> Handle:
         if is_parameter(tensor):
@@ -402,7 +405,11 @@ class Pass:
             self._total_bytes = previous.total_bytes or None
             self.groups.learn(previous.groups)
         device.course = Course(
-            previous, self._window_on(device.runtime), self._on_backward, self._owner.succession, self.tag
+            previous,
+            self._window_on(device.runtime),
+            self._on_backward,
+            self._owner.succession(tensor.device),
+            self.tag,
         )
 
     def _window_on(self, runtime: Runtime) -> int:

@@ -27,6 +27,7 @@ from spillway.runtime.entry import Entry
 Signature = Hashable
 
 _REMEMBERED = 64
+_MOST_LAPS = 8
 
 
 class Lap:
@@ -100,7 +101,11 @@ class Course:
         self._entries: list[Callable[[], Entry | None]] = []
         self._caught: set[int] = set()
         self._laps: list[Lap] = []
+        self._begun = 0
+        """How many laps have begun; of many, only the last ones are told apart."""
         self._here = 0
+        self._next: tuple[int, Lap] | None = None
+        """A lap that has not begun, and what of it was fetched ahead, with its number."""
         self._expected = previous.sequences() if previous is not None else []
         self._tail = previous.tail_to_come() if previous is not None else frozenset()
         self.total_bytes = 0
@@ -119,7 +124,7 @@ class Course:
     @property
     def was_asked(self) -> bool:
         """Whether backward has asked for any of them."""
-        return bool(self._laps)
+        return self._begun > 0
 
     @property
     def was_dropped(self) -> bool:
@@ -147,17 +152,19 @@ class Course:
             # Let go of first: a course is remembered, and whoever is called need not be.
             begin, self._on_backward = self._on_backward, None
             begin()
-        if lap >= len(self._laps):
-            self._begin(lap)
-        self._here = lap
+        number = min(lap, _MOST_LAPS - 1)
+        if lap >= self._begun:
+            self._begin(number)
+            self._begun = lap + 1
+        self._here = number
         if caught and lap == 0:
             self._caught.add(place)
-        self._laps[lap].ask(place, len(self._entries))
+        self._laps[number].ask(place, len(self._entries))
 
     def upcoming(self) -> Iterator[Entry | None]:
         """The entries that are expected to be asked for next, and that were not :meth:`fetched`, of this pass first."""
-        yield from self._rest(self._here)
-        following = None if self._succession is None else self._succession.after(self, self._here)
+        yield from self._rest(self._lap(self._here))
+        following = self._following()
         if following is not None:
             course, lap = following
             yield from course._rest(lap)
@@ -165,8 +172,11 @@ class Course:
     def fetched(self, count: int) -> None:
         """So many of the upcoming ones need not be named again."""
         lap = self._laps[self._here]
-        # Those of another pass are not counted: their state says that they are under way.
-        lap.fetched = min(lap.fetched + count, len(self._entries))
+        here = min(count, len(self._entries) - lap.fetched)
+        lap.fetched += here
+        if count > here and (following := self._following()) is not None:
+            # Until that lap begins: then what had not left by now is looked at again.
+            following[1].fetched += count - here
 
     def sequences(self) -> list[list[int]]:
         """For each lap, places in the order of asking."""
@@ -199,18 +209,35 @@ class Course:
 
     def _begin(self, lap: int) -> None:
         """A lap begins."""
+        if lap < len(self._laps):
+            # Whoever goes on and on over a graph that is retained leaves no more behind than a few laps.
+            self._laps[lap] = Lap(self._expected_in(lap))
         while len(self._laps) <= lap:
             self._laps.append(Lap(self._expected_in(len(self._laps))))
+        self._next = None
         if self._succession is not None:
             self._succession.begin(self, lap)
 
     def _expected_in(self, lap: int) -> Sequence[int]:
         return self._expected[min(lap, len(self._expected) - 1)] if self._expected else ()
 
-    def _rest(self, number: int) -> Iterator[Entry | None]:
+    def _lap(self, number: int) -> Lap:
+        """The lap of this number, also if it has not begun."""
+        if number < len(self._laps):
+            return self._laps[number]
+        following = self._next
+        if following is None or following[0] != number:
+            following = self._next = number, Lap(self._expected_in(number))
+        return following[1]
+
+    def _following(self) -> tuple[Course, Lap] | None:
+        """The pass whose backward is expected next, and its lap."""
+        following = None if self._succession is None else self._succession.after(self, self._here)
+        return None if following is None else (following[0], following[0]._lap(following[1]))
+
+    def _rest(self, lap: Lap) -> Iterator[Entry | None]:
         """The entries that a lap has still to ask for, in the order that is expected."""
         count = len(self._entries)
-        lap = self._laps[number] if number < len(self._laps) else Lap(self._expected_in(number))
         sequence = lap.sequence(count)
         return (self._entries[sequence[index]]() for index in range(lap.fetched, count))
 
