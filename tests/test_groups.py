@@ -467,6 +467,37 @@ def test_switched_off_nothing_leaves_and_what_is_away_comes_back(session: spillw
     assert context.stats().groups
 
 
+def test_by_hand(session: spillway.Session, events: EventList) -> None:
+    x = torch.randn(8, WIDTH, requires_grad=True)
+    plain = torch.autograd.grad(x.exp().sin().exp().sum(), x)[0]
+    kinds = lambda: [event.kind for event in events.events]  # noqa: E731
+    one = spillway.group("one", delay=True)
+    one.leave()
+    with grouped(session):
+        with one:
+            y = x.exp().sin().exp()
+        assert kinds() == []
+        one.leave()
+        left = kinds().count(EventKind.LEAVE)
+        assert left == 2
+        one.settle()
+        assert kinds().count(EventKind.RELEASE) == left
+        session.flush_groups()
+        assert kinds().count(EventKind.LEAVE) == left
+    result = y.detach().clone()
+    loss = y.sum()
+    del y
+    one.fetch()
+    assert kinds().count(EventKind.RETURN) == left
+    one.fetch()
+    assert kinds().count(EventKind.RETURN) == left
+    loss.backward()
+    assert kinds().count(EventKind.RETURN) == left
+    assert x.grad is not None
+    assert torch.equal(x.grad, plain)
+    assert torch.isfinite(result).all()
+
+
 # Where there is nothing to do, and where something goes wrong.
 
 

@@ -73,8 +73,40 @@ class group(ContextDecorator):  # noqa: N801  (read aloud: with group("core_attn
             current.groups.give_up(started)
             return
         current.groups.end(started, release=release, later=self._delay)
+        self._local.last = current, started
         if self._delay:
             session.delay(lambda: current.groups.send(started))
+
+    def leave(self) -> None:
+        """Send the group that the calling thread has left last with this object, if it was delayed.
+
+        This, :meth:`settle` and :meth:`fetch` say by hand when one group goes and comes.
+
+        Example:
+            >>> with spillway.group("layer 3", delay=True) as group:  # doctest: +SKIP
+            ...     hidden = layer(hidden)
+            >>> group.leave()  # start the copies  # doctest: +SKIP
+            >>> group.settle()  # let go of the device's memory when they are done  # doctest: +SKIP
+            >>> group.fetch()  # start the way back  # doctest: +SKIP
+        """
+        if self._local.last is not None:
+            current, group = self._local.last
+            current.groups.send(group)
+
+    def settle(self) -> None:
+        """Let go of the device's memory of that group: compute waits for the copies that are under way."""
+        if self._local.last is not None:
+            self._local.last[1].settle()
+
+    def fetch(self) -> None:
+        """Bring that group back now, ahead of backward and whatever the window.
+
+        Raises:
+            TierError: if bytes cannot be brought back.
+            torch.OutOfMemoryError: if there is no room for them.
+        """
+        if self._local.last is not None:
+            self._local.last[1].fetch()
 
     def release(self, *tensors: torch.Tensor) -> None:
         """Name tensors whose memory is to be free once the group has left. For use inside of the context.
@@ -94,3 +126,4 @@ class _Entered(threading.local):
 
     def __init__(self) -> None:
         self.entered: list[tuple[Session, Pass, Group, list[torch.Tensor]] | None] = []
+        self.last: tuple[Pass, Group] | None = None

@@ -53,19 +53,23 @@ class Group:
         """Bytes that were saved in it, and could leave."""
         self.count = 0
         """Of how many storages."""
-        self._in_flight: list[tuple[weakref.ref[Saved], Runtime]] = []
+        self._sent: list[tuple[weakref.ref[Saved], Runtime]] = []
 
     def send(self) -> None:
         """It leaves now. See NOTE [ When a group leaves ]."""
-        self._in_flight = [(saved.reference, runtime) for saved, runtime in self.waiting.members()]
+        self._sent += [(saved.reference, runtime) for saved, runtime in self.waiting.members()]
         with label(f"leave {self.name}"):
             self.waiting.send()
 
     def settle(self) -> None:
         """Compute waits for what of it is still on its way out, and lets go of that."""
-        for runtime, entries in _by_runtime(self._in_flight):
+        for runtime, entries in _by_runtime(self._sent):
             runtime.mover.settle(entries)
-        self._in_flight = []
+
+    def fetch(self) -> None:
+        """Bring back what of it is away."""
+        for runtime, entries in _by_runtime(self._sent):
+            runtime.mover.fetch(entries)
 
     def release(self, tensors: Iterable[torch.Tensor]) -> None:
         """Take the memory from under tensors that leave with the group. See NOTE [ Memory that is released ]."""

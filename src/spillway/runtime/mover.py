@@ -144,6 +144,18 @@ class Mover:
         finally:
             self.read_notes()
 
+    def fetch(self, entries: Sequence[Entry]) -> None:
+        """Bring back the entries that are away, ahead of need and whatever the window."""
+        self._check_process()
+        try:
+            with self._lock:
+                self._check_open()
+                compute = self._compute.now()
+                self._discount_all()
+                self._returns.fetch(entries, compute)
+        finally:
+            self.read_notes()
+
     def take(
         self, entry: Entry, asked_round: int, order: Order | None = None
     ) -> tuple[torch.UntypedStorage, torch.Tensor | None, int, int]:

@@ -87,6 +87,14 @@ class Returns:
             self._tell(EventKind.TAKE, entry)
         return storage
 
+    def fetch(self, entries: Sequence[Entry], compute: Lane) -> None:
+        """Fetch these, whatever the window. What is not AWAY, or alive, is passed."""
+        wanted = [
+            entry for entry in entries if entry.state is State.AWAY and entry.handles > 0 and entry.alive() is None
+        ]
+        if wanted:
+            self._fetch(wanted, compute)
+
     def prefetch(self, order: Order, compute: Lane) -> None:
         """Fetch what will be asked for, in order, as far as the window goes. What is not AWAY, or alive, is passed."""
         if self.nbytes > self._refill_at:
