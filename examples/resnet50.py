@@ -118,9 +118,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--window", help="of the session, in bytes or as 64MiB")
     options = parser.parse_args(arguments)
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    # Otherwise two plain runs differ from each other, too.
-    torch.backends.cudnn.deterministic = True
-
     last: list[spillway.offload] = []
 
     def around(ratio: float, haiscale: bool) -> AbstractContextManager[Any]:
@@ -128,7 +125,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         last[:] = [context.hook if isinstance(context, CPUOffload) else context]
         return context
 
-    with spillway.Session(window=options.window) as session:
+    # Deterministic, or two plain runs would differ from each other, too.
+    with torch.backends.cudnn.flags(deterministic=True), spillway.Session(window=options.window) as session:
         session.use_as_default()
         results = []
         for make in (contextlib.nullcontext, partial(around, options.ratio, options.haiscale)):

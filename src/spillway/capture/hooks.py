@@ -320,7 +320,7 @@ class Pass:
                 finally:
                     self._part_of = outer
             else:
-                parts[name] = KeptHandle(part)
+                parts[name] = KeptHandle(part, itself=True)
         return PartsHandle(tensor, parts, context)
 
     def _pack_known(

@@ -12,6 +12,9 @@ from spillway.regions.schema import Facts, Key
 from spillway.regions.tensors import are_numbers, is_strided
 from spillway.runtime.bytes import Bytes
 
+# A member of an enum costs a search of its class each time that it is named.
+_RECOMPUTE = Decision.RECOMPUTE
+
 
 class Call:
     """One operator that ran."""
@@ -55,7 +58,7 @@ class Call:
         """Whether it gave one thing, and not a sequence."""
         self.forms: tuple[Any, ...] = ()
         """If plain, for each output: a :class:`Form`, an :class:`Argument`, or the thing itself."""
-        self.decision = Decision.RECOMPUTE
+        self.decision = _RECOMPUTE
         self.must = False
         """Whether the decision was a command."""
         self.held: list[torch.Tensor] | None = None
@@ -70,7 +73,7 @@ class Call:
     @property
     def is_given(self) -> bool:
         """Whether its outputs are kept or offloaded."""
-        return self.decision is not Decision.RECOMPUTE
+        return self.decision is not _RECOMPUTE
 
     @property
     def is_settled(self) -> bool:

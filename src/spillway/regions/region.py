@@ -194,15 +194,19 @@ class Region:
     def _pack_here(self, tensor: torch.Tensor) -> Any:
         if not in_backward():
             self._passage.advance()
-        if is_parameter(tensor):
-            self._packs.add(NOT_WANTED)
-            return KeptHandle(tensor)
         trace = self._trace
-        values = tuple([value for part in tensors_in((tensor,)) if (value := trace.values.find(part)) is not None])
+        find = trace.values.find
+        # Most tensors are no wrappers, and were made in the region.
+        parts = (tensor,) if type(tensor) is torch.Tensor else tensors_in((tensor,))
+        values = tuple([value for part in parts if (value := find(part)) is not None])
         makers = [maker for value in values if (maker := trace.makers.get(value)) is not None]
-        if values and not makers and self._is_alive_anyway(values):
-            self._packs.add(NOT_WANTED)
-            return self._passage.alias(tensor) if self._surroundings is Surroundings.PASS else KeptHandle(tensor)
+        if not makers or type(tensor) is not torch.Tensor:
+            if is_parameter(tensor):
+                self._packs.add(NOT_WANTED)
+                return KeptHandle(tensor)
+            if values and not makers and self._is_alive_anyway(values):
+                self._packs.add(NOT_WANTED)
+                return self._passage.alias(tensor) if self._surroundings is Surroundings.PASS else KeptHandle(tensor)
         pack = Pack(len(trace.calls), values)
         decision = self._decided(pack, makers)
         if decision is not Decision.RECOMPUTE:
