@@ -118,7 +118,7 @@ class AwayHandle:
 
 
 class ObjectHandle:
-    """Holds a part of a wrapper subclass that is no tensor (a device mesh)."""
+    """Holds a part of a wrapper subclass that is no tensor (a device mesh), or that must be the very object."""
 
     __slots__ = ("_part",)
 
