@@ -92,7 +92,8 @@ class Groups:
         fewer = self.fewer_bytes
         assert isinstance(fewer, int)
         for place in reversed(range(len(past))):
-            if place in stay:
+            # What saved nothing costs nothing, but may have something to save the next time.
+            if place in stay or past[place].nbytes == 0:
                 continue
             fewer -= past[place].nbytes
             if fewer < 0:
