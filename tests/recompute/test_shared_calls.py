@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor
 
 import spillway
 from spillway.regions import calls
+from spillway.regions.schema import facts_of
 
 Region = Callable[[Tensor], Tensor]
 
@@ -76,10 +79,13 @@ def test_functions_that_differ_in_one_thing_alone_are_told_apart(session: spillw
 
 
 def test_one_call_is_there_for_many_regions(session: spillway.Session) -> None:
-    start = x()
-    before = len(calls._shared)
+    def alive() -> int:
+        gc.collect()
+        return sum(isinstance(each, calls.Call) for each in gc.get_objects())
+
+    start, before = x(), alive()
     outputs = [spillway.recompute(lambda x: x.exp().sin(), start, session=session) for _ in range(5)]
-    assert len(calls._shared) - before == 2
+    assert alive() - before == len(calls._shared) == 2
     torch.stack(outputs).sum().backward()
 
 
@@ -91,3 +97,36 @@ def test_a_table_that_is_full_begins_anew(session: spillway.Session, monkeypatch
 
     assert check(session, [times(number) for number in range(20)]) == ()
     assert len(calls._shared) <= 7
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"func": torch.ops.aten.cos.default},
+        {"constants": (-0.0,)},
+        {"constants": (0,)},
+        {"constants": (False,)},
+        {"reads": (1,)},
+        {"writes": (0,)},
+        {"makes": (3,)},
+        {"forms": (calls.Form(torch.Size([2]), (1,), torch.float64, torch.device("cpu")),)},
+        {"depends": True},
+        {"plain": True},
+        {"aliases": True},
+        {"single": False},
+    ],
+    ids=str,
+)
+def test_what_differs_in_anything_is_not_shared(session: spillway.Session, other: dict[str, Any]) -> None:
+    def call(**differs: Any) -> calls.Call:
+        call = calls.Call(torch.ops.aten.sin.default, facts_of(torch.ops.aten.sin.default), (0,), (0.0,))
+        call.makes = (2,)
+        call.forms = (calls.Form(torch.Size([2]), (1,), torch.float32, torch.device("cpu")),)
+        for name, value in differs.items():
+            setattr(call, name, value)
+        return call
+
+    assert call().shared() is call().shared()
+    assert call(**other).shared() is not call().shared()
+    for own in ({"decision": spillway.Decision.KEEP}, {"given": []}, {"before": 0}, {"constants": ([],)}):
+        assert call(**own).shared() is not call(**own).shared()
