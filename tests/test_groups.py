@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import spillway
 from spillway.capture.groups import _nonsense
@@ -215,6 +216,13 @@ def test_which_groups_stay(rules: dict[str, Any], stay: set[int]) -> None:
     assert spillway.Groups(**rules).staying(PAST) == stay
 
 
+def test_an_empty_group_stays_by_its_own_rules_alone() -> None:
+    past = [PastGroup("a", 10), PastGroup("a", 0)]
+    assert spillway.Groups().staying(past) == set()
+    assert spillway.Groups(fewer_bytes=10).staying(past) == {0}
+    assert spillway.Groups(margin=1).staying(past) == {1}
+
+
 @given(
     st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 100)), max_size=12),
     st.integers(0, 4),
@@ -302,6 +310,47 @@ def test_other_groups_than_the_last_pass_had_leave_all() -> None:
             y = renamed(x)
         assert context.stats().kept_bytes == 0
         y.sum().backward()
+
+
+def test_the_same_places_under_other_names_leave_all() -> None:
+    with spillway.Session(backend=AdversaryBackend().serve, window=0) as session:
+        context = grouped(session, margin=1)
+        kept = []
+        for names in ("ab", "ab", "ba", "ba"):
+            y = torch.randn(8, WIDTH, requires_grad=True)
+            with context:
+                for name in names:
+                    with spillway.group(name):
+                        y = y.exp()
+            kept.append(context.stats().kept_bytes)
+            y.sum().backward()
+        assert kept == [0, 2 * ONE, 0, 2 * ONE]
+
+
+@pytest.mark.parametrize("again", ["in-backward", "for-whoever-looks"])
+def test_what_runs_again_begins_no_groups(again: str) -> None:
+    def part(x: Tensor) -> Tensor:
+        with spillway.group("one"):
+            return x.sin().exp()
+
+    with spillway.Session(backend=AdversaryBackend().serve, window=0) as session:
+        context = grouped(session, margin=1)
+        kept = []
+        for runs_again in (True, False):
+            x = torch.randn(8, WIDTH, requires_grad=True)
+            with context:
+                if again == "in-backward":
+                    loss = checkpoint(part, x, use_reentrant=False).sum()
+                    if runs_again:
+                        loss.backward()
+                else:
+                    node: Any = spillway.recompute(part, x, session=session).grad_fn
+                    assert not runs_again or node._saved_result is not None
+                y = part(x)
+            kept.append(context.stats().kept_bytes)
+            y.sum().backward()
+        # Its input was saved before.
+        assert kept[1] - kept[0] == ONE, "the last group stays"
 
 
 def test_an_evaluation_without_gradients_changes_nothing() -> None:
@@ -546,7 +595,7 @@ def test_an_error_inside_of_a_group_leaves_nothing_behind(session: spillway.Sess
     assert same(gradients(model, context), gradients(model))
 
 
-def test_a_group_may_outlive_a_pass_that_failed(session: spillway.Session) -> None:
+def test_a_group_may_outlive_a_pass_that_failed(session: spillway.Session, events: EventList) -> None:
     x = torch.randn(8, WIDTH, requires_grad=True)
 
     def parts() -> Iterator[Tensor]:
@@ -555,9 +604,11 @@ def test_a_group_may_outlive_a_pass_that_failed(session: spillway.Session) -> No
 
     generator = parts()
     with contextlib.suppress(ZeroDivisionError), grouped(session):
-        next(generator)
+        y = next(generator)
         raise ZeroDivisionError
     next(generator, None)
+    assert not events.events, "what had not left stays"
+    y.sum().backward()
 
 
 def test_a_closed_session_holds_nothing_that_was_delayed() -> None:

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import spillway
+from spillway.events import EventKind, EventList
+from spillway.testing import AdversaryBackend
 
 
 class Operators(TorchDispatchMode):
@@ -175,3 +177,21 @@ def test_a_dropped_output_does_not_stay(session: spillway.Session, no_collector:
     kept, dropped = step(False), step(True)
     assert (kept[1], dropped[1]) == (False, True)
     assert all(map(torch.equal, kept[0], dropped[0]))
+
+
+def test_what_a_region_offloads_leaves_while_it_runs() -> None:
+    events = EventList()
+    left: list[int] = []
+
+    def region(x: Tensor) -> Tensor:
+        y = x.sin().exp().cos().exp()
+        left.append(sum(event.kind is EventKind.LEAVE for event in events.events))
+        return y
+
+    with spillway.Session(backend=AdversaryBackend().serve, window=0, recorder=events) as session:
+        x = torch.randn(64, requires_grad=True)
+        with spillway.offload(session=session, min_bytes=0):
+            y = spillway.recompute(region, x, offload="pointwise", session=session)
+        # Of what three operators saved, all but what the last one did.
+        assert left == [2]
+        y.sum().backward()

@@ -350,3 +350,40 @@ def test_a_kernel_that_counts_its_calls_unseen_is_refused(regions: Regions) -> N
     with pytest.raises(spillway.RecomputeError, match="read or written unseen by torch"):
         out.sum().backward()
     torch.ones(1, requires_grad=True).sum().backward()
+
+
+def written_after_exp(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    y = x.exp()
+    y.mul_(w)
+    return y.cos()
+
+
+def written_between(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    y = x * 1
+    z = y.sin()
+    y.mul_(w.detach())
+    return y.cos() * w + z
+
+
+def written_through_a_view(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    y = x.exp()
+    z = y.cos()
+    y[1:].add_(w[1:])
+    return y.sin().exp() * z.detach()
+
+
+@one_place
+@pytest.mark.parametrize("function", [written_after_exp, written_between, written_through_a_view])
+@pytest.mark.parametrize("how", [{}, {"offload": "pointwise"}], ids=str)
+def test_what_is_written_when_it_was_saved_and_is_never_asked_for_is_not_compared(
+    regions: Regions, function: Callable[..., torch.Tensor], how: dict[str, Any]
+) -> None:
+    x = torch.linspace(-1, 1, 64, requires_grad=True)
+    w = torch.linspace(0.5, 1, 64, requires_grad=True)
+    plain = torch.autograd.grad(function(x, w).sum(), w)[0]
+    for _ in range(2):
+        loss = spillway.recompute(function, x, w, session=regions.session, **how).sum()
+        assert torch.equal(torch.autograd.grad(loss, w)[0], plain)
+        loss = spillway.recompute(function, x, w, session=regions.session, **how).sum()
+        with pytest.raises(spillway.InplaceError):
+            torch.autograd.grad(loss, x)

@@ -47,12 +47,12 @@ class KeptHandle:
 
     __slots__ = ("_alias", "_saved", "_version")
 
-    def __init__(self, tensor: torch.Tensor, saved: Saved | None = None, *, itself: bool = False) -> None:
+    def __init__(self, tensor: torch.Tensor, saved: Saved | None = None) -> None:
         # A leaf that needs grad has no history and cannot get one. Any other plain tensor is held by an alias: a
         # constant may still join the graph, by being written in place, and aliases are counted where memory is
         # released. A subclass is held itself, since an alias of it may lack what only its own code knows of.
         stays_a_leaf = tensor.grad_fn is None and (tensor.requires_grad or type(tensor) is not torch.Tensor)
-        self._alias = tensor if itself or stays_a_leaf else tensor.detach()
+        self._alias = tensor if stays_a_leaf else tensor.detach()
         self._version = tensor._version
         self._saved = saved
 
@@ -118,7 +118,7 @@ class AwayHandle:
 
 
 class ObjectHandle:
-    """Holds a part of a wrapper subclass that is no tensor (a device mesh)."""
+    """Holds a part of a wrapper subclass that is no tensor (a device mesh), or that must be the very object."""
 
     __slots__ = ("_part",)
 

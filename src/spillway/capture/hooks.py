@@ -308,19 +308,15 @@ class Pass:
         parts: dict[str, Handle] = {}
         for name in names:
             part = getattr(tensor, name)
-            if not isinstance(part, torch.Tensor):
+            # The shape of a jagged tensor is known by its offsets, the very object: only its values may move.
+            if not isinstance(part, torch.Tensor) or (tensor.is_nested and name != "_values"):
                 parts[name] = ObjectHandle(part)
                 continue
-            # The shape of a jagged tensor is known by its offsets, the very object: only its values may move.
-            moves = not tensor.is_nested or name == "_values"
-            if moves:
-                outer, self._part_of = self._part_of, type(tensor)
-                try:
-                    parts[name] = self._pack(part, decision)
-                finally:
-                    self._part_of = outer
-            else:
-                parts[name] = KeptHandle(part, itself=True)
+            outer, self._part_of = self._part_of, type(tensor)
+            try:
+                parts[name] = self._pack(part, decision)
+            finally:
+                self._part_of = outer
         return PartsHandle(tensor, parts, context)
 
     def _pack_known(

@@ -89,9 +89,11 @@ class Call:
         """One that says the same, for all regions to have, if nothing in this one is its own region's."""
         if self.is_given or self.before is not None or self.given is not None or not are_numbers(self.constants):
             return self
-        # By its words, since 0.0 equals -0.0, and 1 equals True. The operator is held by what is shared.
+        # By its words, since 0.0 equals -0.0, and 1 equals True: of outputs, too, where some are no new tensors. The
+        # operator is held by what is shared.
+        forms = self.forms if len(self.forms) == len(self.makes) else repr(self.forms)
         key = (
-            *(id(self.func), repr(self.constants), self.reads, self.writes, self.makes, self.forms),
+            *(id(self.func), repr(self.constants), self.reads, self.writes, self.makes, forms),
             *(self.depends, self.plain, self.aliases, self.single),
         )
         if len(_shared) >= _MOST_SHARED:

@@ -340,15 +340,18 @@ class Region:
     def _wanted(self) -> list[tuple[int, int]]:
         """What is to be computed again, each with how many operators must have run."""
         calls = self._trace.calls
+        last_written = {value: place for place, call in enumerate(calls) for value in call.writes}
         wanted: list[tuple[int, int]] = []
         for pack in self._packs.all:
             if not pack.wanted:
                 continue
             place = pack.place
+            if any(last_written.get(value, -1) >= place for value in pack.values):
+                # When the region ends, it is not what was saved: whoever asks for it hears of that from its version.
+                pack.prints = None
             if place < len(calls) and not set(pack.values).isdisjoint(calls[place].writes):
                 # Saved before its own operator wrote it (rrelu's noise): it is good when that has run.
                 place += 1
-                pack.prints = None
                 self._packs.stops_early = False
             wanted.extend((value, place) for value in pack.values)
         return wanted
