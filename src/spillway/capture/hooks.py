@@ -22,8 +22,9 @@ from typing import Protocol
 
 import torch
 
+from spillway.capture.deciding import Decider
 from spillway.capture.gain import judge
-from spillway.capture.groups import Group, PassGroups
+from spillway.capture.groups import PassGroups
 from spillway.capture.handles import AwayHandle, Handle, KeptHandle, ObjectHandle, PartsHandle
 from spillway.capture.identity import (
     Identity,
@@ -41,10 +42,10 @@ from spillway.capture.order import Course, Memory
 from spillway.capture.sharded import Gathered, is_local_part
 from spillway.capture.succession import Succession
 from spillway.capture.waiting import Waiting
-from spillway.errors import PolicyError, UnsupportedError
+from spillway.errors import UnsupportedError
 from spillway.groups import Groups
 from spillway.policies import Policy
-from spillway.records import Decision, SavedTensor
+from spillway.records import Decision
 from spillway.runtime.device import Runtime
 from spillway.runtime.ledger import Ledger
 from spillway.runtime.tiers import HostTier, Tier
@@ -135,25 +136,19 @@ class Pass:
         groups: Groups | None = None,
     ) -> None:
         self._on_backward = on_backward
-        self._part_of: type[torch.Tensor] | None = None
         self._told_nothing = told_nothing
         self.ledger = Ledger()
         self._owner = owner
-        self._policy = policy
-        self._min_bytes = min_bytes
         self._memory = memory
         self.tag = tag
         self._tier = tier
         self._window = window
         self._locator = locator
-        self._count = 0
-        self.offloaded_bytes = 0
-        """Bytes that left so far, for the policy to read. Set to 0, it lets a ratio begin anew."""
         self._signature: tuple[torch.Size, torch.dtype, torch.device] | None = None
-        self._total_bytes: int | None = None
         self._gathered: Gathered | None = None
         self._devices: dict[torch.device, _Device] = {}
         self.groups = PassGroups(groups, self.ledger, self._window_on)
+        self.decider = Decider(policy, self.groups, owner.marks, min_bytes=min_bytes, tag=tag, locator=locator)
         self._waiting = Waiting(self._window_on)
         self._waiting_node = 0
         self._nothing: dict[torch.device, torch.Tensor] = {}
@@ -312,11 +307,8 @@ class Pass:
             if not isinstance(part, torch.Tensor) or (tensor.is_nested and name != "_values"):
                 parts[name] = ObjectHandle(part)
                 continue
-            outer, self._part_of = self._part_of, type(tensor)
-            try:
+            with self.decider.inside(type(tensor)):
                 parts[name] = self._pack(part, decision)
-            finally:
-                self._part_of = outer
         return PartsHandle(tensor, parts, context)
 
     def _pack_known(
@@ -344,7 +336,7 @@ class Pass:
             self._begin(tensor, device)
         runtime = device.runtime
         group = self.groups.current
-        decision = self._decide(tensor, storage, nbytes, decision, group)
+        decision = self.decider(tensor, storage, nbytes, decision, group) if self._owner.enabled else _KEEP
         tier = self._tier_for(decision, device)
         # Bytes at an address that the allocator would not give cannot be put back as they were.
         moves = tier is not None and storage.data_ptr() % runtime.backend.alignment == 0
@@ -361,7 +353,7 @@ class Pass:
         recipe = ViewRecipe.of(tensor)
         if whole and not (recipe.conj or recipe.neg):
             saved.form = recipe
-        self.offloaded_bytes += nbytes
+        self.decider.offloaded_bytes += nbytes
         runtime.mover.see()
         handle = AwayHandle(tensor, saved, recipe, runtime)
         course = device.course
@@ -398,7 +390,7 @@ class Pass:
         device.runtime.mover.read_notes()
         previous = self._memory.recall(self._signature)
         if previous is not None:
-            self._total_bytes = previous.total_bytes or None
+            self.decider.total_bytes = previous.total_bytes or None
             self.groups.learn(previous.groups)
         device.course = Course(
             previous,
@@ -413,62 +405,6 @@ class Pass:
         if self._window is None:
             return runtime.window
         return int(self._window * runtime.window) if isinstance(self._window, float) else self._window
-
-    def _decide(
-        self,
-        tensor: torch.Tensor,
-        storage: torch.UntypedStorage,
-        nbytes: int,
-        decided: Decision | None,
-        group: Group | None,
-    ) -> Decision:
-        position = self._count
-        self._count += 1
-        if not self._owner.enabled:
-            return _KEEP
-        marks = self._owner.marks
-        if marks.any:
-            marked = marks.get(storage)
-            if marked is not None:
-                return _OFFLOAD if marked else _KEEP
-        if nbytes < self._min_bytes:
-            return _KEEP
-        if decided is not None:
-            return decided if group is None else self._decide_in(group, nbytes, decided)
-        if self._policy is None:
-            return self._decide_in(group, nbytes, _OFFLOAD)
-        module, function = self._locator.here() if self._locator is not None else (None, None)
-        saved = SavedTensor(
-            nbytes,
-            tensor.shape,
-            tensor.dtype,
-            tensor.device,
-            position,
-            self.tag,
-            self.offloaded_bytes,
-            self._total_bytes,
-            module,
-            function,
-            self._part_of,
-            None if group is None else group.name,
-        )
-        decision = self._policy(saved)
-        if not isinstance(decision, Decision) or decision is Decision.RECOMPUTE:
-            raise PolicyError(
-                f"policy {self._policy!r}: got {decision!r} for {saved}, expected a spillway.Decision; return one of "
-                f"{', '.join(str(member) for member in Decision if member is not Decision.RECOMPUTE)}, and put what is "
-                f"to be computed again into a spillway.recompute"
-            )
-        return self._decide_in(group, nbytes, decision)
-
-    def _decide_in(self, group: Group | None, nbytes: int, decision: Decision) -> Decision:
-        """What the rules about groups say of what would leave."""
-        if decision is _KEEP:
-            return decision
-        if group is not None:
-            group.nbytes += nbytes
-            group.count += 1
-        return _KEEP if self.groups.stays(group) else decision
 
 
 class _Device:

@@ -52,7 +52,7 @@ class TagInfo:
     def current_offload_memory(self) -> int:
         """Bytes that have left in the pass that the calling thread is in; 0 outside of one."""
         current = self._current
-        return 0 if current is None else current.offloaded_bytes
+        return 0 if current is None else current.decider.offloaded_bytes
 
     @property
     def stream(self) -> Lane:
@@ -66,7 +66,7 @@ class TagInfo:
         """Count anew in the pass that the calling thread is in. An exit does so by itself."""
         current = self._current
         if current is not None:
-            current.offloaded_bytes = 0
+            current.decider.offloaded_bytes = 0
 
     @property
     def _memory(self) -> Memory:
