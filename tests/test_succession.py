@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import spillway
+from spillway.capture.order import Course
 from spillway.capture.succession import Succession
 from spillway.events import EventKind, EventList
 from spillway.testing import AdversaryBackend
@@ -173,3 +174,32 @@ def test_the_next_backward_finds_its_first_tensors_on_the_way() -> None:
                 loss.backward()
         assert fetched[0] == 0
         assert min(fetched[1:]) >= 2
+
+
+def test_what_was_fetched_of_the_next_pass_is_not_named_again() -> None:
+    looks = 0
+
+    def look() -> None:
+        nonlocal looks
+        looks += 1
+
+    succession: Succession[Course] = Succession()
+    for step in range(2):
+        courses = [Course(succession=succession) for _ in range(2)]
+        for course in courses:
+            for _ in range(100):
+                course.add(look, 1)
+            course.is_alive = lambda: True  # type: ignore[method-assign]
+            succession.add(course)
+        for course in courses:
+            for place in reversed(range(100)):
+                course.ask(place, 0, caught=False)
+                looks = 0
+                course.fetched(sum(1 for _ in course.upcoming()))
+                if step == 1 and course is courses[0]:
+                    assert looks == (199 if place == 99 else 0)
+                if step == 1 and course is courses[1] and place == 99:
+                    # That it has begun says that all which had not left by then may be looked at again.
+                    assert looks >= 99
+        for course in courses:
+            course.is_alive = lambda: False  # type: ignore[method-assign]

@@ -152,7 +152,7 @@ class Course:
             # Let go of first: a course is remembered, and whoever is called need not be.
             begin, self._on_backward = self._on_backward, None
             begin()
-        number = min(lap, _MOST_LAPS - 1)
+        number = lap if lap < _MOST_LAPS else _MOST_LAPS - 1
         if lap >= self._begun:
             self._begin(number)
             self._begun = lap + 1
@@ -214,7 +214,6 @@ class Course:
             self._laps[lap] = Lap(self._expected_in(lap))
         while len(self._laps) <= lap:
             self._laps.append(Lap(self._expected_in(len(self._laps))))
-        self._next = None
         if self._succession is not None:
             self._succession.begin(self, lap)
 

@@ -80,6 +80,8 @@ class Succession(Generic[_Pass]):
 
     def after(self, course: _Pass, lap: int) -> tuple[_Pass, int] | None:
         """The pass and its lap that are expected to begin next, if this was the last that began."""
+        if self._looked and self._found is None:
+            return None
         with self._lock:
             if self._next is None or self._past[-1][:2] != (course.tag, lap):
                 return None
