@@ -493,6 +493,11 @@ def test_only_tensors_are_released(session: spillway.Session, wrong: Any) -> Non
         x.exp()
 
 
+def test_a_group_ends_in_the_thread_that_began_it() -> None:
+    with pytest.raises(spillway.UsageError, match="not entered"):
+        spillway.group("one").__exit__(None, None, None)
+
+
 def test_release_belongs_inside() -> None:
     with pytest.raises(spillway.UsageError, match="outside"):
         spillway.group("one").release(torch.ones(1))

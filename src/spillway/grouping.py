@@ -37,7 +37,7 @@ class group(ContextDecorator):  # noqa: N801  (read aloud: with group("core_attn
 
     Raises:
         UsageError: for a name that is none, or that is empty; on exit, for a tensor to release whose memory something
-            else sees.
+            else sees, and in another thread.
 
     Example:
         >>> with spillway.offload(groups=spillway.Groups(margin=1)):  # doctest: +SKIP
@@ -65,6 +65,10 @@ class group(ContextDecorator):  # noqa: N801  (read aloud: with group("core_attn
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if not self._local.entered:
+            raise UsageError(
+                f"group {self._name!r}: got an exit in a thread that has not entered it, expected the same"
+            )
         entered = self._local.entered.pop()
         if entered is None:
             return
