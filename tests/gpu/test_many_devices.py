@@ -1,0 +1,70 @@
+"""Pipelines and FSDP2 over several accelerators: the examples, which compare themselves with plain runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(torch.accelerator.device_count() < 2, reason="needs two accelerators"),
+]
+
+
+def run(*command: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{os.environ.get('PYTHONPATH', '')}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def launched(ranks: int, script: str, *arguments: str) -> list[str]:
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
+    return sorted(run(*torchrun, f"examples/{script}", *arguments).splitlines())
+
+
+RANKS = [pytest.param(ranks, id=f"{ranks} ranks") for ranks in (2, 4)]
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble"])
+def test_a_pipeline_is_the_same_in_every_bit(schedule: str, ranks: int) -> None:
+    if torch.accelerator.device_count() < ranks:
+        pytest.skip("needs more accelerators")
+    lines = launched(ranks, "pipelining.py", "--schedule", schedule, "--micro-batches", str(2 * ranks))
+    assert len(lines) == ranks
+    assert all(line.endswith("losses and weights are equal") for line in lines), lines
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_fsdp_is_the_same_in_every_bit(ranks: int) -> None:
+    if torch.accelerator.device_count() < ranks:
+        pytest.skip("needs more accelerators")
+    lines = launched(ranks, "fsdp.py")
+    assert sum(line.endswith("losses are equal") for line in lines) == ranks, lines
+    assert not any("DIFFER" in line for line in lines)
+
+
+def test_the_benchmark_finds_no_difference(tmp_path: Path) -> None:
+    file = tmp_path / "parallel.json"
+    sizes = ["--shape=tiny", "--layers=2", "--seq=512", "--steps=2", "--warmup=1", "--first-bytes=1MiB"]
+    run("benchmarks/parallel.py", "--ranks=2", *sizes, f"--json={file}")
+    rows = json.loads(file.read_text())["rows"]
+    assert len(rows) > 6
+    for part in ("pipeline", "fsdp"):
+        assert len({row["digest"] for row in rows if row["part"] == part}) == 1
