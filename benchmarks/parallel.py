@@ -38,7 +38,14 @@ from _llama import Stack, make_stack
 from spillway.integrations.pipelining import offload_stages
 from step import MIXTURE, NORM_STATISTIC, allocated
 
-Step = Callable[[], None]
+
+@dataclass
+class Training:
+    """What is trained in one way."""
+
+    stack: Stack
+    step: Callable[[], None]
+    stats: Callable[[], spillway.StepStats]
 
 
 @dataclass
@@ -73,7 +80,7 @@ def checkpointed(stack: Stack) -> None:
 PIPELINE: dict[str, dict[str, Any]] = {
     "keep": {},
     "checkpoint": {"change": checkpointed},
-    "offload half": {"stages": {"nbytes": "half"}},
+    "offload the first bytes": {"stages": {"nbytes": None}},
     "halves, inputs away": {
         "change": partial(halves, offload="inputs"),
         "stages": {"policy": spillway.policies.Keep()},
@@ -85,13 +92,13 @@ PIPELINE: dict[str, dict[str, Any]] = {
 }
 
 
-def pipeline(options: argparse.Namespace, way: str, device: torch.device, *, layers: int, seq: int) -> tuple[Step, Any]:
+def pipeline(options: argparse.Namespace, way: str, device: torch.device, *, layers: int, seq: int) -> Training:
     how, rank, ranks = PIPELINE[way], dist.get_rank(), dist.get_world_size()
     stack = make_stack(options.shape, layers, seq, device, torch.bfloat16)
     how.get("change", lambda stack: None)(stack)
     stage = PipelineStage(stack, rank, ranks, device)
     given = dict(how.get("stages", {}))
-    if given.get("nbytes") == "half":
+    if "nbytes" in given:
         given["nbytes"] = (options.first_bytes, 0)
     offloaded = offload_stages(stage, **given) if given else None
     count = 2 * ranks
@@ -104,8 +111,7 @@ def pipeline(options: argparse.Namespace, way: str, device: torch.device, *, lay
     def step() -> None:
         schedule.step(*([batch] if rank == 0 else []), target=batch if rank == ranks - 1 else None)
 
-    step.stack, step.stats = stack, (offloaded.stats if offloaded else spillway.StepStats)  # type: ignore[attr-defined]
-    return step, stack
+    return Training(stack, step, spillway.StepStats if offloaded is None else offloaded.stats)
 
 
 # FSDP2: every layer sharded over all ranks, each with its own data.
@@ -120,7 +126,7 @@ FSDP: dict[str, Callable[[Stack], Any]] = {
 }
 
 
-def sharded(options: argparse.Namespace, way: str, device: torch.device, *, layers: int, seq: int) -> tuple[Step, Any]:
+def sharded(options: argparse.Namespace, way: str, device: torch.device, *, layers: int, seq: int) -> Training:
     stack = make_stack(options.shape, layers, seq, device, torch.bfloat16)
     hidden = stack.layers[0].shape.hidden
     for layer in stack.layers:
@@ -136,8 +142,7 @@ def sharded(options: argparse.Namespace, way: str, device: torch.device, *, laye
             loss = stack(x).float().square().mean()
         loss.backward()
 
-    step.stack, step.stats = stack, context.stats  # type: ignore[attr-defined]
-    return step, stack
+    return Training(stack, step, context.stats)
 
 
 def gradients_there(stack: Stack) -> None:
@@ -145,7 +150,7 @@ def gradients_there(stack: Stack) -> None:
         parameter.grad = torch.zeros_like(parameter)
 
 
-PARTS: dict[str, tuple[list[str], Callable[..., tuple[Step, Any]]]] = {
+PARTS: dict[str, tuple[list[str], Callable[..., Training]]] = {
     "pipeline": (list(PIPELINE), pipeline),
     "fsdp": (list(FSDP), sharded),
 }
@@ -154,22 +159,22 @@ PARTS: dict[str, tuple[list[str], Callable[..., tuple[Step, Any]]]] = {
 def measure(options: argparse.Namespace, part: str, way: str, device: torch.device) -> Row:
     session = spillway.Session(window=options.window)
     session.use_as_default()
-    step, _ = PARTS[part][1](options, way, device, layers=options.layers, seq=options.seq)
+    training = PARTS[part][1](options, way, device, layers=options.layers, seq=options.seq)
     for _ in range(options.warmup):
-        step()
+        training.step()
     base = allocated(device, reset=True)
     times = []
     for _ in range(options.steps):
         dist.barrier()
         synchronize(device)
         begin = time.perf_counter()
-        step()
+        training.step()
         synchronize(device)
         times.append(slowest(time.perf_counter() - begin))
     peak = 0 if device.type == "cpu" else int(torch.accelerator.max_memory_allocated(device)) - base
     stats: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(stats, asdict(step.stats()))  # type: ignore[attr-defined]
-    del step
+    dist.all_gather_object(stats, asdict(training.stats()))
+    del training
     session.close()
     row = Row(part, way, statistics.median(times), min(times), max(times), peak, stats=stats)
     row.digest = digest(options, part, way, device)
@@ -181,11 +186,11 @@ def digest(options: argparse.Namespace, part: str, way: str, device: torch.devic
     torch.use_deterministic_algorithms(True)
     session = spillway.Session(window=options.window)
     session.use_as_default()
-    step, stack = PARTS[part][1](options, way, device, layers=2, seq=min(options.seq, 2048))
+    training = PARTS[part][1](options, way, device, layers=2, seq=min(options.seq, 2048))
     for _ in range(3):
-        step()
+        training.step()
     sums = hashlib.blake2b(digest_size=16)
-    for parameter in stack.parameters():
+    for parameter in training.stack.parameters():
         gradient: Any = parameter.grad
         local: Tensor = gradient.to_local() if hasattr(gradient, "to_local") else gradient
         sums.update(local.contiguous().flatten().view(torch.uint8).cpu().numpy().data)

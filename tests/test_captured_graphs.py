@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -135,6 +136,35 @@ def test_a_delayed_group_may_be_flushed_in_a_capture(adversary: AdversaryBackend
 
     plain = run()
     run()
+    with adversary.capturing():
+        captured = run()
+    assert all(map(torch.equal, captured, plain))
+
+
+@pytest.mark.parametrize("how", [{}, {"offload": "inputs"}, {"offload": "matmul"}, {"save": "pointwise"}], ids=str)
+def test_a_region_that_was_tried_before_is_captured(
+    adversary: AdversaryBackend, session: spillway.Session, how: dict[str, Any]
+) -> None:
+    net, context = model(), offload(session, policy=spillway.policies.Keep())
+    region = partial(spillway.recompute, preserve_rng_state=False, session=session, **how)
+
+    def run() -> list[torch.Tensor]:
+        x = torch.linspace(-1, 1, 16 * 64).view(16, 64).requires_grad_()
+        with context:
+            hidden: torch.Tensor = x * 1
+            for block in net:
+                hidden = region(block, hidden)
+            loss = hidden.sum()
+        loss.backward()
+        return gradients(net)
+
+    plain = step(net, offload(session, policy=spillway.policies.Keep()))
+    if "save" not in how:
+        # Where all that autograd saves is kept, nothing runs again, and nothing is to be tried.
+        with pytest.raises(spillway.UnsupportedError, match="found right before"), adversary.capturing():
+            run()
+    for _ in range(2):
+        assert all(map(torch.equal, run(), plain))
     with adversary.capturing():
         captured = run()
     assert all(map(torch.equal, captured, plain))

@@ -267,6 +267,11 @@ def test_rules_that_cannot_be_meant_are_refused(wrong: dict[str, Any]) -> None:
         spillway.offload(groups=wrong)  # type: ignore[arg-type]
 
 
+def test_patterns_belong_to_attach() -> None:
+    with pytest.raises(spillway.UsageError, match="attach"):
+        spillway.offload(groups=spillway.Groups({"mlp": "*.mlp"}))
+
+
 @pytest.mark.parametrize("name", ["", None, 3])
 def test_a_name_that_is_none_is_refused(name: Any) -> None:
     with pytest.raises(spillway.UsageError, match="group"):

@@ -67,8 +67,20 @@ def test_a_schedule_that_repeats_is_foreseen(order: list[tuple[str, int, int]]) 
 
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 4)), unique=True, max_size=8))
-def test_any_order_is_taken(order: list[tuple[str, int]]) -> None:
-    guesses([(tag, place, 0) for tag, place in order])
+def test_whoever_is_foreseen_waits(order: list[tuple[str, int]]) -> None:
+    succession: Succession[Pass] = Succession()
+    for _ in range(2):
+        waiting = {(tag, place): Pass(tag) for tag, place in sorted(order)}
+        for each in waiting.values():
+            succession.add(each)
+        begun = []
+        for key in order:
+            begun.append(waiting.pop(key))
+            succession.begin(begun[-1], 0)
+            foreseen = succession.after(begun[-1], 0)
+            assert foreseen is None or foreseen[0] in waiting.values()
+        for each in begun:
+            each.alive = False
 
 
 def test_nobody_is_foreseen_who_does_not_wait() -> None:

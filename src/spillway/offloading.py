@@ -116,6 +116,11 @@ class offload(ContextDecorator):  # noqa: N801  (a verb: people write ``with spi
     ) -> None:
         if groups is not None and not isinstance(groups, Groups):
             raise UsageError(f"groups: got {groups!r}, expected a spillway.Groups or None")
+        if groups is not None and groups.patterns:
+            raise UsageError(
+                f"groups: got patterns of modules, {dict(groups.patterns)!r}, expected rules only, since what is saved "
+                f"inside of `with spillway.group(name)` is a group here; give patterns to spillway.attach"
+            )
         if policy is not None and ratio is not None:
             raise UsageError(f"got both ratio={ratio!r} and a policy, expected one of them; a policy can contain Ratio")
         if policy is not None and not callable(policy):

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from spillway.capture.dynamo import keep_out
 from spillway.capture.handles import pack_kept, unpack
-from spillway.capture.hooks import in_backward, refuse_transforms
+from spillway.capture.hooks import Pass, in_backward, refuse_transforms
 from spillway.errors import UsageError
 from spillway.operators import Choices, Selector
 from spillway.records import Decision
@@ -240,11 +240,7 @@ def call_region(
             "spillway.offload(policy=spillway.policies.Keep()):` around both"
         )
     proofs = session.proofs(_identity_of(function, arguments.callables()))
-    partition = how.partition if how.partition is not None and how.partition.ranks > 1 and not in_backward() else None
-    if partition is not None and choices.inputs is None and around is Surroundings.TORCH:
-        # They may be another region's, which finds the whole inputs when it runs again.
-        passage.ledger.note("inputs were not split over ranks: other hooks are around; say 'inputs' in save or offload")
-        partition = None
+    partition = _partition(how, passage, around)
     if partition is not None:
         partition.check(tensors, proofs)
         # What the region saves of its inputs would hold all of them.
@@ -277,6 +273,17 @@ def call_region(
         session.outputs.add(tensor, handle)
     region.outputs.clear()
     return output
+
+
+def _partition(how: Recompute, passage: Pass, around: Surroundings) -> Partition | None:
+    """How the inputs are split over ranks, if they are here."""
+    if how.partition is None or how.partition.ranks == 1 or in_backward():
+        return None
+    if how.choices.inputs is None and around is Surroundings.TORCH:
+        # They may be another region's, which finds the whole inputs when it runs again.
+        passage.ledger.note("inputs were not split over ranks: other hooks are around; say 'inputs' in save or offload")
+        return None
+    return how.partition
 
 
 def _module_of(function: Callable[..., Any]) -> torch.nn.Module | None:

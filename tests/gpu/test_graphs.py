@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -159,7 +160,7 @@ def test_groups_in_a_graph(session: spillway.Session) -> None:
 
 @pytest.mark.parametrize("how", [{}, {"offload": "inputs"}, {"offload": "matmul"}, {"save": "pointwise"}], ids=str)
 def test_regions_that_were_tried_before_are_captured(session: spillway.Session, how: dict[str, Any]) -> None:
-    region = spillway.Recompute(preserve_rng_state=False, **how)
+    region = partial(spillway.recompute, preserve_rng_state=False, session=session, **how)
     plain = Captured(contextlib.nullcontext())
     ours = Captured(offload(session, policy=spillway.policies.Keep()), region)
     for _ in range(20):
@@ -172,11 +173,11 @@ def test_a_region_that_was_not_tried_is_refused() -> None:
     x = torch.randn(ROWS, WIDTH, device=DEVICE, requires_grad=True)
     net(x).sum().backward()
     with spillway.Session() as session:
-        region = spillway.Recompute(preserve_rng_state=False)
+        region = partial(spillway.recompute, preserve_rng_state=False, session=session)
         with offload(session, policy=spillway.policies.Keep()):
             loss = net(x, region).sum()
         graph = torch.cuda.CUDAGraph()
-        with pytest.raises(spillway.UnsupportedError, match="before"), torch.cuda.graph(graph):
+        with pytest.raises(spillway.UnsupportedError, match="found right before"), torch.cuda.graph(graph):
             loss.backward()
     torch.cuda.synchronize()
 

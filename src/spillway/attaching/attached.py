@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from types import TracebackType
@@ -119,7 +120,7 @@ def attach(
     context = ModelPass(
         # What regions do not take is kept, or leaves in groups; what they offload has its order here.
         policy=(Keep() if rules is None else None) if isinstance(how, Recompute) else how,
-        groups=rules,
+        groups=None if rules is None else dataclasses.replace(rules, patterns={}),
         min_bytes=min_bytes,
         tag=f"attached {type(model).__name__}",
         session=session,

@@ -180,6 +180,10 @@ class Pass:
         """Whether the device's backend wants unwritten memory to show."""
         return device.type != "meta" and self._owner.runtime(device).backend.poisons
 
+    def is_captured(self, device: torch.device) -> bool:
+        """Whether what the device is given now is captured into a graph."""
+        return device.type != "meta" and self._owner.runtime(device).backend.is_capturing()
+
     def pack(self, tensor: torch.Tensor) -> Handle:
         """The hook: what autograd holds for ``tensor``."""
         if _graph_task() != -1:

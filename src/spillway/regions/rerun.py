@@ -59,7 +59,7 @@ class Rerun:
         self._trace = trace
         self._packs = packs
         self._passage = passage
-        self._trial = Trial(function, trace, packs, proofs, passage.ledger)
+        self._trial = Trial(function, trace, packs, proofs, passage)
         self._inner_backward = False
         self._globals = Globals.now()
         self.wanted: list[tuple[int, int]] = []

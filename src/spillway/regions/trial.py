@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from spillway.capture.hooks import Pass
 from spillway.capture.identity import storage_parts
 from spillway.errors import RecomputeError, UnsupportedError
 from spillway.regions.calls import Form
@@ -16,7 +17,6 @@ from spillway.regions.proofs import Proofs, fingerprint, same_bits
 from spillway.regions.regraph import Collecting
 from spillway.regions.replay import Act, Differs, Replay, whole
 from spillway.regions.trace import Trace
-from spillway.runtime.ledger import Ledger
 
 _WRONG = (
     "regions run again whole: to run only the operators that are needed gave other bits, or left traces, so some of "
@@ -30,12 +30,6 @@ _NEVER_ALIKE = (
 )
 
 
-def _is_capturing() -> bool:
-    """Whether a graph is captured, in which no bits can be looked at."""
-    is_initialized: Callable[[], bool] = torch.cuda.is_initialized
-    return is_initialized() and torch.cuda.is_current_stream_capturing()
-
-
 class Trial:
     """Runs a region again for no other purpose than to see whether the result is right.
 
@@ -44,34 +38,38 @@ class Trial:
         trace: of the first run.
         packs: what autograd saved in it.
         proofs: which re-runs of the function were seen to be right.
-        ledger: takes the note, if it is wrong.
+        passage: the pass that the region belongs to, which takes the note, if it is wrong.
     """
 
-    def __init__(
-        self, function: Callable[..., Any], trace: Trace, packs: Packs, proofs: Proofs, ledger: Ledger
-    ) -> None:
+    def __init__(self, function: Callable[..., Any], trace: Trace, packs: Packs, proofs: Proofs, passage: Pass) -> None:
         self._function = function
         self._trace = trace
         self._packs = packs
         self._proofs = proofs
-        self._ledger = ledger
+        self._passage = passage
 
     def trusted(self, tensors: Sequence[torch.Tensor], acts: list[Act]) -> list[Act]:
         """What to do with each operator: these acts, if they are right, or else all of them again."""
         if self._proofs.wrong is None:
             structure, forms = self._signature(acts)
-            needs_trial = self._proofs.needs_trial(structure, forms)
-            if needs_trial and _is_capturing():
-                raise UnsupportedError(
-                    "got a region of a new kind while a graph is captured, expected one that was tried before, since "
-                    "that compares bits; run a step like it in the same session, without capturing, first"
-                )
-            if needs_trial and self._is_right(tensors, acts):
-                self._proofs.add(structure, forms)
+            if self._proofs.needs_trial(structure, forms):
+                self._refuse_capture()
+                if self._is_right(tensors, acts):
+                    self._proofs.add(structure, forms)
         if self._proofs.wrong is None:
             return acts
+        self._refuse_capture()
         self._check_whole(tensors)
         return whole(self._trace)
+
+    def _refuse_capture(self) -> None:
+        """Bits are about to be compared, which a graph that is captured cannot wait for."""
+        devices = {form.device for call in self._trace.calls for form in call.forms if isinstance(form, Form)}
+        if any(map(self._passage.is_captured, devices)):
+            raise UnsupportedError(
+                "got a region whose re-run has to be compared with its first run while a graph is captured, expected "
+                "one that was found right before; run a step like it in the same session, without capturing, first"
+            )
 
     def _signature(self, acts: list[Act]) -> tuple[tuple[object, ...], tuple[object, ...]]:
         """By what a re-run is known: its operators, how they hang together and on what types; and the shapes."""
@@ -105,7 +103,7 @@ class Trial:
             self._check_whole(tensors)
             return True
         self._proofs.wrong = _WRONG
-        self._ledger.note(_WRONG)
+        self._passage.ledger.note(_WRONG)
         return False
 
     def _check_whole(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -117,7 +115,7 @@ class Trial:
         if runs[0] is None or runs[1] is None or same_bits(truth, runs[0]):
             return
         if not same_bits(runs[0], runs[1]):
-            self._ledger.note(_NEVER_ALIKE)
+            self._passage.ledger.note(_NEVER_ALIKE)
             return
         raise RecomputeError(
             "got other bits from a re-run of a whole region than from its first run, twice the same ones, expected the "

@@ -11,6 +11,7 @@ Tried on CUDA only.
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import sys
 import threading
@@ -186,13 +187,17 @@ class _Stall:
         return max(0.0, *(float(arrived.elapsed_time(event)) for event in self._events)) / 1e3
 
 
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+
+
 def _capture_of(stream: torch.cuda.Stream) -> int | None:
     """What the driver numbers the stream's capture with. Torch says whether there is one, and not which."""
     if torch.version.hip is not None:
         raise UnsupportedError("got a graph that is captured on ROCm, expected CUDA, which is all that was tried")
-    driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
     status, number = ctypes.c_int(), ctypes.c_uint64()
-    error = driver.cuStreamGetCaptureInfo_v2(
+    error = _driver().cuStreamGetCaptureInfo_v2(
         ctypes.c_void_p(stream.cuda_stream), ctypes.byref(status), ctypes.byref(number), None, None, None
     )
     if error:

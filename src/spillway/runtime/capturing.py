@@ -63,6 +63,9 @@ class CapturingBackend(Backend):
         self.poisons = inner.poisons
         self.unified = inner.unified
 
+    def is_capturing(self) -> bool:
+        return self._inner.is_capturing()
+
     def compute(self) -> Lane:
         return self._inner.compute()
 

@@ -134,27 +134,13 @@ class Mover:
 
     def settle(self, entries: Sequence[Entry]) -> None:
         """Let go of the entries that are on their way out: compute waits for their copies."""
-        self._check_process()
-        try:
-            with self._lock:
-                self._check_open()
-                self._compute.now()
-                self._discount_all()
-                self._departures.settle(entries)
-        finally:
-            self.read_notes()
+        with self._in_use():
+            self._departures.settle(entries)
 
     def fetch(self, entries: Sequence[Entry]) -> None:
         """Bring back the entries that are away, ahead of need and whatever the window."""
-        self._check_process()
-        try:
-            with self._lock:
-                self._check_open()
-                compute = self._compute.now()
-                self._discount_all()
-                self._returns.fetch(entries, compute)
-        finally:
-            self.read_notes()
+        with self._in_use() as compute:
+            self._returns.fetch(entries, compute)
 
     def take(
         self, entry: Entry, asked_round: int, order: Order | None = None
@@ -208,6 +194,19 @@ class Mover:
             with self._lock:
                 self._check_open()
                 yield
+        finally:
+            self.read_notes()
+
+    @contextmanager
+    def _in_use(self) -> Iterator[Lane]:
+        """The lock is held, and the compute lane known. ``put`` and ``take``, called for every tensor, write it out."""
+        self._check_process()
+        try:
+            with self._lock:
+                self._check_open()
+                compute = self._compute.now()
+                self._discount_all()
+                yield compute
         finally:
             self.read_notes()
 
