@@ -188,7 +188,7 @@ def halves(
         ]
         second[layer] = spillway.Recompute(save=(NORM_STATISTIC, *kept), offload=("inputs", *leaves))
     halves = [half for layer in stack.layers for half in ((layer, "attend"), (layer, "feed"))]
-    plainly = set(halves[len(halves) - plain :])
+    plainly = set(halves[max(0, len(halves) - plain) :])
 
     def call(layer: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = layer.attend(x, cos, sin) if (layer, "attend") in plainly else first(layer.attend, x, cos, sin)

@@ -34,8 +34,9 @@ from spillway.grouping import group
 from spillway.groups import Groups
 from spillway.offloading import keep, keep_tensor, offload, offload_tensor
 from spillway.operators import OperatorCall, saved_by
+from spillway.optim.optimizer import OffloadedOptimizer
 from spillway.recomputing import Recompute, recompute
-from spillway.records import Decision, GroupStats, SavedTensor, SavedTensorReport, StepStats
+from spillway.records import Decision, GroupStats, OptimizerStats, SavedTensor, SavedTensorReport, StepStats
 from spillway.report.table import Summary, SummaryRow
 from spillway.session import Session
 from spillway.summarizing import summary
@@ -54,7 +55,9 @@ __all__ = [
     "GroupStats",
     "Groups",
     "InplaceError",
+    "OffloadedOptimizer",
     "OperatorCall",
+    "OptimizerStats",
     "PolicyError",
     "RaceError",
     "Recompute",

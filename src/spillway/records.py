@@ -155,6 +155,24 @@ class StepStats:
         return cls(**total)
 
 
+@dataclass(frozen=True, slots=True)
+class OptimizerStats:
+    """Bytes and seconds of one step of an :class:`~spillway.OffloadedOptimizer`."""
+
+    stepped_on_host: int = 0
+    """Elements of the parameters that the host stepped."""
+    host_seconds: float = 0.0
+    """How long the host worked at it, waits for gradients among it."""
+    stall_seconds: float = 0.0
+    """Time that the device waited, for gradients to leave and for parameters to come."""
+    sent_bytes: int = 0
+    """What left the device from the end of the step before to the end of this one."""
+    received_bytes: int = 0
+    """What came back."""
+    host_bytes: int = 0
+    """Pinned host memory reserved by the session, in use or free for use."""
+
+
 _OF_SESSION = {"host_bytes", "disk_bytes", "peak_bytes"}
 
 

@@ -29,6 +29,7 @@ Example:
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import weakref
@@ -40,7 +41,7 @@ from dataclasses import dataclass
 import torch
 
 from spillway.errors import RaceError
-from spillway.runtime.backend import Backend, Event, Lane, Several, Task
+from spillway.runtime.backend import Backend, Event, HostLane, Lane, Several, Task
 from spillway.runtime.bytes import Bytes, Form
 from spillway.runtime.cpu import anonymous_pages
 from spillway.runtime.tasks import raise_again
@@ -126,6 +127,33 @@ class _Job:
                 self._error = error
         if self._error is not None:
             raise_again(self._error)
+
+
+class _JobLane:
+    """A host lane: a job runs when it is waited for, after all that were queued before it."""
+
+    def __init__(self, adversary: AdversaryBackend) -> None:
+        self._adversary = adversary
+        self._jobs: deque[_Job] = deque()
+
+    def run(self, task: Task) -> Event:
+        def in_turn() -> Event | None:
+            while self._jobs[0] is not job:
+                earlier = self._jobs[0]
+                # An error of it is for whoever waits for it.
+                with contextlib.suppress(RuntimeError, OSError):
+                    earlier.run()
+            self._jobs.popleft()
+            return task()
+
+        job = self._adversary._new_job(in_turn)
+        self._jobs.append(job)
+        return job
+
+    def close(self) -> None:
+        while self._jobs:
+            with contextlib.suppress(RuntimeError, OSError):
+                self._jobs[0].run()
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,9 +273,9 @@ class AdversaryBackend(Backend):
                 return
             if isinstance(event, _Job):
                 event.run()
-                if event.inner is None:
-                    return
-                event = event.inner
+                if event.inner is not None:
+                    self.wait(lane, event.inner)
+                return
             assert isinstance(event, _Point)
             if event.capture != line.capture:
                 if event.capture is None or line not in self._lanes:
@@ -283,11 +311,11 @@ class AdversaryBackend(Backend):
             line.queue.append(work)
 
     def run(self, task: Task) -> Event:
-        with self._lock:
-            self._check_captures("host work")
-            job = _Job(task)
-            self._jobs.add(job)
-            return job
+        return self._new_job(task)
+
+    def host_lane(self, name: str, begin: Callable[[], None] | None = None) -> HostLane:
+        # Its jobs run in the threads that wait for them: there is none to begin in.
+        return _JobLane(self)
 
     def empty(self, form: Form) -> torch.Tensor:
         with self._lock:
@@ -315,6 +343,12 @@ class AdversaryBackend(Backend):
         with self._lock:
             self._access(self._host, block, write=write, what=f"the host {'writes' if write else 'reads'}")
 
+    def compute_access(self, memory: Bytes) -> None:
+        with self._lock:
+            compute = self._compute()
+            written = _Access(compute.number, compute.time, 0, memory.storage.nbytes(), True, "compute writes")
+            self._history.setdefault(memory.storage, []).append(written)
+
     def peak_bytes(self) -> int:
         return 0
 
@@ -330,6 +364,13 @@ class AdversaryBackend(Backend):
                         continue
             for line in self._lanes:
                 self._drain(line)
+
+    def _new_job(self, task: Task) -> _Job:
+        with self._lock:
+            self._check_captures("host work")
+            job = _Job(task)
+            self._jobs.add(job)
+            return job
 
     # Below, the lock is held.
 

@@ -16,19 +16,19 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 
 from spillway.errors import BackendError, TierFullError, UnsupportedError
-from spillway.runtime.backend import Backend, Event, Lane, Several, Task
+from spillway.runtime.backend import Backend, Event, HostLane, Lane, Several, Task
 from spillway.runtime.bytes import Bytes, Form
 from spillway.runtime.cpu import anonymous_pages
 from spillway.runtime.host_memory import near_cpus
 from spillway.runtime.ledger import Stalls
-from spillway.runtime.tasks import HostTasks, TaskEvent, be_in_task
+from spillway.runtime.tasks import HostTasks, TaskEvent, be_in_task, chained
 
 _MOST_THREADS = 16
 _CAPTURE_ACTIVE = 1
@@ -100,6 +100,9 @@ class AcceleratorBackend(Backend):
 
     def run(self, task: Task) -> Event:
         return self._tasks.run(task)
+
+    def host_lane(self, name: str, begin: Callable[[], None] | None = None) -> HostLane:
+        return HostTasks(1, chained(self._begin_tasks, begin), name=name)
 
     def empty(self, form: Form) -> torch.Tensor:
         return torch.empty_strided(form.size, form.stride, dtype=form.dtype, device=self.device)

@@ -12,7 +12,8 @@ use, since the user may have changed it; on the CPU the calling thread itself, s
 
 A *task* is host work (a read or a write of the spill file) done by one of a few threads. Its event is reached when the
 task is done and, if it returned an event itself (of a copy that it queued), when that one is. An error in a task is
-raised to whoever waits for its event.
+raised to whoever waits for its event. A *host lane* does tasks one after the other, in a thread of its own: an
+optimizer's step, say, which uses all CPUs by itself.
 
 Copies are between ranges of bytes (``bytes.py``). Three backends exist: the CPU's in ``cpu.py``, the
 accelerator's in ``accelerator.py``, and the adversary in :mod:`spillway.testing`.
@@ -52,6 +53,18 @@ class Lane(Protocol):
 
 
 Task = Callable[[], Event | None]
+
+
+class HostLane(Protocol):
+    """An ordered queue of host work."""
+
+    def run(self, task: Task) -> Event:
+        """Queue it behind what was queued before. An error in one task does not keep the next from being done."""
+        ...
+
+    def close(self) -> None:
+        """Do what was queued, and end."""
+        ...
 
 
 class Backend(ABC):
@@ -96,6 +109,10 @@ class Backend(ABC):
     @abstractmethod
     def run(self, task: Task) -> Event:
         """Queue host work."""
+
+    @abstractmethod
+    def host_lane(self, name: str, begin: Callable[[], None] | None = None) -> HostLane:
+        """A new lane for host work. ``begin`` is the first that its thread does."""
 
     @abstractmethod
     def empty(self, form: Form) -> torch.Tensor:
@@ -145,6 +162,12 @@ class Backend(ABC):
 
     def host_access(self, block: Bytes, *, write: bool) -> None:  # noqa: B027  (nothing to do by default)
         """Told before host code reads or writes a block itself, for a backend that checks."""
+
+    def compute_access(self, memory: Bytes) -> None:  # noqa: B027  (nothing to do by default)
+        """Told that what compute was given by now may write memory, and that it is given no more that does for a while.
+
+        For a backend that checks, where a copy is queued by another thread later.
+        """
 
     @abstractmethod
     def peak_bytes(self) -> int:

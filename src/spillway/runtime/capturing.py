@@ -19,12 +19,14 @@ without any of this code. So
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from spillway.errors import TierFullError, UnsupportedError
 from spillway.events import Recorder
 from spillway.runtime.arena import Arena, Block
-from spillway.runtime.backend import Backend, Event, Lane, Several, Task
+from spillway.runtime.backend import Backend, Event, HostLane, Lane, Several, Task
 from spillway.runtime.bytes import Bytes, Form
 from spillway.runtime.ledger import Stalls
 from spillway.runtime.mover import Mover
@@ -93,6 +95,11 @@ class CapturingBackend(Backend):
 
     def copy(self, lane: Lane, destination: Bytes, source: Bytes) -> None:
         self._inner.copy(lane, destination, source)
+
+    def host_lane(self, name: str, begin: Callable[[], None] | None = None) -> HostLane:
+        raise UnsupportedError(
+            "got host work in a CUDA graph's capture, expected it outside: a graph replays the device"
+        )
 
     def run(self, task: Task) -> Event:
         raise UnsupportedError(

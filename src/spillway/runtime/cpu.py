@@ -14,9 +14,9 @@ from collections.abc import Callable
 
 import torch
 
-from spillway.runtime.backend import Backend, Event, Lane, Task
+from spillway.runtime.backend import Backend, Event, HostLane, Lane, Task
 from spillway.runtime.bytes import Bytes, Form
-from spillway.runtime.tasks import HostTasks, be_in_task
+from spillway.runtime.tasks import HostTasks, be_in_task, chained
 
 
 def anonymous_pages(nbytes: int, *, huge: bool = False, for_children: bool = True) -> torch.Tensor:
@@ -172,6 +172,9 @@ class CpuBackend(Backend):
 
     def run(self, task: Task) -> Event:
         return self._tasks.run(task)
+
+    def host_lane(self, name: str, begin: Callable[[], None] | None = None) -> HostLane:
+        return HostTasks(1, chained(be_in_task, begin), name=name)
 
     def empty(self, form: Form) -> torch.Tensor:
         # The device is named, since the user's default may be another one.

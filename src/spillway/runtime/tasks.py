@@ -45,10 +45,11 @@ class HostTasks:
     Args:
         threads: how many.
         begin: what each of them does first.
+        name: of the threads.
     """
 
-    def __init__(self, threads: int, begin: Callable[[], None] = be_in_task) -> None:
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="spillway-task", initializer=begin)
+    def __init__(self, threads: int, begin: Callable[[], None] = be_in_task, *, name: str = "task") -> None:
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix=f"spillway-{name}", initializer=begin)
 
     def run(self, task: Task) -> TaskEvent:
         # The thread keeps what it was given until a moment after the event is reached, and a task holds memory: so it
@@ -57,6 +58,17 @@ class HostTasks:
 
     def close(self) -> None:
         self._pool.shutdown(wait=True)
+
+
+def chained(first: Callable[[], None], second: Callable[[], None] | None) -> Callable[[], None]:
+    """One after the other."""
+
+    def both() -> None:
+        first()
+        if second is not None:
+            second()
+
+    return both
 
 
 def _take_and_run(box: list[Task]) -> Event | None:

@@ -1,0 +1,314 @@
+"""Training steps with the optimizer's state on the device and on the host, each way in a process of its own.
+
+    python benchmarks/optimizer.py --json optimizer.json      # 973 M parameters, 8192 tokens
+    python benchmarks/optimizer.py --micro 8
+    python benchmarks/optimizer.py --shape 8b --layers 32 --ways "masters, clipped, overlapping"
+
+A step is ``--micro`` forwards and backwards over a stack of decoder layers in bfloat16, each layer checkpointed, and
+the optimizer's step. Several steps are timed together, since the end of one may run beside the begin of the next: the
+median of such runs, by the step, and their range. *peak* is the device's, all included. *bound* is what no way with the
+same work can be below: the time without an optimizer, plus what the host's step takes at the rate of the host's memory
+(32 bytes a parameter with masters, 14 without; the rate is measured in the same run, by additions of float32) beyond
+what can run at the same time: with masters and clipping the next forward, without clipping the backward too.
+
+Peers are measured where they can be imported, and named as absent where not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import spillway
+from _llama import Stack, make_stack
+from spillway.demo.machine import describe_hardware, describe_versions
+
+GIB = 2**30
+ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
+MAX_NORM = 1.0
+
+Update = Callable[[], Any]
+"""What follows the last backward of a step."""
+
+
+@dataclass
+class Row:
+    """What one way did."""
+
+    way: str
+    absent: str = ""
+    step_seconds: float = 0.0
+    step_min: float = 0.0
+    step_max: float = 0.0
+    first_seconds: float = 0.0
+    forward_seconds: float = 0.0
+    """Of one micro-batch, where there is no optimizer."""
+    peak_bytes: int = 0
+    parameters: int = 0
+    bound_seconds: float = 0.0
+    stats: dict[str, Any] = field(default_factory=dict)
+
+
+def nothing(stack: Stack, options: argparse.Namespace) -> Update:
+    def update() -> None:
+        stack.zero_grad()
+
+    return update
+
+
+def on_device(stack: Stack, options: argparse.Namespace, *, clipped: bool = False) -> Update:
+    return updates(stack, torch.optim.AdamW(stack.parameters(), fused=True, **ADAMW), clipped=clipped)
+
+
+def torchao(stack: Stack, options: argparse.Namespace, *, gradients: bool) -> Update:
+    from torchao.optim import CPUOffloadOptimizer
+
+    optimizer = CPUOffloadOptimizer(
+        stack.parameters(), torch.optim.AdamW, offload_gradients=gradients, fused=True, **ADAMW
+    )
+    return updates(stack, optimizer)
+
+
+def offloaded(
+    stack: Stack, options: argparse.Namespace, *, clipped: bool = False, overlap: bool = False, **given: Any
+) -> Update:
+    optimizer = spillway.OffloadedOptimizer(
+        stack.parameters(), torch.optim.AdamW, threads=options.threads, **given, **ADAMW
+    )
+    if overlap:
+        optimizer.overlap_forward(stack)
+    return updates(stack, optimizer, clipped=clipped)
+
+
+def updates(stack: Stack, optimizer: Any, *, clipped: bool = False) -> Update:
+    def update() -> Any:
+        if clipped:
+            torch.nn.utils.clip_grad_norm_(stack.parameters(), MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        return optimizer
+
+    return update
+
+
+NOTHING = "no optimizer"
+WAYS: dict[str, Callable[[Stack, argparse.Namespace], Update]] = {
+    NOTHING: nothing,
+    "on the device": on_device,
+    "on the device, clipped": partial(on_device, clipped=True),
+    "torchao": partial(torchao, gradients=False),
+    "torchao, gradients away": partial(torchao, gradients=True),
+    "no masters": partial(offloaded, master_dtype=None),
+    "no masters, overlapping": partial(offloaded, master_dtype=None, overlap=True),
+    "masters": offloaded,
+    "masters, clipped": partial(offloaded, clipped=True),
+    "masters, clipped, overlapping": partial(offloaded, clipped=True, overlap=True),
+    "masters, clipped, overlapping, half": partial(offloaded, clipped=True, overlap=True, fraction=0.5),
+}
+
+
+def measure(options: argparse.Namespace) -> Row:
+    device = torch.device(options.device)
+    stack = make_stack(options.shape, options.layers, options.seq, device, torch.bfloat16)
+    stack.call = lambda layer, *args: checkpoint(layer, *args, use_reentrant=False)
+    parameters = sum(parameter.numel() for parameter in stack.parameters())
+    hidden = stack.layers[0].shape.hidden
+    batch = torch.randn(1, options.seq, hidden, device=device, dtype=torch.bfloat16)
+    try:
+        update = WAYS[options.child](stack, options)
+    except ImportError as error:
+        return Row(options.child, absent=str(error))
+    last: list[Any] = []
+    forward: list[float] = []
+
+    def step() -> None:
+        for _ in range(options.micro):
+            begin = time.perf_counter()
+            loss = stack(batch).float().square().mean()
+            if options.child == NOTHING:
+                synchronize(device)
+                forward.append(time.perf_counter() - begin)
+            loss.backward()
+        last[:] = [update()]
+
+    def run(steps: int) -> float:
+        begin = time.perf_counter()
+        for _ in range(steps):
+            step()
+        synchronize(device)
+        return (time.perf_counter() - begin) / steps
+
+    first = run(1)
+    run(2)
+    if device.type != "cpu":
+        torch.accelerator.reset_peak_memory_stats(device)
+    times = [run(options.together) for _ in range(options.runs)]
+    peak = 0 if device.type == "cpu" else torch.accelerator.max_memory_allocated(device)
+    return Row(
+        options.child,
+        step_seconds=statistics.median(times),
+        step_min=min(times),
+        step_max=max(times),
+        first_seconds=first,
+        forward_seconds=statistics.median(forward) if forward else 0.0,
+        peak_bytes=peak,
+        parameters=parameters,
+        stats=asdict(last[0].stats()) if isinstance(last[0], spillway.OffloadedOptimizer) else {},
+    )
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def host_rates(options: argparse.Namespace) -> dict[str, float]:
+    """GB/s of the host's memory, and of the fused step of float32 parameters: 28 bytes a parameter."""
+    from spillway.runtime.cpu import anonymous_pages
+
+    numel = options.host_elements
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    one, two, three = (anonymous_pages(4 * numel, huge=True).view(torch.float32).fill_(1) for _ in range(3))
+
+    def rate(nbytes: int, work: Callable[[], object]) -> float:
+        work()
+        times = []
+        for _ in range(7):
+            begin = time.perf_counter()
+            work()
+            times.append(time.perf_counter() - begin)
+        return nbytes / statistics.median(times) / 1e9
+
+    found = {"stream": rate(12 * numel, partial(torch.add, one, two, out=three))}
+    parameter = torch.nn.Parameter(torch.zeros(numel))
+    optimizer = spillway.OffloadedOptimizer([parameter], torch.optim.AdamW, threads=options.threads, **ADAMW)
+    parameter.grad = torch.ones(numel)
+    optimizer.step()
+    seconds = []
+    for _ in range(7):
+        optimizer.step()
+        seconds.append(optimizer.stats().host_seconds)
+    found["step"] = 28 * numel / statistics.median(seconds) / 1e9
+    return found
+
+
+def bound(row: Row, plain: Row, rate: float, options: argparse.Namespace) -> float:
+    """What no way with the same work on the host can be below."""
+    if "masters" not in row.way or not plain.step_seconds:
+        return 0.0
+    masters = "no masters" not in row.way
+    share = 0.5 if "half" in row.way else 1.0
+    host = (32 if masters else 14) * row.parameters * share / (rate * 1e9)
+    backward = plain.step_seconds / options.micro - plain.forward_seconds
+    hidden = plain.forward_seconds if "overlapping" in row.way else 0.0
+    if "clipped" not in row.way:
+        hidden += backward
+    return plain.step_seconds + max(0.0, host - hidden)
+
+
+def run_child(way: str, options: argparse.Namespace) -> Row:
+    names = ("shape", "layers", "seq", "micro", "runs", "together", "device", "threads")
+    given = [f"--{name}={getattr(options, name)}" for name in names if getattr(options, name) is not None]
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        subprocess.run([sys.executable, __file__, *given, f"--child={way}", f"--json={file.name}"], check=True)
+        return Row(**json.loads(Path(file.name).read_text()))
+
+
+def line(row: Row, plain: Row, device: Row | None) -> str:
+    if row.absent:
+        return f"{row.way:<38} absent: {row.absent}"
+    cells = [
+        f"{row.step_seconds * 1e3:8.1f} ms ({row.step_min * 1e3:.1f} to {row.step_max * 1e3:.1f})",
+        f"x{row.step_seconds / device.step_seconds:5.2f}" if device else "",
+        f"bound {row.bound_seconds * 1e3:.1f} ms x{row.step_seconds / row.bound_seconds:.3f}"
+        if row.bound_seconds
+        else "",
+        f"first {row.first_seconds:.1f} s",
+        f"peak {row.peak_bytes / GIB:.2f} GiB",
+    ]
+    if row.stats:
+        cells.append(f"host {row.stats['host_seconds'] * 1e3:.0f} ms, stall {row.stats['stall_seconds'] * 1e3:.0f} ms")
+        cells.append(f"pinned {row.stats['host_bytes'] / GIB:.2f} GiB")
+    return f"{row.way:<38}" + "  ".join(cells)
+
+
+def parser() -> argparse.ArgumentParser:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    small = accelerator is None
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="tiny" if small else "1b", help="tiny, 1b, 8b or 70b")
+    parser.add_argument("--layers", type=int, default=4 if small else 16)
+    parser.add_argument("--seq", type=int, default=64 if small else 8192)
+    parser.add_argument("--micro", type=int, default=1, help="micro-batches in a step")
+    parser.add_argument("--together", type=int, default=4, help="steps that are timed together")
+    parser.add_argument("--runs", type=int, default=5, help="such runs, to take the median of")
+    parser.add_argument("--threads", type=int, help="of the host's step")
+    parser.add_argument("--host-elements", type=int, default=1 << 20 if small else 1 << 28, help="for the host's rates")
+    parser.add_argument("--device", default="cpu" if accelerator is None else accelerator.type)
+    parser.add_argument("--ways", nargs="*", default=list(WAYS), metavar="WAY")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    return parser
+
+
+def main() -> None:
+    options = parser().parse_args()
+    if options.child == "host":
+        options.json.write_text(json.dumps(host_rates(options)))
+        return
+    if options.child:
+        options.json.write_text(json.dumps(asdict(measure(options))))
+        return
+    rates = host(options)
+    print(f"host memory {rates['stream']:.1f} GB/s; fused step of float32 {rates['step']:.1f} GB/s", flush=True)
+    rows: list[Row] = []
+    for way in dict.fromkeys((NOTHING, *options.ways)):
+        row = run_child(way, options)
+        rows.append(row)
+        row.bound_seconds = bound(row, rows[0], rates["stream"], options)
+        device = next((one for one in rows if one.way == "on the device"), None)
+        print(line(row, rows[0], device), flush=True)
+        if options.json:
+            write(options, rates, rows)
+
+
+def host(options: argparse.Namespace) -> dict[str, float]:
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        command = [sys.executable, __file__, "--child=host", f"--json={file.name}"]
+        command += [f"--host-elements={options.host_elements}"]
+        command += [f"--threads={options.threads}"] if options.threads else []
+        subprocess.run(command, env=dict(os.environ), check=True)
+        rates: dict[str, float] = json.loads(Path(file.name).read_text())
+        return rates
+
+
+def write(options: argparse.Namespace, rates: dict[str, float], rows: list[Row]) -> None:
+    result = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": describe_versions(),
+        "hardware": describe_hardware(torch.device(options.device)),
+        "options": {name: value for name, value in vars(options).items() if name not in ("json", "child", "ways")},
+        "host_gigabytes_a_second": rates,
+        "rows": [asdict(row) for row in rows],
+    }
+    options.json.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

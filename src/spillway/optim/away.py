@@ -1,0 +1,165 @@
+"""What ``p.grad`` is when its bytes are on the host.
+
+A tensor in all that can be asked of it without reading bytes. What training loops do to gradients is noted and done on
+the host: autograd adds to it, ``clip_grad_norm_`` asks for its norm and scales it, ``GradScaler`` looks for infinities
+and unscales, ``zero_grad`` fills it with zeros or drops it. For any other operator the gradient is brought back for as
+long as that takes, and what was written goes out again: right, if not fast. Only views are refused: what somebody
+writes to one later would be lost.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from spillway.errors import UnsupportedError, UsageError
+
+if TYPE_CHECKING:
+    from spillway.optim.gradient import Gradient
+
+aten = torch.ops.aten
+_SAME = {aten.detach.default, aten.alias.default}
+_SCALE = {
+    aten.mul_.Tensor: "mul_",
+    aten.mul_.Scalar: "mul_",
+    aten.div_.Tensor: "div_",
+    aten.div_.Scalar: "div_",
+    aten._foreach_mul_.Scalar: "mul_",
+    aten._foreach_mul_.Tensor: "mul_",
+    aten._foreach_div_.Scalar: "div_",
+    aten._foreach_div_.Tensor: "div_",
+}
+_ZERO = {aten.zero_.default, aten._foreach_zero_.default}
+_CHECK = aten._amp_foreach_non_finite_check_and_unscale_.default
+
+
+class AwayGradient(torch.Tensor):
+    """A gradient on the host; it looks like one on the device. See the text of its module."""
+
+    _home: weakref.ref[Gradient]
+
+    @staticmethod
+    def __new__(cls: type[AwayGradient], home: Gradient, like: torch.Tensor, dtype: torch.dtype) -> AwayGradient:
+        away: AwayGradient = torch.Tensor._make_wrapper_subclass(
+            cls, like.shape, dtype=dtype, device=like.device, strides=like.stride()
+        )
+        # Weak: the optimizer holds the parameter, which holds this, in a way that the collector does not see.
+        away._home = weakref.ref(home)
+        return away
+
+    def __init__(self, home: Gradient, like: torch.Tensor, dtype: torch.dtype) -> None:
+        pass
+
+    @property
+    def home(self) -> Gradient:
+        """What it stands for."""
+        home = self._home()
+        if home is None:
+            raise UsageError(
+                "got a gradient whose optimizer is gone, expected it to live as long as its gradients are used; keep "
+                "the OffloadedOptimizer, or close() it first"
+            )
+        return home
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"AwayGradient(size={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}')"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        copied = self.home.restore()
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.home.restore().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        first = args[0] if args else None
+        if isinstance(first, AwayGradient):
+            if function in _SAME:
+                return first
+            if function is aten.add_.Tensor and not kwargs and _is_gradient(args[1], first):
+                first.home.arrive(args[1])
+                return first
+            if function is aten.linalg_vector_norm.default and len(args) <= 2 and not kwargs:
+                return first.home.norm(float(args[1]) if len(args) == 2 else 2.0)
+        if (function in _SCALE and _is_factor(args[1])) or function in _ZERO or function is _CHECK:
+            return _to_each(function, args)
+        return _brought_back(function, args, kwargs)
+
+
+def _to_each(function: Any, args: tuple[Any, ...]) -> Any:
+    """An operator on gradients of which some may be on the device."""
+    listed = isinstance(args[0], (list, tuple))
+    gradients = list(args[0]) if listed else [args[0]]
+    away = [gradient for gradient in gradients if isinstance(gradient, AwayGradient)]
+    here = [gradient for gradient in gradients if not isinstance(gradient, AwayGradient)]
+    if here:
+        function(here, *args[1:])
+    for gradient in away:
+        if function is _CHECK:
+            found, inverse = args[1:]
+            found.copy_(torch.maximum(found, gradient.home.has_nonfinite().to(found.device, found.dtype)))
+            gradient.home.scale("mul_", inverse)
+        elif function in _ZERO:
+            gradient.home.fill_with_zeros()
+        else:
+            gradient.home.scale(_SCALE[function], args[1])
+    return None if listed else args[0]
+
+
+def _brought_back(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run it on gradients that come back for that."""
+    back: dict[int, tuple[AwayGradient, torch.Tensor]] = {}
+
+    def bring(away: AwayGradient) -> torch.Tensor:
+        if id(away) not in back:
+            back[id(away)] = (away, away.home.restore())
+        return back[id(away)][1]
+
+    written = _written(function, args, kwargs)
+    result = function(*tree_map_only(AwayGradient, bring, args), **tree_map_only(AwayGradient, bring, kwargs))
+    for away, tensor in back.values():
+        if any(away is one for one in written):
+            away.home.replace(tensor)
+    of_tensor = {id(tensor): away for away, tensor in back.values()}
+    return tree_map_only(torch.Tensor, lambda tensor: of_tensor.get(id(tensor), tensor), result)
+
+
+def _written(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[AwayGradient]:
+    """The gradients that an operator writes to.
+
+    Raises:
+        UnsupportedError: if it gives views of one.
+    """
+    written = []
+    schema = function._schema
+    for index, argument in enumerate(schema.arguments):
+        given = args[index] if index < len(args) else kwargs.get(argument.name)
+        found = [one for one in tree_flatten(given)[0] if isinstance(one, AwayGradient)]
+        if found and argument.alias_info is not None:
+            if not argument.alias_info.is_write:
+                raise UnsupportedError(
+                    f"got {function} of a gradient that is on the host, expected no view of it: what is written to a "
+                    f"view would be lost; clone the gradient first, or make the optimizer with offload_gradients=False"
+                )
+            written += found
+    return written
+
+
+def _is_gradient(other: Any, away: AwayGradient) -> bool:
+    plain: Callable[[Any], bool] = lambda tensor: type(tensor) is torch.Tensor  # noqa: E731
+    return plain(other) and other.shape == away.shape and other.dtype == away.dtype and other.layout == torch.strided
+
+
+def _is_factor(other: Any) -> bool:
+    return isinstance(other, (int, float)) or (
+        isinstance(other, torch.Tensor) and other.ndim == 0 and not isinstance(other, AwayGradient)
+    )

@@ -1,0 +1,141 @@
+"""The parameters that step on their device, with masters there where they need one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from spillway.optim.kinds import step_of
+from spillway.optim.sharding import local_of
+from spillway.optim.states import MASTER, device_copy
+
+
+class DevicePart:
+    """Steps parameters where they are, by an optimizer of the user's class.
+
+    Args:
+        optimizer_class: the class.
+        given: what the user gave for it.
+    """
+
+    def __init__(self, optimizer_class: type[Optimizer], given: dict[str, Any]) -> None:
+        self._class = optimizer_class
+        self._given = given
+        self._step = step_of(optimizer_class)
+        self._inner: Optimizer | None = None
+        self._masters: dict[torch.Tensor, torch.nn.Parameter] = {}
+        self._versions: dict[torch.Tensor, int] = {}
+        self._work: dict[torch.Tensor, tuple[int, torch.dtype]] = {}
+
+    def __contains__(self, parameter: torch.Tensor) -> bool:
+        return parameter in self._work
+
+    def __iter__(self) -> Any:
+        return iter(self._work)
+
+    def add(self, parameter: torch.Tensor, group: int, work_dtype: torch.dtype) -> None:
+        """One that steps here."""
+        self._work[parameter] = (group, work_dtype)
+
+    def discard(self, parameter: torch.Tensor) -> dict[Any, Any]:
+        """One that does no more; its state, its master among it."""
+        state = self.state_of(parameter)
+        if self._inner is not None:
+            stepped = self._stepped(parameter)
+            if stepped is not None:
+                self._inner.state.pop(stepped, None)
+        self._masters.pop(parameter, None)
+        del self._work[parameter]
+        return state
+
+    def step(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Step those that have a gradient."""
+        taking = []
+        for index, group in enumerate(groups):
+            mine = [parameter for parameter, (of, _) in self._work.items() if of == index]
+            settings = {name: value for name, value in group.items() if name != "params"}
+            taking.append({**settings, "params": [self._prepared(one) for one in mine if one.grad is not None]})
+        taking = [group for group in taking if group["params"]]
+        if not taking:
+            return
+        inner = self._inner_with(taking)
+        inner.param_groups = taking
+        self._step(inner)
+        inner.param_groups = []
+        with torch.no_grad():
+            for parameter, master in self._masters.items():
+                if master.grad is not None:
+                    parameter.copy_(master)
+                    self._versions[parameter] = parameter._version
+                    master.grad = None
+
+    def state_of(self, parameter: torch.Tensor) -> dict[Any, Any]:
+        """As the plain optimizer would have it, and the master."""
+        stepped = self._stepped(parameter)
+        state = {} if self._inner is None or stepped is None else dict(self._inner.state.get(stepped, {}))
+        if stepped is not None and stepped is not parameter:
+            state[MASTER] = stepped.detach()
+        return state
+
+    def put_state(self, parameter: torch.Tensor, state: dict[Any, Any], settings: dict[str, Any]) -> None:
+        """Its state is this, on its device, copied there."""
+        dtype = self._work[parameter][1]
+        on_device = bool(settings.get("capturable") or settings.get("fused"))
+        state = {
+            key: device_copy(key, value, parameter, dtype, step_on_device=on_device) for key, value in state.items()
+        }
+        master = state.pop(MASTER, None)
+        if dtype != local_of(parameter).dtype and master is not None:
+            self._masters[parameter] = torch.nn.Parameter(master.to(dtype), requires_grad=False)
+            self._versions[parameter] = -1
+        stepped = self._masters.get(parameter, parameter)
+        inner = self._inner_with([{**settings, "params": [stepped]}])
+        inner.param_groups = []
+        if state:
+            inner.state[stepped] = state
+        else:
+            inner.state.pop(stepped, None)
+
+    def close(self) -> None:
+        """Give masters and state back."""
+        self._masters.clear()
+        self._inner = None
+
+    def _stepped(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        if self._work[parameter][1] == local_of(parameter).dtype:
+            return parameter
+        return self._masters.get(parameter)
+
+    @torch.no_grad()
+    def _prepared(self, parameter: torch.Tensor) -> torch.Tensor:
+        """What is stepped for it, with its gradient."""
+        dtype = self._work[parameter][1]
+        if dtype == local_of(parameter).dtype:
+            return parameter
+        master = self._masters.get(parameter)
+        if master is None:
+            master = self._masters[parameter] = torch.nn.Parameter(parameter.detach().to(dtype), requires_grad=False)
+        elif self._versions.get(parameter) != parameter._version:
+            # Somebody wrote to it. Where the master says the same, it says so more exactly.
+            fresh = parameter.detach()
+            master.copy_(torch.where(master.to(fresh.dtype) == fresh, master, fresh.to(dtype)))
+        assert parameter.grad is not None
+        master.grad = parameter.grad.to(dtype)
+        return master
+
+    def _inner_with(self, groups: list[dict[str, Any]]) -> Optimizer:
+        missing = [{**group, "params": [one for one in group["params"] if not self._has(one)]} for group in groups]
+        missing = [group for group in missing if group["params"]]
+        if missing or self._inner is None:
+            new = self._class(missing or groups, **self._given)
+            if self._inner is None:
+                self._inner = new
+            for parameter, state in new.state.items():
+                self._inner.state.setdefault(parameter, state)
+        return self._inner
+
+    def _has(self, parameter: torch.Tensor) -> bool:
+        return self._inner is not None and parameter in self._inner.state

@@ -1,0 +1,236 @@
+"""A parameter whose state, master and step are on the host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from spillway.errors import UnsupportedError, UsageError
+from spillway.optim.gradient import CHUNK, Gradient, Shared, Snapshot
+from spillway.optim.sharding import local_of
+from spillway.optim.traffic import flat, is_dense
+from spillway.runtime.arena import Block
+from spillway.runtime.backend import Event
+from spillway.runtime.bytes import Bytes
+from spillway.runtime.cpu import anonymous_pages
+
+_HUGE = 4 << 20
+
+
+class Piece:
+    """A part of a master, as a parameter of its own.
+
+    Args:
+        start: its first element, in the order in which they lie.
+        tensor: over the master's memory.
+    """
+
+    __slots__ = ("numel", "start", "tensor")
+
+    def __init__(self, start: int, tensor: torch.nn.Parameter) -> None:
+        self.start = start
+        self.numel = tensor.numel()
+        self.tensor = tensor
+
+
+class Held:
+    """A parameter of the user's, and what the host has of it.
+
+    Args:
+        parameter: the user's.
+        group: the index of its group.
+        shared: what belongs to its device.
+        work_dtype: of its master, and of the gradient that it is stepped with.
+        cut: whether it may be stepped in pieces.
+
+    Raises:
+        UnsupportedError: if its elements overlap, or leave gaps.
+    """
+
+    def __init__(
+        self, parameter: torch.Tensor, group: int, shared: Shared, work_dtype: torch.dtype, *, cut: bool
+    ) -> None:
+        self.parameter = parameter
+        self.group = group
+        self.shared = shared
+        self.work_dtype = work_dtype
+        local = self.local()
+        self._known = (local.shape, local.stride(), local.dtype, local.device)
+        if local.layout != torch.strided or not is_dense(local):
+            raise UnsupportedError(
+                f"got a parameter of shape {tuple(local.shape)}, strides {local.stride()}, {local.layout}, expected one "
+                f"whose elements fill its memory; make it contiguous, or give it to an optimizer of its own"
+            )
+        self.numel = local.numel()
+        self.cut = cut
+        self.gradient = Gradient(self, shared)
+        self.master: torch.Tensor | None = None
+        """In the parameter's shape and strides."""
+        self.block: Block | None = None
+        """Pinned memory under the master, if it has the parameter's own type."""
+        self.pieces: list[Piece] = []
+        self.known = False
+        """Whether the master was ever written."""
+        self._version: tuple[int, int] | None = None
+        self.state: dict[Any, Any] = {}
+        """As the plain optimizer would have it, over the pieces' own."""
+        self.back: Event | None = None
+        """The end of the last copy from ``block``."""
+        self.coming: Event | None = None
+        """When the parameter is what the last step made of it."""
+
+    @property
+    def has_master(self) -> bool:
+        """Whether the master is of another type than the parameter."""
+        return self.work_dtype != self._known[2]
+
+    def local(self) -> torch.Tensor:
+        """The parameter's own bytes, on the device."""
+        return local_of(self.parameter)
+
+    def check(self) -> None:
+        """Raise if the parameter is no longer what it was when it was given."""
+        local = self.local()
+        now = (local.shape, local.stride(), local.dtype, local.device)
+        if now != self._known:
+            raise UsageError(
+                f"got a parameter of {_described(*now)}, expected {_described(*self._known)}, as it was when the "
+                f"optimizer was made; move, cast or resize a model before its optimizer is made"
+            )
+
+    def changed(self) -> bool:
+        """Whether somebody wrote to the parameter, as far as its version tells."""
+        return self._version != self._now()
+
+    def written(self) -> None:
+        """The parameter is to be what the master says, when what is queued is done."""
+        local = self.local()
+        for tensor in {id(self.parameter): self.parameter, id(local): local}.values():
+            # Autograd refuses to go back through what was computed with the parameter as it was.
+            torch.autograd.graph.increment_version(tensor)
+        self._version = self._now()
+
+    def _now(self) -> tuple[int, int]:
+        return self.parameter._version, self.local()._version
+
+    # All below is for the host lane.
+
+    def new_host_tensor(self, dtype: torch.dtype) -> torch.Tensor:
+        """Memory on the host in the parameter's shape and strides, unwritten."""
+        nbytes = self.numel * dtype.itemsize
+        if nbytes < _HUGE:
+            empty = torch.empty(self.numel, dtype=dtype, device="cpu")
+        else:
+            empty = anonymous_pages(nbytes, huge=True).view(dtype)
+        shape, strides, *_ = self._known
+        return empty.as_strided(shape, strides)
+
+    def make_master(self) -> torch.Tensor:
+        """Memory for the master, and its pieces."""
+        assert self.master is None
+        shape, strides, dtype, _ = self._known
+        if self.has_master:
+            self.master = self.new_host_tensor(self.work_dtype)
+        else:
+            self.block = self.shared.traffic.pinned(self.numel * dtype.itemsize)
+            self.master = flat(self.block, dtype, self.numel).as_strided(shape, strides)
+        if self.cut and self.numel > CHUNK:
+            parts = [(start, self.flat_master()[start : start + CHUNK]) for start in range(0, self.numel, CHUNK)]
+        else:
+            parts = [(0, self.master)]
+        self.pieces = [Piece(start, torch.nn.Parameter(part, requires_grad=False)) for start, part in parts]
+        return self.master
+
+    def flat_master(self) -> torch.Tensor:
+        """The master in the order in which its elements lie."""
+        assert self.master is not None
+        return self.master.as_strided((self.numel,), (1,))
+
+    def take(self, after: Event) -> None:
+        """The master is what the parameter is after an event; unless it says the same, more exactly."""
+        traffic = self.shared.traffic
+        sent = traffic.fetch(self.local(), after)
+        if self.master is None:
+            self.make_master()
+        values = sent.read(traffic)
+        master = self.flat_master()
+        self._touch(write=True)
+        for start in range(0, self.numel, CHUNK):
+            part, new = master[start : start + CHUNK], values[start : start + CHUNK]
+            if not self.known or not self.has_master or not _same_bits(part.to(new.dtype), new):
+                part.copy_(new)
+        self.known = True
+        traffic.give_back(sent.block)
+
+    def put_master(self, master: torch.Tensor) -> None:
+        """The master is this, if the parameter says the same at the next step."""
+        self.begin_step()
+        self.flat_master().copy_(master.as_strided((self.numel,), (1,)))
+        self.known = True
+        self._version = None
+
+    def whole(self, values: Snapshot) -> torch.Tensor:
+        """The gradient in the type of the step, with its factors, in the parameter's shape."""
+        return self.part(values, 0, self.numel, None).as_strided(*self._known[:2])
+
+    def part(self, values: Snapshot, start: int, numel: int, scratch: torch.Tensor | None) -> torch.Tensor:
+        """Elements of the gradient in the type of the step, with its factors. Scratch is used if a cast needs it."""
+        traffic = self.shared.traffic
+        if values.sum is not None:
+            found = values.sum.tensor[start : start + numel]
+        else:
+            assert values.raw is not None
+            raw = values.raw.read(traffic)[start : start + numel]
+            if values.kept:
+                found = raw.to(self.work_dtype) if scratch is None else scratch[:numel].copy_(raw)
+            else:
+                if values.factors:
+                    traffic.host_view(values.raw.block, values.raw.dtype, self.numel, write=True)
+                found = raw
+        for factor in values.factors:
+            factor.apply(found)
+        return found
+
+    def send_back(self, piece: Piece, after: Event) -> Event:
+        """Queue a piece's way to the device."""
+        traffic = self.shared.traffic
+        local = self.local()
+        start, itemsize = piece.start, local.dtype.itemsize
+        if self.block is not None:
+            part = Bytes(self.block.storage, self.block.start + start * itemsize, piece.numel * itemsize)
+            self.back = traffic.receive(local, start * itemsize, part, after)
+            return self.back
+        nbytes = piece.numel * itemsize
+        block = traffic.stage(nbytes)
+        master = self.flat_master()[start : start + piece.numel]
+        traffic.host_view(block, local.dtype, piece.numel, write=True).copy_(master)
+        back = traffic.receive(local, start * itemsize, block.first(nbytes), after)
+        traffic.staged(block, back)
+        return back
+
+    def begin_step(self) -> None:
+        """The master is about to be written."""
+        if self.back is not None:
+            self.back.synchronize()
+            self.back = None
+        self._touch(write=True)
+
+    def give_up(self) -> None:
+        """Give pinned memory back."""
+        self.gradient.clear()
+        if self.block is not None:
+            self.shared.traffic.give_back(self.block, *(() if self.back is None else (self.back,)))
+            self.block = None
+
+    def _touch(self, *, write: bool) -> None:
+        if self.block is not None:
+            self.shared.traffic.backend.host_access(self.block, write=write)
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+def _described(shape: Any, strides: Any, dtype: torch.dtype, device: torch.device) -> str:
+    return f"shape {tuple(shape)}, strides {tuple(strides)}, {dtype}, on {device}"

@@ -1,0 +1,30 @@
+"""Which parameters are held on the host: a pure choice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def held_of(sizes: Sequence[int], fraction: float, *, last_first: bool = True) -> list[bool]:
+    """Which of some parameters are held, so that they are at least a fraction of all elements.
+
+    Args:
+        sizes: elements of each, in the order of the model.
+        fraction: from 0 to 1.
+        last_first: hold the last ones. Their gradients come first in backward, so that those that come last, and are
+            wanted first in the next forward, step on the device.
+
+    Example:
+        >>> held_of([4, 4, 2], 0.5)
+        [False, True, True]
+    """
+    wanted = fraction * sum(sizes)
+    held = [False] * len(sizes)
+    taken = 0
+    order = range(len(sizes))
+    for index in reversed(order) if last_first else order:
+        if taken >= wanted:
+            break
+        held[index] = True
+        taken += sizes[index]
+    return held

@@ -1,0 +1,47 @@
+"""How many threads the host's step computes with."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import torch
+
+from spillway.errors import UsageError
+from spillway.runtime.host_memory import local_ranks
+
+_MOST = 16
+
+
+def thread_count(threads: int | None) -> int:
+    """What was asked for; else one a CPU that this process may run on, shared by the ranks of the machine, up to 16.
+
+    Raises:
+        UsageError: if it is no number of threads.
+    """
+    if threads is not None:
+        if not isinstance(threads, int) or isinstance(threads, bool) or threads < 1:
+            raise UsageError(f"threads: got {threads!r}, expected a whole number of at least 1, or None")
+        return threads
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(_MOST, cpus // local_ranks()))
+
+
+def begin_with(threads: int) -> Callable[[], None]:
+    """What the thread of the host lane does first: the number of OpenMP's threads belongs to the thread that asks."""
+
+    def begin() -> None:
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        # Threads that begin later ask for the number that was set last, by anybody.
+        _restore(before)
+
+    return begin
+
+
+def _restore(threads: int) -> None:
+    from threading import Thread
+
+    thread = Thread(target=torch.set_num_threads, args=(threads,))
+    thread.start()
+    thread.join()

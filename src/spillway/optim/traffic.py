@@ -1,0 +1,202 @@
+"""The way of gradients off a device and of parameters back: lanes, windows, and pinned memory.
+
+A gradient that leaves is held until its copy is done. The window bounds the bytes that are held so: past it, the stream
+that the gradient came from waits for the oldest copy, and lets it go. That goes by program order, not by the clock, so
+that a step's peak is the same every time.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+
+from spillway.runtime.arena import Block
+from spillway.runtime.backend import Event, Lane
+from spillway.runtime.bytes import Bytes
+from spillway.runtime.device import DeviceRuntime
+from spillway.runtime.labels import label
+from spillway.runtime.ledger import Stalls
+
+STAGING = 64 << 20
+"""Bytes that wait for the lane to the device at once."""
+
+
+class Sent(NamedTuple):
+    """Bytes on the host, after an event."""
+
+    block: Block
+    arrived: Event
+    dtype: torch.dtype
+    numel: int
+
+    def read(self, traffic: Traffic) -> torch.Tensor:
+        """Them, flat, when they are there; for the host lane."""
+        self.arrived.synchronize()
+        return traffic.host_view(self.block, self.dtype, self.numel, write=False)
+
+
+class _Leaving(NamedTuple):
+    storage: torch.UntypedStorage
+    nbytes: int
+    copied: Event
+    compute: Lane
+
+
+class Traffic:
+    """Both ways of one device.
+
+    Args:
+        runtime: of the device.
+    """
+
+    def __init__(self, runtime: DeviceRuntime) -> None:
+        self.backend = runtime.backend
+        self.arena = runtime.arena
+        self.window = runtime.window
+        self._out = self.backend.lane("gradients")
+        self._back = self.backend.lane("parameters")
+        self._leaving: deque[_Leaving] = deque()
+        self._leaving_bytes = 0
+        self._staged: deque[tuple[Block, Event]] = deque()
+        self._staged_bytes = 0
+        self._lock = threading.Lock()
+        self.waits = Stalls()
+        """How long the device waited for gradients to leave, and for parameters."""
+        self.sent_bytes = 0
+        self.received_bytes = 0
+
+    def send(self, tensor: torch.Tensor) -> Sent:
+        """Queue a copy of a dense tensor's bytes, in the order in which they lie, behind what computes it."""
+        source = memory_of(tensor)
+        with label("gradient leaves"), self._lock:
+            compute = self.backend.compute()
+            while self._leaving and self._leaving_bytes + source.nbytes > self.window:
+                self._let_go()
+            block = self.arena.allocate(max(source.nbytes, 1))
+            self.backend.wait(self._out, self.backend.record(compute))
+            copied = self._copy_out(block, source)
+            self._leaving.append(_Leaving(source.storage, source.nbytes, copied, compute))
+            self._leaving_bytes += source.nbytes
+            self.sent_bytes += source.nbytes
+        return Sent(block, copied, tensor.dtype, tensor.numel())
+
+    def fetch(self, tensor: torch.Tensor, after: Event) -> Sent:
+        """The same, of a tensor that stays, once ``after`` is reached; from the host lane."""
+        source = memory_of(tensor)
+        with self._lock:
+            block = self.arena.allocate(max(source.nbytes, 1))
+            self.backend.wait(self._out, after)
+            copied = self._copy_out(block, source)
+        return Sent(block, copied, tensor.dtype, tensor.numel())
+
+    def receive(self, tensor: torch.Tensor, start: int, block: Bytes, after: Event) -> Event:
+        """Queue a copy into a dense tensor's bytes from byte ``start``, once ``after`` is reached."""
+        target = memory_of(tensor)
+        with self._lock:
+            if block.nbytes:
+                self.backend.wait(self._back, after)
+                self.backend.copy(self._back, Bytes(target.storage, target.start + start, block.nbytes), block)
+                self.received_bytes += block.nbytes
+            return self.backend.record(self._back)
+
+    def pinned(self, nbytes: int) -> Block:
+        """Pinned memory that may be written now; for the host lane."""
+        block = self.arena.allocate(max(nbytes, 1))
+        for event in block.after:
+            event.synchronize()
+        return block
+
+    def stage(self, nbytes: int) -> Block:
+        """The same, for what is on its way to the device at once; past a few of them the oldest is waited for."""
+        while self._staged and self._staged_bytes + nbytes > STAGING:
+            self._unstage()
+        return self.pinned(nbytes)
+
+    def staged(self, block: Block, copied: Event) -> None:
+        """What was staged is on its way."""
+        self._staged.append((block, copied))
+        self._staged_bytes += block.nbytes
+
+    def unstage(self) -> None:
+        """Nothing more comes: give back what is staged, after its copies."""
+        while self._staged:
+            block, copied = self._staged.popleft()
+            self._staged_bytes -= block.nbytes
+            self.arena.free(block, (copied,))
+
+    def _unstage(self) -> None:
+        block, copied = self._staged.popleft()
+        self._staged_bytes -= block.nbytes
+        copied.synchronize()
+        self.arena.free(block)
+
+    def ready(self, tensors: Iterable[torch.Tensor]) -> Event:
+        """All that the calling thread's compute lane was given by now, which writes some tensors, among others."""
+        for tensor in tensors:
+            self.backend.compute_access(memory_of(tensor))
+        return self.now()
+
+    def now(self) -> Event:
+        """All that the calling thread's compute lane was given by now."""
+        return self.backend.record(self.backend.compute())
+
+    def wait(self, event: Event) -> None:
+        """The calling thread's compute lane waits."""
+        self.backend.timed_wait(self.backend.compute(), event, self.waits)
+
+    def settle(self) -> None:
+        """Let go of all gradients that are on their way: compute waits for them."""
+        with self._lock:
+            while self._leaving:
+                self._let_go()
+
+    def give_back(self, block: Block, *after: Event) -> None:
+        """A block whose bytes nobody needs after the events."""
+        self.arena.free(block, after)
+
+    def host_view(self, block: Bytes, dtype: torch.dtype, numel: int, *, write: bool) -> torch.Tensor:
+        """A block's bytes as a flat tensor, for the host lane."""
+        self.backend.host_access(block.first(numel * dtype.itemsize), write=write)
+        return flat(block, dtype, numel)
+
+    def _copy_out(self, block: Block, source: Bytes) -> Event:
+        for event in block.after:
+            self.backend.wait(self._out, event)
+        if source.nbytes:
+            self.backend.copy(self._out, block.first(source.nbytes), source)
+        return self.backend.record(self._out)
+
+    def _let_go(self) -> None:
+        oldest = self._leaving.popleft()
+        self._leaving_bytes -= oldest.nbytes
+        self.backend.timed_wait(oldest.compute, oldest.copied, self.waits)
+        self.backend.hand_back(oldest.storage, (oldest.compute,))
+
+
+def memory_of(tensor: torch.Tensor) -> Bytes:
+    """The bytes of a dense tensor, whatever its strides."""
+    start = int(tensor.storage_offset()) * tensor.itemsize
+    return Bytes(tensor.untyped_storage(), start, tensor.numel() * tensor.itemsize)
+
+
+def flat(block: Bytes, dtype: torch.dtype, numel: int) -> torch.Tensor:
+    """A block's first bytes as a flat tensor."""
+    empty = torch.empty(0, dtype=dtype, device="cpu")
+    return empty.set_(block.storage, block.start // dtype.itemsize, (numel,), (1,))
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's elements fill a range of bytes, each once."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 0:
+            return True
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
