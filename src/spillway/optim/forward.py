@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from spillway.blocks import find_blocks
+from spillway.blocks import Blocks, find_blocks
 from spillway.errors import UsageError
 
 Wait = Callable[[Iterable[Tensor]], None]
@@ -25,17 +25,20 @@ class ForwardOverlap:
         model: the model.
         wait: lets compute wait for some parameters.
         wait_for_all: lets compute wait for all of them.
+        blocks: which modules are the blocks, as for :func:`spillway.attach`.
 
     Raises:
-        UsageError: if it is no module.
+        UsageError: if it is no module, or has none that are blocks.
     """
 
-    def __init__(self, model: Module, wait: Wait, wait_for_all: Callable[[], None]) -> None:
+    def __init__(
+        self, model: Module, wait: Wait, wait_for_all: Callable[[], None], *, blocks: Blocks | None = None
+    ) -> None:
         if not isinstance(model, Module):
             raise UsageError(f"model: got {type(model).__name__}, expected a torch.nn.Module")
         self._wait = wait
         self._handles = []
-        blocks = [named.module for named in find_blocks(model)]
+        blocks = [named.module for named in find_blocks(model, blocks)]
         inside = [module for block in blocks for module in block.modules()]
         outside = {
             id(parameter) for module in model.modules() if module not in set(inside) for parameter in _own(module)

@@ -59,8 +59,8 @@ class Held:
         self._known = (local.shape, local.stride(), local.dtype, local.device)
         if local.layout != torch.strided or not is_dense(local):
             raise UnsupportedError(
-                f"got a parameter of shape {tuple(local.shape)}, strides {local.stride()}, {local.layout}, expected one "
-                f"whose elements fill its memory; make it contiguous, or give it to an optimizer of its own"
+                f"got a parameter of shape {tuple(local.shape)}, strides {local.stride()}, {local.layout}, expected "
+                f"one whose elements fill its memory; make it contiguous, or give it to an optimizer of its own"
             )
         self.numel = local.numel()
         self.cut = cut

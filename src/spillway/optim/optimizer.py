@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from spillway.blocks import Blocks
 from spillway.errors import UnsupportedError, UsageError
 from spillway.optim.away import AwayGradient
 from spillway.optim.device_part import DevicePart
@@ -153,7 +154,7 @@ class OffloadedOptimizer(Optimizer):
             group = self.param_groups[-1]
             self._place([(len(self.param_groups) - 1, parameter) for parameter in group["params"]])
 
-    def overlap_forward(self, model: torch.nn.Module) -> None:
+    def overlap_forward(self, model: torch.nn.Module, *, blocks: Blocks | None = None) -> None:
         """From now on :meth:`step` returns early, and each block waits for its parameters when it is called.
 
         What is read of a parameter by other means than a call of the module that has it must come after
@@ -161,8 +162,12 @@ class OffloadedOptimizer(Optimizer):
 
         Args:
             model: whose parameters these are; as it is called, wrapped and all.
+            blocks: which of its modules are blocks, as for :func:`spillway.attach`. ``None``: those that repeat.
+
+        Raises:
+            UsageError: if none are.
         """
-        overlap = ForwardOverlap(model, self._wait_for, self.synchronize)
+        overlap = ForwardOverlap(model, self._wait_for, self.synchronize, blocks=blocks)
         self._overlapping.append(overlap)
         self._stop.callback(overlap.remove)
 

@@ -97,9 +97,7 @@ class CapturingBackend(Backend):
         self._inner.copy(lane, destination, source)
 
     def host_lane(self, name: str, begin: Callable[[], None] | None = None) -> HostLane:
-        raise UnsupportedError(
-            "got host work in a CUDA graph's capture, expected it outside: a graph replays the device"
-        )
+        raise UnsupportedError("got host work in a capture, expected it outside: a graph replays the device alone")
 
     def run(self, task: Task) -> Event:
         raise UnsupportedError(
