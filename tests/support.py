@@ -9,11 +9,15 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import subprocess
+import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -221,4 +225,17 @@ class SlowBackend(CpuBackend):
 def session_on(backend: Any, way: Way, events: EventList, path: str | os.PathLike[str]) -> spillway.Session:
     return spillway.Session(
         backend=backend, window=way.window, spill_directory=path, allow_memory_filesystem=True, recorder=events
+    )
+
+
+def run_script(text: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run Python's ``text`` in a process of its own, which imports the same Spillway."""
+    source = str(Path(spillway.__file__).parent.parent)
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(text)],
+        env={**os.environ, "PYTHONPATH": source, **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -104,6 +104,86 @@ def test_two_graphs_of_one_stream_have_slots_of_their_own(adversary: AdversaryBa
         assert session.used_bytes == (0, 0)
 
 
+def test_what_a_step_before_saved_of_the_same_tensor_is_not_shared(
+    adversary: AdversaryBackend, session: spillway.Session
+) -> None:
+    """A static input, say: the note that its handle has died is not read before the capture saves it, too."""
+    net, context = model(), offload(session)
+    x = torch.linspace(-1, 1, 16 * 64).view(16, 64).requires_grad_()
+
+    def run() -> list[torch.Tensor]:
+        with context:
+            loss = net(x).sum()
+        loss.backward()
+        return gradients(net)
+
+    plain = [run() for _ in range(3)][-1]
+    with adversary.capturing():
+        captured = run()
+    assert all(map(torch.equal, captured, plain))
+    session.release_graphs()
+    session.synchronize()
+    assert session.used_bytes == (0, 0)
+
+
+def test_a_step_may_save_what_a_capture_saved_and_outlive_the_graph(adversary: AdversaryBackend) -> None:
+    with spillway.Session(backend=adversary.serve, window=0) as session:
+        weight = torch.linspace(-1, 1, 1024).requires_grad_()
+
+        def run(hidden: torch.Tensor) -> torch.Tensor:
+            with offload(session):
+                return (hidden * weight).exp().sin().sum()
+
+        run(torch.linspace(1, 2, 1024)).backward()
+        weight.grad = None
+        with adversary.capturing():
+            hidden = torch.linspace(1, 2, 1024)
+            run(hidden).backward()
+        plain, weight.grad = weight.grad, None
+        loss = run(hidden)
+        del hidden
+        session.release_graphs()
+        loss.backward()
+        assert plain is not None
+        assert weight.grad is not None
+        assert torch.equal(weight.grad, plain)
+        session.synchronize()
+        assert session.used_bytes == (0, 0)
+
+
+def test_slots_are_found_among_those_of_other_sizes(adversary: AdversaryBackend) -> None:
+    """Free neighbours are joined for them, which is where an arena asks for events otherwise."""
+    with spillway.Session(backend=adversary.serve, window=0) as session:
+        context = offload(session)
+
+        def run(count: int) -> None:
+            x = torch.linspace(-1, 1, count).requires_grad_()
+            with context:
+                hidden = x
+                for _ in range(4):
+                    hidden = hidden.exp().sin()
+                loss = hidden.sum()
+            loss.backward()
+
+        for count in (1024, 2048):
+            run(count)
+        for _ in range(3):
+            with adversary.capturing():
+                run(1024)
+            assert context.stats().notes == ()
+            assert context.stats().offloaded_bytes > 0
+
+
+def test_what_a_step_left_behind_may_die_in_a_capture(adversary: AdversaryBackend, session: spillway.Session) -> None:
+    """Compute cannot wait there for what is on its way out, so that is given back when it can."""
+    context = offload(session)
+    loss = forward(model(), context)
+    with adversary.capturing():
+        del loss
+    session.synchronize()
+    assert session.used_bytes == (0, 0)
+
+
 def test_without_a_step_before_everything_stays_and_that_is_said(adversary: AdversaryBackend) -> None:
     with spillway.Session(backend=adversary.serve, window=0) as session:
         net, context = model(), offload(session)
@@ -168,6 +248,40 @@ def test_a_region_that_was_tried_before_is_captured(
     with adversary.capturing():
         captured = run()
     assert all(map(torch.equal, captured, plain))
+
+
+def test_regions_outside_of_any_context_are_captured_apart_from_others(
+    adversary: AdversaryBackend, session: spillway.Session
+) -> None:
+    """They share a pass with those before them whose backward has not come: not with those of another runtime."""
+    region = partial(spillway.recompute, preserve_rng_state=False, session=session, offload="inputs")
+    # What is saved outside of any context leaves from 1 MiB on.
+    weight = torch.linspace(-1, 1, 1 << 18).requires_grad_()
+
+    def begin(call: Callable[..., Any] = region) -> torch.Tensor:
+        hidden = torch.linspace(1, 2, 1 << 18).requires_grad_() * 1
+        for _ in range(4):
+            hidden = call(lambda hidden: (hidden * weight).tanh(), hidden)
+        return hidden.sum()
+
+    def end(loss: torch.Tensor) -> torch.Tensor:
+        loss.backward()
+        gradient, weight.grad = weight.grad, None
+        assert gradient is not None
+        return gradient
+
+    plain = end(begin(lambda block, hidden: block(hidden)))
+    for _ in range(2):
+        assert torch.equal(end(begin()), plain)
+    assert session.stats().offloaded_bytes > 0
+    before = begin()
+    with adversary.capturing():
+        assert torch.equal(end(begin()), plain)
+        captured = begin()
+    assert torch.equal(end(begin()), plain)
+    assert torch.equal(end(before), plain)
+    with adversary.capturing():
+        assert torch.equal(end(captured), plain)
 
 
 def waits_for_anything(self: Any, lane: Any, event: Any) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import spillway
+from support import run_script
 
 pytestmark = pytest.mark.gpu
 
@@ -125,6 +126,9 @@ class Offloaded(nn.Module):
         return result
 
 
+# Torch says so of its own function with a plain module, too: the outputs of its warm-up, on another stream, are alive
+# while it captures, and the nodes of the parameters with them.
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match:UserWarning")
 def test_graphed_callables_capture_forward_and_backward_apart(session: spillway.Session) -> None:
     def gradients(session: spillway.Session | None) -> list[torch.Tensor]:
         block = Offloaded(session).to(DEVICE)
@@ -168,34 +172,82 @@ def test_regions_that_were_tried_before_are_captured(session: spillway.Session, 
         assert all(map(torch.equal, ours(x), plain(x)))
 
 
-def test_a_region_that_was_not_tried_is_refused() -> None:
-    net = Net().to(DEVICE)
-    x = torch.randn(ROWS, WIDTH, device=DEVICE, requires_grad=True)
-    net(x).sum().backward()
-    with spillway.Session() as session:
-        region = partial(spillway.recompute, preserve_rng_state=False, session=session)
-        with offload(session, policy=spillway.policies.Keep()):
-            loss = net(x, region).sum()
+# A capture that ends with an error is broken on purpose here. Should anything go wrong with it, torch leaves the stream
+# and the generators of the process as they are in a capture: so it is a process of its own.
+REFUSED = """
+    import contextlib, functools, gc
+    import torch, spillway
+    from torch import nn
+
+    torch.manual_seed(0)
+    blocks = nn.ModuleList(nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(3)).to("cuda")
+    x = torch.randn(512, 256, device="cuda", requires_grad=True)
+    leaves = (x, *blocks.parameters())
+    side = torch.cuda.Stream()
+
+    def forward(context, call):
+        with context:
+            hidden = x
+            for block in blocks:
+                hidden = call(block, hidden)
+            return hidden.square().mean()
+
+    def aside(work):
+        for leaf in leaves:
+            leaf.grad = None
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            work()
+        torch.cuda.current_stream().wait_stream(side)
+        for leaf in leaves:
+            leaf.grad = None
+
+    def captured(context, call, warm=3):
+        for _ in range(warm):
+            aside(lambda: forward(context, call).backward())
         graph = torch.cuda.CUDAGraph()
-        with pytest.raises(spillway.UnsupportedError, match="found right before"), torch.cuda.graph(graph):
-            loss.backward()
-    torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            forward(context, call).backward()
+        graph.replay()
+        torch.cuda.synchronize()
+        return [leaf.grad.clone() for leaf in leaves]
+
+    def plainly(block, hidden):
+        return block(hidden)
+
+    with spillway.Session(window=0) as session:
+        offload = functools.partial(spillway.offload, session=session, min_bytes=0)
+        keep = offload(policy=spillway.policies.Keep())
+        region = functools.partial(spillway.recompute, preserve_rng_state=False, session=session)
+        wanted = captured(contextlib.nullcontext(), plainly)
+        # Its kernels are loaded: whether that may happen in a capture is not what is asked here.
+        aside(lambda: forward(keep, {call}))
+        try:
+            captured({refused}, {call}, warm=0)
+        except spillway.UnsupportedError as error:
+            print("refused:", error)
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.randn(8, device="cuda")
+        assert all(map(torch.equal, captured({instead}, {call}), wanted))
+        print("goes on")
+"""
 
 
-def test_the_disk_is_refused_in_a_capture() -> None:
-    net = Net().to(DEVICE)
-    x = torch.randn(ROWS, WIDTH, device=DEVICE, requires_grad=True)
-    net(x).sum().backward()
-    graph = torch.cuda.CUDAGraph()
-
-    def forward(session: spillway.Session) -> None:
-        with offload(session, tier="disk"):
-            net(x)
-
-    with (
-        spillway.Session() as session,
-        pytest.raises(spillway.UnsupportedError, match="disk"),
-        torch.cuda.graph(graph),
-    ):
-        forward(session)
-    torch.cuda.synchronize()
+@pytest.mark.parametrize(
+    ("refused", "instead", "call", "why"),
+    [
+        ("keep", "keep", "region", "found right before"),
+        ("offload(tier='disk')", "offload(tier='host')", "plainly", "tier='host'"),
+    ],
+    ids=["a region that was not tried", "the disk"],
+)
+def test_what_cannot_be_captured_is_refused_and_the_process_goes_on(
+    refused: str, instead: str, call: str, why: str
+) -> None:
+    done = run_script(REFUSED.format(refused=refused, instead=instead, call=call))
+    assert done.returncode == 0, done.stdout + done.stderr
+    refusal, *others = done.stdout.splitlines()
+    assert refusal.startswith("refused:")
+    assert why in refusal
+    assert others == ["goes on"]

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import spillway
+from support import run_script
 
 pytestmark = pytest.mark.gpu
 
@@ -96,18 +97,6 @@ def test_a_hundred_steps_of_training_are_bit_for_bit(device: torch.device) -> No
         for tier in ("host", "disk"):
             ours = train(spillway.offload(session=session, min_bytes=0, tier=tier))
             assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
-
-
-def run_script(text: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    source = str(Path(spillway.__file__).parent.parent)
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(text)],
-        env={**os.environ, "PYTHONPATH": source, **environment},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
 
 
 TRAIN = """

@@ -169,6 +169,11 @@ class Pass:
         courses = [device.course for device in self._devices.values() if not device.course.is_empty]
         return bool(courses) and all(course.was_dropped for course in courses)
 
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether a capture has begun or ended since it began: what it queues, it would queue where it cannot."""
+        return any(self._owner.runtime(device) is not each.runtime for device, each in self._devices.items())
+
     def nothing(self, device: torch.device) -> torch.Tensor:
         """An empty tensor there, for trackers."""
         nothing = self._nothing.get(device)
@@ -358,7 +363,7 @@ class Pass:
         if whole and not (recipe.conj or recipe.neg):
             saved.form = recipe
         self.decider.offloaded_bytes += nbytes
-        runtime.mover.see()
+        runtime.mover.see(saved)
         handle = AwayHandle(tensor, saved, recipe, runtime)
         course = device.course
         saved.course = course

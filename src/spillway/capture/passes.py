@@ -12,7 +12,8 @@ class Passes(threading.local):
     """The passes of one session that the calling thread has entered, the innermost last.
 
     Where there is none, a pass is opened that nobody has entered. It ends when backward has begun to ask for what was
-    saved in it, or nobody can any more: what is saved after that belongs to another forward.
+    saved in it, or nobody can any more: what is saved after that belongs to another forward. So does what is captured
+    into a graph, when what came before was not, and the other way round.
     """
 
     def __init__(self) -> None:
@@ -36,6 +37,10 @@ class Passes(threading.local):
         """The innermost, or one that is open to all."""
         if self._entered:
             return self._entered[-1]
+        if self.open is not None and self.open.is_elsewhere:
+            # What waits in it stays on the device.
+            self.open.end(completed=False)
+            self.open = None
         if self.open is None or self.open.was_asked or self.open.was_dropped:
             if self.open is not None:
                 self.open.end(completed=True)

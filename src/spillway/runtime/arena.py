@@ -70,8 +70,13 @@ class _Slab:
             self.free.insert(index, (offset + nbytes, length - nbytes, after))
         return Block(self, offset, nbytes, after)
 
-    def mend(self, block: Block) -> None:
-        """Put a block back, joined with its free neighbours."""
+    def mend(self, block: Block, *, asks: bool) -> None:
+        """Put a block back, joined with its free neighbours.
+
+        Args:
+            block: of this slab.
+            asks: whether events may be asked if they have been reached: those that have are forgotten.
+        """
         offset, nbytes, after = block.start, block.nbytes, block.after
         index = bisect.bisect(self.free, offset, key=lambda item: item[0])
         if index < len(self.free) and self.free[index][0] == offset + nbytes:
@@ -81,7 +86,9 @@ class _Slab:
             offset, length, events = self.free.pop(index - 1)
             nbytes, after = nbytes + length, (*events, *after)
             index -= 1
-        self.free.insert(index, (offset, nbytes, tuple(event for event in after if not event.query())))
+        if asks:
+            after = tuple(event for event in after if not event.query())
+        self.free.insert(index, (offset, nbytes, after))
 
 
 class Arena:
@@ -118,7 +125,7 @@ class Arena:
         Args:
             nbytes: how many.
             over_cap: pass the cap rather than fail.
-            grows: whether slabs may be made, or given back.
+            grows: whether slabs may be made, or given back, and events be asked: not in a capture.
 
         Raises:
             TierFullError: when it fits in no slab, and another one would pass the cap or could not be made once.
@@ -156,7 +163,7 @@ class Arena:
     def trim(self) -> int:
         """Give slabs that nobody uses back to the system; returns their bytes."""
         with self._lock:
-            self._empty_bins()
+            self._empty_bins(asks=True)
             idle = [slab for slab in self._slabs if slab.free and slab.free[0][1] == slab.nbytes]
             for slab in idle:
                 for event in slab.free[0][2]:
@@ -190,15 +197,15 @@ class Arena:
                 same_size = self._bins[block.nbytes] = []
             same_size.append(block)
 
-    def _empty_bins(self) -> None:
+    def _empty_bins(self, *, asks: bool) -> None:
         self._fill_bins()
         for blocks in self._bins.values():
             for block in blocks:
-                block.slab.mend(block)
+                block.slab.mend(block, asks=asks)
         self._bins.clear()
 
     def _cut(self, nbytes: int, *, over_cap: bool, grows: bool) -> Block:
-        self._empty_bins()
+        self._empty_bins(asks=grows)
         for slab in self._slabs:
             index = slab.smallest_fit(nbytes)
             if index is not None:

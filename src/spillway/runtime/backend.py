@@ -142,6 +142,10 @@ class Backend(ABC):
         """Whether what the calling thread's compute lane is given is captured into a graph: see ``capturing.py``."""
         return False
 
+    def may_wait(self) -> bool:
+        """Whether the calling thread's compute lane may wait for whatever was queued: not inside of a capture."""
+        return not self.is_capturing()
+
     def capture(self) -> int | None:
         """A number for that capture; ``None`` for none."""
         return None

@@ -9,10 +9,13 @@ without any of this code. So
   capture begins. And what an earlier capture noted has been replayed by then, since graphs that share tensors are
   replayed in the order in which they were captured. Such waits are left out;
 * nobody may ask whether an event has been reached, and no time can be taken;
+* what an earlier step left behind may die meanwhile. It is given back later (NOTE [ Handles die anywhere ]);
 * memory cannot be registered meanwhile: slots come from slabs that are there, which the steps before the capture have
   left (torch asks for some of these, too). What does not fit stays on the device, and a note says so;
 * its slots are its own for as long as the graph may be replayed. They are never handed out again, until
   ``Session.release_graphs`` says that the graphs are gone;
+* so it shares no copy with what is not captured. That of an earlier step is given back when that step has ended, and a
+  captured one holds nothing before the first replay. What both save of one tensor is copied by each;
 * a capture must end with one stream: when a pass ends, compute waits for all copies out;
 * host work cannot be part of it, so there is no disk.
 """
@@ -67,6 +70,10 @@ class CapturingBackend(Backend):
 
     def is_capturing(self) -> bool:
         return self._inner.is_capturing()
+
+    def may_wait(self) -> bool:
+        """Waits that a capture does not allow are left out."""
+        return True
 
     def compute(self) -> Lane:
         return self._inner.compute()

@@ -67,6 +67,7 @@ class Entry:
         "ledger",
         "low",
         "made",
+        "mover",
         "nbytes",
         "number",
         "round",
@@ -92,6 +93,8 @@ class Entry:
         """Bytes of the original storage that come before the first byte of ``alive``: ``start`` once it came back."""
         self.made: torch.Tensor | None = None
         """The tensor in ``form`` that ``storage`` came back as."""
+        self.mover: object = None
+        """The mover that has seen it, and the only one that may move it."""
         self.tier: Tier | None = None
         self.slot: Slot | None = None
         self.copied: Event | None = None

@@ -10,7 +10,8 @@ A handle may die in any thread, and inside any allocation, since the collector r
 holds the mover's lock, or, in a task, a lock of the arena or of the spill file. So ``forget`` never blocks, and does
 nothing inside of a task: it leaves a note, which whoever holds the lock reads. Where the entry holds bytes of the
 device, the note is read at once, or by him who has the lock when he lets go of it. Where it holds none, the next caller
-is early enough. For the same reason tiers and arena are used with the mover's lock held, or in a task, and nowhere else
+is early enough. Nor is a note read where compute must not wait, in a capture: the next caller outside of it is the
+first who can. For the same reason tiers and arena are used with the mover's lock held, or in a task, and nowhere else
 (:meth:`Mover.exclusive`).
 """
 
@@ -76,14 +77,18 @@ class Mover:
         self._process = os.getpid()
         self._closed = False
 
-    def see(self) -> None:
-        """The calling thread's compute lane writes something that will be put. See NOTE [ Whose stream ]."""
+    def see(self, entry: Entry) -> None:
+        """The calling thread's compute lane writes what the entry holds, which this mover will be given to put.
+
+        See NOTE [ Whose stream ].
+        """
+        entry.mover = self
         if not self._compute.knows():
             with self._lock:
                 self._compute.now()
 
     def adopt(self, entry: Entry, *, same_content: bool) -> bool:
-        """One more handle for the entry, if it may have one: then True.
+        """One more handle for the entry, if it may have one here: then True. An entry of another mover's may not.
 
         Args:
             entry: the entry.
@@ -96,7 +101,9 @@ class Mover:
             # Whoever saves it uses it, and may do so on a lane of his own.
             self._compute.now()
             self._discount_all()
-            shared = entry.handles > 0 and (same_content or (entry.slot is None and entry.round == 0))
+            has_content = same_content or (entry.slot is None and entry.round == 0)
+            # One of another mover is under another lock, and in slots that are given back in another way: a graph's.
+            shared = entry.mover is self and entry.handles > 0 and has_content
             entry.handles += shared
         if self._forgotten:
             self.read_notes()
@@ -239,7 +246,12 @@ class Mover:
     def read_notes(self) -> None:
         """Give back what handles stood for that have died."""
         # Whoever holds the lock comes by here after letting go of it: so a note is read by its writer or by the holder.
-        while self._forgotten and os.getpid() == self._process and self._lock.acquire(blocking=False):
+        while (
+            self._forgotten
+            and os.getpid() == self._process
+            and self._backend.may_wait()
+            and self._lock.acquire(blocking=False)
+        ):
             try:
                 self._discount_all()
             finally:
