@@ -38,13 +38,11 @@ class ForwardOverlap:
             raise UsageError(f"model: got {type(model).__name__}, expected a torch.nn.Module")
         self._wait = wait
         self._handles = []
-        blocks = [named.module for named in find_blocks(model, blocks)]
-        inside = [module for block in blocks for module in block.modules()]
-        outside = {
-            id(parameter) for module in model.modules() if module not in set(inside) for parameter in _own(module)
-        }
-        shared = _of_several(blocks) | outside
-        for block in blocks:
+        found = [named.module for named in find_blocks(model, blocks)]
+        inside = {module for block in found for module in block.modules()}
+        outside = {id(one) for module in model.modules() if module not in inside for one in _own(module)}
+        shared = _of_several(found) | outside
+        for block in found:
             self._hook(block, [one for one in block.parameters() if id(one) not in shared])
         for module in model.modules():
             self._hook(module, [one for one in _own(module) if id(one) in shared])
