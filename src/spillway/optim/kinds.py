@@ -45,7 +45,8 @@ class Kind:
                 raise UnsupportedError(
                     f"optimizer_class: got {optimizer_class.__name__}, expected another: {why}; use it as it is"
                 )
-        known = optimizer_class.__module__.startswith("torch.optim.")
+        # Some say that they are of the package itself.
+        known = f"{optimizer_class.__module__}.".startswith("torch.optim.")
         return cls(fused=optimizer_class in _FUSED_ON_HOST, alone=known)
 
 
