@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ import torch
 
 from spillway.errors import UnsupportedError
 from spillway.optim.away import AwayGradient
+from spillway.optim.sums import Sum
 from spillway.optim.traffic import Sent, Traffic, is_dense
 from spillway.runtime.backend import Event, HostLane
 
@@ -40,6 +42,10 @@ class Factor:
         self._sent = sent
         self._traffic = traffic
         self._value: torch.Tensor | float | None = value if sent is None else None
+        if sent is not None:
+            # Nobody may ever ask for it on the host.
+            self._drop = weakref.finalize(self, traffic.give_back, sent.block, sent.arrived)
+            self._drop.atexit = False
 
     def apply(self, tensor: torch.Tensor) -> None:
         """Multiply; for the host lane."""
@@ -50,8 +56,12 @@ class Factor:
         if self._value is None:
             assert self._sent is not None
             self._value = self._sent.read(self._traffic).clone().reshape(())
-            self._traffic.give_back(self._sent.block)
+            self._drop()
         return self._value
+
+    def apply_there(self, tensor: torch.Tensor) -> None:
+        """Multiply what is on the device, as compute."""
+        getattr(tensor, self.operation)(self.given)
 
     def of_norm(self, norm: torch.Tensor) -> torch.Tensor:
         """The norm of what it was applied to."""
@@ -65,11 +75,13 @@ class Shared:
     Args:
         traffic: of the device.
         lane: the host lane.
+        pins_sums: whether gradients add up in pinned memory, since copies are to read them.
     """
 
-    def __init__(self, traffic: Traffic, lane: HostLane) -> None:
+    def __init__(self, traffic: Traffic, lane: HostLane, *, pins_sums: bool = False) -> None:
         self.traffic = traffic
         self.lane = lane
+        self.pins_sums = pins_sums
         self.accumulates = False
         """Whether a second gradient came in one window, ever."""
         self.norms: set[float] = set()
@@ -108,13 +120,8 @@ class Snapshot:
     factors: tuple[Factor, ...]
     kept: bool
     """Whether the raw gradient stays as it came, and its factors are noted still."""
-
-
-@dataclass(eq=False, slots=True)
-class Sum:
-    """A gradient's sum, in memory of its own; touched by the host lane."""
-
-    tensor: torch.Tensor
+    here: torch.Tensor | None = None
+    """The gradient itself, if it never left the device where it is stepped."""
 
 
 @dataclass(eq=False)
@@ -132,6 +139,8 @@ class Gradient:
     """Of the one gradient that came, before the factors; on the device."""
     reader: Event | None = None
     """The end of the last step that reads it."""
+    read: Event | None = None
+    """The end of the copies by which the last step took what came to the device; the host lane waits for it, too."""
     came: int = 0
     """When the last one came, among all."""
     _away: AwayGradient | None = None
@@ -149,7 +158,7 @@ class Gradient:
 
     def arrive(self, tensor: torch.Tensor) -> None:
         """One more has come: it leaves for the host, and is added."""
-        tensor = _to_send(tensor, self.held.local())
+        tensor = laid_out(tensor, self.held.local())
         # In an order that loses nothing should the memory not do.
         sent = self.shared.traffic.send(tensor)
         self.came = next(_arrivals)
@@ -185,8 +194,11 @@ class Gradient:
             self.reader.synchronize()
             self.reader = None
         if self.raw is not None:
-            self.shared.traffic.give_back(self.raw.block, self.raw.arrived)
+            self.shared.traffic.give_back(
+                self.raw.block, self.raw.arrived, *(() if self.read is None else (self.read,))
+            )
         self.raw = None
+        self.read = None
         self.summed = False
         self.factors = []
         self.norms = {}
@@ -205,6 +217,13 @@ class Gradient:
                     self.norms[norm] = factor.of_norm(self.norms[norm])
             self.factors = []
         return taken
+
+    def for_device(self, now: torch.Tensor) -> Snapshot:
+        """What ``p.grad`` is now, for a step on the device, which applies the factors there: here it stays as it is."""
+        if not isinstance(now, AwayGradient):
+            self.clear()
+            return Snapshot(None, None, (), kept=True, here=laid_out(now, self.held.local()))
+        return Snapshot(self.raw, self.sum if self.summed else None, tuple(self.factors), kept=True)
 
     def norm(self, order: float) -> torch.Tensor:
         """Its norm of an order, in the type that it is stepped in; a tensor without dimensions, on the device."""
@@ -281,7 +300,7 @@ class Gradient:
 
     def _sum(self) -> Sum:
         if self.sum is None:
-            self.sum = Sum(self.held.new_host_tensor(self.held.work_dtype).view(-1))
+            self.sum = Sum(self.held, self.shared.traffic, pinned=self.shared.pins_sums)
         return self.sum
 
 
@@ -298,7 +317,7 @@ def add_to(total: torch.Tensor, gradient: torch.Tensor, *, first: bool) -> None:
             part.add_(new.to(part.dtype))
 
 
-def _to_send(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def laid_out(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """The gradient with its parameter's strides.
 
     Raises:

@@ -85,6 +85,11 @@ class Held:
         """Whether the master is of another type than the parameter."""
         return self.work_dtype != self._known[2]
 
+    @property
+    def form(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Shape and strides."""
+        return tuple(self._known[0]), tuple(self._known[1])
+
     def local(self) -> torch.Tensor:
         """The parameter's own bytes, on the device."""
         return local_of(self.parameter)
@@ -110,6 +115,10 @@ class Held:
             # Autograd refuses to go back through what was computed with the parameter as it was.
             torch.autograd.graph.increment_version(tensor)
         self._version = self._now()
+
+    def doubt(self) -> None:
+        """The master came from elsewhere: whether the parameter says the same is to be seen."""
+        self._version = None
 
     def _now(self) -> tuple[int, int]:
         return self.parameter._version, self.local()._version
@@ -158,7 +167,7 @@ class Held:
         self._touch(write=True)
         for start in range(0, self.numel, CHUNK):
             part, new = master[start : start + CHUNK], values[start : start + CHUNK]
-            if not self.known or not self.has_master or not _same_bits(part.to(new.dtype), new):
+            if not self.known or not self.has_master or not same_bits(part.to(new.dtype), new):
                 part.copy_(new)
         self.known = True
         traffic.give_back(sent.block)
@@ -168,7 +177,7 @@ class Held:
         self.begin_step()
         self.flat_master().copy_(master.as_strided((self.numel,), (1,)))
         self.known = True
-        self._version = None
+        self.doubt()
 
     def whole(self, values: Snapshot) -> torch.Tensor:
         """The gradient in the type of the step, with its factors, in the parameter's shape."""
@@ -219,6 +228,7 @@ class Held:
     def give_up(self) -> None:
         """Give pinned memory back."""
         self.gradient.clear()
+        self.gradient.sum = None
         if self.block is not None:
             self.shared.traffic.give_back(self.block, *(() if self.back is None else (self.back,)))
             self.block = None
@@ -228,7 +238,8 @@ class Held:
             self.shared.traffic.backend.host_access(self.block, write=write)
 
 
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are the same, signs of zeros and numbers that are none among it."""
     return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
