@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from spillway.optim.gradient import CHUNK, Snapshot
 from spillway.optim.held import Held, Piece
-from spillway.optim.kinds import step_of
+from spillway.optim.kinds import for_host, step_of
 from spillway.runtime.backend import Event
 from spillway.runtime.labels import label
 
@@ -46,7 +46,7 @@ class HostStep:
 
     def __init__(self, optimizer_class: type[Optimizer], given: dict[str, Any]) -> None:
         self._class = optimizer_class
-        self._given = {name: value for name, value in given.items() if name not in ("fused", "foreach", "capturable")}
+        self._given = for_host(given)
         self._step = step_of(optimizer_class)
         self._inner: Optimizer | None = None
         self._known: set[torch.Tensor] = set()

@@ -67,6 +67,11 @@ def defaults_of(optimizer_class: type[Optimizer], given: dict[str, Any]) -> dict
     return {**defaults, **{name: given[name] for name in given if name in ("fused", *_FLAGS_OF_DEVICES)}}
 
 
+def for_host(given: dict[str, Any]) -> dict[str, Any]:
+    """What the user gave for the class, without what is said of devices: its constructor's own for a tensor there."""
+    return {name: value for name, value in given.items() if name not in ("fused", *_FLAGS_OF_DEVICES)}
+
+
 def on_host(group: dict[str, Any], kind: Kind, *, fused: bool) -> dict[str, Any]:
     """A group's settings, as they are for a step on the host.
 

@@ -14,15 +14,17 @@ from spillway.blocks import Blocks
 from spillway.errors import UnsupportedError, UsageError
 from spillway.optim.away import AwayGradient
 from spillway.optim.device_part import DevicePart
+from spillway.optim.forecast import Forecast
 from spillway.optim.forward import ForwardOverlap
 from spillway.optim.gradient import Shared
 from spillway.optim.held import Held
-from spillway.optim.host_step import HostStep, Turn
-from spillway.optim.kinds import Kind, defaults_of, on_host
-from spillway.optim.placement import held_of
-from spillway.optim.rounds import Round, by_groups, shares
+from spillway.optim.host_step import Turn
+from spillway.optim.kinds import Kind, defaults_of, for_host, on_host
+from spillway.optim.placement import held_beyond, held_of
 from spillway.optim.sharding import is_distributed, like, local_of, many_processes, put_local
-from spillway.optim.states import MASTER, Hook, Saved, host_copy
+from spillway.optim.shelf import Loading, Progress
+from spillway.optim.shelves import make_shelf
+from spillway.optim.states import Hook, Saved
 from spillway.optim.threads import begin_with, thread_count
 from spillway.optim.traffic import Traffic
 from spillway.records import OptimizerStats
@@ -30,6 +32,7 @@ from spillway.runtime.backend import Event
 from spillway.runtime.device import DeviceRuntime
 from spillway.runtime.labels import label
 from spillway.session import Session
+from spillway.units import parse_bytes
 
 _NARROW = (torch.bfloat16, torch.float16)
 
@@ -54,19 +57,27 @@ class OffloadedOptimizer(Optimizer):
             ``fused=False`` is among the defaults; else its implementation with a loop, never ``foreach``.
         fraction: of all elements, how many are stepped on the host. The rest keeps state and step on the device; both
             step at the same time.
-        device_budget: most bytes of state that the device may have, instead of a fraction: ``"2GiB"``.
+        device_budget: most bytes of state, masters included, that stay on the device, instead of a fraction:
+            ``"2GiB"``. The first parameters that it has room for are stepped there.
         master_dtype: the type of the masters that parameters of a narrower type are stepped in. ``"auto"``: ``float32``
             for ``bfloat16`` and ``float16``. ``None``: no masters, each is stepped in its own type.
         offload_gradients: whether gradients leave the device during backward. If not, they stay until they are
             cleared, and are copied in ``step()``.
-        tier: ``"host"``.
+        tier: where masters and state lie: in host memory (``"host"``), or in the session's spill file (``"disk"``),
+            from which they come to host memory, some at a time, to be stepped.
+        step_on: what steps them: ``"host"``, or ``"device"``: then they lie in pinned host memory and come to the
+            device for the step, some at a time, within the session's window. The class is used as you configured it,
+            with its own ``fused`` and ``foreach``; of ``Adam``, ``AdamW``, ``SGD`` and ``Adagrad`` large parameters
+            come in pieces, of others whole.
         threads: for the step. ``None``: one a CPU that the process may use, shared by the ranks of the machine.
         session: whose pinned memory is used. ``None``: the default one.
         defaults: for the class: ``lr=3e-4``.
 
     Raises:
         UsageError: an argument that cannot be meant.
-        UnsupportedError: ``SparseAdam``, ``LBFGS``; a parameter whose elements overlap.
+        UnsupportedError: ``SparseAdam``, ``LBFGS``; a parameter whose elements overlap; with ``tier="disk"`` or
+            ``step_on="device"`` a class that is not torch's, since it steps all parameters in one call; both together.
+        SpillPathError: no spill file can be made.
 
     Example:
         >>> model = torch.nn.Linear(64, 64)
@@ -87,6 +98,7 @@ class OffloadedOptimizer(Optimizer):
         master_dtype: torch.dtype | str | None = "auto",
         offload_gradients: bool = True,
         tier: str = "host",
+        step_on: str = "host",
         threads: int | None = None,
         session: Session | None = None,
         **defaults: Any,
@@ -95,20 +107,31 @@ class OffloadedOptimizer(Optimizer):
         self._class = optimizer_class
         self._ready = False
         complete = defaults_of(optimizer_class, defaults)
+        if fraction is not None and device_budget is not None:
+            raise UsageError("got both a fraction and a device_budget, expected one of them; leave one out")
         self._fraction = _checked_fraction(fraction)
+        self._budget = None if device_budget is None else parse_bytes(device_budget, what="device_budget")
         self._master_dtype = _checked_master_dtype(master_dtype)
         self._offload_gradients = bool(offload_gradients)
-        if tier != "host":
-            raise UsageError(f"tier: got {tier!r}, expected 'host'")
+        self._forecast = Forecast(self._kind, optimizer_class, for_host(defaults))
+        self._shelf = make_shelf(
+            optimizer_class,
+            defaults,
+            self._forecast,
+            tier=tier,
+            step_on=step_on,
+            for_the_host=self._settings,
+            for_the_device=self._settings_there,
+        )
         self._threads = thread_count(threads)
         self._session = session if session is not None else Session.default()
         self._shared: dict[torch.device, Shared] = {}
         self._held: dict[torch.Tensor, Held] = {}
         self._coming: set[Held] = set()
         self._overlapping: list[ForwardOverlap] = []
-        self._host = HostStep(optimizer_class, defaults)
         self._device = DevicePart(optimizer_class, defaults)
         self._stop = contextlib.ExitStack()
+        self._progress: Progress | None = None
         self._stats = OptimizerStats()
         super().__init__(params, complete)
         self._place(list(self._parameters()))
@@ -132,7 +155,7 @@ class OffloadedOptimizer(Optimizer):
             self._queue_step()
             self._device.step(self.param_groups)
             for parameter in self._device:
-                self._show(parameter, self._device.state_of(parameter))
+                self._show(parameter, self._device.state_of(parameter) or None)
             if not self._overlapping:
                 self.synchronize()
         return loss
@@ -145,7 +168,10 @@ class OffloadedOptimizer(Optimizer):
         Raises:
             Whatever went wrong in the step.
         """
-        self._arrive(list(self._coming))
+        with contextlib.ExitStack() as stack:
+            if self._progress is not None:
+                stack.callback(self._progress.finish)
+            self._arrive(list(self._coming))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as for any optimizer."""
@@ -192,6 +218,7 @@ class OffloadedOptimizer(Optimizer):
         for shared in self._shared.values():
             shared.lane.close()
             shared.traffic.settle()
+        self._shelf.close()
         self._held.clear()
         self._device.close()
 
@@ -200,10 +227,19 @@ class OffloadedOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The plain optimizer's, which loads it; masters are an entry ``"master"`` of a parameter's state.
 
-        The tensors are on the host, and those that are stepped: copy what is to be kept while training goes on.
+        The tensors are on the host, and those that are stepped: copy what is to be kept while training goes on. With
+        ``tier="disk"`` all of them are read, into memory of their own; with that, and with ``step_on="device"``,
+        ``optimizer.state`` has numbers only at other times.
         """
         self.synchronize()
-        return super().state_dict()
+        held = list(self._held.values())
+        for one, state in zip(held, self._shelf.whole(held), strict=True):
+            self._show(one.parameter, state or None)
+        try:
+            return super().state_dict()
+        finally:
+            for one in held:
+                self._show(one.parameter, self._shelf.shown(one))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state, of this class or of the plain one; nothing goes by way of the device.
@@ -221,41 +257,24 @@ class OffloadedOptimizer(Optimizer):
 
     def _put_states(self, saved: Saved) -> Callable[[Optimizer], None]:
         def put(_: Optimizer) -> None:
-            parameters = [parameter for _, parameter in self._parameters()]
-            for parameter, state in zip(parameters, saved.in_order(), strict=True):
-                self._put_state(parameter, state)
+            loading = []
+            for (group, parameter), state in zip(self._parameters(), saved.in_order(), strict=True):
+                held = self._held.get(parameter)
+                if held is None:
+                    settings = {name: value for name, value in self.param_groups[group].items() if name != "params"}
+                    self._device.put_state(parameter, state, settings)
+                    self._show(parameter, self._device.state_of(parameter) or None)
+                else:
+                    held.check()
+                    loading.append(Loading(held, state))
+            self._shelf.put(loading)
+            for loaded in loading:
+                self._show(loaded.held.parameter, self._shelf.shown(loaded.held))
 
         return put
 
-    def _put_state(self, parameter: torch.Tensor, state: dict[Any, Any]) -> None:
-        held = self._held.get(parameter)
-        if held is None:
-            group = next(g for g in self.param_groups if any(p is parameter for p in g["params"]))
-            settings = {name: value for name, value in group.items() if name != "params"}
-            self._device.put_state(parameter, state, settings)
-            self._show(parameter, self._device.state_of(parameter))
-            return
-        held.check()
-        fresh = {key: host_copy(key, value, held) for key, value in state.items()}
-        master = fresh.pop(MASTER, None)
-        if held.master is None and (fresh or master is not None):
-            held.make_master()
-        if master is not None and held.has_master:
-            held.put_master(master)
-        if fresh:
-            self._host.put_state(held, fresh, self._settings(held))
-        else:
-            self._host.drop_state(held)
-        self._show(parameter, self._state_of(held))
-
-    def _state_of(self, held: Held) -> dict[Any, Any]:
-        state = dict(held.state)
-        if held.has_master and held.master is not None:
-            state[MASTER] = held.master
-        return state
-
-    def _show(self, parameter: torch.Tensor, state: dict[Any, Any]) -> None:
-        if state:
+    def _show(self, parameter: torch.Tensor, state: dict[Any, Any] | None) -> None:
+        if state is not None:
             shape = local_of(parameter).shape
             self.state[parameter] = {
                 key: like(value, parameter)
@@ -272,19 +291,31 @@ class OffloadedOptimizer(Optimizer):
                 yield index, parameter
 
     def _place(self, parameters: Sequence[tuple[int, torch.Tensor]]) -> None:
-        sizes = [local_of(parameter).numel() for _, parameter in parameters]
-        for (group, parameter), on_the_host in zip(parameters, held_of(sizes, self._fraction), strict=True):
+        for (group, parameter), on_the_host in zip(parameters, self._held_of(parameters), strict=True):
             work = self._work_dtype(parameter)
             if on_the_host:
                 self._hold(parameter, group, work)
             else:
                 self._device.add(parameter, group, work)
 
+    def _held_of(self, parameters: Sequence[tuple[int, torch.Tensor]]) -> list[bool]:
+        if self._budget is None:
+            return held_of([local_of(parameter).numel() for _, parameter in parameters], self._fraction)
+        sizes = [self._state_bytes(group, parameter) for group, parameter in parameters]
+        held = held_beyond(sizes, self._budget)
+        self._budget -= sum(size for size, on_the_host in zip(sizes, held, strict=True) if not on_the_host)
+        return held
+
+    def _state_bytes(self, group: int, parameter: torch.Tensor) -> int:
+        local, work = local_of(parameter), self._work_dtype(parameter)
+        master = 0 if work == local.dtype else local.numel() * work.itemsize
+        return master + self._forecast.nbytes(local.shape, work, self.param_groups[group])
+
     def _hold(self, parameter: torch.Tensor, group: int, work: torch.dtype) -> None:
-        cut = self._is_fused(self.param_groups[group], parameter)
-        held = self._held[parameter] = Held(
-            parameter, group, self._shared_of(local_of(parameter).device), work, cut=cut
-        )
+        device = local_of(parameter).device
+        cut = self._is_cut(self.param_groups[group], parameter)
+        held = self._held[parameter] = Held(parameter, group, self._shared_of(device), work, cut=cut)
+        self._shelf.add(held)
         if parameter.requires_grad and parameter.is_leaf and self._offload_gradients:
             me, mine = weakref.ref(self), weakref.ref(held)
 
@@ -296,6 +327,13 @@ class OffloadedOptimizer(Optimizer):
             handle = parameter.register_post_accumulate_grad_hook(came)  # type: ignore[no-untyped-call]
             self._stop.callback(handle.remove)
             weakref.finalize(self, handle.remove)
+
+    def _is_cut(self, group: dict[str, Any], parameter: torch.Tensor) -> bool:
+        if not self._shelf.steps_on_device:
+            return self._is_fused(group, parameter)
+        # What has a fused kernel computes each element by itself: on an accelerator to the same bits in any company.
+        everywhere = local_of(parameter).device.type != "cpu" or bool(group.get("fused"))
+        return self._kind.fused and parameter.is_floating_point() and everywhere
 
     def _is_fused(self, group: dict[str, Any], parameter: torch.Tensor) -> bool:
         return self._kind.fused and group.get("fused") is not False and parameter.is_floating_point()
@@ -316,12 +354,17 @@ class OffloadedOptimizer(Optimizer):
             if not isinstance(runtime, DeviceRuntime):
                 raise UnsupportedError("got a step in a CUDA graph's capture, expected it outside: the host computes")
             lane = runtime.backend.host_lane("optimizer", begin_with(self._threads))
-            shared = self._shared[device] = Shared(Traffic(runtime), lane)
+            shared = Shared(Traffic(runtime), lane, pins_sums=self._shelf.steps_on_device)
+            self._shared[device] = shared
         return shared
 
     def _settings(self, held: Held) -> dict[str, Any]:
         group = self.param_groups[held.group]
         return on_host(group, self._kind, fused=self._is_fused(group, held.parameter))
+
+    def _settings_there(self, held: Held) -> dict[str, Any]:
+        group = self.param_groups[held.group]
+        return {name: value for name, value in group.items() if name not in ("params", "param_names")}
 
     # A step.
 
@@ -346,17 +389,9 @@ class OffloadedOptimizer(Optimizer):
             held.parameter.grad = local
 
     def _queue_step(self) -> None:
+        self._shelf.prepare(held for held in self._held.values() if held.parameter.grad is not None)
         turns = list(self._turns())
-        if not any(turn.gradient.factors for turn in turns):
-            # Whose gradient came first is there first; else all of them have to be, and the first are wanted first.
-            turns.sort(key=lambda turn: turn.held.gradient.came)
-        self._round = Round(self._shared.values(), self._host)
-        if self._kind.alone:
-            for share in shares(turns, self._settings):
-                self._round.queue([share], together=False)
-        elif turns:
-            self._round.queue(by_groups(turns, self._settings), together=True)
-        self._round.close()
+        self._progress = self._shelf.step(turns, list(self._shared.values()))
         self._coming = {turn.held for turn in turns}
 
     def _turns(self) -> Iterator[Turn]:
@@ -366,6 +401,9 @@ class OffloadedOptimizer(Optimizer):
                 held.gradient.clear()
                 continue
             local = local_of(gradient)
+            if self._shelf.steps_on_device:
+                yield Turn(held, held.gradient.for_device(local))
+                continue
             if not isinstance(local, AwayGradient):
                 if self._offload_gradients and not gradient.requires_grad:
                     self._take_gradient(held, gradient)
@@ -386,11 +424,11 @@ class OffloadedOptimizer(Optimizer):
             for event, shared in reversed(waits.items()):
                 stack.callback(shared.traffic.wait, event)
         for one in arriving:
-            self._show(one.parameter, self._state_of(one))
-        if arriving and not self._coming:
+            self._show(one.parameter, self._shelf.shown(one))
+        if arriving and not self._coming and self._progress is not None:
             for shared in self._shared.values():
                 shared.traffic.settle()
-            self._stats = self._round.stats()
+            self._stats = self._progress.stats()
 
 
 def _checked_fraction(fraction: float | None) -> float:

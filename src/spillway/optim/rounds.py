@@ -88,6 +88,9 @@ class Round:
             one.lane.run(one.traffic.unstage)
             one.forget_factor()
 
+    def finish(self) -> None:
+        """What is stepped is in its place."""
+
     def stats(self) -> OptimizerStats:
         """What it cost, when all of it is done."""
         sent, received, waited = (now - then for now, then in zip(self._counts(), self._before, strict=True))

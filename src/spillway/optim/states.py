@@ -16,7 +16,8 @@ from spillway.optim.sharding import local_of
 MASTER = "master"
 """The name of a master among a parameter's state."""
 
-_STEP = "step"
+STEP = "step"
+"""The name of the count of steps, whose type is not the parameter's."""
 
 
 class Saved:
@@ -62,8 +63,8 @@ def host_copy(key: Any, value: Any, held: Held) -> Any:
         return copy.deepcopy(value)
     value = local_of(value).detach()
     dtype = held.work_dtype if value.is_floating_point() or value.is_complex() else value.dtype
-    if key == _STEP or value.ndim == 0:
-        return value.to("cpu", torch.float32 if key == _STEP else dtype, copy=True)
+    if key == STEP or value.ndim == 0:
+        return value.to("cpu", torch.float32 if key == STEP else dtype, copy=True)
     if value.shape == held.local().shape:
         return held.new_host_tensor(dtype).copy_(value)
     if key == MASTER:
@@ -78,7 +79,7 @@ def device_copy(key: Any, value: Any, parameter: torch.Tensor, work_dtype: torch
     if not isinstance(value, torch.Tensor):
         return copy.deepcopy(value)
     value = value.detach()
-    if key == _STEP:
+    if key == STEP:
         return value.to(parameter.device, torch.float32, copy=True) if step_on_device else value.to("cpu", copy=True)
     dtype = work_dtype if value.is_floating_point() else value.dtype
     return value.to(parameter.device, dtype, copy=True)

@@ -57,6 +57,7 @@ class Traffic:
         self.backend = runtime.backend
         self.arena = runtime.arena
         self.window = runtime.window
+        self.spill_file = runtime.spill_file
         self._out = self.backend.lane("gradients")
         self._back = self.backend.lane("parameters")
         self._leaving: deque[_Leaving] = deque()

@@ -1,0 +1,78 @@
+"""Masters and states that lie in memory of the host, and are stepped as they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch.optim import Optimizer
+
+from spillway.optim.gradient import Shared
+from spillway.optim.held import Held
+from spillway.optim.host_step import HostStep, Turn
+from spillway.optim.kinds import Kind
+from spillway.optim.layout import State
+from spillway.optim.rounds import Round, by_groups, shares
+from spillway.optim.shelf import Loading, Settings, Shelf
+from spillway.optim.states import MASTER, host_copy
+
+
+class MemoryShelf(Shelf):
+    """Lets the host step what it has.
+
+    Args:
+        kind: of the class.
+        optimizer_class: the user's.
+        given: what the user gave for it.
+        settings: of a parameter's group, for the host.
+    """
+
+    def __init__(self, kind: Kind, optimizer_class: type[Optimizer], given: dict[str, Any], settings: Settings) -> None:
+        self._kind = kind
+        self._step = HostStep(optimizer_class, given)
+        self._settings = settings
+
+    def add(self, held: Held) -> None:
+        """Its memory is made when it is first stepped."""
+
+    def prepare(self, held: Iterable[Held]) -> None:
+        """Nothing is told in advance."""
+
+    def step(self, turns: Sequence[Turn], shared: Sequence[Shared]) -> Round:
+        turns = list(turns)
+        if not any(turn.gradient.factors for turn in turns):
+            # Whose gradient came first is there first; else all of them have to be, and the first are wanted first.
+            turns.sort(key=lambda turn: turn.held.gradient.came)
+        now = Round(shared, self._step)
+        if self._kind.alone:
+            for share in shares(turns, self._settings):
+                now.queue([share], together=False)
+        elif turns:
+            now.queue(by_groups(turns, self._settings), together=True)
+        now.close()
+        return now
+
+    def shown(self, held: Held) -> State | None:
+        state = dict(held.state)
+        if held.has_master and held.master is not None:
+            state[MASTER] = held.master
+        return state or None
+
+    def whole(self, held: Sequence[Held]) -> list[State]:
+        return [self.shown(one) or {} for one in held]
+
+    def put(self, loading: Sequence[Loading]) -> None:
+        for held, state in loading:
+            fresh = {key: host_copy(key, value, held) for key, value in state.items()}
+            master = fresh.pop(MASTER, None)
+            if held.master is None and (fresh or master is not None):
+                held.make_master()
+            if master is not None and held.has_master:
+                held.put_master(master)
+            if fresh:
+                self._step.put_state(held, fresh, self._settings(held))
+            else:
+                self._step.drop_state(held)
+
+    def close(self) -> None:
+        """Parameters give up theirs themselves."""
