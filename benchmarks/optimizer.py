@@ -119,6 +119,7 @@ WAYS: dict[str, Callable[[Stack, argparse.Namespace], Update]] = {
     "masters, clipped": partial(offloaded, clipped=True),
     "masters, clipped, overlapping": partial(offloaded, clipped=True, overlap=True),
     "masters, clipped, overlapping, half": partial(offloaded, clipped=True, overlap=True, fraction=0.5),
+    "masters, clipped, overlapping, auto": partial(offloaded, clipped=True, overlap=True, fraction="auto"),
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from spillway.errors import UnsupportedError, UsageError
 from spillway.optim.gradient import CHUNK, Gradient, Shared, Snapshot
@@ -77,6 +78,8 @@ class Held:
         """As the plain optimizer would have it, over the pieces' own."""
         self.back: Event | None = None
         """The end of the last copy from ``block``."""
+        self.hook: RemovableHandle | None = None
+        """What sees its gradients come."""
         self.coming: Event | None = None
         """When the parameter is what the last step made of it."""
 
@@ -212,12 +215,14 @@ class Held:
     def begin_step(self) -> None:
         """The master is about to be written."""
         if self.back is not None:
-            self.back.synchronize()
+            self.shared.traffic.host_wait(self.back)
             self.back = None
         self._touch(write=True)
 
     def give_up(self) -> None:
-        """Give pinned memory back."""
+        """Give pinned memory back, and see no more gradients."""
+        if self.hook is not None:
+            self.hook.remove()
         self.gradient.clear()
         if self.block is not None:
             self.shared.traffic.give_back(self.block, *(() if self.back is None else (self.back,)))

@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from spillway.optim.balance import Seen
 from spillway.optim.gradient import CHUNK, Shared
 from spillway.optim.held import Held
 from spillway.optim.host_step import HostStep, Settings, Share, Turn
 from spillway.records import OptimizerStats
 from spillway.runtime.backend import Event
+from spillway.runtime.ledger import Stalls
 
 
 def shares(turns: Sequence[Turn], settings: Callable[[Held], Settings]) -> Iterator[Share]:
@@ -40,17 +42,18 @@ def _kind(held: Held) -> tuple[object, ...]:
 
 
 class Round:
-    """One step.
+    """One step, from the end of the one before.
 
     Args:
-        shared: of every device.
         step: what steps on the host.
     """
 
-    def __init__(self, shared: Iterable[Shared], step: HostStep) -> None:
-        self._shared = list(shared)
+    def __init__(self, step: HostStep) -> None:
         self._step = step
-        self._before = self._counts()
+        self._began = time.perf_counter()
+        self._ended = self._began
+        self._waits: list[Stalls] = []
+        self._sent = self._received = self._reserved = 0
         self._host_seconds = 0.0
         self._elements = 0
 
@@ -61,10 +64,11 @@ class Round:
             one.check()
         stale = [one for one in held if one.changed()]
         shared = held[0].shared
-        ready = {each: each.traffic.ready(one.local() for one in stale if one.shared is each) for each in self._shared}
+        of_devices = {one.shared for one in held}
+        ready = {each: each.traffic.ready(one.local() for one in stale if one.shared is each) for each in of_devices}
 
         def work() -> Event:
-            before = time.perf_counter()
+            before = time.perf_counter() - shared.traffic.host_wait_seconds
             for one in stale:
                 one.take(ready[one.shared])
             for one in held:
@@ -73,7 +77,7 @@ class Round:
                 ends = self._step.step_together(shares, ready[shared])
             else:
                 ends = [end for share in shares for end in self._step.step(share, ready[shared])]
-            self._host_seconds += time.perf_counter() - before
+            self._host_seconds += time.perf_counter() - shared.traffic.host_wait_seconds - before
             return shared.traffic.backend.all_of(ends)
 
         end = shared.lane.run(work)
@@ -82,28 +86,35 @@ class Round:
             one.gradient.reader = one.coming = end
         self._elements += sum(one.numel for one in held)
 
-    def close(self) -> None:
+    def close(self, shared: Iterable[Shared]) -> None:
         """Nothing more is queued."""
-        for one in self._shared:
+        for one in shared:
             one.lane.run(one.traffic.unstage)
             one.forget_factor()
 
+    def end(self, shared: Iterable[Shared]) -> None:
+        """Compute waits for all that was queued."""
+        self._ended = time.perf_counter()
+        for one in shared:
+            one.traffic.settle()
+            waits, sent, received = one.traffic.count_anew()
+            self._waits.append(waits)
+            self._sent += sent
+            self._received += received
+            self._reserved += one.traffic.arena.reserved_bytes
+
     def stats(self) -> OptimizerStats:
-        """What it cost, when all of it is done."""
-        sent, received, waited = (now - then for now, then in zip(self._counts(), self._before, strict=True))
+        """What it cost."""
         return OptimizerStats(
             stepped_on_host=self._elements,
             host_seconds=self._host_seconds,
-            stall_seconds=waited,
-            sent_bytes=int(sent),
-            received_bytes=int(received),
-            host_bytes=sum(one.traffic.arena.reserved_bytes for one in self._shared),
+            stall_seconds=sum(waits.seconds() for waits in self._waits),
+            sent_bytes=self._sent,
+            received_bytes=self._received,
+            host_bytes=self._reserved,
         )
 
-    def _counts(self) -> tuple[float, float, float]:
-        traffic = [one.traffic for one in self._shared]
-        return (
-            sum(one.sent_bytes for one in traffic),
-            sum(one.received_bytes for one in traffic),
-            sum(one.waits.seconds() for one in traffic),
-        )
+    def seen(self) -> Seen:
+        """What it took, for a choice."""
+        stats = self.stats()
+        return Seen(self._ended - self._began, stats.stall_seconds, stats.host_seconds)

@@ -8,6 +8,7 @@ that a step's peak is the same every time.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -35,7 +36,7 @@ class Sent(NamedTuple):
 
     def read(self, traffic: Traffic) -> torch.Tensor:
         """Them, flat, when they are there; for the host lane."""
-        self.arrived.synchronize()
+        traffic.host_wait(self.arrived)
         return traffic.host_view(self.block, self.dtype, self.numel, write=False)
 
 
@@ -68,6 +69,8 @@ class Traffic:
         """How long the device waited for gradients to leave, and for parameters."""
         self.sent_bytes = 0
         self.received_bytes = 0
+        self.host_wait_seconds = 0.0
+        """How long the host lane waited, ever."""
 
     def send(self, tensor: torch.Tensor) -> Sent:
         """Queue a copy of a dense tensor's bytes, in the order in which they lie, behind what computes it."""
@@ -107,8 +110,14 @@ class Traffic:
         """Pinned memory that may be written now; for the host lane."""
         block = self.arena.allocate(max(nbytes, 1))
         for event in block.after:
-            event.synchronize()
+            self.host_wait(event)
         return block
+
+    def host_wait(self, event: Event) -> None:
+        """The host lane waits."""
+        before = time.perf_counter()
+        event.synchronize()
+        self.host_wait_seconds += time.perf_counter() - before
 
     def stage(self, nbytes: int) -> Block:
         """The same, for what is on its way to the device at once; past a few of them the oldest is waited for."""
@@ -131,7 +140,7 @@ class Traffic:
     def _unstage(self) -> None:
         block, copied = self._staged.popleft()
         self._staged_bytes -= block.nbytes
-        copied.synchronize()
+        self.host_wait(copied)
         self.arena.free(block)
 
     def ready(self, tensors: Iterable[torch.Tensor]) -> Event:
@@ -147,6 +156,12 @@ class Traffic:
     def wait(self, event: Event) -> None:
         """The calling thread's compute lane waits."""
         self.backend.timed_wait(self.backend.compute(), event, self.waits)
+
+    def count_anew(self) -> tuple[Stalls, int, int]:
+        """What was waited, sent and received since this was asked for last."""
+        counted = self.waits, self.sent_bytes, self.received_bytes
+        self.waits, self.sent_bytes, self.received_bytes = Stalls(), 0, 0
+        return counted
 
     def settle(self) -> None:
         """Let go of all gradients that are on their way: compute waits for them."""
