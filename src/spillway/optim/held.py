@@ -27,12 +27,14 @@ class Piece:
         tensor: over the master's memory.
     """
 
-    __slots__ = ("numel", "start", "tensor")
+    __slots__ = ("numel", "parts", "start", "tensor")
 
     def __init__(self, start: int, tensor: torch.nn.Parameter) -> None:
         self.start = start
         self.numel = tensor.numel()
         self.tensor = tensor
+        self.parts: dict[Any, Any] = {}
+        """Of its state, what is part of the whole parameter's."""
 
 
 class Held:

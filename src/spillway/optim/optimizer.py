@@ -113,7 +113,7 @@ class OffloadedOptimizer(Optimizer):
         self._held: dict[torch.Tensor, Held] = {}
         self._coming: set[Held] = set()
         self._overlapping: list[ForwardOverlap] = []
-        self._host = HostStep(optimizer_class, defaults)
+        self._host = HostStep(optimizer_class, defaults, threads=self._threads)
         self._device = DevicePart(optimizer_class, defaults)
         self._last = self._round = Round(self._host)
         self._stop = contextlib.ExitStack()
@@ -206,6 +206,7 @@ class OffloadedOptimizer(Optimizer):
         self._stop.close()
         for shared in self._shared.values():
             shared.lane.close()
+            shared.hands.close()
             shared.traffic.settle()
         self._held.clear()
         self._device.close()
@@ -315,8 +316,8 @@ class OffloadedOptimizer(Optimizer):
         """Let another fraction be on the host, if what was seen says so."""
         if many_processes():
             raise UnsupportedError(
-                "fraction: got 'auto' in a process group, expected a number, the same on every rank; find it in a run of "
-                "one process (optimizer.fraction says it)"
+                "fraction: got 'auto' in a process group, expected a number, the same on every rank; find it in a run "
+                "of one process (optimizer.fraction says it)"
             )
         chosen = balance.note(self._last.seen(), self.fraction)
         if chosen is None:
@@ -356,8 +357,9 @@ class OffloadedOptimizer(Optimizer):
             runtime = self._session.runtime(device)
             if not isinstance(runtime, DeviceRuntime):
                 raise UnsupportedError("got a step in a CUDA graph's capture, expected it outside: the host computes")
-            lane = runtime.backend.host_lane("optimizer", begin_with(self._threads))
-            shared = self._shared[device] = Shared(Traffic(runtime), lane)
+            lane = runtime.backend.host_lane("optimizer", begin=begin_with(self._threads))
+            hands = runtime.backend.host_lane("optimizer-hand", threads=self._threads, begin=begin_with(1))
+            shared = self._shared[device] = Shared(Traffic(runtime), lane, hands)
         return shared
 
     def _settings(self, held: Held) -> dict[str, Any]:
@@ -396,7 +398,6 @@ class OffloadedOptimizer(Optimizer):
                 self._round.queue([share], together=False)
         elif turns:
             self._round.queue(by_groups(turns, self._settings), together=True)
-        self._round.close(self._shared.values())
         self._coming = {turn.held for turn in turns}
 
     def _turns(self) -> Iterator[Turn]:

@@ -67,18 +67,14 @@ class Round:
         of_devices = {one.shared for one in held}
         ready = {each: each.traffic.ready(one.local() for one in stale if one.shared is each) for each in of_devices}
 
+        step = self._step.step_together
+
         def work() -> Event:
-            before = time.perf_counter() - shared.traffic.host_wait_seconds
             for one in stale:
                 one.take(ready[one.shared])
             for one in held:
                 one.begin_step()
-            if together:
-                ends = self._step.step_together(shares, ready[shared])
-            else:
-                ends = [end for share in shares for end in self._step.step(share, ready[shared])]
-            self._host_seconds += time.perf_counter() - shared.traffic.host_wait_seconds - before
-            return shared.traffic.backend.all_of(ends)
+            return step(shares, ready[shared]) if together else self._step.step(shares[0], ready[shared])
 
         end = shared.lane.run(work)
         for one in held:
@@ -86,17 +82,14 @@ class Round:
             one.gradient.reader = one.coming = end
         self._elements += sum(one.numel for one in held)
 
-    def close(self, shared: Iterable[Shared]) -> None:
-        """Nothing more is queued."""
-        for one in shared:
-            one.lane.run(one.traffic.unstage)
-            one.forget_factor()
-
     def end(self, shared: Iterable[Shared]) -> None:
         """Compute waits for all that was queued."""
         self._ended = time.perf_counter()
+        self._host_seconds = self._step.count_anew()
         for one in shared:
             one.traffic.settle()
+            one.traffic.unstage()
+            one.forget_factor()
             waits, sent, received = one.traffic.count_anew()
             self._waits.append(waits)
             self._sent += sent

@@ -107,7 +107,7 @@ class Traffic:
             return self.backend.record(self._back)
 
     def pinned(self, nbytes: int) -> Block:
-        """Pinned memory that may be written now; for the host lane."""
+        """Pinned memory that may be written now; for the host."""
         block = self.arena.allocate(max(nbytes, 1))
         for event in block.after:
             self.host_wait(event)
@@ -121,27 +121,30 @@ class Traffic:
 
     def stage(self, nbytes: int) -> Block:
         """The same, for what is on its way to the device at once; past a few of them the oldest is waited for."""
-        while self._staged and self._staged_bytes + nbytes > STAGING:
-            self._unstage()
-        return self.pinned(nbytes)
+        while True:
+            with self._lock:
+                full = self._staged and self._staged_bytes + nbytes > STAGING
+                oldest = self._staged.popleft() if full else None
+                if oldest is not None:
+                    self._staged_bytes -= oldest[0].nbytes
+            if oldest is None:
+                return self.pinned(nbytes)
+            oldest[1].synchronize()
+            self.arena.free(oldest[0])
 
     def staged(self, block: Block, copied: Event) -> None:
         """What was staged is on its way."""
-        self._staged.append((block, copied))
-        self._staged_bytes += block.nbytes
+        with self._lock:
+            self._staged.append((block, copied))
+            self._staged_bytes += block.nbytes
 
     def unstage(self) -> None:
         """Nothing more comes: give back what is staged, after its copies."""
-        while self._staged:
-            block, copied = self._staged.popleft()
-            self._staged_bytes -= block.nbytes
-            self.arena.free(block, (copied,))
-
-    def _unstage(self) -> None:
-        block, copied = self._staged.popleft()
-        self._staged_bytes -= block.nbytes
-        self.host_wait(copied)
-        self.arena.free(block)
+        with self._lock:
+            for block, copied in self._staged:
+                self.arena.free(block, (copied,))
+            self._staged.clear()
+            self._staged_bytes = 0
 
     def ready(self, tensors: Iterable[torch.Tensor]) -> Event:
         """All that the calling thread's compute lane was given by now, which writes some tensors, among others."""

@@ -105,8 +105,8 @@ class AcceleratorBackend(Backend):
     def run(self, task: Task) -> Event:
         return self._tasks.run(task)
 
-    def host_lane(self, name: str, begin: Callable[[], None] | None = None) -> HostLane:
-        return HostTasks(1, chained(self._begin_tasks, begin), name=name)
+    def host_lane(self, name: str, *, threads: int = 1, begin: Callable[[], None] | None = None) -> HostLane:
+        return HostTasks(threads, chained(self._begin_tasks, begin), name=name)
 
     def empty(self, form: Form) -> torch.Tensor:
         return torch.empty_strided(form.size, form.stride, dtype=form.dtype, device=self.device)
