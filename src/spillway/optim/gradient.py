@@ -101,7 +101,7 @@ class Shared:
         self._adding.append((nbytes, self.lane.run(task)))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class Snapshot:
     """A gradient as it is when all that was queued is done; for the host lane."""
 
@@ -111,10 +111,19 @@ class Snapshot:
     kept: bool
     """Whether the raw gradient stays as it came, and its factors are noted still."""
 
+    _read: torch.Tensor | None = None
+
+    def read(self, traffic: Traffic) -> torch.Tensor:
+        """The gradient as it came, flat, when it is there."""
+        if self._read is None:
+            assert self.raw is not None
+            self._read = self.raw.read(traffic)
+        return self._read
+
     def wait(self, traffic: Traffic) -> None:
         """Until all of it is on the host."""
         if self.raw is not None:
-            traffic.host_wait(self.raw.arrived)
+            self.read(traffic)
         for factor in self.factors:
             factor.value()
 

@@ -27,12 +27,14 @@ class Piece:
         tensor: over the master's memory.
     """
 
-    __slots__ = ("numel", "parts", "start", "tensor")
+    __slots__ = ("flat", "numel", "parts", "start", "tensor")
 
     def __init__(self, start: int, tensor: torch.nn.Parameter) -> None:
         self.start = start
         self.numel = tensor.numel()
         self.tensor = tensor
+        self.flat = tensor.detach().as_strided((self.numel,), (1,))
+        """The same, in the order in which its elements lie."""
         self.parts: dict[Any, Any] = {}
         """Of its state, what is part of the whole parameter's."""
 
@@ -186,7 +188,9 @@ class Held:
             found = values.sum.tensor[start : start + numel]
         else:
             assert values.raw is not None
-            raw = values.raw.read(traffic)[start : start + numel]
+            raw = values.read(traffic)
+            if numel != self.numel:
+                raw = raw[start : start + numel]
             if values.kept:
                 found = raw.to(self.work_dtype) if scratch is None else scratch[:numel].copy_(raw)
             else:
@@ -208,8 +212,7 @@ class Held:
             return self.back
         nbytes = piece.numel * itemsize
         block = traffic.stage(nbytes)
-        master = self.flat_master()[start : start + piece.numel]
-        traffic.host_view(block, local.dtype, piece.numel, write=True).copy_(master)
+        traffic.host_view(block, local.dtype, piece.numel, write=True).copy_(piece.flat)
         back = traffic.receive(local, start * itemsize, block.first(nbytes), after)
         traffic.staged(block, back)
         return back

@@ -52,10 +52,10 @@ class HostStep:
     Args:
         optimizer_class: the class.
         given: what the user gave for it.
-        threads: how many hands there are.
+        hands: how many there are.
     """
 
-    def __init__(self, optimizer_class: type[Optimizer], given: dict[str, Any], *, threads: int) -> None:
+    def __init__(self, optimizer_class: type[Optimizer], given: dict[str, Any], *, hands: int) -> None:
         self._class = optimizer_class
         self._given = {name: value for name, value in given.items() if name not in ("fused", "foreach", "capturable")}
         self._step = step_of(optimizer_class)
@@ -63,7 +63,7 @@ class HostStep:
         self._known: set[torch.Tensor] = set()
         """Pieces that a constructor of the class has seen: some make their state there."""
         self._mine = _Mine()
-        self._threads = threads
+        self._hands = hands
         self._seconds = 0.0
         self._lock = threading.Lock()
 
@@ -138,7 +138,9 @@ class HostStep:
         for (held, values), piece in parts:
             scratch = self._mine.scratch(held.work_dtype)[used:] if used + piece.numel <= CHUNK else None
             gradient = held.part(values, piece.start, piece.numel, scratch)
-            piece.tensor.grad = gradient.as_strided(piece.tensor.shape, piece.tensor.stride())
+            if piece.tensor.ndim != 1:
+                gradient = gradient.as_strided(piece.tensor.shape, piece.tensor.stride())
+            piece.tensor.grad = gradient
             used += piece.numel
         # Fused SGD takes those that have momentum already, or those that have none yet.
         has_state = [bool(self._states.get(piece.tensor)) for _, piece in parts]
@@ -155,7 +157,7 @@ class HostStep:
 
     def _count(self, seconds: float, *, alone: bool) -> None:
         with self._lock:
-            self._seconds += seconds if alone else seconds / self._threads
+            self._seconds += seconds if alone else seconds / self._hands
 
     def count_anew(self) -> float:
         """How long the host computed since this was asked for last: the mean of its hands."""

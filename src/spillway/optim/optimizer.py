@@ -25,7 +25,7 @@ from spillway.optim.placement import held_of
 from spillway.optim.rounds import Round, by_groups, shares
 from spillway.optim.sharding import is_distributed, like, local_of, many_processes, put_local
 from spillway.optim.states import MASTER, Hook, Saved, host_copy
-from spillway.optim.threads import begin_with, thread_count
+from spillway.optim.threads import begin_with, hands_of, thread_count
 from spillway.optim.traffic import Traffic
 from spillway.records import OptimizerStats
 from spillway.runtime.backend import Event
@@ -113,7 +113,7 @@ class OffloadedOptimizer(Optimizer):
         self._held: dict[torch.Tensor, Held] = {}
         self._coming: set[Held] = set()
         self._overlapping: list[ForwardOverlap] = []
-        self._host = HostStep(optimizer_class, defaults, threads=self._threads)
+        self._host = HostStep(optimizer_class, defaults, hands=hands_of(self._threads)[0])
         self._device = DevicePart(optimizer_class, defaults)
         self._last = self._round = Round(self._host)
         self._stop = contextlib.ExitStack()
@@ -358,8 +358,9 @@ class OffloadedOptimizer(Optimizer):
             if not isinstance(runtime, DeviceRuntime):
                 raise UnsupportedError("got a step in a CUDA graph's capture, expected it outside: the host computes")
             lane = runtime.backend.host_lane("optimizer", begin=begin_with(self._threads))
-            hands = runtime.backend.host_lane("optimizer-hand", threads=self._threads, begin=begin_with(1))
-            shared = self._shared[device] = Shared(Traffic(runtime), lane, hands)
+            hands, each = hands_of(self._threads)
+            some = runtime.backend.host_lane("optimizer-hand", threads=hands, begin=begin_with(each))
+            shared = self._shared[device] = Shared(Traffic(runtime), lane, some)
         return shared
 
     def _settings(self, held: Held) -> dict[str, Any]:

@@ -56,6 +56,7 @@ class Round:
         self._sent = self._received = self._reserved = 0
         self._host_seconds = 0.0
         self._elements = 0
+        self._ready: dict[Shared, Event] = {}
 
     def queue(self, shares: Sequence[Share], *, together: bool) -> None:
         """Have them stepped, all in one call if ``together``."""
@@ -65,7 +66,7 @@ class Round:
         stale = [one for one in held if one.changed()]
         shared = held[0].shared
         of_devices = {one.shared for one in held}
-        ready = {each: each.traffic.ready(one.local() for one in stale if one.shared is each) for each in of_devices}
+        ready = {each: self._ready_on(each, [one for one in stale if one.shared is each]) for each in of_devices}
 
         step = self._step.step_together
 
@@ -81,6 +82,14 @@ class Round:
             one.written()
             one.gradient.reader = one.coming = end
         self._elements += sum(one.numel for one in held)
+
+    def _ready_on(self, shared: Shared, stale: Sequence[Held]) -> Event:
+        """What the device's lanes wait for: one event for all that is not stale."""
+        if stale:
+            return shared.traffic.ready(one.local() for one in stale)
+        if shared not in self._ready:
+            self._ready[shared] = shared.traffic.now()
+        return self._ready[shared]
 
     def end(self, shared: Iterable[Shared]) -> None:
         """Compute waits for all that was queued."""

@@ -64,6 +64,8 @@ class Traffic:
         self._leaving_bytes = 0
         self._staged: deque[tuple[Block, Event]] = deque()
         self._staged_bytes = 0
+        self._followed: Event | None = None
+        """The last event that the lane back was told to wait for."""
         self._lock = threading.Lock()
         self.waits = Stalls()
         """How long the device waited for gradients to leave, and for parameters."""
@@ -101,7 +103,9 @@ class Traffic:
         target = memory_of(tensor)
         with self._lock:
             if block.nbytes:
-                self.backend.wait(self._back, after)
+                if after is not self._followed:
+                    self.backend.wait(self._back, after)
+                    self._followed = after
                 self.backend.copy(self._back, Bytes(target.storage, target.start + start, block.nbytes), block)
                 self.received_bytes += block.nbytes
             return self.backend.record(self._back)
