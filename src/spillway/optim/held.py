@@ -168,7 +168,7 @@ class Held:
             if not self.known or not self.has_master or not _same_bits(part.to(new.dtype), new):
                 part.copy_(new)
         self.known = True
-        traffic.give_back(sent.block)
+        traffic.give_back(sent)
 
     def put_master(self, master: torch.Tensor) -> None:
         """The master is this, if the parameter says the same at the next step."""
@@ -195,7 +195,7 @@ class Held:
                 found = raw.to(self.work_dtype) if scratch is None else scratch[:numel].copy_(raw)
             else:
                 if values.factors:
-                    traffic.host_view(values.raw.block, values.raw.dtype, self.numel, write=True)
+                    values.raw.read(traffic, write=True)
                 found = raw
         for factor in values.factors:
             factor.apply(found)
@@ -230,7 +230,7 @@ class Held:
             self.hook.remove()
         self.gradient.clear()
         if self.block is not None:
-            self.shared.traffic.give_back(self.block, *(() if self.back is None else (self.back,)))
+            self.shared.traffic.arena.free(self.block, () if self.back is None else (self.back,))
             self.block = None
 
     def _touch(self, *, write: bool) -> None:
