@@ -317,7 +317,7 @@ class Gradient:
         def bring() -> Event:
             block = traffic.pinned(target.numel() * dtype.itemsize)
             traffic.host_view(block, dtype, target.numel(), write=True).copy_(held.whole(values).view(-1))
-            back = traffic.receive(target, 0, block.first(target.numel() * dtype.itemsize), ready)
+            back = traffic.receive([(target, 0, block.first(target.numel() * dtype.itemsize))], ready)
             traffic.arena.free(block, (back,))
             return back
 

@@ -19,7 +19,7 @@ import torch
 from torch.optim import Optimizer
 
 from spillway.optim.gradient import CHUNK, Snapshot
-from spillway.optim.held import Held, Piece
+from spillway.optim.held import Held, Piece, send_back
 from spillway.optim.kinds import step_of
 from spillway.runtime.backend import Event
 from spillway.runtime.labels import label
@@ -100,7 +100,7 @@ class HostStep:
         for held, _ in turns:
             held.pieces[0].tensor.grad = None
             held.state = self._states[held.pieces[0].tensor]
-        return turns[0].held.shared.traffic.backend.all_of([held.send_back(held.pieces[0], after) for held, _ in turns])
+        return send_back([(held, held.pieces[0]) for held, _ in turns], after)
 
     def put_state(self, held: Held, state: dict[Any, Any], settings: Settings) -> None:
         """A parameter's state is this, in tensors of its shape, which it takes over."""
@@ -151,7 +151,7 @@ class HostStep:
         for (held, _), piece in parts:
             piece.tensor.grad = None
             self._gather(held, piece)
-        end = held.shared.traffic.backend.all_of([turn.held.send_back(piece, after) for turn, piece in parts])
+        end = send_back([(turn.held, piece) for turn, piece in parts], after)
         self._count(time.perf_counter() - began, alone=not held.cut)
         return end
 

@@ -16,6 +16,11 @@ if TYPE_CHECKING:
 _ALIGNMENT = 64
 
 
+def aligned(nbytes: int) -> int:
+    """Bytes, rounded up so that what follows begins at a cache line."""
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
 class Parcel:
     """Some tensors of one compute lane.
 
@@ -37,7 +42,7 @@ class Parcel:
 
     def add(self, source: Bytes) -> int:
         """One more; where it begins."""
-        start = -(-self.nbytes // _ALIGNMENT) * _ALIGNMENT
+        start = aligned(self.nbytes)
         self.sources.append((start, source))
         self.nbytes = start + source.nbytes
         self.parts += 1

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -103,16 +103,17 @@ class Traffic:
             self._copy_out(parcel)
         return sent
 
-    def receive(self, tensor: torch.Tensor, start: int, block: Bytes, after: Event) -> Event:
-        """Queue a copy into a dense tensor's bytes from byte ``start``, once ``after`` is reached."""
-        target = memory_of(tensor)
+    def receive(self, ways: Sequence[tuple[torch.Tensor, int, Bytes]], after: Event) -> Event:
+        """Queue copies, once ``after`` is reached: into a dense tensor's bytes, from a byte on, from pinned memory."""
         with self._lock:
-            if block.nbytes:
-                if after is not self._followed:
-                    self.backend.wait(self._back, after)
-                    self._followed = after
-                self.backend.copy(self._back, Bytes(target.storage, target.start + start, block.nbytes), block)
-                self.received_bytes += block.nbytes
+            if after is not self._followed:
+                self.backend.wait(self._back, after)
+                self._followed = after
+            for tensor, start, memory in ways:
+                if memory.nbytes:
+                    target = memory_of(tensor)
+                    self.backend.copy(self._back, Bytes(target.storage, target.start + start, memory.nbytes), memory)
+                    self.received_bytes += memory.nbytes
             return self.backend.record(self._back)
 
     def pinned(self, nbytes: int) -> Block:
