@@ -137,6 +137,10 @@ class Snapshot:
             self._read = self.raw.read(traffic)
         return self._read
 
+    def is_there(self) -> bool:
+        """Whether it has come to the host, as far as it is not being added up."""
+        return self.raw is None or (self.raw.parcel.arrived is not None and self.raw.parcel.arrived.query())
+
     def wait(self, traffic: Traffic) -> None:
         """Until all of it is on the host."""
         if self.raw is not None:
