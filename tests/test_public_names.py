@@ -14,11 +14,13 @@ import spillway
 SOURCE = Path(__file__).parent.parent / "src"
 
 PUBLIC = {
+    "Accumulator",
     "Affinity",
     "Attached",
     "BackendError",
     "CorruptError",
     "Decision",
+    "DeviceNumber",
     "Event",
     "EventKind",
     "EventList",
@@ -37,6 +39,7 @@ PUBLIC = {
     "SizeError",
     "SpillPathError",
     "SpillwayError",
+    "SplitError",
     "StepStats",
     "Summary",
     "SummaryRow",
@@ -45,6 +48,7 @@ PUBLIC = {
     "TransferError",
     "UnsupportedError",
     "UsageError",
+    "WindowStep",
     "__version__",
     "keep",
     "keep_tensor",
@@ -57,6 +61,7 @@ PUBLIC = {
     "group",
     "recompute",
     "saved_by",
+    "split_equals_whole",
     "summary",
 }
 

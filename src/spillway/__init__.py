@@ -9,6 +9,7 @@ import spillway.requirements  # noqa: F401  (first: it says so if torch is too o
 
 # isort: split
 from spillway import policies
+from spillway.accumulate import Accumulator, DeviceNumber, WindowStep, split_equals_whole
 from spillway.attaching import Attached, attach
 from spillway.binding import Affinity, bind_to_device
 from spillway.capture.inspection import saved_tensors
@@ -23,6 +24,7 @@ from spillway.errors import (
     SizeError,
     SpillPathError,
     SpillwayError,
+    SplitError,
     TierError,
     TierFullError,
     TransferError,
@@ -43,11 +45,13 @@ from spillway.summarizing import summary
 __version__ = "0.1.0.dev0"
 
 __all__ = [
+    "Accumulator",
     "Affinity",
     "Attached",
     "BackendError",
     "CorruptError",
     "Decision",
+    "DeviceNumber",
     "Event",
     "EventKind",
     "EventList",
@@ -66,6 +70,7 @@ __all__ = [
     "SizeError",
     "SpillPathError",
     "SpillwayError",
+    "SplitError",
     "StepStats",
     "Summary",
     "SummaryRow",
@@ -74,6 +79,7 @@ __all__ = [
     "TransferError",
     "UnsupportedError",
     "UsageError",
+    "WindowStep",
     "__version__",
     "attach",
     "bind_to_device",
@@ -86,5 +92,6 @@ __all__ = [
     "recompute",
     "saved_by",
     "saved_tensors",
+    "split_equals_whole",
     "summary",
 ]
