@@ -63,9 +63,9 @@ class Accumulator:
     The gradients of the optimizer's parameters belong to the window while there is one: they are cleared when it begins
     and when it has stepped.
 
-    An exception in a micro-batch before its backward leaves the window as it was, without that micro-batch (under FSDP2
-    it counts as the next). One in a backward or a step spoils the window: call :meth:`discard`, and go on with a new
-    one. Neither leaves a switch of DDP or FSDP2 behind.
+    An exception in a micro-batch before its backward leaves the window as it was, without that micro-batch. One in a
+    backward or a step, or in the forward of what FSDP2 wraps, spoils the window: call :meth:`discard`, and go on with a
+    new one. Neither leaves a switch of DDP or FSDP2 behind.
 
     Args:
         model: what is trained, wrapped (DDP, ``fully_shard``) by now.
@@ -164,6 +164,7 @@ class Accumulator:
 
         To know which micro-batch is the last of a pass, the next one is fetched before this one is handed out, unless
         this one fills the window anyway: right after a full window, a loader has given what was used, and not more.
+        (With ``partial="carry"`` it need not be known.)
 
         Raises:
             UsageError: if there is a window already, and ``partial`` is not ``"carry"``.
@@ -181,13 +182,14 @@ class Accumulator:
         idle = batch is not _END
         while batch is not _END:
             fills = self._count + 1 == self._steps
-            following = _END if fills else next(batches, _END)
-            ends = not fills and following is _END and self._partial is not Partial.CARRY
+            looks = not fills and self._partial is not Partial.CARRY
+            following = next(batches, _END) if looks else _END
+            ends = looks and following is _END
             with self._open(None, last=fills or ends, in_loop=True, dropped=ends and self._partial is Partial.DROP):
                 micro = self._micro
                 yield batch
             idle = idle and not (micro is not None and micro.had_backward)
-            batch = next(batches, _END) if fills else following
+            batch = following if looks else next(batches, _END)
         self._end_pass(idle=idle)
 
     def _end_pass(self, *, idle: bool) -> None:
@@ -238,17 +240,19 @@ class Accumulator:
         try:
             self._wrappers.switch(micro.switches, last=last)
             yield
-        except GeneratorExit:
-            # Somebody has left the loop. That is no error.
-            raise
-        except BaseException:
-            if self._micro is micro and not micro.had_backward and self._wrappers.breaks_in_forward:
-                self._state = State.SPOILED
-            raise
         finally:
-            micro.switches.close()
             if self._micro is micro:
-                self._micro = None
+                self._leave(micro)
+
+    def _leave(self, micro: MicroBatch) -> None:
+        """Close a micro-batch, with its backward or without.
+
+        An exception in a loop's body does not come to the loop, which is only left. So nobody is asked for one.
+        """
+        self._micro = None
+        micro.switches.close()
+        if not micro.had_backward and not self._wrappers.leave(last=micro.last):
+            self._state = State.SPOILED
 
     def backward(self, loss: Tensor, *, weight: Weight | None = None) -> None:
         """The micro-batch's backward. In a loop, the last one of a window also steps.
@@ -340,11 +344,9 @@ class Accumulator:
         """
         if self._state is State.CLOSED:
             return
-        failed = self._state is State.SPOILED
         if self._micro is not None:
-            self._micro.switches.close()
-            self._micro = None
-        self._wrappers.discard(failed=failed)
+            self._leave(self._micro)
+        self._wrappers.discard(failed=self._state is State.SPOILED)
         self._stepper.discard()
         self._clear()
 

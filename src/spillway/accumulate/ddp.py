@@ -22,6 +22,8 @@ from spillway.accumulate.options import Sync
 from spillway.accumulate.widening import Home
 from spillway.errors import UnsupportedError, UsageError
 
+_REDUCER = ("_check_reducer_finalized", "_reset_state")
+
 
 class Replicated:
     """The DDP modules of a model."""
@@ -33,10 +35,11 @@ class Replicated:
         self._sync = sync
         self._has_run = False
         for module in modules:
-            if not hasattr(module.reducer, "_check_reducer_finalized"):
+            missing = [name for name in _REDUCER if not hasattr(module.reducer, name)]
+            if missing:
                 raise UnsupportedError(
-                    f"got a torch {torch.__version__} whose DDP does not say whether it has reduced everything, "
-                    f"expected one that does; use a torch that Spillway was tested with"
+                    f"got a torch {torch.__version__} whose DDP has no {' and no '.join(missing)}, expected one that "
+                    f"has, since it could not be known what is reduced; use a torch that Spillway was tested with"
                 )
 
     @property
@@ -79,8 +82,17 @@ class Replicated:
                     "say DistributedDataParallel(..., find_unused_parameters=True)"
                 ) from error
 
+    def leave(self, *, last: bool) -> bool:
+        if self.reduces(last=last):
+            # Its forward waits for a backward that reduces, and would take the next one for it.
+            self._reset()
+        return True
+
     def discard(self, *, failed: bool) -> None:
-        for module in self._modules:
+        if failed:
             # What a backward that failed has left half reduced. Without it, DDP refuses the next forward by itself.
-            if failed and hasattr(module.reducer, "_reset_state"):
-                module.reducer._reset_state()
+            self._reset()
+
+    def _reset(self) -> None:
+        for module in self._modules:
+            module.reducer._reset_state()

@@ -108,6 +108,10 @@ class Sharded:
                     f"with sync='every'; say sync='last'"
                 )
 
+    def leave(self, *, last: bool) -> bool:
+        # In the middle of a forward it cannot begin another.
+        return all(module._get_fsdp_state()._training_state.name == "IDLE" for module in self._modules)
+
     def discard(self, *, failed: bool) -> None:
         for group in self._parameter_groups():
             group._partial_reduce_output = None

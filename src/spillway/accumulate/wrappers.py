@@ -42,6 +42,13 @@ class Wrapper(Protocol):
     def check(self, *, last: bool) -> None:
         """After a micro-batch's backward: raise if a gradient was left behind."""
 
+    def leave(self, *, last: bool) -> bool:
+        """A micro-batch ends without a backward: be ready for the next one.
+
+        Returns:
+            Whether that is possible.
+        """
+
     def discard(self, *, failed: bool) -> None:
         """Forget what it holds of a window; after a forward or a backward that failed, be ready for the next."""
 
@@ -66,11 +73,6 @@ class Wrappers:
             self._all.append(Sharded(sharded, sync, waits=waits))
         self.groups = _groups(group, self._all)
         self.ranks = size_of(self.groups)
-
-    @property
-    def breaks_in_forward(self) -> bool:
-        """Whether an error in forward leaves one of them halfway."""
-        return any(wrapper.home is Home.FSDP for wrapper in self._all)
 
     def divisors(self) -> dict[int, float]:
         """What gradients are divided by, by ``id`` of the parameter; who is not here is divided by nothing."""
@@ -98,6 +100,11 @@ class Wrappers:
         for wrapper in self._all:
             wrapper.check(last=last)
 
+    def leave(self, *, last: bool) -> bool:
+        """A micro-batch ends without a backward: whether another can follow."""
+        left = [wrapper.leave(last=last) for wrapper in self._all]
+        return all(left)
+
     def discard(self, *, failed: bool) -> None:
         """Forget what they hold of a window."""
         for wrapper in self._all:
@@ -111,10 +118,12 @@ def _groups(group: Any, wrappers: Iterable[Wrapper]) -> Sequence[Any]:
         return max(found, key=size_of, default=())
     groups: list[Any] = list(group.get_all_groups()) if hasattr(group, "get_all_groups") else [group]
     for each in groups:
+        if each is torch.distributed.GroupMember.NON_GROUP_MEMBER or (
+            isinstance(each, torch.distributed.ProcessGroup) and torch.distributed.get_rank(each) < 0
+        ):
+            raise UsageError("group: got one that this process is not in, expected one over which its data differ")
         if not isinstance(each, torch.distributed.ProcessGroup):
             raise UsageError(f"group: got {group!r}, expected a process group, a device mesh, or None")
-        if torch.distributed.get_rank(each) < 0:
-            raise UsageError("group: got one that this process is not in, expected one over which its data differ")
     return groups
 
 
