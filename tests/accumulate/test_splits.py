@@ -184,7 +184,7 @@ def test_a_gradient_that_only_the_whole_has_is_a_difference() -> None:
         if len(micro_batches) == 1:
             (model[1].weight.sum() * 0).backward()
 
-    with pytest.raises(SplitError, match="gradients of '1.weight'"):
+    with pytest.raises(SplitError, match=r"gradients of '1\.weight'"):
         split_equals_whole(step, torch.ones(2, 2), model=model)
 
 

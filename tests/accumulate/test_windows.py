@@ -353,6 +353,22 @@ def test_no_more_is_fetched_than_a_full_window_needs() -> None:
     assert seen == [2, 2, 2, 1, 2, 2, 2, 1, 2, 1]
 
 
+def test_nothing_is_fetched_ahead_for_a_window_that_is_carried() -> None:
+    given: list[int] = []
+
+    def loader() -> Any:
+        for number, batch in enumerate(PARTIAL):
+            given.append(number)
+            yield batch
+
+    model, optimizer = pair()
+    window = spillway.Accumulator(model, optimizer, steps=STEPS, partial="carry")
+    for number, batch in enumerate(window(loader())):
+        assert len(given) == number + 1
+        loss, words = summed(model, batch)
+        window.backward(loss, weight=words)
+
+
 def test_a_batch_without_a_backward_does_not_count() -> None:
     kept = [batch for place, batch in enumerate(PARTIAL) if place not in (1, 3, 9)]
     expected = plain(*pair(), [kept[:4], kept[4:]])
@@ -458,7 +474,7 @@ def test_parameters_of_the_optimizer_only_are_normalised_and_clipped() -> None:
 def test_a_step_shows_in_a_trace_under_its_name() -> None:
     model, optimizer = pair()
     window = spillway.Accumulator(model, optimizer, steps=2)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
         windowed(model, window, LOADER[:4])
     assert sum(event.name == "spillway.window_step" for event in profile.events()) == 2
 
@@ -466,23 +482,23 @@ def test_a_step_shows_in_a_trace_under_its_name() -> None:
 # Hazards.
 
 
-def test_h56_a_gradient_that_becomes_none_is_not_applied_again() -> None:
+@pytest.mark.parametrize("grad_dtype", [None, torch.float32])
+def test_h56_a_gradient_that_becomes_none_is_not_applied_again(grad_dtype: Any) -> None:
     """Weights that a window does not use stay as they are, momentum and decay too: their gradient is None."""
-    for grad_dtype in (None, torch.float32):
-        model = nn.ModuleDict({"one": nn.Linear(4, 4), "other": nn.Linear(4, 4)}).bfloat16()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        window = spillway.Accumulator(model, optimizer, steps=2, grad_dtype=grad_dtype)
-        x = torch.randn(3, 4, dtype=torch.bfloat16)
-        seen: list[list[bool]] = []
-        optimizer.register_step_pre_hook(
-            lambda *_: seen.append([parameter.grad is None for parameter in model.parameters()])
-        )
-        for names in (["one", "other"], ["one", "one"], ["other", "other"]):
-            before = [parameter.detach().clone() for parameter in model.parameters()]
-            for name in window(names):
-                window.backward(model[name](x).float().square().sum(), weight=3)
-            same = list(map(torch.equal, before, model.parameters()))
-            assert same == seen[-1] == [name not in names for name in ("one", "one", "other", "other")]
+    model = nn.ModuleDict({"one": nn.Linear(4, 4), "other": nn.Linear(4, 4)}).bfloat16()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    window = spillway.Accumulator(model, optimizer, steps=2, grad_dtype=grad_dtype)
+    x = torch.randn(3, 4, dtype=torch.bfloat16)
+    seen: list[list[bool]] = []
+    optimizer.register_step_pre_hook(
+        lambda *_: seen.append([parameter.grad is None for parameter in model.parameters()])
+    )
+    for names in (["one", "other"], ["one", "one"], ["other", "other"]):
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        for name in window(names):
+            window.backward(model[name](x).float().square().sum(), weight=3)
+        same = list(map(torch.equal, before, model.parameters()))
+        assert same == seen[-1] == [name not in names for name in ("one", "one", "other", "other")]
 
 
 @pytest.mark.parametrize("how", ["offload", "attach", "regions"])

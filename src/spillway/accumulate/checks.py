@@ -26,6 +26,8 @@ def check_arguments(
         raise UsageError(f"model: got {model!r:.200}, expected a torch.nn.Module")
     if not isinstance(optimizer, Optimizer):
         raise UsageError(f"optimizer: got {optimizer!r:.200}, expected a torch.optim.Optimizer")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UsageError("optimizer: got LBFGS, whose step computes losses anew, expected one that takes gradients")
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise UsageError(
             f"steps: got {steps!r}, expected a whole number from 1 on: how many micro-batches a window has"
