@@ -129,6 +129,21 @@ def test_importing_spillway_imports_nothing_before_it_is_needed() -> None:
     assert not {name for name in new for lazy in LAZY if name == lazy or name.startswith(lazy + ".")}
 
 
+def test_names_of_rooms_that_come_later_are_there_all_the_same() -> None:
+    script = """
+import sys, spillway
+assert not [name for name in sys.modules if name.startswith("spillway.accumulate")]
+assert "Accumulator" in dir(spillway)
+from spillway import Accumulator
+assert spillway.Accumulator is Accumulator is vars(spillway)["Accumulator"]
+try:
+    spillway.accumulator
+except AttributeError as error:
+    assert str(error) == "module 'spillway' has no attribute 'accumulator'", error
+"""
+    subprocess.run([sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": str(SOURCE)}, check=True)
+
+
 def _import_times() -> dict[str, object]:
     done = subprocess.run(
         [sys.executable, "-c", IMPORT_TIMES],

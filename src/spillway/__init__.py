@@ -5,11 +5,13 @@ what to offload to host memory or disk; the gradients are bit for bit those of p
 :class:`offload`.
 """
 
+import importlib
+from typing import TYPE_CHECKING
+
 import spillway.requirements  # noqa: F401  (first: it says so if torch is too old for what follows)
 
 # isort: split
 from spillway import policies
-from spillway.accumulate import Accumulator, DeviceNumber, WindowStep, split_equals_whole
 from spillway.attaching import Attached, attach
 from spillway.binding import Affinity, bind_to_device
 from spillway.capture.inspection import saved_tensors
@@ -41,6 +43,9 @@ from spillway.records import Decision, GroupStats, SavedTensor, SavedTensorRepor
 from spillway.report.table import Summary, SummaryRow
 from spillway.session import Session
 from spillway.summarizing import summary
+
+if TYPE_CHECKING:
+    from spillway.accumulate import Accumulator, DeviceNumber, WindowStep, split_equals_whole
 
 __version__ = "0.1.0.dev0"
 
@@ -95,3 +100,18 @@ __all__ = [
     "split_equals_whole",
     "summary",
 ]
+
+_LATER = dict.fromkeys(["Accumulator", "DeviceNumber", "WindowStep", "split_equals_whole"], "spillway.accumulate")
+"""Names whose rooms are imported when they are first asked for: who does without does not wait for them."""
+
+
+def __getattr__(name: str) -> object:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value: object = getattr(importlib.import_module(_LATER[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATER})

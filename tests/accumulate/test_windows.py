@@ -231,6 +231,14 @@ def test_steps_with_a_scaler_is_the_loop_of_every_tutorial(max_norm: float | Non
     assert_same(traces[1], traces[0])
 
 
+@pytest.mark.parametrize("cast", AUTOCAST)
+def test_autocast_needs_no_scaler(cast: str) -> None:
+    expected = plain(*pair(), WINDOWS, max_norm=0.05, autocast=AUTOCAST[cast])
+    model, optimizer = pair()
+    window = spillway.Accumulator(model, optimizer, steps=STEPS, max_norm=0.05)
+    assert_same(windowed(model, window, LOADER, autocast=AUTOCAST[cast]), expected)
+
+
 def test_a_scaler_that_is_switched_off_is_none() -> None:
     expected = plain(*pair(), WINDOWS)
     model, optimizer = pair()
