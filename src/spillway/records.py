@@ -164,7 +164,7 @@ class OptimizerStats:
     streamed: int = 0
     """Elements that the device stepped with state that came for that."""
     host_seconds: float = 0.0
-    """How long the host worked at it, waits for gradients among it."""
+    """How long the host worked at it, waits for gradients not counted."""
     stall_seconds: float = 0.0
     """Time that the device waited, for gradients to leave and for parameters to come."""
     sent_bytes: int = 0

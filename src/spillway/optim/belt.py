@@ -14,7 +14,7 @@ from spillway.errors import TierError, TierFullError
 from spillway.optim.host_step import Turn
 from spillway.optim.layout import Layout, State
 from spillway.optim.loads import Load
-from spillway.optim.traffic import Sent
+from spillway.optim.parcels import Sent
 from spillway.runtime.backend import Event
 from spillway.runtime.bytes import Bytes
 from spillway.runtime.tasks import raise_again

@@ -215,9 +215,12 @@ def _away(trip: Trip) -> Iterator[_Gradient]:
             source = total.pinned.range(part.start * itemsize, part.numel * itemsize)
             yield _Gradient(index, source, total.dtype, ())
         elif raw is not None:
+            arrived = raw.parcel.arrived
+            assert arrived is not None
             itemsize = raw.dtype.itemsize
-            source = Bytes(raw.block.storage, raw.block.start + part.start * itemsize, part.numel * itemsize)
-            yield _Gradient(index, source, raw.dtype, (raw.arrived,))
+            memory = raw.memory
+            source = Bytes(memory.storage, memory.start + part.start * itemsize, part.numel * itemsize)
+            yield _Gradient(index, source, raw.dtype, (arrived,))
 
 
 def _lines(nbytes: int) -> int:

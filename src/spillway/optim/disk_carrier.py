@@ -93,7 +93,7 @@ class DiskCarrier(Carrier):
 
     def wait(self, trip: Trip) -> None:
         if trip.arrived is not None:
-            trip.arrived.synchronize()
+            self._traffic.host_wait(trip.arrived)
 
     def memory(self, nbytes: int) -> Bytes:
         block = self._traffic.pinned(nbytes)
@@ -113,7 +113,7 @@ class DiskCarrier(Carrier):
 
     def drop(self, trip: Trip) -> None:
         for sent in trip.values.values():
-            self._arena.free(sent.block, (sent.arrived,))
+            self._traffic.give_back(sent)
         trip.values.clear()
         trip.states = []
         if trip.memory is not None:
@@ -131,7 +131,7 @@ class DiskCarrier(Carrier):
             at_last.callback(self.drop, trip)
             if trip.left is not None:
                 try:
-                    trip.left.synchronize()
+                    self._traffic.host_wait(trip.left)
                 except TierError:
                     self.stay(trip)
                     raise

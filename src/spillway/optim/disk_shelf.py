@@ -20,10 +20,10 @@ from spillway.optim.gradient import Shared
 from spillway.optim.held import Held
 from spillway.optim.host_step import Turn
 from spillway.optim.load_shelf import LoadShelf, renew
+from spillway.optim.parcels import aligned
 from spillway.optim.states import MASTER, host_copy
 from spillway.optim.tally import Tally
 from spillway.optim.traffic import Traffic
-from spillway.records import OptimizerStats
 from spillway.runtime.arena import Block
 from spillway.runtime.backend import Event
 from spillway.runtime.bytes import Bytes
@@ -32,31 +32,30 @@ from spillway.runtime.bytes import Bytes
 class DiskShelf(LoadShelf):
     """Has the host step what lies in the spill file. See :class:`LoadShelf`."""
 
-    def step(self, turns: Sequence[Turn], shared: Sequence[Shared]) -> Spilled:
-        turns = list(turns)
+    def tally(self) -> Spilled:
+        return Spilled()
+
+    def step(self, turns: Sequence[Turn], now: Tally, *, ahead: int | None) -> None:
+        assert isinstance(now, Spilled)
         if not any(turn.gradient.factors for turn in turns):
-            turns.sort(key=lambda turn: turn.held.gradient.came)
-        now = Spilled(shared, [self._disk(one) for one in shared])
+            # Whose gradient came first is there first; else all of them have to be, and the first are wanted first.
+            turns = sorted(turns, key=lambda turn: turn.held.gradient.came)
         ends: dict[Held, list[Event]] = {}
         for one, trips in self._trips(turns).items():
             ready = one.traffic.ready(part.held.local() for trip in trips for part in trip.load.parts)
             belt = Belt(self._disk(one), one.traffic.window, trips)
             for trip in trips:
                 trip.ready = ready
-                end = one.lane.run(functools.partial(self._step_trip, trip, belt, one, now.tally))
+                end = one.lane.run(functools.partial(self._step_trip, trip, belt, one, now))
                 for turn in trip.turns.values():
                     ends.setdefault(turn.held, []).append(end)
             now.closing.append(one.lane.run(belt.settle))
-        for one in shared:
-            one.lane.run(one.traffic.unstage)
-            one.forget_factor()
         for turn in turns:
             held = turn.held
             held.written()
             held.coming = held.shared.traffic.backend.all_of(ends[held])
             held.gradient.reader = held.shared.lane.run(_nothing)
-            now.tally.on_host += held.numel
-        return now
+            now.on_host += held.numel
 
     def _make_carrier(self, shared: Shared) -> DiskCarrier:
         return DiskCarrier(shared.traffic, shared.traffic.spill_file())
@@ -71,26 +70,31 @@ class DiskShelf(LoadShelf):
 
     # All below is for the host lane.
 
-    def _step_trip(self, trip: Trip, belt: Belt, shared: Shared, tally: Tally) -> Event:
-        before = time.perf_counter()
-        traffic = shared.traffic
+    def _step_trip(self, trip: Trip, belt: Belt, shared: Shared, now: Tally) -> Event:
+        traffic, carrier = shared.traffic, self._disk(shared)
+        moved = carrier.read_bytes, carrier.written_bytes
         with torch.no_grad(), contextlib.ExitStack() as unless_gone:
             belt.take(trip)
             unless_gone.callback(belt.drop, trip)
+            for turn in trip.turns.values():
+                turn.gradient.wait(traffic)
             trip.states = trip.load.opened(trip.memory)
+            began = time.perf_counter()
             parameters = {index: self._parameter(trip, index, traffic) for index in trip.turns}
             # Before anything is stepped: there may be no room.
             staging = self._staging(trip, traffic)
             if staging is not None:
-                unless_gone.callback(traffic.give_back, staging)
+                unless_gone.callback(traffic.arena.free, staging)
             self._step_parts(trip, parameters)
             unless_gone.pop_all()
             back = self._send_back(trip, parameters, staging, traffic)
+            now.host_seconds += time.perf_counter() - began
             # If the load cannot go back, compute hears of that, and waits for nothing.
             unless_gone.callback(back.synchronize)
-            self._send_off(trip, self._disk(shared), belt)
+            self._send_off(trip, carrier, belt)
             unless_gone.pop_all()
-        tally.host_seconds += time.perf_counter() - before
+        now.read_bytes += carrier.read_bytes - moved[0]
+        now.written_bytes += carrier.written_bytes - moved[1]
         return back
 
     def _parameter(self, trip: Trip, index: int, traffic: Traffic) -> torch.nn.Parameter:
@@ -106,12 +110,12 @@ class DiskShelf(LoadShelf):
             elif values is not None:
                 renew(stepped, values)
             if sent is not None:
-                traffic.give_back(trip.values.pop(index).block)
+                traffic.give_back(trip.values.pop(index))
         else:
             assert sent is not None
             assert values is not None
             stepped = values
-            traffic.backend.host_access(sent.block, write=True)
+            traffic.backend.host_access(sent.memory, write=True)
         parameter = torch.nn.Parameter(stepped, requires_grad=False)
         gradient = part.held.part(trip.turns[index].gradient, part.start, part.numel, None)
         parameter.grad = gradient.as_strided(*part.form, int(gradient.storage_offset()))
@@ -120,52 +124,43 @@ class DiskShelf(LoadShelf):
     def _staging(self, trip: Trip, traffic: Traffic) -> Block | None:
         """Room for the parameters on their way to the device, where they are of another type than what is stepped."""
         parts = [trip.load.parts[index] for index in trip.turns]
-        return traffic.stage(sum(_lines(part.nbytes) for part in parts)) if parts[0].held.has_master else None
+        return traffic.stage(sum(aligned(part.nbytes) for part in parts)) if parts[0].held.has_master else None
 
     def _send_back(
         self, trip: Trip, parameters: Mapping[int, torch.nn.Parameter], staging: Block | None, traffic: Traffic
     ) -> Event:
         """Queue the parameters' way to the device; the end of it."""
         assert trip.ready is not None
-        back = []
-        offset = 0
+        ways = []
+        start = 0
         for index, parameter in parameters.items():
             part = trip.load.parts[index]
             local = part.held.local()
             if staging is None:
-                block: Bytes = trip.values[index].block.first(part.nbytes)
+                memory = trip.values[index].memory
             else:
-                block = Bytes(staging.storage, staging.start + offset, part.nbytes)
-                offset += _lines(part.nbytes)
-                here = traffic.host_view(block, local.dtype, part.numel, write=True)
-                here.as_strided(*part.form).copy_(parameter)
-            back.append(traffic.receive(local, part.start * local.itemsize, block, trip.ready))
-            if staging is None:
-                traffic.give_back(trip.values.pop(index).block, back[-1])
+                memory = Bytes(staging.storage, staging.start + start, part.nbytes)
+                start += aligned(part.nbytes)
+                here = traffic.host_view(memory, local.dtype, part.numel, write=True)
+                here.as_strided(*part.form, int(here.storage_offset())).copy_(parameter)
+            ways.append((local, part.start * local.itemsize, memory))
+        end = traffic.receive(ways, trip.ready)
         if staging is not None:
-            # The last of them on the lane.
-            traffic.staged(staging, back[-1])
-        return traffic.backend.all_of(back)
+            traffic.staged(staging, end)
+        for sent in trip.values.values():
+            sent.parcel.copies.append(end)
+            traffic.give_back(sent)
+        trip.values.clear()
+        return end
 
 
-def _lines(nbytes: int) -> int:
-    return -(-nbytes // 64) * 64
+class Spilled(Tally):
+    """One step, from the spill file and back."""
 
-
-class Spilled:
-    """One step, from the spill file and back.
-
-    Args:
-        shared: of every device.
-        carriers: likewise.
-    """
-
-    def __init__(self, shared: Sequence[Shared], carriers: Sequence[DiskCarrier]) -> None:
-        self.tally = Tally(shared)
+    def __init__(self) -> None:
+        super().__init__()
         self.closing: list[Event] = []
         """When all is in the file."""
-        self._carriers = carriers
-        self._before = self._counts()
 
     def finish(self) -> None:
         """Wait until all is in the file; raises what went wrong with that."""
@@ -173,14 +168,6 @@ class Spilled:
         with contextlib.ExitStack() as stack:
             for event in closing:
                 stack.callback(event.synchronize)
-
-    def stats(self) -> OptimizerStats:
-        """What it cost, when all of it is done."""
-        read, written = (now - then for now, then in zip(self._counts(), self._before, strict=True))
-        return self.tally.stats(read_bytes=read, written_bytes=written)
-
-    def _counts(self) -> tuple[int, int]:
-        return sum(each.read_bytes for each in self._carriers), sum(each.written_bytes for each in self._carriers)
 
 
 def _nothing() -> None:

@@ -11,7 +11,7 @@ import itertools
 import math
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -19,8 +19,9 @@ import torch
 
 from spillway.errors import UnsupportedError
 from spillway.optim.away import AwayGradient
+from spillway.optim.parcels import Sent
 from spillway.optim.sums import Sum
-from spillway.optim.traffic import Sent, Traffic, is_dense
+from spillway.optim.traffic import Traffic, is_dense
 from spillway.runtime.backend import Event, HostLane
 
 if TYPE_CHECKING:
@@ -41,11 +42,9 @@ class Factor:
         self.given = value
         self._sent = sent
         self._traffic = traffic
+        # A step that is skipped reads none.
+        self._end = None if sent is None else weakref.finalize(self, traffic.give_back, sent)
         self._value: torch.Tensor | float | None = value if sent is None else None
-        if sent is not None:
-            # Nobody may ever ask for it on the host.
-            self._drop = weakref.finalize(self, traffic.give_back, sent.block, sent.arrived)
-            self._drop.atexit = False
 
     def apply(self, tensor: torch.Tensor) -> None:
         """Multiply; for the host lane."""
@@ -56,7 +55,8 @@ class Factor:
         if self._value is None:
             assert self._sent is not None
             self._value = self._sent.read(self._traffic).clone().reshape(())
-            self._drop()
+            assert self._end is not None
+            self._end()
         return self._value
 
     def apply_there(self, tensor: torch.Tensor) -> None:
@@ -75,18 +75,23 @@ class Shared:
     Args:
         traffic: of the device.
         lane: the host lane.
+        hands: threads that compute for it.
         pins_sums: whether gradients add up in pinned memory, since copies are to read them.
     """
 
-    def __init__(self, traffic: Traffic, lane: HostLane, *, pins_sums: bool = False) -> None:
+    def __init__(self, traffic: Traffic, lane: HostLane, hands: HostLane, *, pins_sums: bool = False) -> None:
         self.traffic = traffic
         self.lane = lane
+        self.hands = hands
         self.pins_sums = pins_sums
         self.accumulates = False
         """Whether a second gradient came in one window, ever."""
         self.norms: set[float] = set()
         """Orders of norms that were asked for: they are taken on the device from now on, before a gradient leaves."""
         self._factor: tuple[torch.Tensor, int, Factor] | None = None
+        self.expected = 0
+        """How many gradients of a parameter came in the last step's window."""
+        self._gradients: list[weakref.ref[Gradient]] = []
         self._adding: deque[tuple[int, Event]] = deque()
 
     def factor(self, operation: str, value: torch.Tensor | float) -> Factor:
@@ -97,12 +102,24 @@ class Shared:
         if last is None or last[0] is not value or last[1] != value._version or last[2].operation != operation:
             given = value.detach().clone()
             here = Factor(operation, given, self.traffic.send(given), self.traffic)
+            self.traffic.flush()
             last = self._factor = (value, value._version, here)
         return last[2]
 
     def forget_factor(self) -> None:
         """A step has been: a tensor that comes now is another."""
         self._factor = None
+
+    def add(self, gradient: Gradient) -> None:
+        """One more, of a parameter of this device."""
+        self._gradients.append(weakref.ref(gradient))
+
+    def gradients(self) -> Iterator[Gradient]:
+        """All of them."""
+        for reference in self._gradients:
+            gradient = reference()
+            if gradient is not None:
+                yield gradient
 
     def add_later(self, nbytes: int, task: Callable[[], None]) -> None:
         """Queue an addition that gives pinned memory back; past the window, wait for the oldest."""
@@ -111,7 +128,7 @@ class Shared:
         self._adding.append((nbytes, self.lane.run(task)))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class Snapshot:
     """A gradient as it is when all that was queued is done; for the host lane."""
 
@@ -122,6 +139,25 @@ class Snapshot:
     """Whether the raw gradient stays as it came, and its factors are noted still."""
     here: torch.Tensor | None = None
     """The gradient itself, if it never left the device where it is stepped."""
+    _read: torch.Tensor | None = None
+
+    def read(self, traffic: Traffic) -> torch.Tensor:
+        """The gradient as it came, flat, when it is there."""
+        if self._read is None:
+            assert self.raw is not None
+            self._read = self.raw.read(traffic)
+        return self._read
+
+    def is_there(self) -> bool:
+        """Whether it has come to the host, as far as it is not being added up."""
+        return self.raw is None or (self.raw.parcel.arrived is not None and self.raw.parcel.arrived.query())
+
+    def wait(self, traffic: Traffic) -> None:
+        """Until all of it is on the host."""
+        if self.raw is not None:
+            self.read(traffic)
+        for factor in self.factors:
+            factor.value()
 
 
 @dataclass(eq=False)
@@ -139,11 +175,16 @@ class Gradient:
     """Of the one gradient that came, before the factors; on the device."""
     reader: Event | None = None
     """The end of the last step that reads it."""
-    read: Event | None = None
-    """The end of the copies by which the last step took what came to the device; the host lane waits for it, too."""
     came: int = 0
     """When the last one came, among all."""
+    count: int = 0
+    """How many came."""
+    _measured: dict[float, tuple[Event, list[float]]] = field(default_factory=dict)
+    """Norms that the host took, or is about to, with the factors of then."""
     _away: AwayGradient | None = None
+
+    def __post_init__(self) -> None:
+        self.shared.add(self)
 
     def begin(self, tensor: torch.Tensor) -> None:
         """This is the gradient now, whatever it was."""
@@ -162,6 +203,8 @@ class Gradient:
         # In an order that loses nothing should the memory not do.
         sent = self.shared.traffic.send(tensor)
         self.came = next(_arrivals)
+        self.count += 1
+        self._measured = {}
         alone = self.raw is None and not self.summed
         self.norms = {} if not alone or self.shared.accumulates else self._norms_of(tensor)
         if not alone:
@@ -172,6 +215,10 @@ class Gradient:
             self._add(sent, first=True)
         else:
             self.raw = sent
+        if self.count == self.shared.expected and not self.norms:
+            # The last one, if it goes as in the step before.
+            for order in self.shared.norms:
+                self.measure(order)
 
     def scale(self, operation: str, value: torch.Tensor | float) -> None:
         """Multiply (``"mul_"``), or divide (``"div_"``)."""
@@ -190,31 +237,32 @@ class Gradient:
 
     def clear(self) -> None:
         """Nothing has come."""
-        if self.reader is not None:
-            self.reader.synchronize()
-            self.reader = None
+        self._have_read()
         if self.raw is not None:
-            self.shared.traffic.give_back(
-                self.raw.block, self.raw.arrived, *(() if self.read is None else (self.read,))
-            )
+            self.shared.traffic.give_back(self.raw)
         self.raw = None
-        self.read = None
         self.summed = False
         self.factors = []
         self.norms = {}
+        self._measured = {}
+        self.count = 0
 
     def replace(self, tensor: torch.Tensor) -> None:
         """Somebody computed another in its place."""
         self.begin(tensor)
 
     def snapshot(self) -> Snapshot:
-        """It, for a step, which applies the factors."""
+        """It, for somebody who applies the factors."""
+        self._have_read()
+        self.shared.traffic.flush()
         kept = self.raw is not None and self.raw.dtype != self.held.work_dtype
         taken = Snapshot(self.raw, self.sum if self.summed else None, tuple(self.factors), kept)
         if not kept:
             for norm in self.norms:
                 for factor in self.factors:
                     self.norms[norm] = factor.of_norm(self.norms[norm])
+            if self.factors:
+                self._measured = {}
             self.factors = []
         return taken
 
@@ -223,7 +271,15 @@ class Gradient:
         if not isinstance(now, AwayGradient):
             self.clear()
             return Snapshot(None, None, (), kept=True, here=laid_out(now, self.held.local()))
+        self._have_read()
+        self.shared.traffic.flush()
         return Snapshot(self.raw, self.sum if self.summed else None, tuple(self.factors), kept=True)
+
+    def _have_read(self) -> None:
+        """Wait for the hands that read it; what is queued in the host lane from now on comes after."""
+        if self.reader is not None:
+            self.reader.synchronize()
+            self.reader = None
 
     def norm(self, order: float) -> torch.Tensor:
         """Its norm of an order, in the type that it is stepped in; a tensor without dimensions, on the device."""
@@ -236,14 +292,31 @@ class Gradient:
             for factor in self.factors:
                 norm = factor.of_norm(norm)
             return norm
-        values = self.snapshot()
+        if self.factors or order not in self._measured:
+            # Who asks for one norm asks for all: the hands take the others meanwhile.
+            for gradient in self.shared.gradients():
+                gradient.measure(order)
+        done, found = self._measured[order]
+        done.synchronize()
+        return torch.tensor(found[0], dtype=_real(self.held.work_dtype), device=self.held.local().device)
+
+    def measure(self, order: float) -> None:
+        """Have the host take its norm, if it has come, and is not known."""
+        known = order in self.norms or (order in self._measured and not self.factors)
+        if known or not (self.raw is not None or self.summed):
+            return
+        values, shared, held = self.snapshot(), self.shared, self.held
         found: list[float] = []
 
         def measure() -> None:
-            found.append(float(torch.linalg.vector_norm(self.held.whole(values), order)))
+            found.append(float(torch.linalg.vector_norm(held.whole(values), order)))
 
-        self.shared.lane.run(measure).synchronize()
-        return torch.tensor(found[0], dtype=_real(self.held.work_dtype), device=self.held.local().device)
+        def when_there() -> Event:
+            values.wait(shared.traffic)
+            return shared.hands.run(measure)
+
+        self.reader = shared.lane.run(when_there)
+        self._measured = {**({} if values.factors else self._measured), order: (self.reader, found)}
 
     def has_nonfinite(self) -> torch.Tensor:
         """1 if an element is infinite or no number, else 0; on the device."""
@@ -261,8 +334,8 @@ class Gradient:
         def bring() -> Event:
             block = traffic.pinned(target.numel() * dtype.itemsize)
             traffic.host_view(block, dtype, target.numel(), write=True).copy_(held.whole(values).view(-1))
-            back = traffic.receive(target, 0, block.first(target.numel() * dtype.itemsize), ready)
-            traffic.give_back(block, back)
+            back = traffic.receive([(target, 0, block.first(target.numel() * dtype.itemsize))], ready)
+            traffic.arena.free(block, (back,))
             return back
 
         traffic.wait(self.shared.lane.run(bring))
@@ -275,6 +348,7 @@ class Gradient:
 
     def _settle(self) -> None:
         """What has come so far becomes the sum, with its factors."""
+        self._have_read()
         if self.raw is not None:
             self._add(self.raw, first=True)
             self.raw = None
@@ -293,9 +367,10 @@ class Gradient:
 
         def add() -> None:
             add_to(total.tensor, sent.read(traffic), first=first)
-            traffic.give_back(sent.block)
+            traffic.give_back(sent)
 
-        self.shared.add_later(sent.block.nbytes, add)
+        traffic.flush()
+        self.shared.add_later(sent.nbytes, add)
         self.summed = True
 
     def _sum(self) -> Sum:

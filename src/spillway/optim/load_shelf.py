@@ -105,6 +105,13 @@ class LoadShelf(Shelf):
                 self._put_load(load, converted)
             done.update(loads)
 
+    def discard(self, held: Held) -> None:
+        for load, index in self._parts_of(held):
+            # Whoever shares the load keeps it, and has it laid out anew.
+            load.states[index] = {}
+            load.begun[index] = False
+        self._loads.pop(held, None)
+
     def close(self) -> None:
         self._loads.clear()
         self._new.clear()

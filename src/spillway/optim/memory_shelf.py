@@ -7,14 +7,14 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from spillway.optim.gradient import Shared
 from spillway.optim.held import Held
 from spillway.optim.host_step import HostStep, Turn
 from spillway.optim.kinds import Kind
 from spillway.optim.layout import State
-from spillway.optim.rounds import Round, by_groups, shares
+from spillway.optim.rounds import Round, by_groups, in_order
 from spillway.optim.shelf import Loading, Settings, Shelf
 from spillway.optim.states import MASTER, host_copy
+from spillway.optim.tally import Tally
 
 
 class MemoryShelf(Shelf):
@@ -25,11 +25,14 @@ class MemoryShelf(Shelf):
         optimizer_class: the user's.
         given: what the user gave for it.
         settings: of a parameter's group, for the host.
+        hands: how many the host has.
     """
 
-    def __init__(self, kind: Kind, optimizer_class: type[Optimizer], given: dict[str, Any], settings: Settings) -> None:
+    def __init__(
+        self, kind: Kind, optimizer_class: type[Optimizer], given: dict[str, Any], settings: Settings, *, hands: int
+    ) -> None:
         self._kind = kind
-        self._step = HostStep(optimizer_class, given)
+        self._step = HostStep(optimizer_class, given, hands=hands)
         self._settings = settings
 
     def add(self, held: Held) -> None:
@@ -38,19 +41,17 @@ class MemoryShelf(Shelf):
     def prepare(self, held: Iterable[Held]) -> None:
         """Nothing is told in advance."""
 
-    def step(self, turns: Sequence[Turn], shared: Sequence[Shared]) -> Round:
-        turns = list(turns)
-        if not any(turn.gradient.factors for turn in turns):
-            # Whose gradient came first is there first; else all of them have to be, and the first are wanted first.
-            turns.sort(key=lambda turn: turn.held.gradient.came)
-        now = Round(shared, self._step)
+    def tally(self) -> Round:
+        return Round(self._step)
+
+    def step(self, turns: Sequence[Turn], now: Tally, *, ahead: int | None) -> None:
+        assert isinstance(now, Round)
+        now.expect(turns)
         if self._kind.alone:
-            for share in shares(turns, self._settings):
+            for share in in_order(turns, self._settings, ahead=ahead):
                 now.queue([share], together=False)
         elif turns:
             now.queue(by_groups(turns, self._settings), together=True)
-        now.close()
-        return now
 
     def shown(self, held: Held) -> State | None:
         state = dict(held.state)
@@ -73,6 +74,9 @@ class MemoryShelf(Shelf):
                 self._step.put_state(held, fresh, self._settings(held))
             else:
                 self._step.drop_state(held)
+
+    def discard(self, held: Held) -> None:
+        self._step.drop_state(held)
 
     def close(self) -> None:
         """Parameters give up theirs themselves."""

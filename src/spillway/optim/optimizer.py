@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from torch.optim import Optimizer
 from spillway.blocks import Blocks
 from spillway.errors import UnsupportedError, UsageError
 from spillway.optim.away import AwayGradient
+from spillway.optim.balance import Balance
 from spillway.optim.device_part import DevicePart
 from spillway.optim.forecast import Forecast
 from spillway.optim.forward import ForwardOverlap
@@ -22,10 +24,10 @@ from spillway.optim.host_step import Turn
 from spillway.optim.kinds import Kind, defaults_of, for_host, on_host
 from spillway.optim.placement import held_beyond, held_of
 from spillway.optim.sharding import is_distributed, like, local_of, many_processes, put_local
-from spillway.optim.shelf import Loading, Progress
+from spillway.optim.shelf import Loading
 from spillway.optim.shelves import make_shelf
 from spillway.optim.states import Hook, Saved
-from spillway.optim.threads import begin_with, thread_count
+from spillway.optim.threads import begin_with, hands_of, thread_count
 from spillway.optim.traffic import Traffic
 from spillway.records import OptimizerStats
 from spillway.runtime.backend import Event
@@ -56,7 +58,10 @@ class OffloadedOptimizer(Optimizer):
             Where it has a fused kernel for the host that is used (``Adam``, ``AdamW``, ``SGD``, ``Adagrad``), unless
             ``fused=False`` is among the defaults; else its implementation with a loop, never ``foreach``.
         fraction: of all elements, how many are stepped on the host. The rest keeps state and step on the device; both
-            step at the same time.
+            step at the same time. ``"auto"``: all at first, then as many as slow a step down by no more than
+            ``slowdown``, by the figures of the first steps; :attr:`fraction` says what came of it. Two runs may find
+            different ones, and the host's and the device's arithmetic differ in the last bits.
+        slowdown: what ``"auto"`` allows, of a step: 0.05 for 5 %.
         device_budget: most bytes of state, masters included, that stay on the device, instead of a fraction:
             ``"2GiB"``. The first parameters that it has room for are stepped there.
         master_dtype: the type of the masters that parameters of a narrower type are stepped in. ``"auto"``: ``float32``
@@ -93,7 +98,8 @@ class OffloadedOptimizer(Optimizer):
         params: Iterable[Any],
         optimizer_class: type[Optimizer],
         *,
-        fraction: float | None = None,
+        fraction: float | str | None = None,
+        slowdown: float = 0.05,
         device_budget: int | str | None = None,
         master_dtype: torch.dtype | str | None = "auto",
         offload_gradients: bool = True,
@@ -109,20 +115,13 @@ class OffloadedOptimizer(Optimizer):
         complete = defaults_of(optimizer_class, defaults)
         if fraction is not None and device_budget is not None:
             raise UsageError("got both a fraction and a device_budget, expected one of them; leave one out")
-        self._fraction = _checked_fraction(fraction)
+        if fraction == "auto" and step_on == "device":
+            raise UsageError("fraction: got 'auto' with step_on='device', expected a number: the host steps nothing")
+        self._balance = Balance(_checked_slowdown(slowdown)) if fraction == "auto" else None
+        self._fraction = 1.0 if self._balance is not None else _checked_fraction(fraction)
         self._budget = None if device_budget is None else parse_bytes(device_budget, what="device_budget")
         self._master_dtype = _checked_master_dtype(master_dtype)
         self._offload_gradients = bool(offload_gradients)
-        self._forecast = Forecast(self._kind, optimizer_class, for_host(defaults))
-        self._shelf = make_shelf(
-            optimizer_class,
-            defaults,
-            self._forecast,
-            tier=tier,
-            step_on=step_on,
-            for_the_host=self._settings,
-            for_the_device=self._settings_there,
-        )
         self._threads = thread_count(threads)
         self._session = session if session is not None else Session.default()
         self._shared: dict[torch.device, Shared] = {}
@@ -130,9 +129,19 @@ class OffloadedOptimizer(Optimizer):
         self._coming: set[Held] = set()
         self._overlapping: list[ForwardOverlap] = []
         self._device = DevicePart(optimizer_class, defaults)
+        self._forecast = Forecast(self._kind, optimizer_class, for_host(defaults))
+        self._shelf = make_shelf(
+            optimizer_class,
+            defaults,
+            self._forecast,
+            tier=tier,
+            step_on=step_on,
+            hands=hands_of(self._threads)[0],
+            for_the_host=self._settings,
+            for_the_device=self._settings_there,
+        )
+        self._last = self._now = self._shelf.tally()
         self._stop = contextlib.ExitStack()
-        self._progress: Progress | None = None
-        self._stats = OptimizerStats()
         super().__init__(params, complete)
         self._place(list(self._parameters()))
         self._ready = True
@@ -151,6 +160,8 @@ class OffloadedOptimizer(Optimizer):
                 loss = closure()
         self._session.check_open()
         self.synchronize()
+        if self._balance is not None:
+            self._choose(self._balance)
         with torch.no_grad(), label("optimizer step"):
             self._queue_step()
             self._device.step(self.param_groups)
@@ -169,9 +180,20 @@ class OffloadedOptimizer(Optimizer):
             Whatever went wrong in the step.
         """
         with contextlib.ExitStack() as stack:
-            if self._progress is not None:
-                stack.callback(self._progress.finish)
+            stack.callback(self._finish)
             self._arrive(list(self._coming))
+
+    def _finish(self) -> None:
+        """All that was stepped is in its place."""
+        with contextlib.ExitStack() as stack:
+            for tally in {self._now, self._last}:
+                stack.callback(tally.finish)
+
+    @property
+    def fraction(self) -> float:
+        """Of all elements, how many are stepped on the host."""
+        sizes = {parameter: local_of(parameter).numel() for _, parameter in self._parameters()}
+        return sum(sizes[parameter] for parameter in self._held) / max(1, sum(sizes.values()))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as for any optimizer."""
@@ -204,7 +226,7 @@ class OffloadedOptimizer(Optimizer):
     def stats(self) -> OptimizerStats:
         """Bytes and seconds of the last step."""
         self.synchronize()
-        return self._stats
+        return self._last.stats()
 
     def close(self) -> None:
         """Bring gradients back, take hooks off the parameters, give memory back. The state is gone."""
@@ -217,7 +239,9 @@ class OffloadedOptimizer(Optimizer):
         self._stop.close()
         for shared in self._shared.values():
             shared.lane.close()
+            shared.hands.close()
             shared.traffic.settle()
+            shared.forget_factor()
         self._shelf.close()
         self._held.clear()
         self._device.close()
@@ -320,13 +344,39 @@ class OffloadedOptimizer(Optimizer):
             me, mine = weakref.ref(self), weakref.ref(held)
 
             def came(_: torch.Tensor) -> None:
-                optimizer, held = me(), mine()
-                if optimizer is not None and held is not None:
-                    optimizer._came(held)
+                optimizer, of = me(), mine()
+                if optimizer is not None and of is not None:
+                    optimizer._came(of)
 
-            handle = parameter.register_post_accumulate_grad_hook(came)  # type: ignore[no-untyped-call]
-            self._stop.callback(handle.remove)
-            weakref.finalize(self, handle.remove)
+            held.hook = parameter.register_post_accumulate_grad_hook(came)  # type: ignore[no-untyped-call]
+            weakref.finalize(self, held.hook.remove)
+
+    def _choose(self, balance: Balance) -> None:
+        """Let another fraction be on the host, if what was seen says so."""
+        if many_processes():
+            raise UnsupportedError(
+                "fraction: got 'auto' in a process group, expected a number, the same on every rank; find it in a run "
+                "of one process (optimizer.fraction says it)"
+            )
+        chosen = balance.note(self._last.seen(), self.fraction)
+        if chosen is None:
+            return
+        parameters = [parameter for _, parameter in self._parameters()]
+        wanted = held_of([local_of(parameter).numel() for parameter in parameters], chosen)
+        for parameter, on_the_host in zip(parameters, wanted, strict=True):
+            if not on_the_host and parameter in self._held:
+                self._move_to_device(self._held[parameter])
+
+    def _move_to_device(self, held: Held) -> None:
+        (state,), parameter = self._shelf.whole([held]), held.parameter
+        gradient = parameter.grad
+        if gradient is not None and isinstance(local_of(gradient), AwayGradient):
+            self._put_gradient(held, held.gradient.restore())
+        self._device.add(parameter, held.group, held.work_dtype)
+        self._device.put_state(parameter, state, self.param_groups[held.group])
+        del self._held[parameter]
+        self._shelf.discard(held)
+        held.give_up()
 
     def _is_cut(self, group: dict[str, Any], parameter: torch.Tensor) -> bool:
         if not self._shelf.steps_on_device:
@@ -353,8 +403,10 @@ class OffloadedOptimizer(Optimizer):
             runtime = self._session.runtime(device)
             if not isinstance(runtime, DeviceRuntime):
                 raise UnsupportedError("got a step in a CUDA graph's capture, expected it outside: the host computes")
-            lane = runtime.backend.host_lane("optimizer", begin_with(self._threads))
-            shared = Shared(Traffic(runtime), lane, pins_sums=self._shelf.steps_on_device)
+            lane = runtime.backend.host_lane("optimizer", begin=begin_with(self._threads))
+            hands, each = hands_of(self._threads)
+            some = runtime.backend.host_lane("optimizer-hand", threads=hands, begin=begin_with(each))
+            shared = Shared(Traffic(runtime), lane, some, pins_sums=self._shelf.steps_on_device)
             self._shared[device] = shared
         return shared
 
@@ -391,7 +443,9 @@ class OffloadedOptimizer(Optimizer):
     def _queue_step(self) -> None:
         self._shelf.prepare(held for held in self._held.values() if held.parameter.grad is not None)
         turns = list(self._turns())
-        self._progress = self._shelf.step(turns, list(self._shared.values()))
+        for shared in self._shared.values():
+            shared.expected = max((turn.held.gradient.count for turn in turns), default=0)
+        self._shelf.step(turns, self._now, ahead=self._last.ahead if self._overlapping else None)
         self._coming = {turn.held for turn in turns}
 
     def _turns(self) -> Iterator[Turn]:
@@ -425,20 +479,25 @@ class OffloadedOptimizer(Optimizer):
                 stack.callback(shared.traffic.wait, event)
         for one in arriving:
             self._show(one.parameter, self._shelf.shown(one))
-        if arriving and not self._coming and self._progress is not None:
-            for shared in self._shared.values():
-                shared.traffic.settle()
-            self._stats = self._progress.stats()
+        if arriving and not self._coming:
+            self._now.end(self._shared.values())
+            self._last, self._now = self._now, self._shelf.tally()
 
 
-def _checked_fraction(fraction: float | None) -> float:
+def _checked_fraction(fraction: float | str | None) -> float:
     if fraction is None:
         return 1.0
     if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 <= fraction <= 1:
         raise UsageError(
-            f"fraction: got {fraction!r}, expected a number from 0 (all on the device) to 1 (all on the host)"
+            f"fraction: got {fraction!r}, expected 'auto', or a number from 0 (none on the host) to 1 (all)"
         )
     return float(fraction)
+
+
+def _checked_slowdown(slowdown: float) -> float:
+    if isinstance(slowdown, bool) or not isinstance(slowdown, (int, float)) or not 0 <= slowdown < math.inf:
+        raise UsageError(f"slowdown: got {slowdown!r}, expected a number of at least 0: 0.05 for 5 %")
+    return float(slowdown)
 
 
 def _checked_master_dtype(dtype: torch.dtype | str | None) -> torch.dtype | str | None:

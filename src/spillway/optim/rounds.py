@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from spillway.optim.gradient import CHUNK, Shared
+from spillway.optim.gradient import CHUNK, Shared, Snapshot
 from spillway.optim.held import Held
 from spillway.optim.host_step import HostStep, Settings, Share, Turn
-from spillway.records import OptimizerStats
+from spillway.optim.tally import Tally
 from spillway.runtime.backend import Event
 
 
@@ -27,6 +26,26 @@ def shares(turns: Sequence[Turn], settings: Callable[[Held], Settings]) -> Itera
         yield Share(together, settings(together[0].held))
 
 
+def in_order(turns: Sequence[Turn], settings: Callable[[Held], Settings], *, ahead: int | None) -> list[Share]:
+    """Shares, in an order that keeps the host busy, and has those ready first that the next forward wants first.
+
+    Args:
+        turns: in the order of the model.
+        settings: of a parameter's group.
+        ahead: how many can be stepped before all gradients are there. These are those whose gradients come first; all
+            others keep the order of the model. ``None``: all in the order in which their gradients come.
+    """
+    if any(turn.gradient.factors for turn in turns):
+        # A factor is known when all gradients are there.
+        return list(shares(turns, settings))
+    coming = list(shares(sorted(turns, key=lambda turn: turn.held.gradient.came), settings))
+    if ahead is None:
+        return coming
+    first = coming[:ahead]
+    stepped = {turn.held for share in first for turn in share.turns}
+    return [*first, *shares([turn for turn in turns if turn.held not in stepped], settings)]
+
+
 def by_groups(turns: Sequence[Turn], settings: Callable[[Held], Settings]) -> list[Share]:
     """All parameters, by their groups."""
     groups: dict[int, list[Turn]] = {}
@@ -39,20 +58,23 @@ def _kind(held: Held) -> tuple[object, ...]:
     return held.group, held.work_dtype, held.cut, id(held.shared)
 
 
-class Round:
-    """One step.
+class Round(Tally):
+    """One step from memory of the host.
 
     Args:
-        shared: of every device.
         step: what steps on the host.
     """
 
-    def __init__(self, shared: Iterable[Shared], step: HostStep) -> None:
-        self._shared = list(shared)
+    def __init__(self, step: HostStep) -> None:
+        super().__init__()
         self._step = step
-        self._before = self._counts()
-        self._host_seconds = 0.0
-        self._elements = 0
+        self._ready: dict[Shared, Event] = {}
+        self._places = 0
+        self._last: Snapshot | None = None
+
+    def expect(self, turns: Sequence[Turn]) -> None:
+        """These will be queued."""
+        self._last = max(turns, key=lambda turn: turn.held.gradient.came).gradient if turns else None
 
     def queue(self, shares: Sequence[Share], *, together: bool) -> None:
         """Have them stepped, all in one call if ``together``."""
@@ -61,52 +83,38 @@ class Round:
             one.check()
         stale = [one for one in held if one.changed()]
         shared = held[0].shared
-        ready = {each: each.traffic.ready(one.local() for one in stale if one.shared is each) for each in self._shared}
+        of_devices = {one.shared for one in held}
+        ready = {each: self._ready_on(each, [one for one in stale if one.shared is each]) for each in of_devices}
+
+        step = self._step.step_together
+
+        last, place = self._last, self._places
+        self._places += 1
 
         def work() -> Event:
-            before = time.perf_counter()
+            if self.ahead is None and last is not None and last.is_there():
+                self.ahead = place
             for one in stale:
                 one.take(ready[one.shared])
             for one in held:
                 one.begin_step()
-            if together:
-                ends = self._step.step_together(shares, ready[shared])
-            else:
-                ends = [end for share in shares for end in self._step.step(share, ready[shared])]
-            self._host_seconds += time.perf_counter() - before
-            return shared.traffic.backend.all_of(ends)
+            return step(shares, ready[shared]) if together else self._step.step(shares[0], ready[shared])
 
         end = shared.lane.run(work)
         for one in held:
             one.written()
             one.gradient.reader = one.coming = end
-        self._elements += sum(one.numel for one in held)
+        self.on_host += sum(one.numel for one in held)
 
-    def close(self) -> None:
-        """Nothing more is queued."""
-        for one in self._shared:
-            one.lane.run(one.traffic.unstage)
-            one.forget_factor()
+    def _ready_on(self, shared: Shared, stale: Sequence[Held]) -> Event:
+        """What the device's lanes wait for: one event for all that is not stale."""
+        if stale:
+            return shared.traffic.ready(one.local() for one in stale)
+        if shared not in self._ready:
+            self._ready[shared] = shared.traffic.now()
+        return self._ready[shared]
 
-    def finish(self) -> None:
-        """What is stepped is in its place."""
-
-    def stats(self) -> OptimizerStats:
-        """What it cost, when all of it is done."""
-        sent, received, waited = (now - then for now, then in zip(self._counts(), self._before, strict=True))
-        return OptimizerStats(
-            stepped_on_host=self._elements,
-            host_seconds=self._host_seconds,
-            stall_seconds=waited,
-            sent_bytes=int(sent),
-            received_bytes=int(received),
-            host_bytes=sum(one.traffic.arena.reserved_bytes for one in self._shared),
-        )
-
-    def _counts(self) -> tuple[float, float, float]:
-        traffic = [one.traffic for one in self._shared]
-        return (
-            sum(one.sent_bytes for one in traffic),
-            sum(one.received_bytes for one in traffic),
-            sum(one.waits.seconds() for one in traffic),
-        )
+    def end(self, shared: Iterable[Shared]) -> None:
+        """Compute waits for all that was queued."""
+        self.host_seconds = self._step.count_anew()
+        super().end(shared)

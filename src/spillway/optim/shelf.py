@@ -23,28 +23,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-from spillway.optim.gradient import Shared
 from spillway.optim.held import Held
 from spillway.optim.host_step import Turn
 from spillway.optim.layout import State
-from spillway.records import OptimizerStats
+from spillway.optim.tally import Tally
 
 Settings = Callable[[Held], dict[str, Any]]
 """The settings of a held parameter's group, as they are for where it is stepped."""
-
-
-class Progress(Protocol):
-    """One step under way."""
-
-    def finish(self) -> None:
-        """Wait until all is back on the shelf; raises what went wrong with that."""
-        ...
-
-    def stats(self) -> OptimizerStats:
-        """What it cost, when all of it is done."""
-        ...
 
 
 class Loading(NamedTuple):
@@ -75,12 +62,17 @@ class Shelf(ABC):
         """
 
     @abstractmethod
-    def step(self, turns: Sequence[Turn], shared: Sequence[Shared]) -> Progress:
+    def tally(self) -> Tally:
+        """A new one, for the next step."""
+
+    @abstractmethod
+    def step(self, turns: Sequence[Turn], now: Tally, *, ahead: int | None) -> None:
         """Step parameters, or queue that.
 
         Args:
             turns: the parameters, and their gradients.
-            shared: of every device.
+            now: counts what that costs.
+            ahead: see :func:`~spillway.optim.rounds.in_order`.
         """
 
     @abstractmethod
@@ -94,6 +86,10 @@ class Shelf(ABC):
     @abstractmethod
     def put(self, loading: Sequence[Loading]) -> None:
         """Parameters' states are these."""
+
+    @abstractmethod
+    def discard(self, held: Held) -> None:
+        """A parameter that is held no more: its state is gone."""
 
     @abstractmethod
     def close(self) -> None:

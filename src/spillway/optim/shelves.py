@@ -22,6 +22,7 @@ def make_shelf(
     *,
     tier: str,
     step_on: str,
+    hands: int,
     for_the_host: Settings,
     for_the_device: Settings,
 ) -> Shelf:
@@ -33,6 +34,7 @@ def make_shelf(
         forecast: of the class.
         tier: ``"host"`` or ``"disk"``.
         step_on: ``"host"`` or ``"device"``.
+        hands: how many the host has.
         for_the_host: the settings of a parameter's group, if the host steps it.
         for_the_device: likewise, if the device does.
 
@@ -45,7 +47,7 @@ def make_shelf(
             raise UsageError(f"{name}: got {value!r}, expected {known[0]!r} or {known[1]!r}")
     kind = Kind.of(optimizer_class)
     if tier == step_on == "host":
-        return MemoryShelf(kind, optimizer_class, given, for_the_host)
+        return MemoryShelf(kind, optimizer_class, given, for_the_host, hands=hands)
     if tier == "disk" and step_on == "device":
         raise UnsupportedError(
             'got tier="disk" with step_on="device", expected one of them: what lies on disk comes to host memory, and '

@@ -22,7 +22,6 @@ from spillway.optim.layout import moves
 from spillway.optim.load_shelf import LoadShelf, renew
 from spillway.optim.states import MASTER, STEP, host_copy
 from spillway.optim.tally import Tally
-from spillway.records import OptimizerStats
 
 
 class StreamedShelf(LoadShelf):
@@ -30,16 +29,15 @@ class StreamedShelf(LoadShelf):
 
     steps_on_device = True
 
-    def step(self, turns: Sequence[Turn], shared: Sequence[Shared]) -> Streamed:
-        now = Streamed(shared)
+    def tally(self) -> Tally:
+        return Tally()
+
+    def step(self, turns: Sequence[Turn], now: Tally, *, ahead: int | None) -> None:
         for one, trips in self._trips(turns).items():
             self._step_all(one, trips)
         for turn in turns:
             turn.held.coming = None
-            now.tally.streamed += turn.held.numel
-        for one in shared:
-            one.forget_factor()
-        return now
+            now.streamed += turn.held.numel
 
     def _make_carrier(self, shared: Shared) -> DeviceCarrier:
         return DeviceCarrier(shared.traffic)
@@ -103,31 +101,15 @@ class StreamedShelf(LoadShelf):
         return parameter
 
 
-class Streamed:
-    """One step on the device.
-
-    Args:
-        shared: of every device.
-    """
-
-    def __init__(self, shared: Sequence[Shared]) -> None:
-        self.tally = Tally(shared)
-
-    def finish(self) -> None:
-        """All is queued, and who reads what is on its way waits for it."""
-
-    def stats(self) -> OptimizerStats:
-        """What it cost, as far as that is known."""
-        return self.tally.stats()
-
-
 def _lend(shared: Shared, carrier: DeviceCarrier, turns: Sequence[Turn]) -> None:
     """Gradients on the host are read until now: what is queued for them, and who gets their memory, comes after."""
     end = carrier.brought()
     for turn in turns:
-        turn.held.gradient.read = end
-        if turn.gradient.sum is not None and turn.gradient.sum.pinned is not None:
-            turn.gradient.sum.pinned.after("in", end)
+        raw, total = turn.gradient.raw, turn.gradient.sum
+        if raw is not None:
+            raw.parcel.copies = [end]
+        if total is not None and total.pinned is not None:
+            total.pinned.after("in", end)
     shared.lane.run(end.synchronize)
 
 

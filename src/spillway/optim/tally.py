@@ -2,52 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable
 
+from spillway.optim.balance import Seen
 from spillway.optim.gradient import Shared
 from spillway.records import OptimizerStats
+from spillway.runtime.ledger import Stalls
 
 
 class Tally:
-    """Counts from when it is made until it is asked.
+    """One step, from the end of the one before."""
 
-    Args:
-        shared: of every device.
-    """
-
-    def __init__(self, shared: Sequence[Shared]) -> None:
-        self._shared = shared
-        self._before = self._counts()
+    def __init__(self) -> None:
+        self._began = time.perf_counter()
+        self._ended = self._began
+        self._waits: list[Stalls] = []
+        self._sent = self._received = self._reserved = 0
         self.on_host = 0
         """Elements that the host steps."""
         self.streamed = 0
-        """Elements that the device steps with state that comes for it."""
+        """Elements that the device steps with state that comes for that."""
         self.host_seconds = 0.0
+        """How long the host computes."""
+        self.read_bytes = 0
+        """Of the spill file."""
+        self.written_bytes = 0
+        """Likewise."""
+        self.ahead: int | None = None
+        """How many shares were stepped before all gradients were there."""
 
-    def stats(self, *, read_bytes: int = 0, written_bytes: int = 0) -> OptimizerStats:
-        """All of it.
+    def finish(self) -> None:
+        """Wait until all that was stepped is in its place; raises what went wrong with that."""
 
-        Args:
-            read_bytes: of the spill file, in this step.
-            written_bytes: likewise.
-        """
-        sent, received, waited = (now - then for now, then in zip(self._counts(), self._before, strict=True))
+    def end(self, shared: Iterable[Shared]) -> None:
+        """Compute waits for all that was queued."""
+        self._ended = time.perf_counter()
+        for one in shared:
+            one.traffic.settle()
+            one.traffic.unstage()
+            one.forget_factor()
+            waits, sent, received = one.traffic.count_anew()
+            self._waits.append(waits)
+            self._sent += sent
+            self._received += received
+            self._reserved += one.traffic.arena.reserved_bytes
+
+    def stats(self) -> OptimizerStats:
+        """What it cost."""
         return OptimizerStats(
             stepped_on_host=self.on_host,
             streamed=self.streamed,
             host_seconds=self.host_seconds,
-            stall_seconds=waited,
-            sent_bytes=int(sent),
-            received_bytes=int(received),
-            host_bytes=sum(one.traffic.arena.reserved_bytes for one in self._shared),
-            read_bytes=read_bytes,
-            written_bytes=written_bytes,
+            stall_seconds=sum(waits.seconds() for waits in self._waits),
+            sent_bytes=self._sent,
+            received_bytes=self._received,
+            host_bytes=self._reserved,
+            read_bytes=self.read_bytes,
+            written_bytes=self.written_bytes,
         )
 
-    def _counts(self) -> tuple[float, float, float]:
-        traffic = [one.traffic for one in self._shared]
-        return (
-            sum(one.sent_bytes for one in traffic),
-            sum(one.received_bytes for one in traffic),
-            sum(one.waits.seconds() for one in traffic),
-        )
+    def seen(self) -> Seen:
+        """What it took, for a choice."""
+        stats = self.stats()
+        return Seen(self._ended - self._began, stats.stall_seconds, stats.host_seconds)
