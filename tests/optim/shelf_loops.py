@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -145,6 +146,14 @@ def session(tmp_path: Path, *, adversary: AdversaryBackend | None = None, **opti
         allow_memory_filesystem=True,
         **options,
     )
+
+
+def saved(value: Any) -> Any:
+    """Through a file."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file)
 
 
 def same(one: nn.Module, other: nn.Module) -> bool:

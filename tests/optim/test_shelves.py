@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import io
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from optim.shelf_loops import (
     model_for,
     net,
     same,
+    saved,
     session,
     small_pieces,
 )
@@ -198,14 +198,6 @@ def test_parameters_without_a_gradient_are_left_alone(way: Way, checked: spillwa
         optimizer.zero_grad()
     assert same(*models)
     optimizer.close()
-
-
-def saved(value: Any) -> Any:
-    """Through a file."""
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file)
 
 
 MEMORY = Way("memory", {})

@@ -87,11 +87,10 @@ class DeviceCarrier(Carrier):
         if nbytes == 0:
             return
         memory = trip.memory = self.memory(nbytes)
+        # Compute has waited for all that lies between steps to be there.
         self._backend.wait(self._in, self._backend.record(self._backend.compute()))
         places: tuple[_Range, ...] = load.place if state else ()
         for each in places:
-            for event in each.pinned.before_write():
-                self._backend.wait(self._in, event)
             self._copy_in(Bytes(memory.storage, memory.start + each.start, each.nbytes), each.bytes())
         start = memory.start + _lines(state)
         for gradient in gradients:

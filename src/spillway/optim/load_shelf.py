@@ -45,6 +45,8 @@ class LoadShelf(Shelf):
 
     def add(self, held: Held) -> None:
         self._new.append(held)
+        # Now, since no spill file may be had.
+        self._carrier(held.shared)
 
     def shown(self, held: Held) -> State | None:
         states = [load.states[index] for load, index in self._parts_of(held)]

@@ -241,6 +241,8 @@ class OffloadedOptimizer(Optimizer):
             shared.lane.close()
             shared.hands.close()
             shared.traffic.settle()
+            # After a step that failed.
+            shared.traffic.unstage()
             shared.forget_factor()
         self._shelf.close()
         self._held.clear()

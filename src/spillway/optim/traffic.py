@@ -188,11 +188,11 @@ class Traffic:
     def give_back(self, sent: Sent) -> None:
         """Nobody needs it any more."""
         parcel = sent.parcel
-        if parcel.block is None:
-            self.flush()
         with self._lock:
             parcel.parts -= 1
-            if parcel.parts == 0:
+            if parcel.parts == 0 and parcel is self._open:
+                self._open = None
+            elif parcel.parts == 0:
                 assert parcel.block is not None
                 assert parcel.arrived is not None
                 self.arena.free(parcel.block, (parcel.arrived, *parcel.copies))
@@ -203,9 +203,10 @@ class Traffic:
         return flat(memory, dtype, numel)
 
     def _dispatch_open(self) -> None:
-        parcel, self._open = self._open, None
-        if parcel is not None:
-            self._dispatch(parcel)
+        if self._open is not None:
+            # If there is no room for it, it still waits.
+            self._dispatch(self._open)
+            self._open = None
 
     def _dispatch(self, parcel: Parcel) -> None:
         nbytes = sum(source.nbytes for _, source in parcel.sources)
