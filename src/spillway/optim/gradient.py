@@ -7,7 +7,6 @@ all are added up on the host in the master's type, in the order in which they ca
 
 from __future__ import annotations
 
-import itertools
 import math
 import weakref
 from collections import deque
@@ -28,9 +27,6 @@ if TYPE_CHECKING:
 
 CHUNK = 1 << 22
 """Elements that are worked on at a time: what is between two passes over them stays in the caches."""
-
-
-_arrivals = itertools.count(1)
 
 
 class Factor:
@@ -140,6 +136,11 @@ class Snapshot:
             self._read = self.raw.read(traffic)
         return self._read
 
+    @property
+    def came(self) -> int:
+        """When it left for the host, among all; what is being added up did before."""
+        return 0 if self.raw is None else self.raw.parcel.number
+
     def is_there(self) -> bool:
         """Whether it has come to the host, as far as it is not being added up."""
         return self.raw is None or (self.raw.parcel.arrived is not None and self.raw.parcel.arrived.query())
@@ -174,8 +175,6 @@ class Gradient:
     """Of the one gradient that came, before the factors; on the device."""
     reader: Event | None = None
     """The end of the last step that reads it."""
-    came: int = 0
-    """When the last one came, among all."""
     count: int = 0
     """How many came."""
     _measured: dict[float, tuple[Event, list[float]]] = field(default_factory=dict)
@@ -201,7 +200,6 @@ class Gradient:
         tensor = _to_send(tensor, self.held.local())
         # In an order that loses nothing should the memory not do.
         sent = self.shared.traffic.send(tensor)
-        self.came = next(_arrivals)
         self.count += 1
         self._measured = {}
         alone = self.raw is None and not self.summed

@@ -28,7 +28,7 @@ class Parcel:
         compute: whose they are.
     """
 
-    __slots__ = ("arrived", "block", "compute", "nbytes", "parts", "sources")
+    __slots__ = ("arrived", "block", "compute", "nbytes", "number", "parts", "sources")
 
     def __init__(self, compute: Lane) -> None:
         self.compute = compute
@@ -39,6 +39,8 @@ class Parcel:
         self.block: Block | None = None
         """Where they are, once they are sent."""
         self.arrived: Event | None = None
+        self.number = 0
+        """When it was sent, among all."""
 
     def add(self, source: Bytes) -> int:
         """One more; where it begins."""

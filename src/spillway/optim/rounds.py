@@ -41,7 +41,7 @@ def in_order(turns: Sequence[Turn], settings: Callable[[Held], Settings], *, ahe
     if any(turn.gradient.factors for turn in turns):
         # A factor is known when all gradients are there.
         return list(shares(turns, settings))
-    coming = list(shares(sorted(turns, key=lambda turn: turn.held.gradient.came), settings))
+    coming = list(shares(sorted(turns, key=lambda turn: turn.gradient.came), settings))
     if ahead is None:
         return coming
     first = coming[:ahead]
@@ -84,7 +84,7 @@ class Round:
 
     def expect(self, turns: Sequence[Turn]) -> None:
         """These will be queued."""
-        self._last = max(turns, key=lambda turn: turn.held.gradient.came).gradient if turns else None
+        self._last = max(turns, key=lambda turn: turn.gradient.came).gradient if turns else None
 
     def queue(self, shares: Sequence[Share], *, together: bool) -> None:
         """Have them stepped, all in one call if ``together``."""

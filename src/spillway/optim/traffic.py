@@ -7,6 +7,7 @@ that a step's peak is the same every time.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections import deque
@@ -28,6 +29,9 @@ STAGING = 64 << 20
 
 
 _TOGETHER = 1 << 20
+
+
+_sendings = itertools.count(1)
 
 
 class _Leaving(NamedTuple):
@@ -225,6 +229,7 @@ class Traffic:
             if source.nbytes:
                 self.backend.copy(self._out, Bytes(block.storage, block.start + start, source.nbytes), source)
         parcel.block, parcel.arrived = block, self.backend.record(self._out)
+        parcel.number = next(_sendings)
         return parcel.arrived
 
     def _let_go(self) -> None:
