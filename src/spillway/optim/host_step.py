@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from spillway.optim.gradient import CHUNK, Snapshot
 from spillway.optim.held import Held, Piece
-from spillway.optim.kinds import step_of
+from spillway.optim.kinds import step_of, written_by_step
 from spillway.runtime.backend import Event
 from spillway.runtime.labels import label
 
@@ -52,6 +52,8 @@ class HostStep:
         self._known: set[torch.Tensor] = set()
         """Pieces that a constructor of the class has seen: some make their state there."""
         self._scratch: dict[torch.dtype, torch.Tensor] = {}
+        self.written: dict[int, Settings] = {}
+        """What a class put into its groups, by their index; to be read when the step is done."""
 
     def step(self, share: Share, after: Event) -> list[Event]:
         """Step parameters, and queue their way back.
@@ -83,7 +85,10 @@ class HostStep:
             pieces = [held.pieces[0] for held, _ in turns]
             inner = self._inner_with(pieces, settings)
             taking.append({**settings, "params": [piece.tensor for piece in pieces]})
+        before = [dict(group) for group in taking]
         self._run(inner, taking)
+        for (turns, _), group, settings in zip(shares, taking, before, strict=True):
+            self.written.setdefault(turns[0].held.group, {}).update(written_by_step(group, settings))
         back = []
         for turns, _ in shares:
             for held, _ in turns:

@@ -18,8 +18,8 @@ from spillway.optim.forward import ForwardOverlap
 from spillway.optim.gradient import Shared
 from spillway.optim.held import Held
 from spillway.optim.host_step import HostStep, Turn
-from spillway.optim.kinds import Kind, defaults_of, on_host
-from spillway.optim.placement import held_of
+from spillway.optim.kinds import Arguments, Kind, on_host
+from spillway.optim.placement import counted, held_of
 from spillway.optim.rounds import Round, by_groups, shares
 from spillway.optim.sharding import is_distributed, like, local_of, many_processes, put_local
 from spillway.optim.states import MASTER, Hook, Saved, host_copy
@@ -53,7 +53,8 @@ class OffloadedOptimizer(Optimizer):
             Where it has a fused kernel for the host that is used (``Adam``, ``AdamW``, ``SGD``, ``Adagrad``), unless
             ``fused=False`` is among the defaults; else its implementation with a loop, never ``foreach``.
         fraction: of all elements, how many are stepped on the host. The rest keeps state and step on the device; both
-            step at the same time.
+            step at the same time. Parameters on the CPU, beside others on a device, are stepped on the host anyway, and
+            are not counted.
         device_budget: most bytes of state that the device may have, instead of a fraction: ``"2GiB"``.
         master_dtype: the type of the masters that parameters of a narrower type are stepped in. ``"auto"``: ``float32``
             for ``bfloat16`` and ``float16``. ``None``: no masters, each is stepped in its own type.
@@ -62,7 +63,10 @@ class OffloadedOptimizer(Optimizer):
         tier: ``"host"``.
         threads: for the step. ``None``: one a CPU that the process may use, shared by the ranks of the machine.
         session: whose pinned memory is used. ``None``: the default one.
-        defaults: for the class: ``lr=3e-4``.
+        hold: which parameters the fraction takes: ``"last"``, from the last one on, whose gradients come first in
+            backward; or ``"first"``.
+        device_class: the class that steps what stays on the device. ``None``: the same.
+        defaults: for the class: ``lr=3e-4``. With two classes each gets those that it takes.
 
     Raises:
         UsageError: an argument that cannot be meant.
@@ -89,13 +93,21 @@ class OffloadedOptimizer(Optimizer):
         tier: str = "host",
         threads: int | None = None,
         session: Session | None = None,
+        hold: str = "last",
+        device_class: type[Optimizer] | None = None,
         **defaults: Any,
     ) -> None:
         self._kind = Kind.of(optimizer_class)
+        if device_class is None:
+            device_class = optimizer_class
+        Kind.of(device_class, what="device_class")
         self._class = optimizer_class
         self._ready = False
-        complete = defaults_of(optimizer_class, defaults)
+        arguments = Arguments.of(optimizer_class, device_class, defaults)
         self._fraction = _checked_fraction(fraction)
+        if hold not in ("last", "first"):
+            raise UsageError(f"hold: got {hold!r}, expected 'last' or 'first'")
+        self._hold_last = hold == "last"
         self._master_dtype = _checked_master_dtype(master_dtype)
         self._offload_gradients = bool(offload_gradients)
         if tier != "host":
@@ -106,11 +118,11 @@ class OffloadedOptimizer(Optimizer):
         self._held: dict[torch.Tensor, Held] = {}
         self._coming: set[Held] = set()
         self._overlapping: list[ForwardOverlap] = []
-        self._host = HostStep(optimizer_class, defaults)
-        self._device = DevicePart(optimizer_class, defaults)
+        self._host = HostStep(optimizer_class, arguments.host)
+        self._device = DevicePart(device_class, arguments.device, arguments.own)
         self._stop = contextlib.ExitStack()
         self._stats = OptimizerStats()
-        super().__init__(params, complete)
+        super().__init__(params, arguments.defaults)
         self._place(list(self._parameters()))
         self._ready = True
 
@@ -195,7 +207,22 @@ class OffloadedOptimizer(Optimizer):
         self._held.clear()
         self._device.close()
 
+    def holds(self, parameter: torch.Tensor) -> bool:
+        """Whether a parameter's state and step are on the host."""
+        return parameter in self._held
+
     # State.
+
+    def refresh_masters(self) -> None:
+        """The next step takes all masters from their parameters, whatever they say.
+
+        A write that counts up a parameter's version (``copy_``, ``load_state_dict``) is noticed by itself. This is for
+        those that do not: through ``.data``, or by a kernel of your own.
+        """
+        self.synchronize()
+        for held in self._held.values():
+            held.refresh()
+        self._device.refresh_masters()
 
     def state_dict(self) -> dict[str, Any]:
         """The plain optimizer's, which loads it; masters are an entry ``"master"`` of a parameter's state.
@@ -272,10 +299,13 @@ class OffloadedOptimizer(Optimizer):
                 yield index, parameter
 
     def _place(self, parameters: Sequence[tuple[int, torch.Tensor]]) -> None:
-        sizes = [local_of(parameter).numel() for _, parameter in parameters]
-        for (group, parameter), on_the_host in zip(parameters, held_of(sizes, self._fraction), strict=True):
+        parts = [local_of(parameter) for _, parameter in parameters]
+        counts = counted([part.device for part in parts])
+        sizes = [part.numel() if counting else 0 for part, counting in zip(parts, counts, strict=True)]
+        chosen = held_of(sizes, self._fraction, last_first=self._hold_last)
+        for (group, parameter), taken, may_stay in zip(parameters, chosen, counts, strict=True):
             work = self._work_dtype(parameter)
-            if on_the_host:
+            if taken or not may_stay:
                 self._hold(parameter, group, work)
             else:
                 self._device.add(parameter, group, work)
@@ -390,6 +420,9 @@ class OffloadedOptimizer(Optimizer):
         if arriving and not self._coming:
             for shared in self._shared.values():
                 shared.traffic.settle()
+            for index, written in self._host.written.items():
+                self.param_groups[index].update(written)
+            self._host.written.clear()
             self._stats = self._round.stats()
 
 
