@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 import spillway
-from spillway import OffloadedOptimizer, UsageError
+from spillway import OffloadedOptimizer, UnsupportedError, UsageError
 from spillway.compat.megatron import HybridDeviceOptimizer
 from spillway.optim.away import AwayGradient
 from spillway.testing import AdversaryBackend
@@ -160,6 +160,8 @@ def test_one_class_is_that_of_both_sides_and_none_is_an_error() -> None:
         assert_same(ours, plain)
     with pytest.raises(UsageError, match="cpu_optimizer_cls, gpu_optimizer_cls: got None"):
         HybridDeviceOptimizer(model().parameters(), lr=0.1)
+    with pytest.raises(UnsupportedError, match=r"got \['exp_avg_dtype'\]"):
+        hybrid(model(), exp_avg_dtype=torch.float16)
     with pytest.raises(ValueError, match="fraction: got 2"):
         hybrid(model(), offload_fraction=2)
 

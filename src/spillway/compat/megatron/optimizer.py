@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from spillway.errors import UsageError
+from spillway.errors import UnsupportedError, UsageError
 from spillway.optim.kinds import taken_by
 from spillway.optim.optimizer import OffloadedOptimizer
 from spillway.optim.states import MASTER
@@ -24,6 +24,7 @@ _ARGUMENTS = (
     "overlap_cpu_optimizer_d2h_h2d",
 )
 """What is an attribute, and a default, but no setting of a group."""
+_NEWER = ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 _THEIR_MASTER = "master_param"
 _DECOUPLED = "decoupled_grad"
 
@@ -78,6 +79,11 @@ class HybridDeviceOptimizer(OffloadedOptimizer):
         host_class, device_class = cpu_optimizer_cls or gpu_optimizer_cls, gpu_optimizer_cls or cpu_optimizer_cls
         if host_class is None or device_class is None:
             raise UsageError("cpu_optimizer_cls, gpu_optimizer_cls: got None, expected at least one optimizer class")
+        newer = [name for name in _NEWER if name in kwargs]
+        if newer:
+            raise UnsupportedError(
+                f"got {newer}, expected none: masters are float32 with param_update_in_fp32=True, and moments as masters"
+            )
         self.offload_fraction = offload_fraction
         self.cpu_optimizer_cls = cpu_optimizer_cls
         self.gpu_optimizer_cls = gpu_optimizer_cls
