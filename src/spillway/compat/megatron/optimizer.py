@@ -82,7 +82,7 @@ class HybridDeviceOptimizer(OffloadedOptimizer):
         newer = [name for name in _NEWER if name in kwargs]
         if newer:
             raise UnsupportedError(
-                f"got {newer}, expected none: masters are float32 with param_update_in_fp32=True, and moments as masters"
+                f"got {newer}, expected none of them: with param_update_in_fp32=True masters and moments are float32"
             )
         self.offload_fraction = offload_fraction
         self.cpu_optimizer_cls = cpu_optimizer_cls
