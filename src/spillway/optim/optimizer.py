@@ -20,7 +20,7 @@ from spillway.optim.held import Held
 from spillway.optim.host_step import HostStep, Turn
 from spillway.optim.kinds import Arguments, Kind, on_host
 from spillway.optim.placement import counted, held_of
-from spillway.optim.rounds import Round, by_groups, shares
+from spillway.optim.rounds import Counts, Round, by_groups, shares
 from spillway.optim.sharding import is_distributed, like, local_of, many_processes, put_local
 from spillway.optim.states import MASTER, Hook, Saved, host_copy
 from spillway.optim.threads import begin_with, thread_count
@@ -122,6 +122,7 @@ class OffloadedOptimizer(Optimizer):
         self._device = DevicePart(device_class, arguments.device, arguments.own)
         self._stop = contextlib.ExitStack()
         self._stats = OptimizerStats()
+        self._counts: Counts = (0.0, 0.0, 0.0)
         super().__init__(params, arguments.defaults)
         self._place(list(self._parameters()))
         self._ready = True
@@ -380,7 +381,7 @@ class OffloadedOptimizer(Optimizer):
         if not any(turn.gradient.factors for turn in turns):
             # Whose gradient came first is there first; else all of them have to be, and the first are wanted first.
             turns.sort(key=lambda turn: turn.held.gradient.came)
-        self._round = Round(self._shared.values(), self._host)
+        self._round = Round(self._shared.values(), self._host, self._counts)
         if self._kind.alone:
             for share in shares(turns, self._settings):
                 self._round.queue([share], together=False)
@@ -423,7 +424,7 @@ class OffloadedOptimizer(Optimizer):
             for index, written in self._host.written.items():
                 self.param_groups[index].update(written)
             self._host.written.clear()
-            self._stats = self._round.stats()
+            self._stats, self._counts = self._round.stats(), self._round.counts()
 
 
 def _checked_fraction(fraction: float | None) -> float:

@@ -11,6 +11,8 @@ from spillway.optim.host_step import HostStep, Settings, Share, Turn
 from spillway.records import OptimizerStats
 from spillway.runtime.backend import Event
 
+Counts = tuple[float, float, float]
+
 
 def shares(turns: Sequence[Turn], settings: Callable[[Held], Settings]) -> Iterator[Share]:
     """Parameters that follow each other, are alike, and are small enough to share a call; or one that is not."""
@@ -45,12 +47,13 @@ class Round:
     Args:
         shared: of every device.
         step: what steps on the host.
+        before: what was counted by the end of the round before.
     """
 
-    def __init__(self, shared: Iterable[Shared], step: HostStep) -> None:
+    def __init__(self, shared: Iterable[Shared], step: HostStep, before: Counts = (0.0, 0.0, 0.0)) -> None:
         self._shared = list(shared)
         self._step = step
-        self._before = self._counts()
+        self._before = before
         self._host_seconds = 0.0
         self._elements = 0
 
@@ -90,7 +93,7 @@ class Round:
 
     def stats(self) -> OptimizerStats:
         """What it cost, when all of it is done."""
-        sent, received, waited = (now - then for now, then in zip(self._counts(), self._before, strict=True))
+        sent, received, waited = (now - then for now, then in zip(self.counts(), self._before, strict=True))
         return OptimizerStats(
             stepped_on_host=self._elements,
             host_seconds=self._host_seconds,
@@ -100,7 +103,8 @@ class Round:
             host_bytes=sum(one.traffic.arena.reserved_bytes for one in self._shared),
         )
 
-    def _counts(self) -> tuple[float, float, float]:
+    def counts(self) -> Counts:
+        """Bytes sent and received, and seconds waited, by now."""
         traffic = [one.traffic for one in self._shared]
         return (
             sum(one.sent_bytes for one in traffic),
