@@ -119,6 +119,7 @@ WAYS: dict[str, Callable[[Stack, argparse.Namespace], Update]] = {
     "masters, clipped": partial(offloaded, clipped=True),
     "masters, clipped, overlapping": partial(offloaded, clipped=True, overlap=True),
     "masters, clipped, overlapping, half": partial(offloaded, clipped=True, overlap=True, fraction=0.5),
+    "masters, clipped, overlapping, auto": partial(offloaded, clipped=True, overlap=True, fraction="auto"),
 }
 
 
@@ -196,9 +197,10 @@ def host_rates(options: argparse.Namespace) -> dict[str, float]:
         return nbytes / statistics.median(times) / 1e9
 
     found = {"stream": rate(12 * numel, partial(torch.add, one, two, out=three))}
-    parameter = torch.nn.Parameter(torch.zeros(numel))
+    # On a CPU its ways there and back are copies that cost the host's memory the same again.
+    parameter = torch.nn.Parameter(torch.zeros(numel, device=options.device))
     optimizer = spillway.OffloadedOptimizer([parameter], torch.optim.AdamW, threads=options.threads, **ADAMW)
-    parameter.grad = torch.ones(numel)
+    parameter.grad = torch.ones(numel, device=options.device)
     optimizer.step()
     seconds = []
     for _ in range(7):
@@ -292,6 +294,7 @@ def host(options: argparse.Namespace) -> dict[str, float]:
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         command = [sys.executable, __file__, "--child=host", f"--json={file.name}"]
         command += [f"--host-elements={options.host_elements}"]
+        command += [f"--device={options.device}"]
         command += [f"--threads={options.threads}"] if options.threads else []
         subprocess.run(command, env=dict(os.environ), check=True)
         rates: dict[str, float] = json.loads(Path(file.name).read_text())

@@ -162,7 +162,7 @@ class OptimizerStats:
     stepped_on_host: int = 0
     """Elements of the parameters that the host stepped."""
     host_seconds: float = 0.0
-    """How long the host worked at it, waits for gradients among it."""
+    """How long the host worked at it, waits for gradients not counted."""
     stall_seconds: float = 0.0
     """Time that the device waited, for gradients to leave and for parameters to come."""
     sent_bytes: int = 0

@@ -156,6 +156,19 @@ class _JobLane:
                 self._jobs[0].run()
 
 
+class _LooseJobs:
+    """A host lane of several threads: a job runs when it is waited for, whatever was queued before it."""
+
+    def __init__(self, adversary: AdversaryBackend) -> None:
+        self._adversary = adversary
+
+    def run(self, task: Task) -> Event:
+        return self._adversary._new_job(task)
+
+    def close(self) -> None:
+        return None
+
+
 @dataclass(frozen=True, slots=True)
 class _Access:
     line: int
@@ -313,9 +326,9 @@ class AdversaryBackend(Backend):
     def run(self, task: Task) -> Event:
         return self._new_job(task)
 
-    def host_lane(self, name: str, begin: Callable[[], None] | None = None) -> HostLane:
-        # Its jobs run in the threads that wait for them: there is none to begin in.
-        return _JobLane(self)
+    def host_lane(self, name: str, *, threads: int = 1, begin: Callable[[], None] | None = None) -> HostLane:
+        # Jobs run in the threads that wait for them: there is none to begin in.
+        return _JobLane(self) if threads == 1 else _LooseJobs(self)
 
     def empty(self, form: Form) -> torch.Tensor:
         with self._lock:

@@ -114,6 +114,8 @@ def test_a_name_that_neither_class_takes_is_refused_and_a_class_that_cannot_be()
         OffloadedOptimizer(parameters, Adam, device_class="SGD")  # type: ignore[arg-type]
     with pytest.raises(UnsupportedError, match="device_class: got SparseAdam"):
         OffloadedOptimizer(parameters, Adam, device_class=torch.optim.SparseAdam)
+    with pytest.raises(UsageError, match="device_class: got another one"):
+        OffloadedOptimizer(parameters, Adam, device_class=SGD, fraction="auto")
     with pytest.raises(UsageError, match="hold: got 'middle'"):
         OffloadedOptimizer(parameters, Adam, hold="middle")
 

@@ -24,7 +24,7 @@ from spillway.runtime.backend import Event, HostLane
 if TYPE_CHECKING:
     from spillway.optim.held import Held
 
-CHUNK = 1 << 22
+CHUNK = 1 << 21
 """Elements that are worked on at a time: what is between two passes over them stays in the caches."""
 
 
@@ -65,11 +65,13 @@ class Shared:
     Args:
         traffic: of the device.
         lane: the host lane.
+        hands: threads that compute for it.
     """
 
-    def __init__(self, traffic: Traffic, lane: HostLane) -> None:
+    def __init__(self, traffic: Traffic, lane: HostLane, hands: HostLane) -> None:
         self.traffic = traffic
         self.lane = lane
+        self.hands = hands
         self.accumulates = False
         """Whether a second gradient came in one window, ever."""
         self.norms: set[float] = set()
@@ -99,7 +101,7 @@ class Shared:
         self._adding.append((nbytes, self.lane.run(task)))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class Snapshot:
     """A gradient as it is when all that was queued is done; for the host lane."""
 
@@ -108,6 +110,22 @@ class Snapshot:
     factors: tuple[Factor, ...]
     kept: bool
     """Whether the raw gradient stays as it came, and its factors are noted still."""
+
+    _read: torch.Tensor | None = None
+
+    def read(self, traffic: Traffic) -> torch.Tensor:
+        """The gradient as it came, flat, when it is there."""
+        if self._read is None:
+            assert self.raw is not None
+            self._read = self.raw.read(traffic)
+        return self._read
+
+    def wait(self, traffic: Traffic) -> None:
+        """Until all of it is on the host."""
+        if self.raw is not None:
+            self.read(traffic)
+        for factor in self.factors:
+            factor.value()
 
 
 @dataclass(eq=False, slots=True)
@@ -181,9 +199,7 @@ class Gradient:
 
     def clear(self) -> None:
         """Nothing has come."""
-        if self.reader is not None:
-            self.reader.synchronize()
-            self.reader = None
+        self._have_read()
         if self.raw is not None:
             self.shared.traffic.give_back(self.raw.block, self.raw.arrived)
         self.raw = None
@@ -196,7 +212,8 @@ class Gradient:
         self.begin(tensor)
 
     def snapshot(self) -> Snapshot:
-        """It, for a step, which applies the factors."""
+        """It, for somebody who applies the factors."""
+        self._have_read()
         kept = self.raw is not None and self.raw.dtype != self.held.work_dtype
         taken = Snapshot(self.raw, self.sum if self.summed else None, tuple(self.factors), kept)
         if not kept:
@@ -205,6 +222,12 @@ class Gradient:
                     self.norms[norm] = factor.of_norm(self.norms[norm])
             self.factors = []
         return taken
+
+    def _have_read(self) -> None:
+        """Wait for the hands that read it; what is queued in the host lane from now on comes after."""
+        if self.reader is not None:
+            self.reader.synchronize()
+            self.reader = None
 
     def norm(self, order: float) -> torch.Tensor:
         """Its norm of an order, in the type that it is stepped in; a tensor without dimensions, on the device."""
@@ -256,6 +279,7 @@ class Gradient:
 
     def _settle(self) -> None:
         """What has come so far becomes the sum, with its factors."""
+        self._have_read()
         if self.raw is not None:
             self._add(self.raw, first=True)
             self.raw = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from spillway.errors import UnsupportedError, UsageError
 from spillway.optim.gradient import CHUNK, Gradient, Shared, Snapshot
@@ -26,12 +27,16 @@ class Piece:
         tensor: over the master's memory.
     """
 
-    __slots__ = ("numel", "start", "tensor")
+    __slots__ = ("flat", "numel", "parts", "start", "tensor")
 
     def __init__(self, start: int, tensor: torch.nn.Parameter) -> None:
         self.start = start
         self.numel = tensor.numel()
         self.tensor = tensor
+        self.flat = tensor.detach().as_strided((self.numel,), (1,))
+        """The same, in the order in which its elements lie."""
+        self.parts: dict[Any, Any] = {}
+        """Of its state, what is part of the whole parameter's."""
 
 
 class Held:
@@ -77,6 +82,8 @@ class Held:
         """As the plain optimizer would have it, over the pieces' own."""
         self.back: Event | None = None
         """The end of the last copy from ``block``."""
+        self.hook: RemovableHandle | None = None
+        """What sees its gradients come."""
         self.coming: Event | None = None
         """When the parameter is what the last step made of it."""
 
@@ -190,7 +197,9 @@ class Held:
             found = values.sum.tensor[start : start + numel]
         else:
             assert values.raw is not None
-            raw = values.raw.read(traffic)[start : start + numel]
+            raw = values.read(traffic)
+            if numel != self.numel:
+                raw = raw[start : start + numel]
             if values.kept:
                 found = raw.to(self.work_dtype) if scratch is None else scratch[:numel].copy_(raw)
             else:
@@ -212,8 +221,7 @@ class Held:
             return self.back
         nbytes = piece.numel * itemsize
         block = traffic.stage(nbytes)
-        master = self.flat_master()[start : start + piece.numel]
-        traffic.host_view(block, local.dtype, piece.numel, write=True).copy_(master)
+        traffic.host_view(block, local.dtype, piece.numel, write=True).copy_(piece.flat)
         back = traffic.receive(local, start * itemsize, block.first(nbytes), after)
         traffic.staged(block, back)
         return back
@@ -221,12 +229,14 @@ class Held:
     def begin_step(self) -> None:
         """The master is about to be written."""
         if self.back is not None:
-            self.back.synchronize()
+            self.shared.traffic.host_wait(self.back)
             self.back = None
         self._touch(write=True)
 
     def give_up(self) -> None:
-        """Give pinned memory back."""
+        """Give pinned memory back, and see no more gradients."""
+        if self.hook is not None:
+            self.hook.remove()
         self.gradient.clear()
         if self.block is not None:
             self.shared.traffic.give_back(self.block, *(() if self.back is None else (self.back,)))

@@ -1,8 +1,18 @@
-"""The optimizer's own step, on the host, piece by piece. All of it runs in the host lane."""
+"""The optimizer's own step, on the host, piece by piece.
+
+The host lane takes parameters in turn and waits for what each needs; *hands*, one thread a CPU, each of which computes
+with a single thread, step their pieces. So a piece's cast, step and cast back stay in one core's caches, no team of
+threads has to be woken for any of them, and a parameter that is waited for keeps nobody else from being stepped.
+Parameters that are not cut (see NOTE [ Pieces ]) are stepped in the host lane, by all CPUs together.
+"""
 
 from __future__ import annotations
 
+import threading
+import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -42,20 +52,24 @@ class HostStep:
     Args:
         optimizer_class: the class.
         given: what the user gave for it.
+        hands: how many there are.
     """
 
-    def __init__(self, optimizer_class: type[Optimizer], given: dict[str, Any]) -> None:
+    def __init__(self, optimizer_class: type[Optimizer], given: dict[str, Any], *, hands: int) -> None:
         self._class = optimizer_class
         self._given = {name: value for name, value in given.items() if name not in ("fused", "foreach", "capturable")}
         self._step = step_of(optimizer_class)
-        self._inner: Optimizer | None = None
+        self._states: defaultdict[torch.Tensor, dict[Any, Any]] = defaultdict(dict)
         self._known: set[torch.Tensor] = set()
         """Pieces that a constructor of the class has seen: some make their state there."""
-        self._scratch: dict[torch.dtype, torch.Tensor] = {}
         self.written: dict[int, Settings] = {}
         """What a class put into its groups, by their index; to be read when the step is done."""
+        self._mine = _Mine()
+        self._hands = hands
+        self._seconds = 0.0
+        self._lock = threading.Lock()
 
-    def step(self, share: Share, after: Event) -> list[Event]:
+    def step(self, share: Share, after: Event) -> Event:
         """Step parameters, and queue their way back.
 
         Args:
@@ -63,115 +77,141 @@ class HostStep:
             after: when the device may be written.
 
         Returns:
-            The ends of their ways back.
+            The end of their ways back.
         """
-        back: dict[Held, Event] = {}
-        for parts in _calls(share.turns):
-            self._prepare(parts)
-            self._call([piece for _, piece in parts], share.settings)
-            for (held, _), piece in parts:
-                back[held] = held.send_back(piece, after)
-        for held, _ in share.turns:
-            self._gather(held)
-        return list(back.values())
+        held = share.turns[0].held
+        for turn in share.turns:
+            turn.gradient.wait(held.shared.traffic)
+            self._know(turn.held, share.settings)
+        steps = [partial(self._step_parts, parts, share.settings, after) for parts in _calls(share.turns)]
+        hands = held.shared.hands
+        return held.shared.traffic.backend.all_of([hands.run(step) if held.cut else step() for step in steps])
 
-    def step_together(self, shares: Sequence[Share], after: Event) -> list[Event]:
+    def step_together(self, shares: Sequence[Share], after: Event) -> Event:
         """The same in one call, for a class of which it is not known that it steps each parameter by itself."""
-        taking = []
-        for turns, settings in shares:
-            for held, gradient in turns:
-                (piece,) = held.pieces
-                piece.tensor.grad = held.whole(gradient)
-            pieces = [held.pieces[0] for held, _ in turns]
-            inner = self._inner_with(pieces, settings)
-            taking.append({**settings, "params": [piece.tensor for piece in pieces]})
-        before = [dict(group) for group in taking]
-        self._run(inner, taking)
-        for (turns, _), group, settings in zip(shares, taking, before, strict=True):
-            self.written.setdefault(turns[0].held.group, {}).update(written_by_step(group, settings))
-        back = []
-        for turns, _ in shares:
-            for held, _ in turns:
-                held.pieces[0].tensor.grad = None
-                back.append(held.send_back(held.pieces[0], after))
-                self._gather(held)
-        return back
+        groups = []
+        turns = [turn for share in shares for turn in share.turns]
+        for some, settings in shares:
+            for held, gradient in some:
+                self._know(held, settings)
+                held.pieces[0].tensor.grad = held.whole(gradient)
+            groups.append({**settings, "params": [turn.held.pieces[0].tensor for turn in some]})
+        began = time.perf_counter()
+        before = [dict(group) for group in groups]
+        self._run(groups)
+        self._count(time.perf_counter() - began, alone=True)
+        for (some, _), group, settings in zip(shares, groups, before, strict=True):
+            self.written.setdefault(some[0].held.group, {}).update(written_by_step(group, settings))
+        for held, _ in turns:
+            held.pieces[0].tensor.grad = None
+            held.state = self._states[held.pieces[0].tensor]
+        return turns[0].held.shared.traffic.backend.all_of([held.send_back(held.pieces[0], after) for held, _ in turns])
 
     def put_state(self, held: Held, state: dict[Any, Any], settings: Settings) -> None:
         """A parameter's state is this, in tensors of its shape, which it takes over."""
-        inner = self._inner_with(held.pieces, settings)
+        self._know(held, settings)
         for piece in held.pieces:
-            inner.state[piece.tensor] = {name: _part(value, held, piece) for name, value in state.items()}
-        first = inner.state[held.pieces[0].tensor]
+            parts = {name: _part(value, held, piece) for name, value in state.items()}
+            self._states[piece.tensor] = parts
+            piece.parts = dict(parts)
+        first = self._states[held.pieces[0].tensor]
         held.state = {name: first[name] if _is_own(value) else value for name, value in state.items()}
 
     def drop_state(self, held: Held) -> None:
         """It has none."""
         for piece in held.pieces:
-            if self._inner is not None:
-                self._inner.state.pop(piece.tensor, None)
+            self._states.pop(piece.tensor, None)
             self._known.discard(piece.tensor)
+            piece.parts = {}
         held.state = {}
 
-    def _call(self, pieces: Sequence[Piece], settings: Settings) -> None:
-        inner = self._inner_with(pieces, settings)
-        fresh = [piece.tensor for piece in pieces if not inner.state.get(piece.tensor)]
-        known = [piece.tensor for piece in pieces if inner.state.get(piece.tensor)]
-        # Fused SGD takes those that have momentum already, or those that have none yet.
-        for some in (fresh, known):
-            if some:
-                self._run(inner, [{**settings, "params": some}])
-        for piece in pieces:
-            piece.tensor.grad = None
+    def _know(self, held: Held, settings: Settings) -> None:
+        """Let the class's constructor make what it makes for a parameter."""
+        missing = [piece.tensor for piece in held.pieces if piece.tensor not in self._known]
+        if missing:
+            made = self._class([{**settings, "params": missing}], **self._given)
+            for tensor, state in made.state.items():
+                self._states.setdefault(tensor, state)
+            self._known.update(missing)
+            for piece in held.pieces:
+                self._gather(held, piece)
 
-    def _run(self, inner: Optimizer, groups: list[dict[str, Any]]) -> None:
+    def _step_parts(self, parts: Sequence[_Part], settings: Settings, after: Event) -> Event:
+        """Step some pieces, and queue their way back; in any thread."""
+        began = time.perf_counter()
+        used = 0
+        for (held, values), piece in parts:
+            scratch = self._mine.scratch(held.work_dtype)[used:] if used + piece.numel <= CHUNK else None
+            gradient = held.part(values, piece.start, piece.numel, scratch)
+            if piece.tensor.ndim != 1:
+                gradient = gradient.as_strided(piece.tensor.shape, piece.tensor.stride())
+            piece.tensor.grad = gradient
+            used += piece.numel
+        # Fused SGD takes those that have momentum already, or those that have none yet.
+        has_state = [bool(self._states.get(piece.tensor)) for _, piece in parts]
+        for which in (False, True):
+            some = [part.piece.tensor for part, has in zip(parts, has_state, strict=True) if has is which]
+            if some:
+                self._run([{**settings, "params": some}])
+        for (held, _), piece in parts:
+            piece.tensor.grad = None
+            self._gather(held, piece)
+        end = held.shared.traffic.backend.all_of([turn.held.send_back(piece, after) for turn, piece in parts])
+        self._count(time.perf_counter() - began, alone=not held.cut)
+        return end
+
+    def _count(self, seconds: float, *, alone: bool) -> None:
+        with self._lock:
+            self._seconds += seconds if alone else seconds / self._hands
+
+    def count_anew(self) -> float:
+        """How long the host computed since this was asked for last: the mean of its hands."""
+        with self._lock:
+            seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+    def _run(self, groups: list[dict[str, Any]]) -> None:
+        inner = self._mine.inner
+        if inner is None:
+            # One for each thread, with the states of all.
+            inner = self._mine.inner = self._class([torch.nn.Parameter(torch.zeros(1, 1))], **self._given)
+            inner.state = self._states
         inner.param_groups = groups
         with label("host step"):
             self._step(inner)
         inner.param_groups = []
 
-    def _prepare(self, parts: Sequence[_Part]) -> None:
-        """Let each piece have its gradient, side by side in scratch where they have to be cast."""
-        used = 0
-        for (held, values), piece in parts:
-            scratch = self._scratch_of(held.work_dtype)[used:] if used + piece.numel <= CHUNK else None
-            gradient = held.part(values, piece.start, piece.numel, scratch)
-            used += piece.numel
-            piece.tensor.grad = gradient.as_strided(piece.tensor.shape, piece.tensor.stride())
+    def _gather(self, held: Held, piece: Piece) -> None:
+        """Let ``held.state`` be what the plain optimizer would have: whole tensors, of which the pieces have parts."""
+        state = self._states[piece.tensor]
+        if len(held.pieces) == 1:
+            held.state = state
+            return
+        for name, value in state.items():
+            if value is piece.parts.get(name):
+                continue
+            if isinstance(value, torch.Tensor) and value.ndim > 0 and value.numel() == piece.numel:
+                with self._lock:
+                    if name not in held.state:
+                        held.state[name] = held.new_host_tensor(value.dtype)
+                state[name] = _slice(held.state[name], held, piece).copy_(value)
+            else:
+                held.state.setdefault(name, value)
+            piece.parts[name] = state[name]
 
-    def _scratch_of(self, dtype: torch.dtype) -> torch.Tensor:
+
+class _Mine(threading.local):
+    """What each thread has for itself."""
+
+    def __init__(self) -> None:
+        self.inner: Optimizer | None = None
+        self._scratch: dict[torch.dtype, torch.Tensor] = {}
+
+    def scratch(self, dtype: torch.dtype) -> torch.Tensor:
+        """Memory for gradients of a call that are cast."""
         if dtype not in self._scratch:
             self._scratch[dtype] = torch.empty(CHUNK, dtype=dtype, device="cpu")
         return self._scratch[dtype]
-
-    def _inner_with(self, pieces: Sequence[Piece], settings: Settings) -> Optimizer:
-        """The inner optimizer, with what its constructor makes for these pieces."""
-        missing = [piece.tensor for piece in pieces if piece.tensor not in self._known]
-        if self._inner is None or missing:
-            new = self._class([{**settings, "params": missing}], **self._given)
-            if self._inner is None:
-                self._inner = new
-            self._known.update(missing)
-            for parameter, state in new.state.items():
-                self._inner.state.setdefault(parameter, state)
-        return self._inner
-
-    def _gather(self, held: Held) -> None:
-        """Let ``held.state`` be what the plain optimizer would have: whole tensors, of which the pieces have parts."""
-        assert self._inner is not None
-        states = [self._inner.state.get(piece.tensor, {}) for piece in held.pieces]
-        if len(states) == 1:
-            held.state = states[0]
-            return
-        for name in states[0].keys() - held.state.keys():
-            first = states[0][name]
-            if isinstance(first, torch.Tensor) and first.numel() == held.pieces[0].numel:
-                whole = held.new_host_tensor(first.dtype)
-                for piece, state in zip(held.pieces, states, strict=True):
-                    state[name] = _slice(whole, held, piece).copy_(state[name])
-                held.state[name] = whole
-            else:
-                held.state[name] = first
 
 
 def _calls(turns: Sequence[Turn]) -> Iterator[list[_Part]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from torch.optim import Optimizer
 from spillway.blocks import Blocks
 from spillway.errors import UnsupportedError, UsageError
 from spillway.optim.away import AwayGradient
+from spillway.optim.balance import Balance
 from spillway.optim.device_part import DevicePart
 from spillway.optim.forward import ForwardOverlap
 from spillway.optim.gradient import Shared
@@ -20,10 +22,10 @@ from spillway.optim.held import Held
 from spillway.optim.host_step import HostStep, Turn
 from spillway.optim.kinds import Arguments, Kind, on_host
 from spillway.optim.placement import counted, held_of
-from spillway.optim.rounds import Counts, Round, by_groups, shares
+from spillway.optim.rounds import Round, by_groups, shares
 from spillway.optim.sharding import is_distributed, like, local_of, many_processes, put_local
 from spillway.optim.states import MASTER, Hook, Saved, host_copy
-from spillway.optim.threads import begin_with, thread_count
+from spillway.optim.threads import begin_with, hands_of, thread_count
 from spillway.optim.traffic import Traffic
 from spillway.records import OptimizerStats
 from spillway.runtime.backend import Event
@@ -53,8 +55,11 @@ class OffloadedOptimizer(Optimizer):
             Where it has a fused kernel for the host that is used (``Adam``, ``AdamW``, ``SGD``, ``Adagrad``), unless
             ``fused=False`` is among the defaults; else its implementation with a loop, never ``foreach``.
         fraction: of all elements, how many are stepped on the host. The rest keeps state and step on the device; both
-            step at the same time. Parameters on the CPU, beside others on a device, are stepped on the host anyway, and
-            are not counted.
+            step at the same time. ``"auto"``: all at first, then as many as slow a step down by no more than
+            ``slowdown``, by the figures of the first steps; :attr:`fraction` says what came of it. Two runs may find
+            different ones, and the host's and the device's arithmetic differ in the last bits.
+            Parameters on the CPU, beside others on a device, are stepped on the host anyway, and are not counted.
+        slowdown: what ``"auto"`` allows, of a step: 0.05 for 5 %.
         device_budget: most bytes of state that the device may have, instead of a fraction: ``"2GiB"``.
         master_dtype: the type of the masters that parameters of a narrower type are stepped in. ``"auto"``: ``float32``
             for ``bfloat16`` and ``float16``. ``None``: no masters, each is stepped in its own type.
@@ -86,7 +91,8 @@ class OffloadedOptimizer(Optimizer):
         params: Iterable[Any],
         optimizer_class: type[Optimizer],
         *,
-        fraction: float | None = None,
+        fraction: float | str | None = None,
+        slowdown: float = 0.05,
         device_budget: int | str | None = None,
         master_dtype: torch.dtype | str | None = "auto",
         offload_gradients: bool = True,
@@ -104,7 +110,13 @@ class OffloadedOptimizer(Optimizer):
         self._class = optimizer_class
         self._ready = False
         arguments = Arguments.of(optimizer_class, device_class, defaults)
-        self._fraction = _checked_fraction(fraction)
+        self._balance = Balance(_checked_slowdown(slowdown)) if fraction == "auto" else None
+        self._fraction = 1.0 if self._balance is not None else _checked_fraction(fraction)
+        if self._balance is not None and device_class is not optimizer_class:
+            raise UsageError(
+                "device_class: got another one than optimizer_class with fraction='auto', expected one class: what is on "
+                "the host at first moves to the device with its state"
+            )
         if hold not in ("last", "first"):
             raise UsageError(f"hold: got {hold!r}, expected 'last' or 'first'")
         self._hold_last = hold == "last"
@@ -118,11 +130,10 @@ class OffloadedOptimizer(Optimizer):
         self._held: dict[torch.Tensor, Held] = {}
         self._coming: set[Held] = set()
         self._overlapping: list[ForwardOverlap] = []
-        self._host = HostStep(optimizer_class, arguments.host)
+        self._host = HostStep(optimizer_class, arguments.host, hands=hands_of(self._threads)[0])
         self._device = DevicePart(device_class, arguments.device, arguments.own)
+        self._last = self._round = Round(self._host)
         self._stop = contextlib.ExitStack()
-        self._stats = OptimizerStats()
-        self._counts: Counts = (0.0, 0.0, 0.0)
         super().__init__(params, arguments.defaults)
         self._place(list(self._parameters()))
         self._ready = True
@@ -141,6 +152,8 @@ class OffloadedOptimizer(Optimizer):
                 loss = closure()
         self._session.check_open()
         self.synchronize()
+        if self._balance is not None:
+            self._choose(self._balance)
         with torch.no_grad(), label("optimizer step"):
             self._queue_step()
             self._device.step(self.param_groups)
@@ -159,6 +172,12 @@ class OffloadedOptimizer(Optimizer):
             Whatever went wrong in the step.
         """
         self._arrive(list(self._coming))
+
+    @property
+    def fraction(self) -> float:
+        """Of all elements, how many are stepped on the host."""
+        sizes = {parameter: local_of(parameter).numel() for _, parameter in self._parameters()}
+        return sum(sizes[parameter] for parameter in self._held) / max(1, sum(sizes.values()))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as for any optimizer."""
@@ -191,7 +210,7 @@ class OffloadedOptimizer(Optimizer):
     def stats(self) -> OptimizerStats:
         """Bytes and seconds of the last step."""
         self.synchronize()
-        return self._stats
+        return self._last.stats()
 
     def close(self) -> None:
         """Bring gradients back, take hooks off the parameters, give memory back. The state is gone."""
@@ -204,6 +223,7 @@ class OffloadedOptimizer(Optimizer):
         self._stop.close()
         for shared in self._shared.values():
             shared.lane.close()
+            shared.hands.close()
             shared.traffic.settle()
         self._held.clear()
         self._device.close()
@@ -300,16 +320,20 @@ class OffloadedOptimizer(Optimizer):
                 yield index, parameter
 
     def _place(self, parameters: Sequence[tuple[int, torch.Tensor]]) -> None:
-        parts = [local_of(parameter) for _, parameter in parameters]
-        counts = counted([part.device for part in parts])
-        sizes = [part.numel() if counting else 0 for part, counting in zip(parts, counts, strict=True)]
-        chosen = held_of(sizes, self._fraction, last_first=self._hold_last)
-        for (group, parameter), taken, may_stay in zip(parameters, chosen, counts, strict=True):
+        wanted = self._on_the_host([parameter for _, parameter in parameters], self._fraction)
+        for (group, parameter), on_the_host in zip(parameters, wanted, strict=True):
             work = self._work_dtype(parameter)
-            if taken or not may_stay:
+            if on_the_host:
                 self._hold(parameter, group, work)
             else:
                 self._device.add(parameter, group, work)
+
+    def _on_the_host(self, parameters: Sequence[torch.Tensor], fraction: float) -> list[bool]:
+        parts = [local_of(parameter) for parameter in parameters]
+        may_stay = counted([part.device for part in parts])
+        sizes = [part.numel() if counts else 0 for part, counts in zip(parts, may_stay, strict=True)]
+        taken = held_of(sizes, fraction, last_first=self._hold_last)
+        return [is_taken or not counts for is_taken, counts in zip(taken, may_stay, strict=True)]
 
     def _hold(self, parameter: torch.Tensor, group: int, work: torch.dtype) -> None:
         cut = self._is_fused(self.param_groups[group], parameter)
@@ -320,13 +344,38 @@ class OffloadedOptimizer(Optimizer):
             me, mine = weakref.ref(self), weakref.ref(held)
 
             def came(_: torch.Tensor) -> None:
-                optimizer, held = me(), mine()
-                if optimizer is not None and held is not None:
-                    optimizer._came(held)
+                optimizer, of = me(), mine()
+                if optimizer is not None and of is not None:
+                    optimizer._came(of)
 
-            handle = parameter.register_post_accumulate_grad_hook(came)  # type: ignore[no-untyped-call]
-            self._stop.callback(handle.remove)
-            weakref.finalize(self, handle.remove)
+            held.hook = parameter.register_post_accumulate_grad_hook(came)  # type: ignore[no-untyped-call]
+            weakref.finalize(self, held.hook.remove)
+
+    def _choose(self, balance: Balance) -> None:
+        """Let another fraction be on the host, if what was seen says so."""
+        if many_processes():
+            raise UnsupportedError(
+                "fraction: got 'auto' in a process group, expected a number, the same on every rank; find it in a run "
+                "of one process (optimizer.fraction says it)"
+            )
+        chosen = balance.note(self._last.seen(), self.fraction)
+        if chosen is None:
+            return
+        parameters = [parameter for _, parameter in self._parameters()]
+        for parameter, on_the_host in zip(parameters, self._on_the_host(parameters, chosen), strict=True):
+            if not on_the_host and parameter in self._held:
+                self._move_to_device(self._held[parameter])
+
+    def _move_to_device(self, held: Held) -> None:
+        state, parameter = self._state_of(held), held.parameter
+        gradient = parameter.grad
+        if gradient is not None and isinstance(local_of(gradient), AwayGradient):
+            self._put_gradient(held, held.gradient.restore())
+        self._device.add(parameter, held.group, held.work_dtype)
+        self._device.put_state(parameter, state, self.param_groups[held.group])
+        del self._held[parameter]
+        self._host.drop_state(held)
+        held.give_up()
 
     def _is_fused(self, group: dict[str, Any], parameter: torch.Tensor) -> bool:
         return self._kind.fused and group.get("fused") is not False and parameter.is_floating_point()
@@ -346,8 +395,10 @@ class OffloadedOptimizer(Optimizer):
             runtime = self._session.runtime(device)
             if not isinstance(runtime, DeviceRuntime):
                 raise UnsupportedError("got a step in a CUDA graph's capture, expected it outside: the host computes")
-            lane = runtime.backend.host_lane("optimizer", begin_with(self._threads))
-            shared = self._shared[device] = Shared(Traffic(runtime), lane)
+            lane = runtime.backend.host_lane("optimizer", begin=begin_with(self._threads))
+            hands, each = hands_of(self._threads)
+            some = runtime.backend.host_lane("optimizer-hand", threads=hands, begin=begin_with(each))
+            shared = self._shared[device] = Shared(Traffic(runtime), lane, some)
         return shared
 
     def _settings(self, held: Held) -> dict[str, Any]:
@@ -381,13 +432,11 @@ class OffloadedOptimizer(Optimizer):
         if not any(turn.gradient.factors for turn in turns):
             # Whose gradient came first is there first; else all of them have to be, and the first are wanted first.
             turns.sort(key=lambda turn: turn.held.gradient.came)
-        self._round = Round(self._shared.values(), self._host, self._counts)
         if self._kind.alone:
             for share in shares(turns, self._settings):
                 self._round.queue([share], together=False)
         elif turns:
             self._round.queue(by_groups(turns, self._settings), together=True)
-        self._round.close()
         self._coming = {turn.held for turn in turns}
 
     def _turns(self) -> Iterator[Turn]:
@@ -419,22 +468,27 @@ class OffloadedOptimizer(Optimizer):
         for one in arriving:
             self._show(one.parameter, self._state_of(one))
         if arriving and not self._coming:
-            for shared in self._shared.values():
-                shared.traffic.settle()
             for index, written in self._host.written.items():
                 self.param_groups[index].update(written)
             self._host.written.clear()
-            self._stats, self._counts = self._round.stats(), self._round.counts()
+            self._round.end(self._shared.values())
+            self._last, self._round = self._round, Round(self._host)
 
 
-def _checked_fraction(fraction: float | None) -> float:
+def _checked_fraction(fraction: float | str | None) -> float:
     if fraction is None:
         return 1.0
     if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 <= fraction <= 1:
         raise UsageError(
-            f"fraction: got {fraction!r}, expected a number from 0 (all on the device) to 1 (all on the host)"
+            f"fraction: got {fraction!r}, expected 'auto', or a number from 0 (none on the host) to 1 (all)"
         )
     return float(fraction)
+
+
+def _checked_slowdown(slowdown: float) -> float:
+    if isinstance(slowdown, bool) or not isinstance(slowdown, (int, float)) or not 0 <= slowdown < math.inf:
+        raise UsageError(f"slowdown: got {slowdown!r}, expected a number of at least 0: 0.05 for 5 %")
+    return float(slowdown)
 
 
 def _checked_master_dtype(dtype: torch.dtype | str | None) -> torch.dtype | str | None:

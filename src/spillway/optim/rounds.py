@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from spillway.optim.balance import Seen
 from spillway.optim.gradient import CHUNK, Shared
 from spillway.optim.held import Held
 from spillway.optim.host_step import HostStep, Settings, Share, Turn
 from spillway.records import OptimizerStats
 from spillway.runtime.backend import Event
-
-Counts = tuple[float, float, float]
+from spillway.runtime.ledger import Stalls
 
 
 def shares(turns: Sequence[Turn], settings: Callable[[Held], Settings]) -> Iterator[Share]:
@@ -42,20 +42,21 @@ def _kind(held: Held) -> tuple[object, ...]:
 
 
 class Round:
-    """One step.
+    """One step, from the end of the one before.
 
     Args:
-        shared: of every device.
         step: what steps on the host.
-        before: what was counted by the end of the round before.
     """
 
-    def __init__(self, shared: Iterable[Shared], step: HostStep, before: Counts = (0.0, 0.0, 0.0)) -> None:
-        self._shared = list(shared)
+    def __init__(self, step: HostStep) -> None:
         self._step = step
-        self._before = before
+        self._began = time.perf_counter()
+        self._ended = self._began
+        self._waits: list[Stalls] = []
+        self._sent = self._received = self._reserved = 0
         self._host_seconds = 0.0
         self._elements = 0
+        self._ready: dict[Shared, Event] = {}
 
     def queue(self, shares: Sequence[Share], *, together: bool) -> None:
         """Have them stepped, all in one call if ``together``."""
@@ -64,20 +65,17 @@ class Round:
             one.check()
         stale = [one for one in held if one.changed()]
         shared = held[0].shared
-        ready = {each: each.traffic.ready(one.local() for one in stale if one.shared is each) for each in self._shared}
+        of_devices = {one.shared for one in held}
+        ready = {each: self._ready_on(each, [one for one in stale if one.shared is each]) for each in of_devices}
+
+        step = self._step.step_together
 
         def work() -> Event:
-            before = time.perf_counter()
             for one in stale:
                 one.take(ready[one.shared])
             for one in held:
                 one.begin_step()
-            if together:
-                ends = self._step.step_together(shares, ready[shared])
-            else:
-                ends = [end for share in shares for end in self._step.step(share, ready[shared])]
-            self._host_seconds += time.perf_counter() - before
-            return shared.traffic.backend.all_of(ends)
+            return step(shares, ready[shared]) if together else self._step.step(shares[0], ready[shared])
 
         end = shared.lane.run(work)
         for one in held:
@@ -85,29 +83,40 @@ class Round:
             one.gradient.reader = one.coming = end
         self._elements += sum(one.numel for one in held)
 
-    def close(self) -> None:
-        """Nothing more is queued."""
-        for one in self._shared:
-            one.lane.run(one.traffic.unstage)
+    def _ready_on(self, shared: Shared, stale: Sequence[Held]) -> Event:
+        """What the device's lanes wait for: one event for all that is not stale."""
+        if stale:
+            return shared.traffic.ready(one.local() for one in stale)
+        if shared not in self._ready:
+            self._ready[shared] = shared.traffic.now()
+        return self._ready[shared]
+
+    def end(self, shared: Iterable[Shared]) -> None:
+        """Compute waits for all that was queued."""
+        self._ended = time.perf_counter()
+        self._host_seconds = self._step.count_anew()
+        for one in shared:
+            one.traffic.settle()
+            one.traffic.unstage()
             one.forget_factor()
+            waits, sent, received = one.traffic.count_anew()
+            self._waits.append(waits)
+            self._sent += sent
+            self._received += received
+            self._reserved += one.traffic.arena.reserved_bytes
 
     def stats(self) -> OptimizerStats:
-        """What it cost, when all of it is done."""
-        sent, received, waited = (now - then for now, then in zip(self.counts(), self._before, strict=True))
+        """What it cost."""
         return OptimizerStats(
             stepped_on_host=self._elements,
             host_seconds=self._host_seconds,
-            stall_seconds=waited,
-            sent_bytes=int(sent),
-            received_bytes=int(received),
-            host_bytes=sum(one.traffic.arena.reserved_bytes for one in self._shared),
+            stall_seconds=sum(waits.seconds() for waits in self._waits),
+            sent_bytes=self._sent,
+            received_bytes=self._received,
+            host_bytes=self._reserved,
         )
 
-    def counts(self) -> Counts:
-        """Bytes sent and received, and seconds waited, by now."""
-        traffic = [one.traffic for one in self._shared]
-        return (
-            sum(one.sent_bytes for one in traffic),
-            sum(one.received_bytes for one in traffic),
-            sum(one.waits.seconds() for one in traffic),
-        )
+    def seen(self) -> Seen:
+        """What it took, for a choice."""
+        stats = self.stats()
+        return Seen(self._ended - self._began, stats.stall_seconds, stats.host_seconds)

@@ -11,6 +11,7 @@ from spillway.errors import UsageError
 from spillway.runtime.host_memory import local_ranks
 
 _MOST = 16
+_HANDS = 4
 
 
 def thread_count(threads: int | None) -> int:
@@ -25,6 +26,21 @@ def thread_count(threads: int | None) -> int:
         return threads
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(_MOST, cpus // local_ranks()))
+
+
+def hands_of(threads: int) -> tuple[int, int]:
+    """How many hands share so many threads, and how many each has.
+
+    Several, so that while one is between two computations the others use the memory's rate; few, since all of them
+    want the interpreter's lock there.
+
+    Example:
+        >>> hands_of(16), hands_of(2), hands_of(7)
+        ((4, 4), (2, 1), (3, 2))
+    """
+    hands = min(_HANDS, -(-threads // 2))
+    hands = threads if threads < 3 else hands
+    return hands, max(1, threads // hands)
 
 
 def begin_with(threads: int) -> Callable[[], None]:

@@ -8,6 +8,7 @@ that a step's peak is the same every time.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -35,7 +36,7 @@ class Sent(NamedTuple):
 
     def read(self, traffic: Traffic) -> torch.Tensor:
         """Them, flat, when they are there; for the host lane."""
-        self.arrived.synchronize()
+        traffic.host_wait(self.arrived)
         return traffic.host_view(self.block, self.dtype, self.numel, write=False)
 
 
@@ -63,11 +64,15 @@ class Traffic:
         self._leaving_bytes = 0
         self._staged: deque[tuple[Block, Event]] = deque()
         self._staged_bytes = 0
+        self._followed: Event | None = None
+        """The last event that the lane back was told to wait for."""
         self._lock = threading.Lock()
         self.waits = Stalls()
         """How long the device waited for gradients to leave, and for parameters."""
         self.sent_bytes = 0
         self.received_bytes = 0
+        self.host_wait_seconds = 0.0
+        """How long the host lane waited, ever."""
 
     def send(self, tensor: torch.Tensor) -> Sent:
         """Queue a copy of a dense tensor's bytes, in the order in which they lie, behind what computes it."""
@@ -98,41 +103,52 @@ class Traffic:
         target = memory_of(tensor)
         with self._lock:
             if block.nbytes:
-                self.backend.wait(self._back, after)
+                if after is not self._followed:
+                    self.backend.wait(self._back, after)
+                    self._followed = after
                 self.backend.copy(self._back, Bytes(target.storage, target.start + start, block.nbytes), block)
                 self.received_bytes += block.nbytes
             return self.backend.record(self._back)
 
     def pinned(self, nbytes: int) -> Block:
-        """Pinned memory that may be written now; for the host lane."""
+        """Pinned memory that may be written now; for the host."""
         block = self.arena.allocate(max(nbytes, 1))
         for event in block.after:
-            event.synchronize()
+            self.host_wait(event)
         return block
+
+    def host_wait(self, event: Event) -> None:
+        """The host lane waits."""
+        before = time.perf_counter()
+        event.synchronize()
+        self.host_wait_seconds += time.perf_counter() - before
 
     def stage(self, nbytes: int) -> Block:
         """The same, for what is on its way to the device at once; past a few of them the oldest is waited for."""
-        while self._staged and self._staged_bytes + nbytes > STAGING:
-            self._unstage()
-        return self.pinned(nbytes)
+        while True:
+            with self._lock:
+                full = self._staged and self._staged_bytes + nbytes > STAGING
+                oldest = self._staged.popleft() if full else None
+                if oldest is not None:
+                    self._staged_bytes -= oldest[0].nbytes
+            if oldest is None:
+                return self.pinned(nbytes)
+            oldest[1].synchronize()
+            self.arena.free(oldest[0])
 
     def staged(self, block: Block, copied: Event) -> None:
         """What was staged is on its way."""
-        self._staged.append((block, copied))
-        self._staged_bytes += block.nbytes
+        with self._lock:
+            self._staged.append((block, copied))
+            self._staged_bytes += block.nbytes
 
     def unstage(self) -> None:
         """Nothing more comes: give back what is staged, after its copies."""
-        while self._staged:
-            block, copied = self._staged.popleft()
-            self._staged_bytes -= block.nbytes
-            self.arena.free(block, (copied,))
-
-    def _unstage(self) -> None:
-        block, copied = self._staged.popleft()
-        self._staged_bytes -= block.nbytes
-        copied.synchronize()
-        self.arena.free(block)
+        with self._lock:
+            for block, copied in self._staged:
+                self.arena.free(block, (copied,))
+            self._staged.clear()
+            self._staged_bytes = 0
 
     def ready(self, tensors: Iterable[torch.Tensor]) -> Event:
         """All that the calling thread's compute lane was given by now, which writes some tensors, among others."""
@@ -147,6 +163,12 @@ class Traffic:
     def wait(self, event: Event) -> None:
         """The calling thread's compute lane waits."""
         self.backend.timed_wait(self.backend.compute(), event, self.waits)
+
+    def count_anew(self) -> tuple[Stalls, int, int]:
+        """What was waited, sent and received since this was asked for last."""
+        counted = self.waits, self.sent_bytes, self.received_bytes
+        self.waits, self.sent_bytes, self.received_bytes = Stalls(), 0, 0
+        return counted
 
     def settle(self) -> None:
         """Let go of all gradients that are on their way: compute waits for them."""

@@ -86,11 +86,15 @@ class AcceleratorBackend(Backend):
         if isinstance(event, Several):
             event.each(lambda one: self._wait(lane, one, waited))
             return
-        # Blocks until host work that comes before it is done.
-        inner: Any = event.resolve() if isinstance(event, TaskEvent) else event
-        if inner is not None:
-            lane.wait_event(inner)  # type: ignore[attr-defined]
-            waited.append(inner)
+        if isinstance(event, TaskEvent):
+            # Blocks until host work that comes before it is done.
+            inner = event.resolve()
+            if inner is not None:
+                self._wait(lane, inner, waited)
+            return
+        reached: Any = event
+        lane.wait_event(reached)  # type: ignore[attr-defined]
+        waited.append(reached)
 
     def copy(self, lane: Lane, destination: Bytes, source: Bytes) -> None:
         written, read = destination.tensor(), source.tensor()
@@ -101,8 +105,8 @@ class AcceleratorBackend(Backend):
     def run(self, task: Task) -> Event:
         return self._tasks.run(task)
 
-    def host_lane(self, name: str, begin: Callable[[], None] | None = None) -> HostLane:
-        return HostTasks(1, chained(self._begin_tasks, begin), name=name)
+    def host_lane(self, name: str, *, threads: int = 1, begin: Callable[[], None] | None = None) -> HostLane:
+        return HostTasks(threads, chained(self._begin_tasks, begin), name=name)
 
     def empty(self, form: Form) -> torch.Tensor:
         return torch.empty_strided(form.size, form.stride, dtype=form.dtype, device=self.device)

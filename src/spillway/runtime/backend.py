@@ -12,8 +12,8 @@ use, since the user may have changed it; on the CPU the calling thread itself, s
 
 A *task* is host work (a read or a write of the spill file) done by one of a few threads. Its event is reached when the
 task is done and, if it returned an event itself (of a copy that it queued), when that one is. An error in a task is
-raised to whoever waits for its event. A *host lane* does tasks one after the other, in a thread of its own: an
-optimizer's step, say, which uses all CPUs by itself.
+raised to whoever waits for its event. A *host lane* does tasks one after the other, in a thread of its own, or in
+several at a time, in threads of its own.
 
 Copies are between ranges of bytes (``bytes.py``). Three backends exist: the CPU's in ``cpu.py``, the
 accelerator's in ``accelerator.py``, and the adversary in :mod:`spillway.testing`.
@@ -56,7 +56,7 @@ Task = Callable[[], Event | None]
 
 
 class HostLane(Protocol):
-    """An ordered queue of host work."""
+    """A queue of host work: begun in order, by one thread or by several."""
 
     def run(self, task: Task) -> Event:
         """Queue it behind what was queued before. An error in one task does not keep the next from being done."""
@@ -111,8 +111,8 @@ class Backend(ABC):
         """Queue host work."""
 
     @abstractmethod
-    def host_lane(self, name: str, begin: Callable[[], None] | None = None) -> HostLane:
-        """A new lane for host work. ``begin`` is the first that its thread does."""
+    def host_lane(self, name: str, *, threads: int = 1, begin: Callable[[], None] | None = None) -> HostLane:
+        """A new lane for host work. ``begin`` is the first that each of its threads does."""
 
     @abstractmethod
     def empty(self, form: Form) -> torch.Tensor:

@@ -103,7 +103,7 @@ class CapturingBackend(Backend):
     def copy(self, lane: Lane, destination: Bytes, source: Bytes) -> None:
         self._inner.copy(lane, destination, source)
 
-    def host_lane(self, name: str, begin: Callable[[], None] | None = None) -> HostLane:
+    def host_lane(self, name: str, *, threads: int = 1, begin: Callable[[], None] | None = None) -> HostLane:
         raise UnsupportedError("got host work in a capture, expected it outside: a graph replays the device alone")
 
     def run(self, task: Task) -> Event:

@@ -173,8 +173,8 @@ class CpuBackend(Backend):
     def run(self, task: Task) -> Event:
         return self._tasks.run(task)
 
-    def host_lane(self, name: str, begin: Callable[[], None] | None = None) -> HostLane:
-        return HostTasks(1, chained(be_in_task, begin), name=name)
+    def host_lane(self, name: str, *, threads: int = 1, begin: Callable[[], None] | None = None) -> HostLane:
+        return HostTasks(threads, chained(be_in_task, begin), name=name)
 
     def empty(self, form: Form) -> torch.Tensor:
         # The device is named, since the user's default may be another one.
