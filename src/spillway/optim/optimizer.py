@@ -114,8 +114,8 @@ class OffloadedOptimizer(Optimizer):
         self._fraction = 1.0 if self._balance is not None else _checked_fraction(fraction)
         if self._balance is not None and device_class is not optimizer_class:
             raise UsageError(
-                "device_class: got another one than optimizer_class with fraction='auto', expected one class: what moves "
-                "from the host to the device takes its state along"
+                "device_class: got another one than optimizer_class with fraction='auto', expected the same: what "
+                "moves to the device takes its state along"
             )
         if hold not in ("last", "first"):
             raise UsageError(f"hold: got {hold!r}, expected 'last' or 'first'")
