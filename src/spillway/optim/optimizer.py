@@ -134,6 +134,7 @@ class OffloadedOptimizer(Optimizer):
         self._device = DevicePart(device_class, arguments.device, arguments.own)
         self._last = self._round = Round(self._host)
         self._stop = contextlib.ExitStack()
+        self._closed = False
         super().__init__(params, arguments.defaults)
         self._place(list(self._parameters()))
         self._ready = True
@@ -150,7 +151,7 @@ class OffloadedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._session.check_open()
+        self._check_usable()
         self.synchronize()
         if self._balance is not None:
             self._choose(self._balance)
@@ -227,6 +228,20 @@ class OffloadedOptimizer(Optimizer):
             shared.traffic.settle()
         self._held.clear()
         self._device.close()
+        self._closed = True
+
+    def _check_usable(self) -> None:
+        self._session.check_open()
+        if self._closed:
+            raise UsageError("got an optimizer that was closed, expected an open one; its state is gone: make another")
+        if any(shared.traffic.backend.is_capturing() for shared in self._shared.values()):
+            raise UnsupportedError("got a step in a CUDA graph's capture, expected it outside: the host computes")
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise UnsupportedError(
+            "got an OffloadedOptimizer to be copied or pickled, expected its state_dict(), for another that is made for "
+            "the other parameters"
+        )
 
     def holds(self, parameter: torch.Tensor) -> bool:
         """Whether a parameter's state and step are on the host."""
@@ -259,6 +274,7 @@ class OffloadedOptimizer(Optimizer):
         Masters come from the state if it has them and they say, in the parameter's own type, what the parameter says at
         the next step; else they are taken from the parameter.
         """
+        self._check_usable()
         self.synchronize()
         saved = Saved()
         with (
