@@ -8,8 +8,8 @@ A step is ``--micro`` forwards and backwards over a stack of decoder layers in b
 the optimizer's step. Several steps are timed together, since the end of one may run beside the begin of the next: the
 median of such runs, by the step, and their range. *peak* is the device's, all included. *bound* is what no way with the
 same work can be below: the time without an optimizer, plus what the host's step takes at the rate of the host's memory
-(32 bytes a parameter with masters, 14 without; the rate is measured in the same run, by additions of float32) beyond
-what can run at the same time: with masters and clipping the next forward, without clipping the backward too.
+(32 bytes a parameter with masters, 14 without; the rate is that of STREAM's Add, measured in the same run) beyond what
+can run at the same time: the next forward where it is overlapped, and the backward where nothing is clipped.
 
 Peers are measured where they can be imported, and named as absent where not.
 """
@@ -179,7 +179,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def host_rates(options: argparse.Namespace) -> dict[str, float]:
-    """GB/s of the host's memory, and of the fused step of float32 parameters: 28 bytes a parameter."""
+    """GB/s of the host's memory (additions, as STREAM counts them), and of a step of float32 parameters."""
     from spillway.runtime.cpu import anonymous_pages
 
     numel = options.host_elements
@@ -196,17 +196,20 @@ def host_rates(options: argparse.Namespace) -> dict[str, float]:
             times.append(time.perf_counter() - begin)
         return nbytes / statistics.median(times) / 1e9
 
-    found = {"stream": rate(12 * numel, partial(torch.add, one, two, out=three))}
+    found = {
+        "stream": rate(12 * numel, partial(torch.add, one, two, out=three)),
+        "stream_in_place": rate(12 * numel, partial(one.add_, two)),
+    }
     # On a CPU its ways there and back are copies that cost the host's memory the same again.
     parameter = torch.nn.Parameter(torch.zeros(numel, device=options.device))
     optimizer = spillway.OffloadedOptimizer([parameter], torch.optim.AdamW, threads=options.threads, **ADAMW)
     parameter.grad = torch.ones(numel, device=options.device)
-    optimizer.step()
-    seconds = []
-    for _ in range(7):
+
+    def step() -> None:
         optimizer.step()
-        seconds.append(optimizer.stats().host_seconds)
-    found["step"] = 28 * numel / statistics.median(seconds) / 1e9
+        synchronize(torch.device(options.device))
+
+    found["step"] = rate(28 * numel, step)
     return found
 
 
@@ -278,7 +281,11 @@ def main() -> None:
         options.json.write_text(json.dumps(asdict(measure(options))))
         return
     rates = host(options)
-    print(f"host memory {rates['stream']:.1f} GB/s; fused step of float32 {rates['step']:.1f} GB/s", flush=True)
+    print(
+        f"host memory {rates['stream']:.1f} GB/s, in place {rates['stream_in_place']:.1f}; "
+        f"step of float32, transfers and all, {rates['step']:.1f} GB/s of 28 bytes a parameter",
+        flush=True,
+    )
     rows: list[Row] = []
     for way in dict.fromkeys((NOTHING, *options.ways)):
         row = run_child(way, options)

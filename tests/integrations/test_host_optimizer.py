@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -107,6 +108,8 @@ def case(name: str, max_norm: float | None, accumulate: bool) -> None:
 def test_a_step_over_two_ranks_is_the_plain_one(
     world: World, name: str, max_norm: float | None, accumulate: bool
 ) -> None:
+    if max_norm is not None and name.startswith("tensor parallel"):
+        pytest.skip("torch takes no norm over parameters of several meshes, or of none")
     world.run(case, name, max_norm, accumulate)
 
 
@@ -142,7 +145,8 @@ def checkpointed(name: str) -> None:
     optimizer = spillway.OffloadedOptimizer(built[1].parameters(), torch.optim.AdamW, **ADAMW)
     train(built, optimizer, None, accumulate=False)
     weights = [local(parameter).detach().clone() for parameter in built[1].parameters()]
-    saved = get_optimizer_state_dict(built[0], optimizer)
+    # What is saved are the tensors themselves, as of any optimizer.
+    saved = copy.deepcopy(get_optimizer_state_dict(built[0], optimizer))
     expected = train(built, optimizer, None, accumulate=False)
     torch.manual_seed(7)
     other = make(**options)

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -24,7 +25,7 @@ from spillway.runtime.backend import Event, HostLane
 if TYPE_CHECKING:
     from spillway.optim.held import Held
 
-CHUNK = 1 << 21
+CHUNK = 1 << 22
 """Elements that are worked on at a time: what is between two passes over them stays in the caches."""
 
 
@@ -77,6 +78,9 @@ class Shared:
         self.norms: set[float] = set()
         """Orders of norms that were asked for: they are taken on the device from now on, before a gradient leaves."""
         self._factor: tuple[torch.Tensor, int, Factor] | None = None
+        self.expected = 0
+        """How many gradients of a parameter came in the last step's window."""
+        self._gradients: list[weakref.ref[Gradient]] = []
         self._adding: deque[tuple[int, Event]] = deque()
 
     def factor(self, operation: str, value: torch.Tensor | float) -> Factor:
@@ -93,6 +97,17 @@ class Shared:
     def forget_factor(self) -> None:
         """A step has been: a tensor that comes now is another."""
         self._factor = None
+
+    def add(self, gradient: Gradient) -> None:
+        """One more, of a parameter of this device."""
+        self._gradients.append(weakref.ref(gradient))
+
+    def gradients(self) -> Iterator[Gradient]:
+        """All of them."""
+        for reference in self._gradients:
+            gradient = reference()
+            if gradient is not None:
+                yield gradient
 
     def add_later(self, nbytes: int, task: Callable[[], None]) -> None:
         """Queue an addition that gives pinned memory back; past the window, wait for the oldest."""
@@ -152,7 +167,14 @@ class Gradient:
     """The end of the last step that reads it."""
     came: int = 0
     """When the last one came, among all."""
+    count: int = 0
+    """How many came."""
+    _measured: dict[float, tuple[Event, list[float]]] = field(default_factory=dict)
+    """Norms that the host took, or is about to, with the factors of then."""
     _away: AwayGradient | None = None
+
+    def __post_init__(self) -> None:
+        self.shared.add(self)
 
     def begin(self, tensor: torch.Tensor) -> None:
         """This is the gradient now, whatever it was."""
@@ -171,6 +193,8 @@ class Gradient:
         # In an order that loses nothing should the memory not do.
         sent = self.shared.traffic.send(tensor)
         self.came = next(_arrivals)
+        self.count += 1
+        self._measured = {}
         alone = self.raw is None and not self.summed
         self.norms = {} if not alone or self.shared.accumulates else self._norms_of(tensor)
         if not alone:
@@ -181,6 +205,10 @@ class Gradient:
             self._add(sent, first=True)
         else:
             self.raw = sent
+        if self.count == self.shared.expected and not self.norms:
+            # The last one, if it goes as in the step before.
+            for order in self.shared.norms:
+                self.measure(order)
 
     def scale(self, operation: str, value: torch.Tensor | float) -> None:
         """Multiply (``"mul_"``), or divide (``"div_"``)."""
@@ -206,6 +234,8 @@ class Gradient:
         self.summed = False
         self.factors = []
         self.norms = {}
+        self._measured = {}
+        self.count = 0
 
     def replace(self, tensor: torch.Tensor) -> None:
         """Somebody computed another in its place."""
@@ -220,6 +250,8 @@ class Gradient:
             for norm in self.norms:
                 for factor in self.factors:
                     self.norms[norm] = factor.of_norm(self.norms[norm])
+            if self.factors:
+                self._measured = {}
             self.factors = []
         return taken
 
@@ -240,14 +272,31 @@ class Gradient:
             for factor in self.factors:
                 norm = factor.of_norm(norm)
             return norm
-        values = self.snapshot()
+        if self.factors or order not in self._measured:
+            # Who asks for one norm asks for all: the hands take the others meanwhile.
+            for gradient in self.shared.gradients():
+                gradient.measure(order)
+        done, found = self._measured[order]
+        done.synchronize()
+        return torch.tensor(found[0], dtype=_real(self.held.work_dtype), device=self.held.local().device)
+
+    def measure(self, order: float) -> None:
+        """Have the host take its norm, if it has come, and is not known."""
+        known = order in self.norms or (order in self._measured and not self.factors)
+        if known or not (self.raw is not None or self.summed):
+            return
+        values, shared, held = self.snapshot(), self.shared, self.held
         found: list[float] = []
 
         def measure() -> None:
-            found.append(float(torch.linalg.vector_norm(self.held.whole(values), order)))
+            found.append(float(torch.linalg.vector_norm(held.whole(values), order)))
 
-        self.shared.lane.run(measure).synchronize()
-        return torch.tensor(found[0], dtype=_real(self.held.work_dtype), device=self.held.local().device)
+        def when_there() -> Event:
+            values.wait(shared.traffic)
+            return shared.hands.run(measure)
+
+        self.reader = shared.lane.run(when_there)
+        self._measured = {**({} if values.factors else self._measured), order: (self.reader, found)}
 
     def has_nonfinite(self) -> torch.Tensor:
         """1 if an element is infinite or no number, else 0; on the device."""

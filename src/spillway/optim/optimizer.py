@@ -445,6 +445,8 @@ class OffloadedOptimizer(Optimizer):
 
     def _queue_step(self) -> None:
         turns = list(self._turns())
+        for shared in self._shared.values():
+            shared.expected = max((turn.held.gradient.count for turn in turns), default=0)
         if not any(turn.gradient.factors for turn in turns):
             # Whose gradient came first is there first; else all of them have to be, and the first are wanted first.
             turns.sort(key=lambda turn: turn.held.gradient.came)

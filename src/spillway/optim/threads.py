@@ -11,11 +11,14 @@ from spillway.errors import UsageError
 from spillway.runtime.host_memory import local_ranks
 
 _MOST = 16
-_HANDS = 4
+_FEW = 4
+_THREADS_OF_A_HAND = 2
 
 
 def thread_count(threads: int | None) -> int:
     """What was asked for; else one a CPU that this process may run on, shared by the ranks of the machine, up to 16.
+
+    Of many, two are left to the threads that queue the device's work.
 
     Raises:
         UsageError: if it is no number of threads.
@@ -25,7 +28,8 @@ def thread_count(threads: int | None) -> int:
             raise UsageError(f"threads: got {threads!r}, expected a whole number of at least 1, or None")
         return threads
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(_MOST, cpus // local_ranks()))
+    mine = max(1, min(_MOST, cpus // local_ranks()))
+    return mine - 2 if mine > _FEW else mine
 
 
 def hands_of(threads: int) -> tuple[int, int]:
@@ -35,12 +39,11 @@ def hands_of(threads: int) -> tuple[int, int]:
     want the interpreter's lock there.
 
     Example:
-        >>> hands_of(16), hands_of(2), hands_of(7)
-        ((4, 4), (2, 1), (3, 2))
+        >>> hands_of(14), hands_of(4), hands_of(1)
+        ((7, 2), (2, 2), (1, 1))
     """
-    hands = min(_HANDS, -(-threads // 2))
-    hands = threads if threads < 3 else hands
-    return hands, max(1, threads // hands)
+    hands = max(1, threads // _THREADS_OF_A_HAND)
+    return hands, threads // hands
 
 
 def begin_with(threads: int) -> Callable[[], None]:
