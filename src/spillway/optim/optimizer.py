@@ -239,8 +239,8 @@ class OffloadedOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         raise UnsupportedError(
-            "got an OffloadedOptimizer to be copied or pickled, expected its state_dict(), for another that is made for "
-            "the other parameters"
+            "got an OffloadedOptimizer to be copied or pickled, expected its state_dict() to be; another optimizer, "
+            "made over the other parameters, loads that"
         )
 
     def holds(self, parameter: torch.Tensor) -> bool:
