@@ -268,6 +268,14 @@ def test_a_dummy_step_makes_the_state_and_changes_nothing_else(
     optimizer.close()
 
 
+def test_the_state_of_a_dummy_step_is_there_also_where_parameters_come_back_in_forward() -> None:
+    trained = model()
+    optimizer = hybrid(trained)
+    optimizer.overlap_forward(trained, blocks=nn.Linear)
+    optimizer.dummy_step()
+    assert len(optimizer.state) == len(list(trained.parameters()))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_checkpoint_may_be_loaded_into_the_tensors_of_a_dummy_step(dtype: torch.dtype) -> None:
     plain, ours = model(dtype), model(dtype)

@@ -13,6 +13,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 import spillway
 from spillway import OffloadedOptimizer, UnsupportedError, UsageError
 from spillway.optim.placement import counted, held_of
+from spillway.testing import AdversaryBackend
 
 HALF = 0.5
 
@@ -65,6 +66,16 @@ def test_the_first_may_be_held_instead_of_the_last_until_the_fraction_is_reached
         with_half = OffloadedOptimizer(weights, AdamW, fraction=HALF, hold=hold)
         assert [with_half.holds(weight) for weight in weights] == expected
         with_half.close()
+
+
+@pytest.mark.parametrize(("fraction", "expected"), [(0, [True, False, False]), (0.5, [True, True, False])])
+def test_what_is_on_the_cpu_beside_others_is_held_and_not_counted(fraction: float, expected: list[bool]) -> None:
+    """Parameters without memory stand for those of a device that this machine need not have."""
+    parameters = [nn.Parameter(torch.empty(99))] + [nn.Parameter(torch.empty(8, device="meta")) for _ in range(2)]
+    with spillway.Session(backend=AdversaryBackend().serve) as session:
+        optimizer = OffloadedOptimizer(parameters, AdamW, fraction=fraction, hold="first", session=session)
+        assert [optimizer.holds(parameter) for parameter in parameters] == expected
+        optimizer.close()
 
 
 def test_what_stays_on_the_device_may_be_stepped_by_another_class() -> None:
@@ -141,6 +152,26 @@ def test_what_a_class_keeps_in_its_groups_is_there_at_the_next_step_and_is_saved
     train(ours, again, seed=2)
     train(plain, expected, seed=2)
     assert_same(ours, plain)
+
+
+class Once(SGD):
+    """Puts something into its groups at its first step."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        super().step()
+        for group in self.param_groups:
+            group.setdefault("found", "by the step")
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.0])
+def test_what_a_user_writes_over_what_a_class_has_written_stands(fraction: float) -> None:
+    ours = model()
+    optimizer = OffloadedOptimizer(ours.parameters(), Once, fraction=fraction, lr=0.1)
+    train(ours, optimizer, steps=1)
+    assert optimizer.param_groups[0]["found"] == "by the step"
+    optimizer.param_groups[0]["found"] = "by the user"
+    train(ours, optimizer, steps=2)
+    assert optimizer.param_groups[0]["found"] == "by the user"
 
 
 def test_a_device_class_finds_its_own_defaults_in_its_groups() -> None:
