@@ -41,7 +41,7 @@ from dataclasses import dataclass
 import torch
 
 from spillway.errors import RaceError
-from spillway.runtime.backend import Backend, Event, HostLane, Lane, Several, Task
+from spillway.runtime.backend import Backend, Event, HostLane, Lane, Several, Task, TaskEnd
 from spillway.runtime.bytes import Bytes, Form
 from spillway.runtime.cpu import anonymous_pages
 from spillway.runtime.tasks import raise_again
@@ -117,6 +117,11 @@ class _Job:
         if self.inner is not None:
             self.inner.synchronize()
 
+    def finish(self) -> None:
+        # An error of it is for whoever waits for it.
+        with contextlib.suppress(RuntimeError, OSError):
+            self.run()
+
     def run(self) -> None:
         """Do the task, if nobody has yet."""
         task, self._task = self._task, None
@@ -136,13 +141,10 @@ class _JobLane:
         self._adversary = adversary
         self._jobs: deque[_Job] = deque()
 
-    def run(self, task: Task) -> Event:
+    def run(self, task: Task) -> TaskEnd:
         def in_turn() -> Event | None:
             while self._jobs[0] is not job:
-                earlier = self._jobs[0]
-                # An error of it is for whoever waits for it.
-                with contextlib.suppress(RuntimeError, OSError):
-                    earlier.run()
+                self._jobs[0].finish()
             self._jobs.popleft()
             return task()
 
@@ -152,8 +154,7 @@ class _JobLane:
 
     def close(self) -> None:
         while self._jobs:
-            with contextlib.suppress(RuntimeError, OSError):
-                self._jobs[0].run()
+            self._jobs[0].finish()
 
 
 class _LooseJobs:
@@ -162,7 +163,7 @@ class _LooseJobs:
     def __init__(self, adversary: AdversaryBackend) -> None:
         self._adversary = adversary
 
-    def run(self, task: Task) -> Event:
+    def run(self, task: Task) -> TaskEnd:
         return self._adversary._new_job(task)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The optimizer on the host over two ranks: DDP, FSDP2, tensor parallel; the bits of the same class in the same loop."""
+"""The optimizer on the host over two ranks: DDP, FSDP2, tensor parallel; the bits of the same class, plainly."""
 
 from __future__ import annotations
 

@@ -19,7 +19,8 @@ import torch
 
 from spillway.errors import UnsupportedError
 from spillway.optim.away import AwayGradient
-from spillway.optim.traffic import Sent, Traffic, is_dense
+from spillway.optim.parcels import Sent
+from spillway.optim.traffic import Traffic, is_dense
 from spillway.runtime.backend import Event, HostLane
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ class Factor:
         if self._value is None:
             assert self._sent is not None
             self._value = self._sent.read(self._traffic).clone().reshape(())
-            self._traffic.give_back(self._sent.block)
+            self._traffic.give_back(self._sent)
         return self._value
 
     def of_norm(self, norm: torch.Tensor) -> torch.Tensor:
@@ -91,6 +92,7 @@ class Shared:
         if last is None or last[0] is not value or last[1] != value._version or last[2].operation != operation:
             given = value.detach().clone()
             here = Factor(operation, given, self.traffic.send(given), self.traffic)
+            self.traffic.flush()
             last = self._factor = (value, value._version, here)
         return last[2]
 
@@ -134,6 +136,10 @@ class Snapshot:
             assert self.raw is not None
             self._read = self.raw.read(traffic)
         return self._read
+
+    def is_there(self) -> bool:
+        """Whether it has come to the host, as far as it is not being added up."""
+        return self.raw is None or (self.raw.parcel.arrived is not None and self.raw.parcel.arrived.query())
 
     def wait(self, traffic: Traffic) -> None:
         """Until all of it is on the host."""
@@ -229,7 +235,7 @@ class Gradient:
         """Nothing has come."""
         self._have_read()
         if self.raw is not None:
-            self.shared.traffic.give_back(self.raw.block, self.raw.arrived)
+            self.shared.traffic.give_back(self.raw)
         self.raw = None
         self.summed = False
         self.factors = []
@@ -244,6 +250,7 @@ class Gradient:
     def snapshot(self) -> Snapshot:
         """It, for somebody who applies the factors."""
         self._have_read()
+        self.shared.traffic.flush()
         kept = self.raw is not None and self.raw.dtype != self.held.work_dtype
         taken = Snapshot(self.raw, self.sum if self.summed else None, tuple(self.factors), kept)
         if not kept:
@@ -314,8 +321,8 @@ class Gradient:
         def bring() -> Event:
             block = traffic.pinned(target.numel() * dtype.itemsize)
             traffic.host_view(block, dtype, target.numel(), write=True).copy_(held.whole(values).view(-1))
-            back = traffic.receive(target, 0, block.first(target.numel() * dtype.itemsize), ready)
-            traffic.give_back(block, back)
+            back = traffic.receive([(target, 0, block.first(target.numel() * dtype.itemsize))], ready)
+            traffic.arena.free(block, (back,))
             return back
 
         traffic.wait(self.shared.lane.run(bring))
@@ -347,9 +354,10 @@ class Gradient:
 
         def add() -> None:
             add_to(total.tensor, sent.read(traffic), first=first)
-            traffic.give_back(sent.block)
+            traffic.give_back(sent)
 
-        self.shared.add_later(sent.block.nbytes, add)
+        traffic.flush()
+        self.shared.add_later(sent.nbytes, add)
         self.summed = True
 
     def _sum(self) -> Sum:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch.utils.hooks import RemovableHandle
 
 from spillway.errors import UnsupportedError, UsageError
 from spillway.optim.gradient import CHUNK, Gradient, Shared, Snapshot
+from spillway.optim.parcels import aligned
 from spillway.optim.sharding import local_of
 from spillway.optim.traffic import flat, is_dense
 from spillway.runtime.arena import Block
@@ -177,7 +179,7 @@ class Held:
             if not self.known or not self.has_master or not _same_bits(part.to(new.dtype), new):
                 part.copy_(new)
         self.known = True
-        traffic.give_back(sent.block)
+        traffic.give_back(sent)
 
     def put_master(self, master: torch.Tensor) -> None:
         """The master is this, if the parameter says the same at the next step."""
@@ -204,27 +206,11 @@ class Held:
                 found = raw.to(self.work_dtype) if scratch is None else scratch[:numel].copy_(raw)
             else:
                 if values.factors:
-                    traffic.host_view(values.raw.block, values.raw.dtype, self.numel, write=True)
+                    values.raw.read(traffic, write=True)
                 found = raw
         for factor in values.factors:
             factor.apply(found)
         return found
-
-    def send_back(self, piece: Piece, after: Event) -> Event:
-        """Queue a piece's way to the device."""
-        traffic = self.shared.traffic
-        local = self.local()
-        start, itemsize = piece.start, local.dtype.itemsize
-        if self.block is not None:
-            part = Bytes(self.block.storage, self.block.start + start * itemsize, piece.numel * itemsize)
-            self.back = traffic.receive(local, start * itemsize, part, after)
-            return self.back
-        nbytes = piece.numel * itemsize
-        block = traffic.stage(nbytes)
-        traffic.host_view(block, local.dtype, piece.numel, write=True).copy_(piece.flat)
-        back = traffic.receive(local, start * itemsize, block.first(nbytes), after)
-        traffic.staged(block, back)
-        return back
 
     def begin_step(self) -> None:
         """The master is about to be written."""
@@ -239,12 +225,41 @@ class Held:
             self.hook.remove()
         self.gradient.clear()
         if self.block is not None:
-            self.shared.traffic.give_back(self.block, *(() if self.back is None else (self.back,)))
+            self.shared.traffic.arena.free(self.block, () if self.back is None else (self.back,))
             self.block = None
 
     def _touch(self, *, write: bool) -> None:
         if self.block is not None:
             self.shared.traffic.backend.host_access(self.block, write=write)
+
+
+def send_back(pieces: Sequence[tuple[Held, Piece]], after: Event) -> Event:
+    """Queue the ways of pieces to their device, small ones from one block of pinned memory; the end of them."""
+    traffic = pieces[0][0].shared.traffic
+    local = [held.local() for held, _ in pieces]
+    ways: list[tuple[torch.Tensor, int, Bytes]] = []
+    staged = [
+        piece.numel * tensor.itemsize for (held, piece), tensor in zip(pieces, local, strict=True) if held.has_master
+    ]
+    block = traffic.stage(sum(aligned(nbytes) for nbytes in staged)) if staged else None
+    start = 0
+    for (held, piece), tensor in zip(pieces, local, strict=True):
+        nbytes, itemsize = piece.numel * tensor.itemsize, tensor.itemsize
+        if held.block is not None:
+            memory = Bytes(held.block.storage, held.block.start + piece.start * itemsize, nbytes)
+        else:
+            assert block is not None
+            memory = Bytes(block.storage, block.start + start, nbytes)
+            traffic.host_view(memory, tensor.dtype, piece.numel, write=True).copy_(piece.flat)
+            start += aligned(nbytes)
+        ways.append((tensor, piece.start * itemsize, memory))
+    end = traffic.receive(ways, after)
+    for held, _ in pieces:
+        if held.block is not None:
+            held.back = end
+    if block is not None:
+        traffic.staged(block, end)
+    return end
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,9 +19,9 @@ import torch
 from torch.optim import Optimizer
 
 from spillway.optim.gradient import CHUNK, Snapshot
-from spillway.optim.held import Held, Piece
+from spillway.optim.held import Held, Piece, send_back
 from spillway.optim.kinds import step_of, written_by_step
-from spillway.runtime.backend import Event
+from spillway.runtime.backend import Event, HostLane, TaskEnd
 from spillway.runtime.labels import label
 
 Settings = dict[str, Any]
@@ -66,6 +66,7 @@ class HostStep:
         """What a class put into its groups, by their index; to be read when the step is done."""
         self._mine = _Mine()
         self._hands = hands
+        self._given_out: deque[TaskEnd] = deque()
         self._seconds = 0.0
         self._lock = threading.Lock()
 
@@ -84,8 +85,15 @@ class HostStep:
             turn.gradient.wait(held.shared.traffic)
             self._know(turn.held, share.settings)
         steps = [partial(self._step_parts, parts, share.settings, after) for parts in _calls(share.turns)]
-        hands = held.shared.hands
-        return held.shared.traffic.backend.all_of([hands.run(step) if held.cut else step() for step in steps])
+        ends = [self._hand(held.shared.hands, step) if held.cut else step() for step in steps]
+        return held.shared.traffic.backend.all_of(ends)
+
+    def _hand(self, hands: HostLane, step: Callable[[], Event]) -> Event:
+        """Give the hands one more, when few are before it: what is decided later can be decided better."""
+        while len(self._given_out) >= 2 * self._hands:
+            self._given_out.popleft().finish()
+        self._given_out.append(hands.run(step))
+        return self._given_out[-1]
 
     def step_together(self, shares: Sequence[Share], after: Event) -> Event:
         """The same in one call, for a class of which it is not known that it steps each parameter by itself."""
@@ -105,7 +113,7 @@ class HostStep:
         for held, _ in turns:
             held.pieces[0].tensor.grad = None
             held.state = self._states[held.pieces[0].tensor]
-        return turns[0].held.shared.traffic.backend.all_of([held.send_back(held.pieces[0], after) for held, _ in turns])
+        return send_back([(held, held.pieces[0]) for held, _ in turns], after)
 
     def put_state(self, held: Held, state: dict[Any, Any], settings: Settings) -> None:
         """A parameter's state is this, in tensors of its shape, which it takes over."""
@@ -156,7 +164,7 @@ class HostStep:
         for (held, _), piece in parts:
             piece.tensor.grad = None
             self._gather(held, piece)
-        end = held.shared.traffic.backend.all_of([turn.held.send_back(piece, after) for turn, piece in parts])
+        end = send_back([(turn.held, piece) for turn, piece in parts], after)
         self._count(time.perf_counter() - began, alone=not held.cut)
         return end
 

@@ -22,7 +22,7 @@ from spillway.optim.held import Held
 from spillway.optim.host_step import HostStep, Turn
 from spillway.optim.kinds import Arguments, Kind, on_host
 from spillway.optim.placement import counted, held_of
-from spillway.optim.rounds import Round, by_groups, shares
+from spillway.optim.rounds import Round, by_groups, in_order
 from spillway.optim.sharding import is_distributed, like, local_of, many_processes, put_local
 from spillway.optim.states import MASTER, Hook, Saved, host_copy
 from spillway.optim.threads import begin_with, hands_of, thread_count
@@ -447,11 +447,9 @@ class OffloadedOptimizer(Optimizer):
         turns = list(self._turns())
         for shared in self._shared.values():
             shared.expected = max((turn.held.gradient.count for turn in turns), default=0)
-        if not any(turn.gradient.factors for turn in turns):
-            # Whose gradient came first is there first; else all of them have to be, and the first are wanted first.
-            turns.sort(key=lambda turn: turn.held.gradient.came)
+        self._round.expect(turns)
         if self._kind.alone:
-            for share in shares(turns, self._settings):
+            for share in in_order(turns, self._settings, ahead=self._last.ahead if self._overlapping else None):
                 self._round.queue([share], together=False)
         elif turns:
             self._round.queue(by_groups(turns, self._settings), together=True)

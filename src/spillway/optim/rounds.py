@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from spillway.optim.balance import Seen
-from spillway.optim.gradient import CHUNK, Shared
+from spillway.optim.gradient import CHUNK, Shared, Snapshot
 from spillway.optim.held import Held
 from spillway.optim.host_step import HostStep, Settings, Share, Turn
 from spillway.records import OptimizerStats
@@ -27,6 +27,26 @@ def shares(turns: Sequence[Turn], settings: Callable[[Held], Settings]) -> Itera
         together.append(turn)
     if together:
         yield Share(together, settings(together[0].held))
+
+
+def in_order(turns: Sequence[Turn], settings: Callable[[Held], Settings], *, ahead: int | None) -> list[Share]:
+    """Shares, in an order that keeps the host busy, and has those ready first that the next forward wants first.
+
+    Args:
+        turns: in the order of the model.
+        settings: of a parameter's group.
+        ahead: how many can be stepped before all gradients are there. These are those whose gradients come first; all
+            others keep the order of the model. ``None``: all in the order in which their gradients come.
+    """
+    if any(turn.gradient.factors for turn in turns):
+        # A factor is known when all gradients are there.
+        return list(shares(turns, settings))
+    coming = list(shares(sorted(turns, key=lambda turn: turn.held.gradient.came), settings))
+    if ahead is None:
+        return coming
+    first = coming[:ahead]
+    stepped = {turn.held for share in first for turn in share.turns}
+    return [*first, *shares([turn for turn in turns if turn.held not in stepped], settings)]
 
 
 def by_groups(turns: Sequence[Turn], settings: Callable[[Held], Settings]) -> list[Share]:
@@ -57,6 +77,14 @@ class Round:
         self._host_seconds = 0.0
         self._elements = 0
         self._ready: dict[Shared, Event] = {}
+        self._places = 0
+        self._last: Snapshot | None = None
+        self.ahead: int | None = None
+        """How many shares were stepped before all gradients were there."""
+
+    def expect(self, turns: Sequence[Turn]) -> None:
+        """These will be queued."""
+        self._last = max(turns, key=lambda turn: turn.held.gradient.came).gradient if turns else None
 
     def queue(self, shares: Sequence[Share], *, together: bool) -> None:
         """Have them stepped, all in one call if ``together``."""
@@ -70,7 +98,12 @@ class Round:
 
         step = self._step.step_together
 
+        last, place = self._last, self._places
+        self._places += 1
+
         def work() -> Event:
+            if self.ahead is None and last is not None and last.is_there():
+                self.ahead = place
             for one in stale:
                 one.take(ready[one.shared])
             for one in held:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 
+from spillway.optim.parcels import Parcel, Sent
 from spillway.runtime.arena import Block
 from spillway.runtime.backend import Event, Lane
 from spillway.runtime.bytes import Bytes
@@ -26,22 +27,11 @@ STAGING = 64 << 20
 """Bytes that wait for the lane to the device at once."""
 
 
-class Sent(NamedTuple):
-    """Bytes on the host, after an event."""
-
-    block: Block
-    arrived: Event
-    dtype: torch.dtype
-    numel: int
-
-    def read(self, traffic: Traffic) -> torch.Tensor:
-        """Them, flat, when they are there; for the host lane."""
-        traffic.host_wait(self.arrived)
-        return traffic.host_view(self.block, self.dtype, self.numel, write=False)
+_TOGETHER = 1 << 20
 
 
 class _Leaving(NamedTuple):
-    storage: torch.UntypedStorage
+    storages: list[torch.UntypedStorage]
     nbytes: int
     copied: Event
     compute: Lane
@@ -60,6 +50,8 @@ class Traffic:
         self.window = runtime.window
         self._out = self.backend.lane("gradients")
         self._back = self.backend.lane("parameters")
+        self._open: Parcel | None = None
+        """Small tensors that wait for others."""
         self._leaving: deque[_Leaving] = deque()
         self._leaving_bytes = 0
         self._staged: deque[tuple[Block, Event]] = deque()
@@ -75,39 +67,53 @@ class Traffic:
         """How long the host lane waited, ever."""
 
     def send(self, tensor: torch.Tensor) -> Sent:
-        """Queue a copy of a dense tensor's bytes, in the order in which they lie, behind what computes it."""
+        """A dense tensor's bytes leave, in the order in which they lie, behind what computes it.
+
+        A small one waits for others, or for :meth:`flush`.
+        """
         source = memory_of(tensor)
         with label("gradient leaves"), self._lock:
             compute = self.backend.compute()
-            while self._leaving and self._leaving_bytes + source.nbytes > self.window:
-                self._let_go()
-            block = self.arena.allocate(max(source.nbytes, 1))
-            self.backend.wait(self._out, self.backend.record(compute))
-            copied = self._copy_out(block, source)
-            self._leaving.append(_Leaving(source.storage, source.nbytes, copied, compute))
-            self._leaving_bytes += source.nbytes
-            self.sent_bytes += source.nbytes
-        return Sent(block, copied, tensor.dtype, tensor.numel())
+            if self._open is not None and self._open.compute != compute:
+                self._dispatch_open()
+            if source.nbytes >= _TOGETHER:
+                parcel = Parcel(compute)
+                sent = Sent(parcel, parcel.add(source), tensor)
+                self._dispatch(parcel)
+                return sent
+            if self._open is None:
+                self._open = Parcel(compute)
+            sent = Sent(self._open, self._open.add(source), tensor)
+            if self._open.nbytes >= _TOGETHER:
+                self._dispatch_open()
+            return sent
+
+    def flush(self) -> None:
+        """What waits for others leaves."""
+        if self._open is not None:
+            with self._lock:
+                self._dispatch_open()
 
     def fetch(self, tensor: torch.Tensor, after: Event) -> Sent:
-        """The same, of a tensor that stays, once ``after`` is reached; from the host lane."""
-        source = memory_of(tensor)
+        """Copy a tensor that stays, once ``after`` is reached; from the host lane."""
+        parcel = Parcel(self._out)
+        sent = Sent(parcel, parcel.add(memory_of(tensor)), tensor)
         with self._lock:
-            block = self.arena.allocate(max(source.nbytes, 1))
             self.backend.wait(self._out, after)
-            copied = self._copy_out(block, source)
-        return Sent(block, copied, tensor.dtype, tensor.numel())
+            self._copy_out(parcel)
+        return sent
 
-    def receive(self, tensor: torch.Tensor, start: int, block: Bytes, after: Event) -> Event:
-        """Queue a copy into a dense tensor's bytes from byte ``start``, once ``after`` is reached."""
-        target = memory_of(tensor)
+    def receive(self, ways: Sequence[tuple[torch.Tensor, int, Bytes]], after: Event) -> Event:
+        """Queue copies, once ``after`` is reached: into a dense tensor's bytes, from a byte on, from pinned memory."""
         with self._lock:
-            if block.nbytes:
-                if after is not self._followed:
-                    self.backend.wait(self._back, after)
-                    self._followed = after
-                self.backend.copy(self._back, Bytes(target.storage, target.start + start, block.nbytes), block)
-                self.received_bytes += block.nbytes
+            if after is not self._followed:
+                self.backend.wait(self._back, after)
+                self._followed = after
+            for tensor, start, memory in ways:
+                if memory.nbytes:
+                    target = memory_of(tensor)
+                    self.backend.copy(self._back, Bytes(target.storage, target.start + start, memory.nbytes), memory)
+                    self.received_bytes += memory.nbytes
             return self.backend.record(self._back)
 
     def pinned(self, nbytes: int) -> Block:
@@ -173,30 +179,59 @@ class Traffic:
     def settle(self) -> None:
         """Let go of all gradients that are on their way: compute waits for them."""
         with self._lock:
+            self._dispatch_open()
             while self._leaving:
                 self._let_go()
 
-    def give_back(self, block: Block, *after: Event) -> None:
-        """A block whose bytes nobody needs after the events."""
-        self.arena.free(block, after)
+    def give_back(self, sent: Sent) -> None:
+        """Nobody needs it any more."""
+        parcel = sent.parcel
+        if parcel.block is None:
+            self.flush()
+        with self._lock:
+            parcel.parts -= 1
+            if parcel.parts == 0:
+                assert parcel.block is not None
+                assert parcel.arrived is not None
+                self.arena.free(parcel.block, (parcel.arrived,))
 
-    def host_view(self, block: Bytes, dtype: torch.dtype, numel: int, *, write: bool) -> torch.Tensor:
-        """A block's bytes as a flat tensor, for the host lane."""
-        self.backend.host_access(block.first(numel * dtype.itemsize), write=write)
-        return flat(block, dtype, numel)
+    def host_view(self, memory: Bytes, dtype: torch.dtype, numel: int, *, write: bool) -> torch.Tensor:
+        """Pinned memory as a flat tensor, for the host."""
+        self.backend.host_access(memory, write=write)
+        return flat(memory, dtype, numel)
 
-    def _copy_out(self, block: Block, source: Bytes) -> Event:
+    def _dispatch_open(self) -> None:
+        parcel, self._open = self._open, None
+        if parcel is not None:
+            self._dispatch(parcel)
+
+    def _dispatch(self, parcel: Parcel) -> None:
+        nbytes = sum(source.nbytes for _, source in parcel.sources)
+        while self._leaving and self._leaving_bytes + nbytes > self.window:
+            self._let_go()
+        self.backend.wait(self._out, self.backend.record(parcel.compute))
+        copied = self._copy_out(parcel)
+        self._leaving.append(_Leaving([source.storage for _, source in parcel.sources], nbytes, copied, parcel.compute))
+        parcel.sources = []
+        self._leaving_bytes += nbytes
+        self.sent_bytes += nbytes
+
+    def _copy_out(self, parcel: Parcel) -> Event:
+        block = self.arena.allocate(max(parcel.nbytes, 1))
         for event in block.after:
             self.backend.wait(self._out, event)
-        if source.nbytes:
-            self.backend.copy(self._out, block.first(source.nbytes), source)
-        return self.backend.record(self._out)
+        for start, source in parcel.sources:
+            if source.nbytes:
+                self.backend.copy(self._out, Bytes(block.storage, block.start + start, source.nbytes), source)
+        parcel.block, parcel.arrived = block, self.backend.record(self._out)
+        return parcel.arrived
 
     def _let_go(self) -> None:
         oldest = self._leaving.popleft()
         self._leaving_bytes -= oldest.nbytes
         self.backend.timed_wait(oldest.compute, oldest.copied, self.waits)
-        self.backend.hand_back(oldest.storage, (oldest.compute,))
+        for storage in oldest.storages:
+            self.backend.hand_back(storage, (oldest.compute,))
 
 
 def memory_of(tensor: torch.Tensor) -> Bytes:

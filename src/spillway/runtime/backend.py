@@ -55,10 +55,18 @@ class Lane(Protocol):
 Task = Callable[[], Event | None]
 
 
+class TaskEnd(Event, Protocol):
+    """The end of a task, and of what it queued."""
+
+    def finish(self) -> None:
+        """Block until the task is done, or has failed, which whoever waits for it hears of; not for what it queued."""
+        ...
+
+
 class HostLane(Protocol):
     """A queue of host work: begun in order, by one thread or by several."""
 
-    def run(self, task: Task) -> Event:
+    def run(self, task: Task) -> TaskEnd:
         """Queue it behind what was queued before. An error in one task does not keep the next from being done."""
         ...
 

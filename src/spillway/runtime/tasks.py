@@ -89,6 +89,10 @@ class TaskEvent:
         inner = None if self._future.exception() else self._future.result()
         return inner is None or inner.query()
 
+    def finish(self) -> None:
+        """Block until the task is done, or has failed."""
+        self._future.exception()
+
     def resolve(self) -> Event | None:
         """Block until the task is done; the event of the copy that it queued, if it queued one."""
         error = self._future.exception()
