@@ -48,6 +48,31 @@ def test_a_step_within_a_capture_is_refused_and_the_next_one_works() -> None:
     adversary.check()
 
 
+@pytest.mark.parametrize("which", [0, 1])
+def test_of_two_optimizers_over_a_parameter_either_may_step(which: int) -> None:
+    """Somebody who makes another one, and still has the first."""
+    adversary = AdversaryBackend()
+    with spillway.Session(backend=adversary.serve) as session:
+        plain, model = nn.Linear(8, 8), nn.Linear(8, 8)
+        model.load_state_dict(plain.state_dict())
+        both = [OffloadedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, session=session) for _ in range(2)]
+        expected = torch.optim.SGD(plain.parameters(), lr=0.1, fused=True)
+        for _ in range(2):
+            for each, optimizer in ((plain, expected), (model, both[which])):
+                each(torch.ones(2, 8)).sum().backward()
+                nn.utils.clip_grad_norm_(each.parameters(), 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+            assert torch.equal(model.weight, plain.weight)
+        model(torch.ones(2, 8)).sum().backward()
+        both[1].close()
+        both[0].close()
+        assert type(model.weight.grad) is torch.Tensor
+        assert bool((model.weight.grad == 2).all())
+        assert session.used_bytes == (0, 0)
+    adversary.check()
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, pickle.dumps])
 def test_it_is_not_copied_without_what_it_is_made_of(copied: object) -> None:
     """A plain optimizer's copy has groups and state; here that is not all."""

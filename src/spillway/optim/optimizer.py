@@ -217,9 +217,7 @@ class OffloadedOptimizer(Optimizer):
         """Bring gradients back, take hooks off the parameters, give memory back. The state is gone."""
         self.synchronize()
         for held in self._held.values():
-            gradient = held.parameter.grad
-            if gradient is not None and isinstance(local_of(gradient), AwayGradient):
-                self._put_gradient(held, held.gradient.restore())
+            self._bring_back(held)
             held.give_up()
         self._stop.close()
         for shared in self._shared.values():
@@ -384,9 +382,7 @@ class OffloadedOptimizer(Optimizer):
 
     def _move_to_device(self, held: Held) -> None:
         state, parameter = self._state_of(held), held.parameter
-        gradient = parameter.grad
-        if gradient is not None and isinstance(local_of(gradient), AwayGradient):
-            self._put_gradient(held, held.gradient.restore())
+        self._bring_back(held)
         self._device.add(parameter, held.group, held.work_dtype)
         self._device.put_state(parameter, state, self.param_groups[held.group])
         del self._held[parameter]
@@ -436,6 +432,12 @@ class OffloadedOptimizer(Optimizer):
         held.gradient.begin(local)
         self._put_gradient(held, held.gradient.stand_in(local))
 
+    def _bring_back(self, held: Held) -> None:
+        gradient = held.parameter.grad
+        local = None if gradient is None else local_of(gradient)
+        if isinstance(local, AwayGradient) and local.stands_for(held.gradient):
+            self._put_gradient(held, held.gradient.restore())
+
     def _put_gradient(self, held: Held, local: torch.Tensor) -> None:
         gradient = held.parameter.grad
         if gradient is not None and is_distributed(gradient):
@@ -462,7 +464,10 @@ class OffloadedOptimizer(Optimizer):
                 held.gradient.clear()
                 continue
             local = local_of(gradient)
-            if not isinstance(local, AwayGradient):
+            if isinstance(local, AwayGradient) and not local.stands_for(held.gradient):
+                # It left for another optimizer over the same parameter, which holds it still.
+                self._take_gradient(held, local.home.restore())
+            elif not isinstance(local, AwayGradient):
                 if self._offload_gradients and not gradient.requires_grad:
                     self._take_gradient(held, gradient)
                 else:
