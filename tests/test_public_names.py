@@ -14,11 +14,13 @@ import spillway
 SOURCE = Path(__file__).parent.parent / "src"
 
 PUBLIC = {
+    "Accumulator",
     "Affinity",
     "Attached",
     "BackendError",
     "CorruptError",
     "Decision",
+    "DeviceNumber",
     "Event",
     "EventKind",
     "EventList",
@@ -39,6 +41,7 @@ PUBLIC = {
     "SizeError",
     "SpillPathError",
     "SpillwayError",
+    "SplitError",
     "StepStats",
     "Summary",
     "SummaryRow",
@@ -47,6 +50,7 @@ PUBLIC = {
     "TransferError",
     "UnsupportedError",
     "UsageError",
+    "WindowStep",
     "__version__",
     "keep",
     "keep_tensor",
@@ -59,6 +63,7 @@ PUBLIC = {
     "group",
     "recompute",
     "saved_by",
+    "split_equals_whole",
     "summary",
 }
 
@@ -124,6 +129,21 @@ def test_importing_spillway_adds_little_to_importing_torch() -> None:
 def test_importing_spillway_imports_nothing_before_it_is_needed() -> None:
     new = set(_import_times()["new"])
     assert not {name for name in new for lazy in LAZY if name == lazy or name.startswith(lazy + ".")}
+
+
+def test_names_of_rooms_that_come_later_are_there_all_the_same() -> None:
+    script = """
+import sys, spillway
+assert not [name for name in sys.modules if name.startswith(("spillway.accumulate", "spillway.optim"))]
+assert "Accumulator" in dir(spillway)
+from spillway import Accumulator
+assert spillway.Accumulator is Accumulator is vars(spillway)["Accumulator"]
+try:
+    spillway.accumulator
+except AttributeError as error:
+    assert str(error) == "module 'spillway' has no attribute 'accumulator'", error
+"""
+    subprocess.run([sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": str(SOURCE)}, check=True)
 
 
 def _import_times() -> dict[str, object]:

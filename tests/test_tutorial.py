@@ -126,7 +126,20 @@ def test_the_layer_is_the_same_however_it_is_called() -> None:
     assert all(torch.equal(*pair) for other in results[1:] for pair in zip(results[0], other, strict=True))
 
 
-@pytest.mark.parametrize("page", ["optimizer.md", "recompute.md", "tutorial.md"])
+def test_a_window_is_the_whole_batch_and_a_mean_of_means_is_not() -> None:
+    lines = python("-W", "error", str(EXAMPLES / "gradient_accumulation.py")).splitlines()
+    off = {line[2:26].strip(): float(line[26:].split()[2]) for line in lines[1:3]}
+    assert off["loss / steps"] > 0.1 and off["spillway.Accumulator"] < 1e-6
+    said = {line[2:26].strip(): line[26:] for line in lines[4:6]}
+    assert said["loss / steps"].startswith("got gradients of ") and said["spillway.Accumulator"] == "passes"
+    assert lines[6] == "600 ones in bfloat16: 256; with grad_dtype=torch.float32: 600"
+    rows = [line.split() for line in lines[8:]]
+    assert [int(row[0]) for row in rows] == [*range(8), *range(72, 80)]
+    assert float(rows[-1][1]) < float(rows[0][1]) - 2
+    assert float(rows[0][-1]) > float(rows[-1][-1])
+
+
+@pytest.mark.parametrize("page", ["accumulation.md", "optimizer.md", "recompute.md", "tutorial.md"])
 def test_the_snippets_of_a_page_run_one_after_the_other(page: str, tmp_path: Path) -> None:
     text = (PAGES / page).read_text(encoding="utf-8")
     snippets = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)

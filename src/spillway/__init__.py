@@ -5,6 +5,9 @@ what to offload to host memory or disk; the gradients are bit for bit those of p
 :class:`offload`.
 """
 
+import importlib
+from typing import TYPE_CHECKING
+
 import spillway.requirements  # noqa: F401  (first: it says so if torch is too old for what follows)
 
 # isort: split
@@ -23,6 +26,7 @@ from spillway.errors import (
     SizeError,
     SpillPathError,
     SpillwayError,
+    SplitError,
     TierError,
     TierFullError,
     TransferError,
@@ -34,21 +38,26 @@ from spillway.grouping import group
 from spillway.groups import Groups
 from spillway.offloading import keep, keep_tensor, offload, offload_tensor
 from spillway.operators import OperatorCall, saved_by
-from spillway.optim.optimizer import OffloadedOptimizer
 from spillway.recomputing import Recompute, recompute
 from spillway.records import Decision, GroupStats, OptimizerStats, SavedTensor, SavedTensorReport, StepStats
 from spillway.report.table import Summary, SummaryRow
 from spillway.session import Session
 from spillway.summarizing import summary
 
+if TYPE_CHECKING:
+    from spillway.accumulate import Accumulator, DeviceNumber, WindowStep, split_equals_whole
+    from spillway.optim.optimizer import OffloadedOptimizer
+
 __version__ = "0.1.0.dev0"
 
 __all__ = [
+    "Accumulator",
     "Affinity",
     "Attached",
     "BackendError",
     "CorruptError",
     "Decision",
+    "DeviceNumber",
     "Event",
     "EventKind",
     "EventList",
@@ -69,6 +78,7 @@ __all__ = [
     "SizeError",
     "SpillPathError",
     "SpillwayError",
+    "SplitError",
     "StepStats",
     "Summary",
     "SummaryRow",
@@ -77,6 +87,7 @@ __all__ = [
     "TransferError",
     "UnsupportedError",
     "UsageError",
+    "WindowStep",
     "__version__",
     "attach",
     "bind_to_device",
@@ -89,5 +100,24 @@ __all__ = [
     "recompute",
     "saved_by",
     "saved_tensors",
+    "split_equals_whole",
     "summary",
 ]
+
+_LATER = {
+    **dict.fromkeys(["Accumulator", "DeviceNumber", "WindowStep", "split_equals_whole"], "spillway.accumulate"),
+    "OffloadedOptimizer": "spillway.optim.optimizer",
+}
+"""Names whose rooms are imported when they are first asked for: who does without does not wait for them."""
+
+
+def __getattr__(name: str) -> object:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value: object = getattr(importlib.import_module(_LATER[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATER})

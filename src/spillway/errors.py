@@ -11,6 +11,7 @@
     ├── SessionError (RuntimeError)        a session that is closed, or that belongs to another process
     ├── RecomputeError (RuntimeError)      a region that cannot be run again with the same outcome
     ├── InplaceError (RuntimeError)        a saved tensor was changed in place: autograd's own message
+    ├── SplitError (AssertionError)        micro-batches whose gradients are not those of the whole batch
     ├── RaceError (RuntimeError)           an access without a happens-before edge (the checking backend only)
     └── TierError (RuntimeError)           bytes that could not be stored or brought back
         ├── TierFullError                  the cap, or the device behind the tier, is full
@@ -63,6 +64,10 @@ class InplaceError(SpillwayError, RuntimeError):
     It is a ``RuntimeError`` with autograd's own words, since this is autograd's own check: saved-tensor hooks switch
     it off, and Spillway makes it again.
     """
+
+
+class SplitError(SpillwayError, AssertionError):
+    """A split of a batch gave other gradients than the whole; raised by ``spillway.split_equals_whole`` only."""
 
 
 class RaceError(SpillwayError, RuntimeError):

@@ -41,6 +41,8 @@ class Factor:
         self.given = value
         self._sent = sent
         self._traffic = traffic
+        # A step that is skipped reads none.
+        self._end = None if sent is None else weakref.finalize(self, traffic.give_back, sent)
         self._value: torch.Tensor | float | None = value if sent is None else None
 
     def apply(self, tensor: torch.Tensor) -> None:
@@ -52,7 +54,8 @@ class Factor:
         if self._value is None:
             assert self._sent is not None
             self._value = self._sent.read(self._traffic).clone().reshape(())
-            self._traffic.give_back(self._sent)
+            assert self._end is not None
+            self._end()
         return self._value
 
     def of_norm(self, norm: torch.Tensor) -> torch.Tensor:

@@ -224,6 +224,7 @@ class OffloadedOptimizer(Optimizer):
             shared.lane.close()
             shared.hands.close()
             shared.traffic.settle()
+            shared.forget_factor()
         self._held.clear()
         self._device.close()
         self._closed = True

@@ -58,7 +58,8 @@ class Traffic:
         self._staged_bytes = 0
         self._followed: Event | None = None
         """The last event that the lane back was told to wait for."""
-        self._lock = threading.Lock()
+        # A factor that dies gives its memory back, in whatever thread the collector runs.
+        self._lock = threading.RLock()
         self.waits = Stalls()
         """How long the device waited for gradients to leave, and for parameters."""
         self.sent_bytes = 0

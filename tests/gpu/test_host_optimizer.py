@@ -1,0 +1,136 @@
+"""The optimizer on the host for a model on an accelerator: the bits of a plain loop with the same gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import spillway
+
+ADAMW: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
+WIDTH, LAYERS, STEPS, MAX_NORM = 512, 6, 6, 0.5
+
+
+@pytest.fixture
+def session() -> Iterator[spillway.Session]:
+    with spillway.Session(window="2MiB") as session:
+        yield session
+        assert session.used_bytes == (0, 0)
+
+
+def make(device: torch.device, dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(0)
+    layers = [
+        nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)) for _ in range(LAYERS)
+    ]
+    return nn.Sequential(*layers).to(device, dtype)
+
+
+def batches(device: torch.device, dtype: torch.dtype, micro: int) -> Iterator[list[Tensor]]:
+    generator = torch.Generator(device).manual_seed(1)
+    for _ in range(STEPS):
+        yield [torch.randn(64, WIDTH, device=device, generator=generator).to(dtype) for _ in range(micro)]
+
+
+def plainly(device: torch.device, dtype: torch.dtype, *, micro: int, clipped: bool) -> list[Tensor]:
+    """Masters, sums and the step on the CPU, all written out."""
+    model = make(device, dtype)
+    masters = [nn.Parameter(parameter.detach().cpu().float()) for parameter in model.parameters()]
+    optimizer = torch.optim.AdamW(masters, fused=True, **ADAMW)
+    for several in batches(device, dtype, micro):
+        sums: list[Tensor] = []
+        for batch in several:
+            model.zero_grad()
+            model(batch).float().square().mean().backward()
+            # One gradient is measured where it is, several where they are added.
+            gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+            norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
+            new = [gradient.cpu().float() for gradient in gradients]
+            sums = [one + other for one, other in zip(sums, new, strict=True)] if sums else new
+        if micro > 1:
+            norms = [torch.linalg.vector_norm(total).to(device) for total in sums]
+        for master, total in zip(masters, sums, strict=True):
+            master.grad = total
+        if clipped:
+            norm = torch.linalg.vector_norm(torch.stack(norms))
+            coefficient = torch.clamp(MAX_NORM / (norm + 1e-6), max=1.0).cpu()
+            for master in masters:
+                assert master.grad is not None
+                master.grad.mul_(coefficient)
+        optimizer.step()
+        with torch.no_grad():
+            for parameter, master in zip(model.parameters(), masters, strict=True):
+                parameter.copy_(master)
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["waits", "overlaps"])
+@pytest.mark.parametrize("clipped", [False, True], ids=["as they are", "clipped"])
+@pytest.mark.parametrize("micro", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_run_is_bit_for_bit_the_one_written_out(
+    device: torch.device, session: spillway.Session, dtype: torch.dtype, micro: int, clipped: bool, overlap: bool
+) -> None:
+    expected = plainly(device, dtype, micro=micro, clipped=clipped)
+    model = make(device, dtype)
+    optimizer = spillway.OffloadedOptimizer(model.parameters(), torch.optim.AdamW, session=session, **ADAMW)
+    if overlap:
+        optimizer.overlap_forward(model)
+    # Where a norm is taken is learned in the first step; let it be known.
+    for shared in optimizer._shared.values():
+        shared.norms.add(2.0)
+    for several in batches(device, dtype, micro):
+        for batch in several:
+            model(batch).float().square().mean().backward()
+        if clipped:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.synchronize()
+    for one, other in zip(model.parameters(), expected, strict=True):
+        assert torch.equal(one, other)
+    optimizer.close()
+
+
+def test_the_device_holds_parameters_and_a_window_of_gradients(device: torch.device) -> None:
+    window = 1 << 20
+    with spillway.Session(window=window) as session:
+        model = make(device, torch.float32)
+        optimizer = spillway.OffloadedOptimizer(model.parameters(), torch.optim.AdamW, session=session, **ADAMW)
+        batch = torch.randn(1, WIDTH, device=device)
+        peaks = []
+        for _ in range(4):
+            torch.accelerator.synchronize(device)
+            before = torch.accelerator.memory_allocated(device)
+            torch.accelerator.reset_peak_memory_stats(device)
+            model(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            torch.accelerator.synchronize(device)
+            assert torch.accelerator.memory_allocated(device) == before
+            peaks.append(torch.accelerator.max_memory_allocated(device) - before)
+        # A gradient that is being computed, the window, one that does not fit it any more, and small change.
+        assert max(peaks) <= 2 * WIDTH * WIDTH * 4 + window + (1 << 18)
+        optimizer.close()
+
+
+def test_a_scaler_skips_a_step_with_an_infinity(device: torch.device, session: spillway.Session) -> None:
+    model = make(device, torch.float32)
+    optimizer = spillway.OffloadedOptimizer(model.parameters(), torch.optim.AdamW, session=session, **ADAMW)
+    scaler = torch.amp.GradScaler(device.type, init_scale=1024.0)
+    for bad in (False, True, False):
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        with torch.autocast(device.type, dtype=torch.float16):
+            loss = model(torch.randn(8, WIDTH, device=device)).float().square().mean()
+        scaler.scale(loss * (float("inf") if bad else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        same = [torch.equal(one, other) for one, other in zip(model.parameters(), before, strict=True)]
+        assert all(same) if bad else not any(same)
+    assert scaler.get_scale() == 512.0
+    optimizer.close()
