@@ -65,6 +65,10 @@ class AwayGradient(torch.Tensor):
             )
         return home
 
+    def stands_for(self, gradient: Gradient) -> bool:
+        """Whether it is in the place of that one, and of no other optimizer's."""
+        return self._home() is gradient
+
     def __repr__(self) -> str:  # type: ignore[override]
         return f"AwayGradient(size={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}')"
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from spillway.optim.kinds import step_of
+from spillway.optim.kinds import step_of, written_by_step
 from spillway.optim.sharding import local_of
 from spillway.optim.states import MASTER, device_copy
 
@@ -19,11 +19,13 @@ class DevicePart:
     Args:
         optimizer_class: the class.
         given: what the user gave for it.
+        own: what its groups say, whatever the user's say.
     """
 
-    def __init__(self, optimizer_class: type[Optimizer], given: dict[str, Any]) -> None:
+    def __init__(self, optimizer_class: type[Optimizer], given: dict[str, Any], own: dict[str, Any]) -> None:
         self._class = optimizer_class
         self._given = given
+        self._own = own
         self._step = step_of(optimizer_class)
         self._inner: Optimizer | None = None
         self._masters: dict[torch.Tensor, torch.nn.Parameter] = {}
@@ -53,18 +55,23 @@ class DevicePart:
 
     def step(self, groups: Sequence[dict[str, Any]]) -> None:
         """Step those that have a gradient."""
-        taking = []
+        taking = {}
         for index, group in enumerate(groups):
             mine = [parameter for parameter, (of, _) in self._work.items() if of == index]
-            settings = {name: value for name, value in group.items() if name != "params"}
-            taking.append({**settings, "params": [self._prepared(one) for one in mine if one.grad is not None]})
-        taking = [group for group in taking if group["params"]]
+            settings = {name: value for name, value in group.items() if name != "params"} | self._own
+            prepared = [self._prepared(one) for one in mine if one.grad is not None]
+            if prepared:
+                taking[index] = {**settings, "params": prepared}
         if not taking:
             return
-        inner = self._inner_with(taking)
-        inner.param_groups = taking
+        inner = self._inner_with(list(taking.values()))
+        taking = {index: {**inner.defaults, **group} for index, group in taking.items()}
+        before = {index: dict(group) for index, group in taking.items()}
+        inner.param_groups = list(taking.values())
         self._step(inner)
         inner.param_groups = []
+        for index, group in taking.items():
+            groups[index].update(written_by_step(group, before[index]))
         with torch.no_grad():
             for parameter, master in self._masters.items():
                 if master.grad is not None:
@@ -98,6 +105,13 @@ class DevicePart:
             inner.state[stepped] = state
         else:
             inner.state.pop(stepped, None)
+
+    @torch.no_grad()
+    def refresh_masters(self) -> None:
+        """Each master is what its parameter says."""
+        for parameter, master in self._masters.items():
+            master.copy_(parameter)
+            self._versions[parameter] = parameter._version
 
     def close(self) -> None:
         """Give masters and state back."""

@@ -112,6 +112,15 @@ class Held:
         """Whether somebody wrote to the parameter, as far as its version tells."""
         return self._version != self._now()
 
+    def refresh(self) -> None:
+        """The next step takes the master from the parameter, whatever both say."""
+        self._version = None
+
+        def forget() -> None:
+            self.known = False
+
+        self.shared.lane.run(forget)
+
     def written(self) -> None:
         """The parameter is to be what the master says, when what is queued is done."""
         local = self.local()

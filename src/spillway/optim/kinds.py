@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -29,21 +30,25 @@ class Kind:
     """Whether it steps each parameter by itself, so that some may step before others."""
 
     @classmethod
-    def of(cls, optimizer_class: type[Optimizer]) -> Kind:
+    def of(cls, optimizer_class: type[Optimizer], what: str = "optimizer_class") -> Kind:
         """What is known of a class.
 
         Of a class that is not torch's own nothing is known: it steps all parameters in one call, whole.
+
+        Args:
+            optimizer_class: the class.
+            what: whose name is in errors.
 
         Raises:
             UsageError: if it is no optimizer class.
             UnsupportedError: if it is one that cannot step parameter by parameter on the host.
         """
         if not isinstance(optimizer_class, type) or not issubclass(optimizer_class, Optimizer):
-            raise UsageError(f"optimizer_class: got {optimizer_class!r}, expected a class, like torch.optim.AdamW")
+            raise UsageError(f"{what}: got {optimizer_class!r}, expected a class, like torch.optim.AdamW")
         for refused, why in _REFUSED.items():
             if issubclass(optimizer_class, refused):
                 raise UnsupportedError(
-                    f"optimizer_class: got {optimizer_class.__name__}, expected another: {why}; use it as it is"
+                    f"{what}: got {optimizer_class.__name__}, expected another: {why}; use it as it is"
                 )
         known = optimizer_class.__module__.startswith("torch.optim.")
         return cls(fused=optimizer_class in _FUSED_ON_HOST, alone=known)
@@ -66,6 +71,50 @@ def defaults_of(optimizer_class: type[Optimizer], given: dict[str, Any]) -> dict
     return {**defaults, **{name: given[name] for name in given if name in ("fused", *_FLAGS_OF_DEVICES)}}
 
 
+def taken_by(optimizer_class: type[Optimizer], given: dict[str, Any]) -> dict[str, Any]:
+    """What of some arguments a class's constructor takes."""
+    parameters = inspect.signature(optimizer_class).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return dict(given)
+    return {name: value for name, value in given.items() if name in parameters}
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """What was given for one class, or two, taken apart."""
+
+    host: dict[str, Any]
+    """For the host's class."""
+    device: dict[str, Any]
+    """For the device's."""
+    defaults: dict[str, Any]
+    """Of both: what groups begin with."""
+    own: dict[str, Any]
+    """What the device's class says of itself in its groups, where the host's class says something else."""
+
+    @classmethod
+    def of(cls, host_class: type[Optimizer], device_class: type[Optimizer], given: dict[str, Any]) -> Arguments:
+        """Take them apart.
+
+        Raises:
+            UsageError: a name that neither takes, or one that was not given and that they do not agree about.
+        """
+        if device_class is host_class:
+            return cls(given, given, defaults_of(host_class, given), {})
+        host, device = taken_by(host_class, given), taken_by(device_class, given)
+        names = f"{host_class.__name__} and {device_class.__name__}"
+        unknown = sorted(given.keys() - host.keys() - device.keys())
+        if unknown:
+            raise UsageError(f"{names}: got {unknown}, expected arguments that one of them takes")
+        of_host, of_device = defaults_of(host_class, host), defaults_of(device_class, device)
+        unlike = {name: value for name, value in of_device.items() if name in of_host and of_host[name] != value}
+        # What no constructor takes is what a class is, and no setting.
+        settings = taken_by(host_class, taken_by(device_class, unlike))
+        if settings:
+            raise UsageError(f"{names}: got no {sorted(settings)}, of which their defaults differ, expected them")
+        return cls(host, device, {**of_device, **of_host, **given}, unlike)
+
+
 def on_host(group: dict[str, Any], kind: Kind, *, fused: bool) -> dict[str, Any]:
     """A group's settings, as they are for a step on the host.
 
@@ -82,6 +131,11 @@ def on_host(group: dict[str, Any], kind: Kind, *, fused: bool) -> dict[str, Any]
     if "fused" in settings:
         settings["fused"] = kind.fused and fused and settings["fused"] is not False
     return settings
+
+
+def written_by_step(group: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+    """What a step has put into a group: some classes count there, or keep what they have found out."""
+    return {name: value for name, value in group.items() if name != "params" and before.get(name) is not value}
 
 
 def step_of(optimizer_class: type[Optimizer]) -> Callable[[Optimizer], object]:

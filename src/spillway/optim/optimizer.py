@@ -20,8 +20,8 @@ from spillway.optim.forward import ForwardOverlap
 from spillway.optim.gradient import Shared
 from spillway.optim.held import Held
 from spillway.optim.host_step import HostStep, Turn
-from spillway.optim.kinds import Kind, defaults_of, on_host
-from spillway.optim.placement import held_of
+from spillway.optim.kinds import Arguments, Kind, on_host
+from spillway.optim.placement import counted, held_of
 from spillway.optim.rounds import Round, by_groups, in_order
 from spillway.optim.sharding import is_distributed, like, local_of, many_processes, put_local
 from spillway.optim.states import MASTER, Hook, Saved, host_copy
@@ -58,6 +58,7 @@ class OffloadedOptimizer(Optimizer):
             step at the same time. ``"auto"``: all at first, then as many as slow a step down by no more than
             ``slowdown``, by the figures of the first steps; :attr:`fraction` says what came of it. Two runs may find
             different ones, and the host's and the device's arithmetic differ in the last bits.
+            Parameters on the CPU, beside others on a device, are stepped on the host anyway, and are not counted.
         slowdown: what ``"auto"`` allows, of a step: 0.05 for 5 %.
         device_budget: most bytes of state that the device may have, instead of a fraction: ``"2GiB"``.
         master_dtype: the type of the masters that parameters of a narrower type are stepped in. ``"auto"``: ``float32``
@@ -67,7 +68,10 @@ class OffloadedOptimizer(Optimizer):
         tier: ``"host"``.
         threads: for the step. ``None``: one a CPU that the process may use, shared by the ranks of the machine.
         session: whose pinned memory is used. ``None``: the default one.
-        defaults: for the class: ``lr=3e-4``.
+        hold: which parameters the fraction takes: ``"last"``, from the last one on, whose gradients come first in
+            backward; or ``"first"``.
+        device_class: the class that steps what stays on the device. ``None``: the same.
+        defaults: for the class: ``lr=3e-4``. With two classes each gets those that it takes.
 
     Raises:
         UsageError: an argument that cannot be meant.
@@ -95,14 +99,27 @@ class OffloadedOptimizer(Optimizer):
         tier: str = "host",
         threads: int | None = None,
         session: Session | None = None,
+        hold: str = "last",
+        device_class: type[Optimizer] | None = None,
         **defaults: Any,
     ) -> None:
         self._kind = Kind.of(optimizer_class)
+        if device_class is None:
+            device_class = optimizer_class
+        Kind.of(device_class, what="device_class")
         self._class = optimizer_class
         self._ready = False
-        complete = defaults_of(optimizer_class, defaults)
+        arguments = Arguments.of(optimizer_class, device_class, defaults)
         self._balance = Balance(_checked_slowdown(slowdown)) if fraction == "auto" else None
         self._fraction = 1.0 if self._balance is not None else _checked_fraction(fraction)
+        if self._balance is not None and device_class is not optimizer_class:
+            raise UsageError(
+                "device_class: got another one than optimizer_class with fraction='auto', expected the same: what "
+                "moves to the device takes its state along"
+            )
+        if hold not in ("last", "first"):
+            raise UsageError(f"hold: got {hold!r}, expected 'last' or 'first'")
+        self._hold_last = hold == "last"
         self._master_dtype = _checked_master_dtype(master_dtype)
         self._offload_gradients = bool(offload_gradients)
         if tier != "host":
@@ -113,11 +130,12 @@ class OffloadedOptimizer(Optimizer):
         self._held: dict[torch.Tensor, Held] = {}
         self._coming: set[Held] = set()
         self._overlapping: list[ForwardOverlap] = []
-        self._host = HostStep(optimizer_class, defaults, hands=hands_of(self._threads)[0])
-        self._device = DevicePart(optimizer_class, defaults)
+        self._host = HostStep(optimizer_class, arguments.host, hands=hands_of(self._threads)[0])
+        self._device = DevicePart(device_class, arguments.device, arguments.own)
         self._last = self._round = Round(self._host)
         self._stop = contextlib.ExitStack()
-        super().__init__(params, complete)
+        self._closed = False
+        super().__init__(params, arguments.defaults)
         self._place(list(self._parameters()))
         self._ready = True
 
@@ -133,7 +151,7 @@ class OffloadedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._session.check_open()
+        self._check_usable()
         self.synchronize()
         if self._balance is not None:
             self._choose(self._balance)
@@ -199,9 +217,7 @@ class OffloadedOptimizer(Optimizer):
         """Bring gradients back, take hooks off the parameters, give memory back. The state is gone."""
         self.synchronize()
         for held in self._held.values():
-            gradient = held.parameter.grad
-            if gradient is not None and isinstance(local_of(gradient), AwayGradient):
-                self._put_gradient(held, held.gradient.restore())
+            self._bring_back(held)
             held.give_up()
         self._stop.close()
         for shared in self._shared.values():
@@ -211,8 +227,37 @@ class OffloadedOptimizer(Optimizer):
             shared.forget_factor()
         self._held.clear()
         self._device.close()
+        self._closed = True
+
+    def _check_usable(self) -> None:
+        self._session.check_open()
+        if self._closed:
+            raise UsageError("got an optimizer that was closed, expected an open one; its state is gone: make another")
+        if any(shared.traffic.backend.is_capturing() for shared in self._shared.values()):
+            raise UnsupportedError("got a step in a CUDA graph's capture, expected it outside: the host computes")
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise UnsupportedError(
+            "got an OffloadedOptimizer to be copied or pickled, expected its state_dict() to be; another optimizer, "
+            "made over the other parameters, loads that"
+        )
+
+    def holds(self, parameter: torch.Tensor) -> bool:
+        """Whether a parameter's state and step are on the host."""
+        return parameter in self._held
 
     # State.
+
+    def refresh_masters(self) -> None:
+        """The next step takes all masters from their parameters, whatever they say.
+
+        A write that counts up a parameter's version (``copy_``, ``load_state_dict``) is noticed by itself. This is for
+        those that do not: through ``.data``, or by a kernel of your own.
+        """
+        self.synchronize()
+        for held in self._held.values():
+            held.refresh()
+        self._device.refresh_masters()
 
     def state_dict(self) -> dict[str, Any]:
         """The plain optimizer's, which loads it; masters are an entry ``"master"`` of a parameter's state.
@@ -228,6 +273,7 @@ class OffloadedOptimizer(Optimizer):
         Masters come from the state if it has them and they say, in the parameter's own type, what the parameter says at
         the next step; else they are taken from the parameter.
         """
+        self._check_usable()
         self.synchronize()
         saved = Saved()
         with (
@@ -289,13 +335,20 @@ class OffloadedOptimizer(Optimizer):
                 yield index, parameter
 
     def _place(self, parameters: Sequence[tuple[int, torch.Tensor]]) -> None:
-        sizes = [local_of(parameter).numel() for _, parameter in parameters]
-        for (group, parameter), on_the_host in zip(parameters, held_of(sizes, self._fraction), strict=True):
+        wanted = self._on_the_host([parameter for _, parameter in parameters], self._fraction)
+        for (group, parameter), on_the_host in zip(parameters, wanted, strict=True):
             work = self._work_dtype(parameter)
             if on_the_host:
                 self._hold(parameter, group, work)
             else:
                 self._device.add(parameter, group, work)
+
+    def _on_the_host(self, parameters: Sequence[torch.Tensor], fraction: float) -> list[bool]:
+        parts = [local_of(parameter) for parameter in parameters]
+        may_stay = counted([part.device for part in parts])
+        sizes = [part.numel() if counts else 0 for part, counts in zip(parts, may_stay, strict=True)]
+        taken = held_of(sizes, fraction, last_first=self._hold_last)
+        return [is_taken or not counts for is_taken, counts in zip(taken, may_stay, strict=True)]
 
     def _hold(self, parameter: torch.Tensor, group: int, work: torch.dtype) -> None:
         cut = self._is_fused(self.param_groups[group], parameter)
@@ -324,16 +377,13 @@ class OffloadedOptimizer(Optimizer):
         if chosen is None:
             return
         parameters = [parameter for _, parameter in self._parameters()]
-        wanted = held_of([local_of(parameter).numel() for parameter in parameters], chosen)
-        for parameter, on_the_host in zip(parameters, wanted, strict=True):
+        for parameter, on_the_host in zip(parameters, self._on_the_host(parameters, chosen), strict=True):
             if not on_the_host and parameter in self._held:
                 self._move_to_device(self._held[parameter])
 
     def _move_to_device(self, held: Held) -> None:
         state, parameter = self._state_of(held), held.parameter
-        gradient = parameter.grad
-        if gradient is not None and isinstance(local_of(gradient), AwayGradient):
-            self._put_gradient(held, held.gradient.restore())
+        self._bring_back(held)
         self._device.add(parameter, held.group, held.work_dtype)
         self._device.put_state(parameter, state, self.param_groups[held.group])
         del self._held[parameter]
@@ -383,6 +433,12 @@ class OffloadedOptimizer(Optimizer):
         held.gradient.begin(local)
         self._put_gradient(held, held.gradient.stand_in(local))
 
+    def _bring_back(self, held: Held) -> None:
+        gradient = held.parameter.grad
+        local = None if gradient is None else local_of(gradient)
+        if isinstance(local, AwayGradient) and local.stands_for(held.gradient):
+            self._put_gradient(held, held.gradient.restore())
+
     def _put_gradient(self, held: Held, local: torch.Tensor) -> None:
         gradient = held.parameter.grad
         if gradient is not None and is_distributed(gradient):
@@ -409,7 +465,10 @@ class OffloadedOptimizer(Optimizer):
                 held.gradient.clear()
                 continue
             local = local_of(gradient)
-            if not isinstance(local, AwayGradient):
+            if isinstance(local, AwayGradient) and not local.stands_for(held.gradient):
+                # It left for another optimizer over the same parameter, which holds it still.
+                self._take_gradient(held, local.home.restore())
+            elif not isinstance(local, AwayGradient):
                 if self._offload_gradients and not gradient.requires_grad:
                     self._take_gradient(held, gradient)
                 else:
@@ -431,6 +490,9 @@ class OffloadedOptimizer(Optimizer):
         for one in arriving:
             self._show(one.parameter, self._state_of(one))
         if arriving and not self._coming:
+            for index, written in self._host.written.items():
+                self.param_groups[index].update(written)
+            self._host.written.clear()
             self._round.end(self._shared.values())
             self._last, self._round = self._round, Round(self._host)
 
