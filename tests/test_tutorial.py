@@ -139,6 +139,13 @@ def test_a_window_is_the_whole_batch_and_a_mean_of_means_is_not() -> None:
     assert float(rows[0][-1]) > float(rows[-1][-1])
 
 
+def test_all_of_it_together_trains_to_the_same_weights() -> None:
+    lines = python("-W", "error", str(EXAMPLES / "all_together.py")).splitlines()
+    assert [line[:20].strip() for line in lines[:3]] == ["plain", "saved tensors away", "all together"]
+    assert len({line[20:] for line in lines[:3]}) == 1
+    assert lines[3] == "all losses and weights are equal"
+
+
 @pytest.mark.parametrize("page", ["accumulation.md", "optimizer.md", "recompute.md", "tutorial.md"])
 def test_the_snippets_of_a_page_run_one_after_the_other(page: str, tmp_path: Path) -> None:
     text = (PAGES / page).read_text(encoding="utf-8")
