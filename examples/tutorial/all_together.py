@@ -99,7 +99,7 @@ def plainly(model: nn.Module, loader: list[Tensor]) -> list[float]:
         nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(float(sum(loss for loss, _ in found) / total))
+        losses.append(float(torch.stack([loss for loss, _ in found]).double().sum() / total))
     return losses
 
 
