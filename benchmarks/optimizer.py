@@ -215,7 +215,7 @@ def host_rates(options: argparse.Namespace) -> dict[str, float]:
 
 def bound(row: Row, plain: Row, rate: float, options: argparse.Namespace) -> float:
     """What no way with the same work on the host can be below."""
-    if "masters" not in row.way or not plain.step_seconds:
+    if "masters" not in row.way or not plain.step_seconds or not rate:
         return 0.0
     masters = "no masters" not in row.way
     share = 0.5 if "half" in row.way else 1.0
@@ -264,7 +264,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--together", type=int, default=4, help="steps that are timed together")
     parser.add_argument("--runs", type=int, default=5, help="such runs, to take the median of")
     parser.add_argument("--threads", type=int, help="of the host's step")
-    parser.add_argument("--host-elements", type=int, default=1 << 20 if small else 1 << 28, help="for the host's rates")
+    parser.add_argument(
+        "--host-elements", type=int, default=1 << 20 if small else 1 << 28, help="for the host's rates; 0 for none"
+    )
     parser.add_argument("--device", default="cpu" if accelerator is None else accelerator.type)
     parser.add_argument("--ways", nargs="*", default=list(WAYS), metavar="WAY")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
@@ -280,7 +282,7 @@ def main() -> None:
     if options.child:
         options.json.write_text(json.dumps(asdict(measure(options))))
         return
-    rates = host(options)
+    rates = host(options) if options.host_elements else {"stream": 0.0, "stream_in_place": 0.0, "step": 0.0}
     print(
         f"host memory {rates['stream']:.1f} GB/s, in place {rates['stream_in_place']:.1f}; "
         f"step of float32, transfers and all, {rates['step']:.1f} GB/s of 28 bytes a parameter",
