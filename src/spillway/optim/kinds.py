@@ -11,7 +11,15 @@ from torch.optim import Optimizer
 
 from spillway.errors import UnsupportedError, UsageError
 
-_FUSED_ON_HOST = {torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad}
+_WIDE = frozenset({torch.float32, torch.float64})
+_ALL = _WIDE | {torch.bfloat16, torch.float16}
+_FUSED_ON_HOST: dict[type[Optimizer], frozenset[torch.dtype]] = {
+    torch.optim.Adam: _ALL,
+    torch.optim.AdamW: _ALL,
+    torch.optim.Adagrad: _ALL,
+    # The one for narrow types leaves parameters as they are, and reads past the end of its momentum.
+    torch.optim.SGD: _WIDE,
+}
 _REFUSED = {
     torch.optim.SparseAdam: "its gradients are sparse",
     torch.optim.LBFGS: "each of its steps evaluates the model several times, over all parameters as one vector",
@@ -23,8 +31,8 @@ _FLAGS_OF_DEVICES = {"foreach": False, "capturable": False}
 class Kind:
     """An optimizer class, as far as its step can be taken apart."""
 
-    fused: bool
-    """Whether it has a fused kernel on the host, which steps a piece to the same bits as the whole."""
+    fused: frozenset[torch.dtype]
+    """The types in which it has a fused kernel on the host, which steps a piece to the same bits as the whole."""
     alone: bool
     """Whether it steps each parameter by itself, so that some may step before others."""
 
@@ -46,7 +54,7 @@ class Kind:
                     f"optimizer_class: got {optimizer_class.__name__}, expected another: {why}; use it as it is"
                 )
         known = optimizer_class.__module__.startswith("torch.optim.")
-        return cls(fused=optimizer_class in _FUSED_ON_HOST, alone=known)
+        return cls(fused=_FUSED_ON_HOST.get(optimizer_class, frozenset()), alone=known)
 
 
 def defaults_of(optimizer_class: type[Optimizer], given: dict[str, Any]) -> dict[str, Any]:
@@ -66,12 +74,11 @@ def defaults_of(optimizer_class: type[Optimizer], given: dict[str, Any]) -> dict
     return {**defaults, **{name: given[name] for name in given if name in ("fused", *_FLAGS_OF_DEVICES)}}
 
 
-def on_host(group: dict[str, Any], kind: Kind, *, fused: bool) -> dict[str, Any]:
+def on_host(group: dict[str, Any], *, fused: bool) -> dict[str, Any]:
     """A group's settings, as they are for a step on the host.
 
     Args:
         group: of the user's optimizer.
-        kind: of its class.
         fused: whether the parameters can be stepped by a fused kernel.
     """
     settings = {name: value for name, value in group.items() if name not in ("params", "param_names")}
@@ -80,7 +87,7 @@ def on_host(group: dict[str, Any], kind: Kind, *, fused: bool) -> dict[str, Any]
             settings[name] = value.detach().to("cpu", copy=True)
     settings.update({name: value for name, value in _FLAGS_OF_DEVICES.items() if name in settings})
     if "fused" in settings:
-        settings["fused"] = kind.fused and fused and settings["fused"] is not False
+        settings["fused"] = fused and settings["fused"] is not False
     return settings
 
 

@@ -50,8 +50,9 @@ class OffloadedOptimizer(Optimizer):
     Args:
         params: parameters, or groups of them, as for any optimizer.
         optimizer_class: a class of ``torch.optim``, or one of your own, which then steps all parameters in one call.
-            Where it has a fused kernel for the host that is used (``Adam``, ``AdamW``, ``SGD``, ``Adagrad``), unless
-            ``fused=False`` is among the defaults; else its implementation with a loop, never ``foreach``.
+            Where it has a fused kernel for the host that is used (``Adam``, ``AdamW``, ``Adagrad``, and ``SGD`` in
+            ``float32`` and ``float64``), unless ``fused=False`` is among the defaults; else its implementation with a
+            loop, never ``foreach``.
         fraction: of all elements, how many are stepped on the host. The rest keeps state and step on the device; both
             step at the same time.
         device_budget: most bytes of state that the device may have, instead of a fraction: ``"2GiB"``.
@@ -281,7 +282,7 @@ class OffloadedOptimizer(Optimizer):
                 self._device.add(parameter, group, work)
 
     def _hold(self, parameter: torch.Tensor, group: int, work: torch.dtype) -> None:
-        cut = self._is_fused(self.param_groups[group], parameter)
+        cut = self._is_fused(self.param_groups[group], work)
         held = self._held[parameter] = Held(
             parameter, group, self._shared_of(local_of(parameter).device), work, cut=cut
         )
@@ -297,8 +298,8 @@ class OffloadedOptimizer(Optimizer):
             self._stop.callback(handle.remove)
             weakref.finalize(self, handle.remove)
 
-    def _is_fused(self, group: dict[str, Any], parameter: torch.Tensor) -> bool:
-        return self._kind.fused and group.get("fused") is not False and parameter.is_floating_point()
+    def _is_fused(self, group: dict[str, Any], work: torch.dtype) -> bool:
+        return work in self._kind.fused and group.get("fused") is not False
 
     def _work_dtype(self, parameter: torch.Tensor) -> torch.dtype:
         wanted = self._master_dtype
@@ -321,7 +322,7 @@ class OffloadedOptimizer(Optimizer):
 
     def _settings(self, held: Held) -> dict[str, Any]:
         group = self.param_groups[held.group]
-        return on_host(group, self._kind, fused=self._is_fused(group, held.parameter))
+        return on_host(group, fused=self._is_fused(group, held.work_dtype))
 
     # A step.
 
