@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import deque
-from collections.abc import Callable
+import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -18,8 +17,9 @@ import torch
 
 from spillway.errors import UnsupportedError
 from spillway.optim.away import AwayGradient
-from spillway.optim.traffic import Sent, Traffic, is_dense
-from spillway.runtime.backend import Event, HostLane
+from spillway.optim.shared import Factor, Shared
+from spillway.optim.traffic import Sent, is_dense
+from spillway.runtime.backend import Event
 
 if TYPE_CHECKING:
     from spillway.optim.held import Held
@@ -29,74 +29,6 @@ CHUNK = 1 << 22
 
 
 _arrivals = itertools.count(1)
-
-
-class Factor:
-    """A number that gradients are multiplied with, or divided by; on the host once it has come."""
-
-    def __init__(self, operation: str, value: torch.Tensor | float, sent: Sent | None, traffic: Traffic) -> None:
-        self.operation = operation
-        self.given = value
-        self._sent = sent
-        self._traffic = traffic
-        self._value: torch.Tensor | float | None = value if sent is None else None
-
-    def apply(self, tensor: torch.Tensor) -> None:
-        """Multiply; for the host lane."""
-        getattr(tensor, self.operation)(self.value())
-
-    def value(self) -> torch.Tensor | float:
-        """It; for the host lane."""
-        if self._value is None:
-            assert self._sent is not None
-            self._value = self._sent.read(self._traffic).clone().reshape(())
-            self._traffic.give_back(self._sent.block)
-        return self._value
-
-    def of_norm(self, norm: torch.Tensor) -> torch.Tensor:
-        """The norm of what it was applied to."""
-        value = self.given.abs() if isinstance(self.given, torch.Tensor) else abs(self.given)
-        return norm * value if self.operation == "mul_" else norm / value
-
-
-class Shared:
-    """What the gradients of one device have in common.
-
-    Args:
-        traffic: of the device.
-        lane: the host lane.
-    """
-
-    def __init__(self, traffic: Traffic, lane: HostLane) -> None:
-        self.traffic = traffic
-        self.lane = lane
-        self.accumulates = False
-        """Whether a second gradient came in one window, ever."""
-        self.norms: set[float] = set()
-        """Orders of norms that were asked for: they are taken on the device from now on, before a gradient leaves."""
-        self._factor: tuple[torch.Tensor, int, Factor] | None = None
-        self._adding: deque[tuple[int, Event]] = deque()
-
-    def factor(self, operation: str, value: torch.Tensor | float) -> Factor:
-        """One for all gradients that are multiplied with the same tensor."""
-        if not isinstance(value, torch.Tensor):
-            return Factor(operation, value, None, self.traffic)
-        last = self._factor
-        if last is None or last[0] is not value or last[1] != value._version or last[2].operation != operation:
-            given = value.detach().clone()
-            here = Factor(operation, given, self.traffic.send(given), self.traffic)
-            last = self._factor = (value, value._version, here)
-        return last[2]
-
-    def forget_factor(self) -> None:
-        """A step has been: a tensor that comes now is another."""
-        self._factor = None
-
-    def add_later(self, nbytes: int, task: Callable[[], None]) -> None:
-        """Queue an addition that gives pinned memory back; past the window, wait for the oldest."""
-        while self._adding and sum(size for size, _ in self._adding) + nbytes > self.traffic.window:
-            self._adding.popleft()[1].synchronize()
-        self._adding.append((nbytes, self.lane.run(task)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +66,12 @@ class Gradient:
     """The end of the last step that reads it."""
     came: int = 0
     """When the last one came, among all."""
-    _away: AwayGradient | None = None
+    _away: weakref.ref[AwayGradient] | None = None
+
+    def __del__(self) -> None:
+        # Nobody waits here: tasks that read it hold it, so there are none.
+        if self.raw is not None:
+            self.shared.traffic.give_back(self.raw.block, self.raw.arrived)
 
     def begin(self, tensor: torch.Tensor) -> None:
         """This is the gradient now, whatever it was."""
@@ -143,12 +80,18 @@ class Gradient:
 
     def stand_in(self, tensor: torch.Tensor) -> AwayGradient:
         """What stands in the place of a gradient that left."""
-        if self._away is None or self._away.dtype != tensor.dtype or self._away.device != tensor.device:
-            self._away = AwayGradient(self, self.held.local(), tensor.dtype)
-        return self._away
+        away = AwayGradient(self, self.held.local(), tensor.dtype)
+        # Weak: who holds it beside the parameter wants it as it is, when another comes.
+        self._away = weakref.ref(away)
+        return away
+
+    def away(self) -> AwayGradient | None:
+        """What stands in its place, if somebody holds that."""
+        return None if self._away is None else self._away()
 
     def arrive(self, tensor: torch.Tensor) -> None:
         """One more has come: it leaves for the host, and is added."""
+        self.shared.check()
         tensor = _to_send(tensor, self.held.local())
         # In an order that loses nothing should the memory not do.
         sent = self.shared.traffic.send(tensor)
@@ -208,10 +151,9 @@ class Gradient:
 
     def norm(self, order: float) -> torch.Tensor:
         """Its norm of an order, in the type that it is stepped in; a tensor without dimensions, on the device."""
-        if order <= 0 or math.isnan(order):
-            whole: torch.Tensor = torch.linalg.vector_norm(self.restore(), order)
-            return whole
-        self.shared.norms.add(order)
+        self.shared.check()
+        if order > 0:
+            self.shared.norms.add(order)
         norm = self.norms.get(order)
         if norm is not None:
             for factor in self.factors:
@@ -228,20 +170,27 @@ class Gradient:
 
     def has_nonfinite(self) -> torch.Tensor:
         """1 if an element is infinite or no number, else 0; on the device."""
+        if self.held.numel == 0:
+            return torch.zeros((), device=self.held.local().device)
         return (~self.norm(math.inf).isfinite()).float()
 
-    def restore(self) -> torch.Tensor:
-        """The gradient, on the device, in the type in which it came."""
+    def restore(self, *, exact: bool = False) -> torch.Tensor:
+        """The gradient, on the device, in the type in which it came; or at least that of the step, if ``exact``."""
+        self.shared.check()
         held, traffic = self.held, self.shared.traffic
-        away = self._away
+        away = self.away()
         dtype = away.dtype if away is not None else held.local().dtype
+        if exact:
+            dtype = torch.promote_types(dtype, held.work_dtype)
         like = held.local()
         target = torch.empty_strided(like.shape, like.stride(), dtype=dtype, device=like.device)
         values, ready = self.snapshot(), traffic.now()
 
         def bring() -> Event:
+            # First of all, since the factors count as applied.
+            gradient = held.part(values, 0, held.numel, None)
             block = traffic.pinned(target.numel() * dtype.itemsize)
-            traffic.host_view(block, dtype, target.numel(), write=True).copy_(held.whole(values).view(-1))
+            traffic.host_view(block, dtype, target.numel(), write=True).copy_(gradient)
             back = traffic.receive(target, 0, block.first(target.numel() * dtype.itemsize), ready)
             traffic.give_back(block, back)
             return back
@@ -252,7 +201,8 @@ class Gradient:
     def _norms_of(self, tensor: torch.Tensor) -> dict[float, torch.Tensor]:
         with torch.no_grad():
             work = self.held.work_dtype
-            return {order: torch.linalg.vector_norm(tensor, order, dtype=work) for order in self.shared.norms}
+            orders = [order for order in self.shared.norms if order != math.inf or tensor.numel()]
+            return {order: torch.linalg.vector_norm(tensor, order, dtype=work) for order in orders}
 
     def _settle(self) -> None:
         """What has come so far becomes the sum, with its factors."""

@@ -7,8 +7,10 @@ from typing import Any
 import torch
 
 from spillway.errors import UnsupportedError, UsageError
-from spillway.optim.gradient import CHUNK, Gradient, Shared, Snapshot
+from spillway.optim.away import AwayGradient
+from spillway.optim.gradient import CHUNK, Gradient, Snapshot
 from spillway.optim.sharding import local_of
+from spillway.optim.shared import Shared
 from spillway.optim.traffic import flat, is_dense
 from spillway.runtime.arena import Block
 from spillway.runtime.backend import Event
@@ -85,9 +87,40 @@ class Held:
         """Whether the master is of another type than the parameter."""
         return self.work_dtype != self._known[2]
 
+    def __del__(self) -> None:
+        # Nobody waits here: tasks that read and write it hold it, so there are none.
+        if self.block is not None:
+            self.shared.traffic.give_back(self.block, *(() if self.back is None else (self.back,)))
+
     def local(self) -> torch.Tensor:
         """The parameter's own bytes, on the device."""
         return local_of(self.parameter)
+
+    def another_gradient(self) -> Gradient:
+        """Where a new gradient is to be: what somebody kept of the last one stays as it is."""
+        kept = self.gradient.away()
+        if kept is not None:
+            kept.part()
+            self.gradient = Gradient(self, self.shared)
+        return self.gradient
+
+    def adopt(self, away: AwayGradient) -> AwayGradient:
+        """Somebody made this the parameter's gradient: one that was kept, or another parameter's.
+
+        Returns:
+            What stands in its place.
+        """
+        home = away.home
+        if home is self.gradient:
+            return away
+        if home.held is not self:
+            gradient = self.another_gradient()
+            gradient.begin(home.restore(exact=True))
+            return gradient.stand_in(away)
+        self.another_gradient()
+        self.gradient = home
+        away.join()
+        return away
 
     def check(self) -> None:
         """Raise if the parameter is no longer what it was when it was given."""

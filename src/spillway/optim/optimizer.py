@@ -15,13 +15,13 @@ from spillway.errors import UnsupportedError, UsageError
 from spillway.optim.away import AwayGradient
 from spillway.optim.device_part import DevicePart
 from spillway.optim.forward import ForwardOverlap
-from spillway.optim.gradient import Shared
 from spillway.optim.held import Held
 from spillway.optim.host_step import HostStep, Turn
 from spillway.optim.kinds import Kind, defaults_of, on_host
 from spillway.optim.placement import held_of
 from spillway.optim.rounds import Round, by_groups, shares
 from spillway.optim.sharding import is_distributed, like, local_of, many_processes, put_local
+from spillway.optim.shared import Shared
 from spillway.optim.states import MASTER, Hook, Saved, host_copy
 from spillway.optim.threads import begin_with, thread_count
 from spillway.optim.traffic import Traffic
@@ -182,19 +182,28 @@ class OffloadedOptimizer(Optimizer):
         return self._stats
 
     def close(self) -> None:
-        """Bring gradients back, take hooks off the parameters, give memory back. The state is gone."""
-        self.synchronize()
+        """Bring gradients back, take hooks off the parameters, give memory back. The state is gone.
+
+        Where the session was closed before, the gradients are gone, too.
+        """
+        # The last of these first, and all of them whatever goes wrong in one.
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._device.close)
+            stack.callback(self._held.clear)
+            for shared in self._shared.values():
+                stack.callback(shared.close, lost=self._session.closed)
+            stack.callback(self._stop.close)
+            if not self._session.closed:
+                for held in self._held.values():
+                    stack.callback(held.give_up)
+                stack.callback(self._bring_gradients_back)
+                stack.callback(self.synchronize)
+
+    def _bring_gradients_back(self) -> None:
         for held in self._held.values():
             gradient = held.parameter.grad
-            if gradient is not None and isinstance(local_of(gradient), AwayGradient):
-                self._put_gradient(held, held.gradient.restore())
-            held.give_up()
-        self._stop.close()
-        for shared in self._shared.values():
-            shared.lane.close()
-            shared.traffic.settle()
-        self._held.clear()
-        self._device.close()
+            if gradient is not None and isinstance(away := local_of(gradient), AwayGradient):
+                self._put_gradient(held, away.home.restore())
 
     # State.
 
@@ -317,7 +326,7 @@ class OffloadedOptimizer(Optimizer):
             if not isinstance(runtime, DeviceRuntime):
                 raise UnsupportedError("got a step in a CUDA graph's capture, expected it outside: the host computes")
             lane = runtime.backend.host_lane("optimizer", begin_with(self._threads))
-            shared = self._shared[device] = Shared(Traffic(runtime), lane)
+            shared = self._shared[device] = Shared(Traffic(runtime), lane, self._session.check_open)
         return shared
 
     def _settings(self, held: Held) -> dict[str, Any]:
@@ -336,8 +345,9 @@ class OffloadedOptimizer(Optimizer):
 
     def _take_gradient(self, held: Held, gradient: torch.Tensor) -> None:
         local = local_of(gradient)
-        held.gradient.begin(local)
-        self._put_gradient(held, held.gradient.stand_in(local))
+        home = held.another_gradient()
+        home.begin(local)
+        self._put_gradient(held, home.stand_in(local))
 
     def _put_gradient(self, held: Held, local: torch.Tensor) -> None:
         gradient = held.parameter.grad
@@ -364,14 +374,18 @@ class OffloadedOptimizer(Optimizer):
         for held in self._held.values():
             gradient = held.parameter.grad
             if gradient is None:
-                held.gradient.clear()
+                held.another_gradient().clear()
                 continue
+            held.check()
             local = local_of(gradient)
-            if not isinstance(local, AwayGradient):
-                if self._offload_gradients and not gradient.requires_grad:
-                    self._take_gradient(held, gradient)
-                else:
-                    held.gradient.begin(local)
+            if isinstance(local, AwayGradient):
+                stands = held.adopt(local)
+                if stands is not local:
+                    self._put_gradient(held, stands)
+            elif self._offload_gradients and not gradient.requires_grad:
+                self._take_gradient(held, gradient)
+            else:
+                held.another_gradient().begin(local)
             yield Turn(held, held.gradient.snapshot())
 
     def _arrive(self, held: Iterable[Held]) -> None:

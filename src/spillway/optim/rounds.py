@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from spillway.optim.gradient import CHUNK, Shared
+from spillway.optim.gradient import CHUNK
 from spillway.optim.held import Held
 from spillway.optim.host_step import HostStep, Settings, Share, Turn
+from spillway.optim.shared import Shared
 from spillway.records import OptimizerStats
 from spillway.runtime.backend import Event
 
