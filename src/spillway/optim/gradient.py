@@ -182,8 +182,7 @@ class Gradient:
         dtype = away.dtype if away is not None else held.local().dtype
         if exact:
             dtype = torch.promote_types(dtype, held.work_dtype)
-        like = held.local()
-        target = torch.empty_strided(like.shape, like.stride(), dtype=dtype, device=like.device)
+        target = held.empty_on_device(dtype)
         values, ready = self.snapshot(), traffic.now()
 
         def bring() -> Event:
@@ -231,7 +230,7 @@ class Gradient:
 
     def _sum(self) -> Sum:
         if self.sum is None:
-            self.sum = Sum(self.held.new_host_tensor(self.held.work_dtype).view(-1))
+            self.sum = Sum(self.held.new_flat_tensor(self.held.work_dtype))
         return self.sum
 
 

@@ -53,12 +53,14 @@ class Held:
     def __init__(
         self, parameter: torch.Tensor, group: int, shared: Shared, work_dtype: torch.dtype, *, cut: bool
     ) -> None:
+        self.block: Block | None = None
+        """Pinned memory under the master, if it has the parameter's own type."""
         self.parameter = parameter
         self.group = group
         self.shared = shared
         self.work_dtype = work_dtype
         local = self.local()
-        self._known = (local.shape, local.stride(), local.dtype, local.device)
+        self._known = _form_of(local)
         if local.layout != torch.strided or not is_dense(local):
             raise UnsupportedError(
                 f"got a parameter of shape {tuple(local.shape)}, strides {local.stride()}, {local.layout}, expected "
@@ -69,8 +71,6 @@ class Held:
         self.gradient = Gradient(self, shared)
         self.master: torch.Tensor | None = None
         """In the parameter's shape and strides."""
-        self.block: Block | None = None
-        """Pinned memory under the master, if it has the parameter's own type."""
         self.pieces: list[Piece] = []
         self.known = False
         """Whether the master was ever written."""
@@ -124,13 +124,21 @@ class Held:
 
     def check(self) -> None:
         """Raise if the parameter is no longer what it was when it was given."""
-        local = self.local()
-        now = (local.shape, local.stride(), local.dtype, local.device)
+        now = _form_of(self.local())
         if now != self._known:
             raise UsageError(
                 f"got a parameter of {_described(*now)}, expected {_described(*self._known)}, as it was when the "
                 f"optimizer was made; move, cast or resize a model before its optimizer is made"
             )
+
+    def is_as_it_was(self) -> bool:
+        """Whether the parameter is still of the form that it had when it was given."""
+        return _form_of(self.local()) == self._known
+
+    def empty_on_device(self, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor like the parameter, as it was when it was given."""
+        shape, strides, _, device = self._known
+        return torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
     def changed(self) -> bool:
         """Whether somebody wrote to the parameter, as far as its version tells."""
@@ -151,13 +159,15 @@ class Held:
 
     def new_host_tensor(self, dtype: torch.dtype) -> torch.Tensor:
         """Memory on the host in the parameter's shape and strides, unwritten."""
+        shape, strides, *_ = self._known
+        return self.new_flat_tensor(dtype).as_strided(shape, strides)
+
+    def new_flat_tensor(self, dtype: torch.dtype) -> torch.Tensor:
+        """Memory on the host for as many elements, unwritten."""
         nbytes = self.numel * dtype.itemsize
         if nbytes < _HUGE:
-            empty = torch.empty(self.numel, dtype=dtype, device="cpu")
-        else:
-            empty = anonymous_pages(nbytes, huge=True).view(dtype)
-        shape, strides, *_ = self._known
-        return empty.as_strided(shape, strides)
+            return torch.empty(self.numel, dtype=dtype, device="cpu")
+        return anonymous_pages(nbytes, huge=True).view(dtype)
 
     def make_master(self) -> torch.Tensor:
         """Memory for the master, and its pieces."""
@@ -259,6 +269,10 @@ class Held:
     def _touch(self, *, write: bool) -> None:
         if self.block is not None:
             self.shared.traffic.backend.host_access(self.block, write=write)
+
+
+def _form_of(local: torch.Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]:
+    return local.shape, local.stride(), local.dtype, local.device
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from spillway.blocks import Blocks
-from spillway.errors import UnsupportedError, UsageError
+from spillway.errors import SpillwayError, UnsupportedError, UsageError
 from spillway.optim.away import AwayGradient
 from spillway.optim.device_part import DevicePart
 from spillway.optim.forward import ForwardOverlap
@@ -153,7 +153,11 @@ class OffloadedOptimizer(Optimizer):
         super().add_param_group(param_group)
         if self._ready:
             group = self.param_groups[-1]
-            self._place([(len(self.param_groups) - 1, parameter) for parameter in group["params"]])
+            try:
+                self._place([(len(self.param_groups) - 1, parameter) for parameter in group["params"]])
+            except SpillwayError:
+                self.param_groups.pop()
+                raise
 
     def overlap_forward(self, model: torch.nn.Module, *, blocks: Blocks | None = None) -> None:
         """From now on :meth:`step` returns early, and each block waits for its parameters when it is called.
@@ -203,7 +207,8 @@ class OffloadedOptimizer(Optimizer):
         for held in self._held.values():
             gradient = held.parameter.grad
             if gradient is not None and isinstance(away := local_of(gradient), AwayGradient):
-                self._put_gradient(held, away.home.restore())
+                # Nobody can have the gradient of a parameter that is of another shape now.
+                self._put_gradient(held, away.home.restore() if held.is_as_it_was() else None)
 
     # State.
 
@@ -283,19 +288,24 @@ class OffloadedOptimizer(Optimizer):
 
     def _place(self, parameters: Sequence[tuple[int, torch.Tensor]]) -> None:
         sizes = [local_of(parameter).numel() for _, parameter in parameters]
-        for (group, parameter), on_the_host in zip(parameters, held_of(sizes, self._fraction), strict=True):
-            work = self._work_dtype(parameter)
-            if on_the_host:
-                self._hold(parameter, group, work)
-            else:
-                self._device.add(parameter, group, work)
+        on_the_host = held_of(sizes, self._fraction)
+        # All of them are made before the first is taken: one may be refused.
+        held = [self._made(group, one) for (group, one), here in zip(parameters, on_the_host, strict=True) if here]
+        for one in held:
+            self._hold(one)
+        for group, parameter in parameters:
+            if parameter not in self._held:
+                self._device.add(parameter, group, self._work_dtype(parameter))
 
-    def _hold(self, parameter: torch.Tensor, group: int, work: torch.dtype) -> None:
+    def _made(self, group: int, parameter: torch.Tensor) -> Held:
+        work = self._work_dtype(parameter)
         cut = self._is_fused(self.param_groups[group], work)
-        held = self._held[parameter] = Held(
-            parameter, group, self._shared_of(local_of(parameter).device), work, cut=cut
-        )
-        if parameter.requires_grad and parameter.is_leaf and self._offload_gradients:
+        return Held(parameter, group, self._shared_of(local_of(parameter).device), work, cut=cut)
+
+    def _hold(self, held: Held) -> None:
+        parameter = held.parameter
+        self._held[parameter] = held
+        if self._offload_gradients and (parameter.is_floating_point() or parameter.is_complex()):
             me, mine = weakref.ref(self), weakref.ref(held)
 
             def came(_: torch.Tensor) -> None:
@@ -303,7 +313,10 @@ class OffloadedOptimizer(Optimizer):
                 if optimizer is not None and held is not None:
                     optimizer._came(held)
 
-            handle = parameter.register_post_accumulate_grad_hook(came)  # type: ignore[no-untyped-call]
+            # One that is frozen may be unfrozen later, and takes a hook only if it is not.
+            frozen = not parameter.requires_grad
+            handle = parameter.requires_grad_(True).register_post_accumulate_grad_hook(came)  # type: ignore[no-untyped-call]
+            parameter.requires_grad_(not frozen)
             self._stop.callback(handle.remove)
             weakref.finalize(self, handle.remove)
 
@@ -349,9 +362,9 @@ class OffloadedOptimizer(Optimizer):
         home.begin(local)
         self._put_gradient(held, home.stand_in(local))
 
-    def _put_gradient(self, held: Held, local: torch.Tensor) -> None:
+    def _put_gradient(self, held: Held, local: torch.Tensor | None) -> None:
         gradient = held.parameter.grad
-        if gradient is not None and is_distributed(gradient):
+        if local is not None and gradient is not None and is_distributed(gradient):
             put_local(gradient, local)
         else:
             held.parameter.grad = local
