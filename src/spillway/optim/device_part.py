@@ -9,6 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from spillway.optim.kinds import step_of
+from spillway.optim.masters import Stamp, take
 from spillway.optim.sharding import local_of
 from spillway.optim.states import MASTER, device_copy
 
@@ -27,7 +28,7 @@ class DevicePart:
         self._step = step_of(optimizer_class)
         self._inner: Optimizer | None = None
         self._masters: dict[torch.Tensor, torch.nn.Parameter] = {}
-        self._versions: dict[torch.Tensor, int] = {}
+        self._stamps: dict[torch.Tensor, Stamp] = {}
         self._work: dict[torch.Tensor, tuple[int, torch.dtype]] = {}
 
     def __contains__(self, parameter: torch.Tensor) -> bool:
@@ -69,7 +70,7 @@ class DevicePart:
             for parameter, master in self._masters.items():
                 if master.grad is not None:
                     parameter.copy_(master)
-                    self._versions[parameter] = parameter._version
+                    self._stamps[parameter] = Stamp(parameter)
                     master.grad = None
 
     def state_of(self, parameter: torch.Tensor) -> dict[Any, Any]:
@@ -90,7 +91,7 @@ class DevicePart:
         master = state.pop(MASTER, None)
         if dtype != local_of(parameter).dtype and master is not None:
             self._masters[parameter] = torch.nn.Parameter(master.to(dtype), requires_grad=False)
-            self._versions[parameter] = -1
+            self._stamps.pop(parameter, None)
         stepped = self._masters.get(parameter, parameter)
         inner = self._inner_with([{**settings, "params": [stepped]}])
         inner.param_groups = []
@@ -118,10 +119,8 @@ class DevicePart:
         master = self._masters.get(parameter)
         if master is None:
             master = self._masters[parameter] = torch.nn.Parameter(parameter.detach().to(dtype), requires_grad=False)
-        elif self._versions.get(parameter) != parameter._version:
-            # Somebody wrote to it. Where the master says the same, it says so more exactly.
-            fresh = parameter.detach()
-            master.copy_(torch.where(master.to(fresh.dtype) == fresh, master, fresh.to(dtype)))
+        elif (stamp := self._stamps.get(parameter)) is None or not stamp.holds(parameter):
+            take(local_of(master), local_of(parameter).detach())
         assert parameter.grad is not None
         master.grad = parameter.grad.to(dtype)
         return master

@@ -9,6 +9,7 @@ import torch
 from spillway.errors import UnsupportedError, UsageError
 from spillway.optim.away import AwayGradient
 from spillway.optim.gradient import CHUNK, Gradient, Snapshot
+from spillway.optim.masters import Stamp, take
 from spillway.optim.sharding import local_of
 from spillway.optim.shared import Shared
 from spillway.optim.traffic import flat, is_dense
@@ -74,7 +75,7 @@ class Held:
         self.pieces: list[Piece] = []
         self.known = False
         """Whether the master was ever written."""
-        self._version: tuple[int, int] | None = None
+        self._stamp: Stamp | None = None
         self.state: dict[Any, Any] = {}
         """As the plain optimizer would have it, over the pieces' own."""
         self.back: Event | None = None
@@ -141,8 +142,8 @@ class Held:
         return torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
     def changed(self) -> bool:
-        """Whether somebody wrote to the parameter, as far as its version tells."""
-        return self._version != self._now()
+        """Whether somebody wrote to the parameter, as far as can be told."""
+        return self._stamp is None or not self._stamp.holds(self.parameter)
 
     def written(self) -> None:
         """The parameter is to be what the master says, when what is queued is done."""
@@ -150,10 +151,7 @@ class Held:
         for tensor in {id(self.parameter): self.parameter, id(local): local}.values():
             # Autograd refuses to go back through what was computed with the parameter as it was.
             torch.autograd.graph.increment_version(tensor)
-        self._version = self._now()
-
-    def _now(self) -> tuple[int, int]:
-        return self.parameter._version, self.local()._version
+        self._stamp = Stamp(self.parameter)
 
     # All below is for the host lane.
 
@@ -201,7 +199,9 @@ class Held:
         self._touch(write=True)
         for start in range(0, self.numel, CHUNK):
             part, new = master[start : start + CHUNK], values[start : start + CHUNK]
-            if not self.known or not self.has_master or not _same_bits(part.to(new.dtype), new):
+            if self.known and self.has_master:
+                take(part, new)
+            else:
                 part.copy_(new)
         self.known = True
         traffic.give_back(sent.block)
@@ -211,7 +211,7 @@ class Held:
         self.begin_step()
         self.flat_master().copy_(master.as_strided((self.numel,), (1,)))
         self.known = True
-        self._version = None
+        self._stamp = None
 
     def whole(self, values: Snapshot) -> torch.Tensor:
         """The gradient in the type of the step, with its factors, in the parameter's shape."""
@@ -273,10 +273,6 @@ class Held:
 
 def _form_of(local: torch.Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]:
     return local.shape, local.stride(), local.dtype, local.device
-
-
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
 def _described(shape: Any, strides: Any, dtype: torch.dtype, device: torch.device) -> str:

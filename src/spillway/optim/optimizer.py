@@ -47,6 +47,9 @@ class OffloadedOptimizer(Optimizer):
     are plain tensors, they leave in ``step()``: what a ``DistributedDataParallel`` has yet to reduce may not. With
     FSDP2 and tensor parallel (``DTensor``) they leave during backward.
 
+    Between steps parameters may be written to: what is loaded, initialised or edited under ``torch.no_grad()`` is where
+    the next step starts. What is written through ``p.data`` (``p.data.clamp_()``) leaves no trace, and is lost.
+
     Args:
         params: parameters, or groups of them, as for any optimizer.
         optimizer_class: a class of ``torch.optim``, or one of your own, which then steps all parameters in one call.
