@@ -9,6 +9,7 @@ import io
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.nn import Module
@@ -121,14 +122,11 @@ def assert_same_values(got: Module | Iterable[Tensor], expected: Module | Iterab
     assert not different, f"{different} differ"
 
 
-def assert_same_state(got: dict[str, Any], expected: dict[str, Any], *, masters: bool = False) -> None:
+def assert_same_state(got: dict[str, Any], expected: dict[str, Any]) -> None:
     """Two state dictionaries are equal bit for bit, settings of devices aside."""
     assert got["state"].keys() == expected["state"].keys()
     for number, values in expected["state"].items():
-        ours = dict(got["state"][number])
-        if not masters:
-            assert "master" not in ours
-        ours.pop("master", None)
+        ours = got["state"][number]
         assert ours.keys() == values.keys(), number
         for name, value in values.items():
             assert same_bits(ours[name], value), (number, name)
@@ -180,3 +178,26 @@ def saved(value: Any) -> Any:
     torch.save(value, file)
     file.seek(0)
     return torch.load(file)
+
+
+def closed(optimizer: Any) -> None:
+    if isinstance(optimizer, OffloadedOptimizer):
+        optimizer.close()
+
+
+CLASSES = pytest.mark.parametrize(
+    ("optimizer_class", "defaults"),
+    [
+        (torch.optim.AdamW, {"amsgrad": True}),
+        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+        (torch.optim.SGD, {"lr": 0.1}),
+        (torch.optim.Adagrad, {"initial_accumulator_value": 0.1}),
+        (torch.optim.RMSprop, {"centered": True, "momentum": 0.5}),
+        (torch.optim.NAdam, {}),
+        (torch.optim.ASGD, {"t0": 1}),
+        (torch.optim.Rprop, {}),
+        (torch.optim.Adafactor, {}),
+    ],
+    ids=["AdamW", "SGD", "SGD-without-state", "Adagrad", "RMSprop", "NAdam", "ASGD", "Rprop", "Adafactor"],
+)
+"""Classes of every kind, fused and not, that make their state at the first step or before."""

@@ -58,7 +58,7 @@ class DevicePart:
         for index, group in enumerate(groups):
             mine = [parameter for parameter, (of, _) in self._work.items() if of == index]
             settings = {name: value for name, value in group.items() if name != "params"}
-            taking.append({**settings, "params": [self._prepared(one) for one in mine if one.grad is not None]})
+            taking.append({**settings, "params": [self._with_gradient(one) for one in mine if one.grad is not None]})
         taking = [group for group in taking if group["params"]]
         if not taking:
             return
@@ -81,17 +81,24 @@ class DevicePart:
             state[MASTER] = stepped.detach()
         return state
 
+    def begin_state(self, parameter: torch.Tensor, settings: dict[str, Any]) -> None:
+        """One that has not stepped gets the state that the class's constructor makes."""
+        self._inner_with([{**settings, "params": [self._ready(parameter)]}])
+
     def put_state(self, parameter: torch.Tensor, state: dict[Any, Any], settings: dict[str, Any]) -> None:
-        """Its state is this, on its device, copied there."""
+        """Its state is this, on its device, copied there. Without a master, one is taken from the parameter."""
         dtype = self._work[parameter][1]
         on_device = bool(settings.get("capturable") or settings.get("fused"))
         state = {
             key: device_copy(key, value, parameter, dtype, step_on_device=on_device) for key, value in state.items()
         }
         master = state.pop(MASTER, None)
-        if dtype != local_of(parameter).dtype and master is not None:
-            self._masters[parameter] = torch.nn.Parameter(master.to(dtype), requires_grad=False)
-            self._stamps.pop(parameter, None)
+        if dtype != local_of(parameter).dtype:
+            self._forget_master(parameter)
+            if master is None:
+                self._ready(parameter)
+            else:
+                self._masters[parameter] = torch.nn.Parameter(master.to(dtype), requires_grad=False)
         stepped = self._masters.get(parameter, parameter)
         inner = self._inner_with([{**settings, "params": [stepped]}])
         inner.param_groups = []
@@ -110,9 +117,23 @@ class DevicePart:
             return parameter
         return self._masters.get(parameter)
 
-    @torch.no_grad()
-    def _prepared(self, parameter: torch.Tensor) -> torch.Tensor:
+    def _forget_master(self, parameter: torch.Tensor) -> None:
+        master = self._masters.pop(parameter, None)
+        self._stamps.pop(parameter, None)
+        if master is not None and self._inner is not None:
+            self._inner.state.pop(master, None)
+
+    def _with_gradient(self, parameter: torch.Tensor) -> torch.Tensor:
         """What is stepped for it, with its gradient."""
+        stepped = self._ready(parameter)
+        if stepped is not parameter:
+            assert parameter.grad is not None
+            stepped.grad = parameter.grad.detach().to(stepped.dtype)
+        return stepped
+
+    @torch.no_grad()
+    def _ready(self, parameter: torch.Tensor) -> torch.Tensor:
+        """What is stepped for it, which says what the parameter says."""
         dtype = self._work[parameter][1]
         if dtype == local_of(parameter).dtype:
             return parameter
@@ -121,8 +142,6 @@ class DevicePart:
             master = self._masters[parameter] = torch.nn.Parameter(parameter.detach().to(dtype), requires_grad=False)
         elif (stamp := self._stamps.get(parameter)) is None or not stamp.holds(parameter):
             take(local_of(master), local_of(parameter).detach())
-        assert parameter.grad is not None
-        master.grad = parameter.grad.to(dtype)
         return master
 
     def _inner_with(self, groups: list[dict[str, Any]]) -> Optimizer:

@@ -124,11 +124,14 @@ class Gradient:
 
     def clear(self) -> None:
         """Nothing has come."""
-        if self.reader is not None:
-            self.reader.synchronize()
-            self.reader = None
-        if self.raw is not None:
-            self.shared.traffic.give_back(self.raw.block, self.raw.arrived)
+        raw, traffic = self.raw, self.shared.traffic
+        if raw is not None:
+            if self.reader is None or self.reader.query():
+                traffic.give_back(raw.block, raw.arrived)
+            else:
+                # Behind the step that reads it.
+                self.shared.lane.run(lambda: traffic.give_back(raw.block, raw.arrived))
+        self.reader = None
         self.raw = None
         self.summed = False
         self.factors = []

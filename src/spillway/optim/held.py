@@ -75,6 +75,8 @@ class Held:
         self.pieces: list[Piece] = []
         self.known = False
         """Whether the master was ever written."""
+        self.in_doubt = False
+        """Whether a step was begun and not ended: parameter and master may say what they please."""
         self._stamp: Stamp | None = None
         self.state: dict[Any, Any] = {}
         """As the plain optimizer would have it, over the pieces' own."""
@@ -143,7 +145,7 @@ class Held:
 
     def changed(self) -> bool:
         """Whether somebody wrote to the parameter, as far as can be told."""
-        return self._stamp is None or not self._stamp.holds(self.parameter)
+        return self.in_doubt or self._stamp is None or not self._stamp.holds(self.parameter)
 
     def written(self) -> None:
         """The parameter is to be what the master says, when what is queued is done."""
@@ -211,6 +213,11 @@ class Held:
         self.begin_step()
         self.flat_master().copy_(master.as_strided((self.numel,), (1,)))
         self.known = True
+        self._stamp = None
+
+    def forget_master(self) -> None:
+        """The master is to be what the parameter is at the next step, and no more exact."""
+        self.known = False
         self._stamp = None
 
     def whole(self, values: Snapshot) -> torch.Tensor:

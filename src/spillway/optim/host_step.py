@@ -100,6 +100,11 @@ class HostStep:
         first = inner.state[held.pieces[0].tensor]
         held.state = {name: first[name] if _is_own(value) else value for name, value in state.items()}
 
+    def begin_state(self, held: Held, settings: Settings) -> None:
+        """A parameter that has not stepped gets the state that the class's constructor makes."""
+        self._inner_with(held.pieces, settings)
+        self._gather(held)
+
     def drop_state(self, held: Held) -> None:
         """It has none."""
         for piece in held.pieces:

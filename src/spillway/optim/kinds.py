@@ -35,6 +35,8 @@ class Kind:
     """The types in which it has a fused kernel on the host, which steps a piece to the same bits as the whole."""
     alone: bool
     """Whether it steps each parameter by itself, so that some may step before others."""
+    begins_with_state: bool
+    """Whether its constructor makes states, and not its first step: a state that is saved before that has them."""
 
     @classmethod
     def of(cls, optimizer_class: type[Optimizer]) -> Kind:
@@ -54,7 +56,11 @@ class Kind:
                     f"optimizer_class: got {optimizer_class.__name__}, expected another: {why}; use it as it is"
                 )
         known = optimizer_class.__module__.startswith("torch.optim.")
-        return cls(fused=_FUSED_ON_HOST.get(optimizer_class, frozenset()), alone=known)
+        return cls(
+            fused=_FUSED_ON_HOST.get(optimizer_class, frozenset()),
+            alone=known,
+            begins_with_state=issubclass(optimizer_class, torch.optim.Adagrad),
+        )
 
 
 def defaults_of(optimizer_class: type[Optimizer], given: dict[str, Any]) -> dict[str, Any]:

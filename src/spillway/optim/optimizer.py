@@ -22,7 +22,7 @@ from spillway.optim.placement import held_of
 from spillway.optim.rounds import Round, by_groups, shares
 from spillway.optim.sharding import is_distributed, like, local_of, many_processes, put_local
 from spillway.optim.shared import Shared
-from spillway.optim.states import MASTER, Hook, Saved, host_copy
+from spillway.optim.states import MASTER, Hook, Saved, check_shapes, host_copy
 from spillway.optim.threads import begin_with, thread_count
 from spillway.optim.traffic import Traffic
 from spillway.records import OptimizerStats
@@ -221,6 +221,8 @@ class OffloadedOptimizer(Optimizer):
         The tensors are on the host, and those that are stepped: copy what is to be kept while training goes on.
         """
         self.synchronize()
+        if self._kind.begins_with_state:
+            self._begin_states()
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -231,8 +233,15 @@ class OffloadedOptimizer(Optimizer):
         """
         self.synchronize()
         saved = Saved()
+
+        def take(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+            without = saved.take(state_dict)
+            for (__, parameter), state in zip(self._parameters(), saved.in_order(), strict=False):
+                check_shapes(state, parameter, fused=bool(self._kind.fused))
+            return without
+
         with (
-            contextlib.closing(Hook(self.register_load_state_dict_pre_hook(saved.take))),
+            contextlib.closing(Hook(self.register_load_state_dict_pre_hook(take))),
             contextlib.closing(Hook(self.register_load_state_dict_post_hook(self._put_states(saved), prepend=True))),
         ):
             super().load_state_dict(state_dict)
@@ -248,9 +257,7 @@ class OffloadedOptimizer(Optimizer):
     def _put_state(self, parameter: torch.Tensor, state: dict[Any, Any]) -> None:
         held = self._held.get(parameter)
         if held is None:
-            group = next(g for g in self.param_groups if any(p is parameter for p in g["params"]))
-            settings = {name: value for name, value in group.items() if name != "params"}
-            self._device.put_state(parameter, state, settings)
+            self._device.put_state(parameter, state, self._settings_on_device(parameter))
             self._show(parameter, self._device.state_of(parameter))
             return
         held.check()
@@ -258,17 +265,36 @@ class OffloadedOptimizer(Optimizer):
         master = fresh.pop(MASTER, None)
         if held.master is None and (fresh or master is not None):
             held.make_master()
-        if master is not None and held.has_master:
+        if held.has_master and master is not None:
             held.put_master(master)
+        elif held.has_master:
+            held.forget_master()
         if fresh:
             self._host.put_state(held, fresh, self._settings(held))
         else:
             self._host.drop_state(held)
         self._show(parameter, self._state_of(held))
 
+    def _begin_states(self) -> None:
+        for _, parameter in self._parameters():
+            held = self._held.get(parameter)
+            if parameter not in self.state:
+                if held is None:
+                    self._device.begin_state(parameter, self._settings_on_device(parameter))
+                    self._show(parameter, self._device.state_of(parameter))
+                else:
+                    if held.master is None:
+                        held.make_master()
+                    self._host.begin_state(held, self._settings(held))
+                    self._show(parameter, self._state_of(held))
+
+    def _settings_on_device(self, parameter: torch.Tensor) -> dict[str, Any]:
+        group = next(group for group in self.param_groups if any(one is parameter for one in group["params"]))
+        return {name: value for name, value in group.items() if name != "params"}
+
     def _state_of(self, held: Held) -> dict[Any, Any]:
         state = dict(held.state)
-        if held.has_master and held.master is not None:
+        if held.has_master and held.known:
             state[MASTER] = held.master
         return state
 

@@ -66,6 +66,8 @@ class Round:
 
         def work() -> Event:
             before = time.perf_counter()
+            for one in held:
+                one.in_doubt = True
             for one in stale:
                 one.take(ready[one.shared])
             for one in held:
@@ -74,6 +76,8 @@ class Round:
                 ends = self._step.step_together(shares, ready[shared])
             else:
                 ends = [end for share in shares for end in self._step.step(share, ready[shared])]
+            for one in held:
+                one.in_doubt = False
             self._host_seconds += time.perf_counter() - before
             return shared.traffic.backend.all_of(ends)
 
