@@ -201,3 +201,28 @@ CLASSES = pytest.mark.parametrize(
     ids=["AdamW", "SGD", "SGD-without-state", "Adagrad", "RMSprop", "NAdam", "ASGD", "Rprop", "Adafactor"],
 )
 """Classes of every kind, fused and not, that make their state at the first step or before."""
+
+
+Both = tuple[tuple[Module, Optimizer], tuple[Module, OffloadedOptimizer]]
+
+
+def both(optimizer_class: type[Optimizer], session: spillway.Session, groups: Any = None, **defaults: Any) -> Both:
+    """A plain model and ours, with equal groups."""
+    groups = groups or (lambda model: model.parameters())
+    plain, ours = wide(), wide()
+    reference = optimizer_class(groups(plain), **implementation(optimizer_class), **defaults)
+    return (plain, reference), (ours, OffloadedOptimizer(groups(ours), optimizer_class, session=session, **defaults))
+
+
+def assert_both_same(pair: Both) -> None:
+    (plain, reference), (ours, optimizer) = pair
+    assert_same_values(ours, plain)
+    assert_same_state(optimizer.state_dict(), reference.state_dict())
+
+
+def three_groups(model: Module) -> list[dict[str, Any]]:
+    return [
+        {"params": list(model.first.parameters()), "lr": 0.3},  # type: ignore[union-attr]
+        {"params": list(model.blocks.parameters()), "weight_decay": 0.4},  # type: ignore[union-attr]
+        {"params": [model.last.weight, model.gain], "lr": 0.01, "maximize": True},  # type: ignore[union-attr]
+    ]
