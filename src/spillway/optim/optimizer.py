@@ -137,8 +137,7 @@ class OffloadedOptimizer(Optimizer):
             self._device.step(self.param_groups)
             for parameter in self._device:
                 self._show(parameter, self._device.state_of(parameter))
-            if not self._overlapping:
-                self.synchronize()
+            self._arrive([one for one in self._coming if not self._is_overlapped(one.parameter)])
         return loss
 
     def synchronize(self) -> None:
@@ -166,7 +165,9 @@ class OffloadedOptimizer(Optimizer):
         """From now on :meth:`step` returns early, and each block waits for its parameters when it is called.
 
         What is read of a parameter by other means than a call of the module that has it must come after
-        :meth:`synchronize`. ``state_dict`` of the model and of the optimizer see to that themselves.
+        :meth:`synchronize`: a copy of the model, an average of its weights. ``state_dict`` and ``load_state_dict`` of
+        the model and of the optimizer see to that themselves. Parameters that are not in the model come back in
+        :meth:`step`. A copy of the model has nothing of this.
 
         Args:
             model: whose parameters these are; as it is called, wrapped and all.
@@ -175,9 +176,12 @@ class OffloadedOptimizer(Optimizer):
         Raises:
             UsageError: if none are.
         """
-        overlap = ForwardOverlap(model, self._wait_for, self.synchronize, blocks=blocks)
+        overlap = ForwardOverlap(model, self._wait_for, blocks=blocks)
         self._overlapping.append(overlap)
         self._stop.callback(overlap.remove)
+
+    def _is_overlapped(self, parameter: torch.Tensor) -> bool:
+        return any(overlap.covers(parameter) for overlap in self._overlapping)
 
     def _wait_for(self, parameters: Iterable[torch.Tensor]) -> None:
         if self._coming:
@@ -411,6 +415,10 @@ class OffloadedOptimizer(Optimizer):
             self._round.queue(by_groups(turns, self._settings), together=True)
         self._round.close()
         self._coming = {turn.held for turn in turns}
+        if any(turn.held.gradient.away() is None for turn in turns):
+            # What stays may be written to as soon as this returns.
+            for shared in self._shared.values():
+                shared.traffic.settle()
 
     def _turns(self) -> Iterator[Turn]:
         for held in self._held.values():
@@ -430,6 +438,11 @@ class OffloadedOptimizer(Optimizer):
                 held.another_gradient().begin(local)
             yield Turn(held, held.gradient.snapshot())
 
+    def _end_failed_step(self, error: type[BaseException] | None, *_: object) -> None:
+        """Where one has failed, the others of its step end, too: it is told once."""
+        if error is not None:
+            self._arrive(list(self._coming))
+
     def _arrive(self, held: Iterable[Held]) -> None:
         """Compute waits for these."""
         waits: dict[Event, Shared] = {}
@@ -439,6 +452,7 @@ class OffloadedOptimizer(Optimizer):
             if one.coming is not None:
                 waits[one.coming] = one.shared
         with contextlib.ExitStack() as stack:
+            stack.push(self._end_failed_step)
             # All of them, also those behind one that failed.
             for event, shared in reversed(waits.items()):
                 stack.callback(shared.traffic.wait, event)
