@@ -80,7 +80,9 @@ class ByHand(Optimizer):
         for copy, each in zip(self.copies, parameters, strict=True):
             assert copy is not each
         host, device = classes
-        self.inner = [host(self.copies[:cut], fused=True, **options)] if cut else []
+        # Torch's fused SGD leaves parameters of narrow types as they are.
+        fused = host is not torch.optim.SGD or self.copies[0].dtype == torch.float32
+        self.inner = [host(self.copies[:cut], fused=fused, **options)] if cut else []
         self.inner += [device(self.copies[cut:], **options)] if cut < len(parameters) else []
 
     @torch.no_grad()

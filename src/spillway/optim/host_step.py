@@ -125,6 +125,10 @@ class HostStep:
         first = self._states[held.pieces[0].tensor]
         held.state = {name: first[name] if _is_own(value) else value for name, value in state.items()}
 
+    def begin_state(self, held: Held, settings: Settings) -> None:
+        """A parameter that has not stepped gets the state that the class's constructor makes."""
+        self._know(held, settings)
+
     def drop_state(self, held: Held) -> None:
         """It has none."""
         for piece in held.pieces:

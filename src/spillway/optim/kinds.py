@@ -12,7 +12,15 @@ from torch.optim import Optimizer
 
 from spillway.errors import UnsupportedError, UsageError
 
-_FUSED_ON_HOST = {torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad}
+_WIDE = frozenset({torch.float32, torch.float64})
+_ALL = _WIDE | {torch.bfloat16, torch.float16}
+_FUSED_ON_HOST: dict[type[Optimizer], frozenset[torch.dtype]] = {
+    torch.optim.Adam: _ALL,
+    torch.optim.AdamW: _ALL,
+    torch.optim.Adagrad: _ALL,
+    # The one for narrow types leaves parameters as they are, and reads past the end of its momentum.
+    torch.optim.SGD: _WIDE,
+}
 _REFUSED = {
     torch.optim.SparseAdam: "its gradients are sparse",
     torch.optim.LBFGS: "each of its steps evaluates the model several times, over all parameters as one vector",
@@ -24,10 +32,12 @@ _FLAGS_OF_DEVICES = {"foreach": False, "capturable": False}
 class Kind:
     """An optimizer class, as far as its step can be taken apart."""
 
-    fused: bool
-    """Whether it has a fused kernel on the host, which steps a piece to the same bits as the whole."""
+    fused: frozenset[torch.dtype]
+    """The types in which it has a fused kernel on the host, which steps a piece to the same bits as the whole."""
     alone: bool
     """Whether it steps each parameter by itself, so that some may step before others."""
+    begins_with_state: bool
+    """Whether its constructor makes states, and not its first step: a state that is saved before that has them."""
 
     @classmethod
     def of(cls, optimizer_class: type[Optimizer], what: str = "optimizer_class") -> Kind:
@@ -51,7 +61,11 @@ class Kind:
                     f"{what}: got {optimizer_class.__name__}, expected another: {why}; use it as it is"
                 )
         known = optimizer_class.__module__.startswith("torch.optim.")
-        return cls(fused=optimizer_class in _FUSED_ON_HOST, alone=known)
+        return cls(
+            fused=_FUSED_ON_HOST.get(optimizer_class, frozenset()),
+            alone=known,
+            begins_with_state=issubclass(optimizer_class, torch.optim.Adagrad),
+        )
 
 
 def defaults_of(optimizer_class: type[Optimizer], given: dict[str, Any]) -> dict[str, Any]:
@@ -115,12 +129,11 @@ class Arguments:
         return cls(host, device, {**of_device, **of_host, **given}, unlike)
 
 
-def on_host(group: dict[str, Any], kind: Kind, *, fused: bool) -> dict[str, Any]:
+def on_host(group: dict[str, Any], *, fused: bool) -> dict[str, Any]:
     """A group's settings, as they are for a step on the host.
 
     Args:
         group: of the user's optimizer.
-        kind: of its class.
         fused: whether the parameters can be stepped by a fused kernel.
     """
     settings = {name: value for name, value in group.items() if name not in ("params", "param_names")}
@@ -129,7 +142,7 @@ def on_host(group: dict[str, Any], kind: Kind, *, fused: bool) -> dict[str, Any]
             settings[name] = value.detach().to("cpu", copy=True)
     settings.update({name: value for name, value in _FLAGS_OF_DEVICES.items() if name in settings})
     if "fused" in settings:
-        settings["fused"] = kind.fused and fused and settings["fused"] is not False
+        settings["fused"] = fused and settings["fused"] is not False
     return settings
 
 

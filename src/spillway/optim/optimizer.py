@@ -12,19 +12,19 @@ import torch
 from torch.optim import Optimizer
 
 from spillway.blocks import Blocks
-from spillway.errors import UnsupportedError, UsageError
+from spillway.errors import SpillwayError, UnsupportedError, UsageError
 from spillway.optim.away import AwayGradient
 from spillway.optim.balance import Balance
 from spillway.optim.device_part import DevicePart
 from spillway.optim.forward import ForwardOverlap
-from spillway.optim.gradient import Shared
 from spillway.optim.held import Held
 from spillway.optim.host_step import HostStep, Turn
 from spillway.optim.kinds import Arguments, Kind, on_host
 from spillway.optim.placement import counted, held_of
 from spillway.optim.rounds import Round, by_groups, in_order
 from spillway.optim.sharding import is_distributed, like, local_of, many_processes, put_local
-from spillway.optim.states import MASTER, Hook, Saved, host_copy
+from spillway.optim.shared import Shared
+from spillway.optim.states import MASTER, Hook, Saved, check_shapes, host_copy
 from spillway.optim.threads import begin_with, hands_of, thread_count
 from spillway.optim.traffic import Traffic
 from spillway.records import OptimizerStats
@@ -49,11 +49,16 @@ class OffloadedOptimizer(Optimizer):
     are plain tensors, they leave in ``step()``: what a ``DistributedDataParallel`` has yet to reduce may not. With
     FSDP2 and tensor parallel (``DTensor``) they leave during backward.
 
+    Between steps parameters may be written to: what is loaded, initialised or edited under ``torch.no_grad()`` is where
+    the next step starts. What is written through ``p.data`` (``p.data.clamp_()``) leaves no trace:
+    :meth:`refresh_masters` tells of it.
+
     Args:
         params: parameters, or groups of them, as for any optimizer.
         optimizer_class: a class of ``torch.optim``, or one of your own, which then steps all parameters in one call.
-            Where it has a fused kernel for the host that is used (``Adam``, ``AdamW``, ``SGD``, ``Adagrad``), unless
-            ``fused=False`` is among the defaults; else its implementation with a loop, never ``foreach``.
+            Where it has a fused kernel for the host that is used (``Adam``, ``AdamW``, ``Adagrad``, and ``SGD`` in
+            ``float32`` and ``float64``), unless ``fused=False`` is among the defaults; else its implementation with a
+            loop, never ``foreach``.
         fraction: of all elements, how many are stepped on the host. The rest keeps state and step on the device; both
             step at the same time. ``"auto"``: all at first, then as many as slow a step down by no more than
             ``slowdown``, by the figures of the first steps; :attr:`fraction` says what came of it. Two runs may find
@@ -160,8 +165,7 @@ class OffloadedOptimizer(Optimizer):
             self._device.step(self.param_groups)
             for parameter in self._device:
                 self._show(parameter, self._device.state_of(parameter))
-            if not self._overlapping:
-                self.synchronize()
+            self._arrive([one for one in self._coming if not self._is_overlapped(one.parameter)])
         return loss
 
     def synchronize(self) -> None:
@@ -185,13 +189,19 @@ class OffloadedOptimizer(Optimizer):
         super().add_param_group(param_group)
         if self._ready:
             group = self.param_groups[-1]
-            self._place([(len(self.param_groups) - 1, parameter) for parameter in group["params"]])
+            try:
+                self._place([(len(self.param_groups) - 1, parameter) for parameter in group["params"]])
+            except SpillwayError:
+                self.param_groups.pop()
+                raise
 
     def overlap_forward(self, model: torch.nn.Module, *, blocks: Blocks | None = None) -> None:
         """From now on :meth:`step` returns early, and each block waits for its parameters when it is called.
 
         What is read of a parameter by other means than a call of the module that has it must come after
-        :meth:`synchronize`. ``state_dict`` of the model and of the optimizer see to that themselves.
+        :meth:`synchronize`: a copy of the model, an average of its weights. ``state_dict`` and ``load_state_dict`` of
+        the model and of the optimizer see to that themselves. Parameters that are not in the model come back in
+        :meth:`step`. A copy of the model has nothing of this.
 
         Args:
             model: whose parameters these are; as it is called, wrapped and all.
@@ -200,9 +210,12 @@ class OffloadedOptimizer(Optimizer):
         Raises:
             UsageError: if none are.
         """
-        overlap = ForwardOverlap(model, self._wait_for, self.synchronize, blocks=blocks)
+        overlap = ForwardOverlap(model, self._wait_for, blocks=blocks)
         self._overlapping.append(overlap)
         self._stop.callback(overlap.remove)
+
+    def _is_overlapped(self, parameter: torch.Tensor) -> bool:
+        return any(overlap.covers(parameter) for overlap in self._overlapping)
 
     def _wait_for(self, parameters: Iterable[torch.Tensor]) -> None:
         if self._coming:
@@ -214,20 +227,25 @@ class OffloadedOptimizer(Optimizer):
         return self._last.stats()
 
     def close(self) -> None:
-        """Bring gradients back, take hooks off the parameters, give memory back. The state is gone."""
-        self.synchronize()
-        for held in self._held.values():
-            self._bring_back(held)
-            held.give_up()
-        self._stop.close()
-        for shared in self._shared.values():
-            shared.lane.close()
-            shared.hands.close()
-            shared.traffic.settle()
-            shared.forget_factor()
-        self._held.clear()
-        self._device.close()
+        """Bring gradients back, take hooks off the parameters, give memory back. The state is gone.
+
+        Where the session was closed before, the gradients are gone, too.
+        """
         self._closed = True
+        # The last of these first, and all of them whatever goes wrong in one.
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._device.close)
+            stack.callback(self._held.clear)
+            for shared in self._shared.values():
+                stack.callback(shared.close, lost=self._session.closed)
+            stack.callback(self._stop.close)
+            for held in self._held.values():
+                stack.callback(held.unhook)
+            if not self._session.closed:
+                for held in self._held.values():
+                    stack.callback(held.give_up)
+                    stack.callback(self._bring_back, held)
+                stack.callback(self.synchronize)
 
     def _check_usable(self) -> None:
         self._session.check_open()
@@ -265,6 +283,8 @@ class OffloadedOptimizer(Optimizer):
         The tensors are on the host, and those that are stepped: copy what is to be kept while training goes on.
         """
         self.synchronize()
+        if self._kind.begins_with_state:
+            self._begin_states()
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -276,8 +296,15 @@ class OffloadedOptimizer(Optimizer):
         self._check_usable()
         self.synchronize()
         saved = Saved()
+
+        def take(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+            without = saved.take(state_dict)
+            for (__, parameter), state in zip(self._parameters(), saved.in_order(), strict=False):
+                check_shapes(state, parameter, fused=bool(self._kind.fused))
+            return without
+
         with (
-            contextlib.closing(Hook(self.register_load_state_dict_pre_hook(saved.take))),
+            contextlib.closing(Hook(self.register_load_state_dict_pre_hook(take))),
             contextlib.closing(Hook(self.register_load_state_dict_post_hook(self._put_states(saved), prepend=True))),
         ):
             super().load_state_dict(state_dict)
@@ -293,9 +320,7 @@ class OffloadedOptimizer(Optimizer):
     def _put_state(self, parameter: torch.Tensor, state: dict[Any, Any]) -> None:
         held = self._held.get(parameter)
         if held is None:
-            group = next(g for g in self.param_groups if any(p is parameter for p in g["params"]))
-            settings = {name: value for name, value in group.items() if name != "params"}
-            self._device.put_state(parameter, state, settings)
+            self._device.put_state(parameter, state, self._settings_on_device(parameter))
             self._show(parameter, self._device.state_of(parameter))
             return
         held.check()
@@ -303,17 +328,36 @@ class OffloadedOptimizer(Optimizer):
         master = fresh.pop(MASTER, None)
         if held.master is None and (fresh or master is not None):
             held.make_master()
-        if master is not None and held.has_master:
+        if held.has_master and master is not None:
             held.put_master(master)
+        elif held.has_master:
+            held.forget_master()
         if fresh:
             self._host.put_state(held, fresh, self._settings(held))
         else:
             self._host.drop_state(held)
         self._show(parameter, self._state_of(held))
 
+    def _begin_states(self) -> None:
+        for _, parameter in self._parameters():
+            held = self._held.get(parameter)
+            if parameter not in self.state:
+                if held is None:
+                    self._device.begin_state(parameter, self._settings_on_device(parameter))
+                    self._show(parameter, self._device.state_of(parameter))
+                else:
+                    if held.master is None:
+                        held.make_master()
+                    self._host.begin_state(held, self._settings(held))
+                    self._show(parameter, self._state_of(held))
+
+    def _settings_on_device(self, parameter: torch.Tensor) -> dict[str, Any]:
+        group = next(group for group in self.param_groups if any(one is parameter for one in group["params"]))
+        return {name: value for name, value in group.items() if name != "params"}
+
     def _state_of(self, held: Held) -> dict[Any, Any]:
         state = dict(held.state)
-        if held.has_master and held.master is not None:
+        if held.has_master and held.known:
             state[MASTER] = held.master
         return state
 
@@ -335,13 +379,14 @@ class OffloadedOptimizer(Optimizer):
                 yield index, parameter
 
     def _place(self, parameters: Sequence[tuple[int, torch.Tensor]]) -> None:
-        wanted = self._on_the_host([parameter for _, parameter in parameters], self._fraction)
-        for (group, parameter), on_the_host in zip(parameters, wanted, strict=True):
-            work = self._work_dtype(parameter)
-            if on_the_host:
-                self._hold(parameter, group, work)
-            else:
-                self._device.add(parameter, group, work)
+        on_the_host = self._on_the_host([parameter for _, parameter in parameters], self._fraction)
+        # All of them are made before the first is taken: one may be refused.
+        held = [self._made(group, one) for (group, one), here in zip(parameters, on_the_host, strict=True) if here]
+        for one in held:
+            self._hold(one)
+        for group, parameter in parameters:
+            if parameter not in self._held:
+                self._device.add(parameter, group, self._work_dtype(parameter))
 
     def _on_the_host(self, parameters: Sequence[torch.Tensor], fraction: float) -> list[bool]:
         parts = [local_of(parameter) for parameter in parameters]
@@ -350,12 +395,15 @@ class OffloadedOptimizer(Optimizer):
         taken = held_of(sizes, fraction, last_first=self._hold_last)
         return [is_taken or not counts for is_taken, counts in zip(taken, may_stay, strict=True)]
 
-    def _hold(self, parameter: torch.Tensor, group: int, work: torch.dtype) -> None:
-        cut = self._is_fused(self.param_groups[group], parameter)
-        held = self._held[parameter] = Held(
-            parameter, group, self._shared_of(local_of(parameter).device), work, cut=cut
-        )
-        if parameter.requires_grad and parameter.is_leaf and self._offload_gradients:
+    def _made(self, group: int, parameter: torch.Tensor) -> Held:
+        work = self._work_dtype(parameter)
+        cut = self._is_fused(self.param_groups[group], work)
+        return Held(parameter, group, self._shared_of(local_of(parameter).device), work, cut=cut)
+
+    def _hold(self, held: Held) -> None:
+        parameter = held.parameter
+        self._held[parameter] = held
+        if self._offload_gradients and (parameter.is_floating_point() or parameter.is_complex()):
             me, mine = weakref.ref(self), weakref.ref(held)
 
             def came(_: torch.Tensor) -> None:
@@ -363,7 +411,10 @@ class OffloadedOptimizer(Optimizer):
                 if optimizer is not None and of is not None:
                     optimizer._came(of)
 
-            held.hook = parameter.register_post_accumulate_grad_hook(came)  # type: ignore[no-untyped-call]
+            # One that is frozen may be unfrozen later, and takes a hook only if it is not.
+            frozen = not parameter.requires_grad
+            held.hook = parameter.requires_grad_(True).register_post_accumulate_grad_hook(came)  # type: ignore[no-untyped-call]
+            parameter.requires_grad_(not frozen)
             weakref.finalize(self, held.hook.remove)
 
     def _choose(self, balance: Balance) -> None:
@@ -390,8 +441,8 @@ class OffloadedOptimizer(Optimizer):
         self._host.drop_state(held)
         held.give_up()
 
-    def _is_fused(self, group: dict[str, Any], parameter: torch.Tensor) -> bool:
-        return self._kind.fused and group.get("fused") is not False and parameter.is_floating_point()
+    def _is_fused(self, group: dict[str, Any], work: torch.dtype) -> bool:
+        return work in self._kind.fused and group.get("fused") is not False
 
     def _work_dtype(self, parameter: torch.Tensor) -> torch.dtype:
         wanted = self._master_dtype
@@ -411,12 +462,12 @@ class OffloadedOptimizer(Optimizer):
             lane = runtime.backend.host_lane("optimizer", begin=begin_with(self._threads))
             hands, each = hands_of(self._threads)
             some = runtime.backend.host_lane("optimizer-hand", threads=hands, begin=begin_with(each))
-            shared = self._shared[device] = Shared(Traffic(runtime), lane, some)
+            shared = self._shared[device] = Shared(Traffic(runtime), lane, some, self._session.check_open)
         return shared
 
     def _settings(self, held: Held) -> dict[str, Any]:
         group = self.param_groups[held.group]
-        return on_host(group, self._kind, fused=self._is_fused(group, held.parameter))
+        return on_host(group, fused=self._is_fused(group, held.work_dtype))
 
     # A step.
 
@@ -430,18 +481,20 @@ class OffloadedOptimizer(Optimizer):
 
     def _take_gradient(self, held: Held, gradient: torch.Tensor) -> None:
         local = local_of(gradient)
-        held.gradient.begin(local)
-        self._put_gradient(held, held.gradient.stand_in(local))
+        home = held.another_gradient()
+        home.begin(local)
+        self._put_gradient(held, home.stand_in(local))
 
     def _bring_back(self, held: Held) -> None:
         gradient = held.parameter.grad
-        local = None if gradient is None else local_of(gradient)
-        if isinstance(local, AwayGradient) and local.stands_for(held.gradient):
-            self._put_gradient(held, held.gradient.restore())
+        away = None if gradient is None else local_of(gradient)
+        if isinstance(away, AwayGradient) and away.stands_for(held.gradient):
+            # Nobody can have the gradient of a parameter that is of another shape now.
+            self._put_gradient(held, held.gradient.restore() if held.is_as_it_was() else None)
 
-    def _put_gradient(self, held: Held, local: torch.Tensor) -> None:
+    def _put_gradient(self, held: Held, local: torch.Tensor | None) -> None:
         gradient = held.parameter.grad
-        if gradient is not None and is_distributed(gradient):
+        if local is not None and gradient is not None and is_distributed(gradient):
             put_local(gradient, local)
         else:
             held.parameter.grad = local
@@ -457,23 +510,33 @@ class OffloadedOptimizer(Optimizer):
         elif turns:
             self._round.queue(by_groups(turns, self._settings), together=True)
         self._coming = {turn.held for turn in turns}
+        if any(turn.held.gradient.away() is None for turn in turns):
+            # What stays may be written to as soon as this returns.
+            for shared in self._shared.values():
+                shared.traffic.settle()
 
     def _turns(self) -> Iterator[Turn]:
         for held in self._held.values():
             gradient = held.parameter.grad
             if gradient is None:
-                held.gradient.clear()
+                held.another_gradient().clear()
                 continue
+            held.check()
             local = local_of(gradient)
-            if isinstance(local, AwayGradient) and not local.stands_for(held.gradient):
-                # It left for another optimizer over the same parameter, which holds it still.
-                self._take_gradient(held, local.home.restore())
-            elif not isinstance(local, AwayGradient):
-                if self._offload_gradients and not gradient.requires_grad:
-                    self._take_gradient(held, gradient)
-                else:
-                    held.gradient.begin(local)
+            if isinstance(local, AwayGradient):
+                stands = held.adopt(local)
+                if stands is not local:
+                    self._put_gradient(held, stands)
+            elif self._offload_gradients and not gradient.requires_grad:
+                self._take_gradient(held, gradient)
+            else:
+                held.another_gradient().begin(local)
             yield Turn(held, held.gradient.snapshot())
+
+    def _end_failed_step(self, error: type[BaseException] | None, *_: object) -> None:
+        """Where one has failed, the others of its step end, too: it is told once."""
+        if error is not None:
+            self._arrive(list(self._coming))
 
     def _arrive(self, held: Iterable[Held]) -> None:
         """Compute waits for these."""
@@ -484,10 +547,12 @@ class OffloadedOptimizer(Optimizer):
             if one.coming is not None:
                 waits[one.coming] = one.shared
         with contextlib.ExitStack() as stack:
+            stack.push(self._end_failed_step)
             # All of them, also those behind one that failed.
             for event, shared in reversed(waits.items()):
                 stack.callback(shared.traffic.wait, event)
         for one in arriving:
+            one.in_doubt = False
             self._show(one.parameter, self._state_of(one))
         if arriving and not self._coming:
             for index, written in self._host.written.items():

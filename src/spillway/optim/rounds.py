@@ -6,9 +6,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from spillway.optim.balance import Seen
-from spillway.optim.gradient import CHUNK, Shared, Snapshot
+from spillway.optim.gradient import CHUNK, Snapshot
 from spillway.optim.held import Held
 from spillway.optim.host_step import HostStep, Settings, Share, Turn
+from spillway.optim.shared import Shared
 from spillway.records import OptimizerStats
 from spillway.runtime.backend import Event
 from spillway.runtime.ledger import Stalls
@@ -112,6 +113,7 @@ class Round:
 
         end = shared.lane.run(work)
         for one in held:
+            one.in_doubt = True
             one.written()
             one.gradient.reader = one.coming = end
         self._elements += sum(one.numel for one in held)

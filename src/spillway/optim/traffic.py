@@ -191,14 +191,13 @@ class Traffic:
     def give_back(self, sent: Sent) -> None:
         """Nobody needs it any more."""
         parcel = sent.parcel
-        if parcel.block is None:
-            self.flush()
         with self._lock:
             parcel.parts -= 1
-            if parcel.parts == 0:
-                assert parcel.block is not None
-                assert parcel.arrived is not None
-                self.arena.free(parcel.block, (parcel.arrived,))
+            self._free_unwanted(parcel)
+
+    def _free_unwanted(self, parcel: Parcel) -> None:
+        if parcel.parts == 0 and parcel.block is not None and parcel.arrived is not None:
+            self.arena.free(parcel.block, (parcel.arrived,))
 
     def host_view(self, memory: Bytes, dtype: torch.dtype, numel: int, *, write: bool) -> torch.Tensor:
         """Pinned memory as a flat tensor, for the host."""
@@ -218,6 +217,7 @@ class Traffic:
         copied = self._copy_out(parcel)
         self._leaving.append(_Leaving([source.storage for _, source in parcel.sources], nbytes, copied, parcel.compute))
         parcel.sources = []
+        self._free_unwanted(parcel)
         self._leaving_bytes += nbytes
         self.sent_bytes += nbytes
 
