@@ -65,12 +65,10 @@ class OffloadedOptimizer(Optimizer):
             different ones, and the host's and the device's arithmetic differ in the last bits.
             Parameters on the CPU, beside others on a device, are stepped on the host anyway, and are not counted.
         slowdown: what ``"auto"`` allows, of a step: 0.05 for 5 %.
-        device_budget: most bytes of state that the device may have, instead of a fraction: ``"2GiB"``.
         master_dtype: the type of the masters that parameters of a narrower type are stepped in. ``"auto"``: ``float32``
             for ``bfloat16`` and ``float16``. ``None``: no masters, each is stepped in its own type.
         offload_gradients: whether gradients leave the device during backward. If not, they stay until they are
             cleared, and are copied in ``step()``.
-        tier: ``"host"``.
         threads: for the step. ``None``: one a CPU that the process may use, shared by the ranks of the machine.
         session: whose pinned memory is used. ``None``: the default one.
         hold: which parameters the fraction takes: ``"last"``, from the last one on, whose gradients come first in
@@ -98,10 +96,8 @@ class OffloadedOptimizer(Optimizer):
         *,
         fraction: float | str | None = None,
         slowdown: float = 0.05,
-        device_budget: int | str | None = None,
         master_dtype: torch.dtype | str | None = "auto",
         offload_gradients: bool = True,
-        tier: str = "host",
         threads: int | None = None,
         session: Session | None = None,
         hold: str = "last",
@@ -127,8 +123,6 @@ class OffloadedOptimizer(Optimizer):
         self._hold_last = hold == "last"
         self._master_dtype = _checked_master_dtype(master_dtype)
         self._offload_gradients = bool(offload_gradients)
-        if tier != "host":
-            raise UsageError(f"tier: got {tier!r}, expected 'host'")
         self._threads = thread_count(threads)
         self._session = session if session is not None else Session.default()
         self._shared: dict[torch.device, Shared] = {}
