@@ -6,10 +6,11 @@
 
 A step is ``--micro`` forwards and backwards over a stack of decoder layers in bfloat16, each layer checkpointed, and
 the optimizer's step. Several steps are timed together, since the end of one may run beside the begin of the next: the
-median of such runs, by the step, and their range. *peak* is the device's, all included. *bound* is what no way with the
-same work can be below: the time without an optimizer, plus what the host's step takes at the rate of the host's memory
-(32 bytes a parameter with masters, 14 without; the rate is that of STREAM's Add, measured in the same run) beyond what
-can run at the same time: the next forward where it is overlapped, and the backward where nothing is clipped.
+median of such runs, by the step, and their range. *peak* is the device's, all included. *bound* is what a way with the
+same work comes to: the time without an optimizer, plus what the host's step takes at the rate of the host's memory (32
+bytes a parameter with masters, 14 without; the rate is that of STREAM's Add, measured in the same run, which a step can
+exceed) beyond what can run at the same time: the next forward where it is overlapped, and the backward where nothing is
+clipped.
 
 Peers are measured where they can be imported, and named as absent where not.
 """
@@ -214,7 +215,7 @@ def host_rates(options: argparse.Namespace) -> dict[str, float]:
 
 
 def bound(row: Row, plain: Row, rate: float, options: argparse.Namespace) -> float:
-    """What no way with the same work on the host can be below."""
+    """What a way with the same work on the host comes to, by the rate of additions."""
     if "masters" not in row.way or not plain.step_seconds or not rate:
         return 0.0
     masters = "no masters" not in row.way
