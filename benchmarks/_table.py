@@ -1,13 +1,17 @@
-"""Prints results of ``step.py`` as the README has them: ``python benchmarks/_table.py results/FILE.json ...``."""
+"""Prints results of the benchmarks as the pages have them: ``python benchmarks/_table.py results/FILE.json ...``."""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 GIB = 2**30
+
+Result = dict[str, Any]
+"""What a benchmark wrote: ``date``, ``versions``, ``hardware``, ``options`` and ``rows``."""
 
 
 def compared(digest: str, plain: str) -> str:
@@ -23,40 +27,165 @@ def paired(quartiles: list[float]) -> str:
     return "-" if not quartiles else "{1:.3f} ({0:.3f} to {2:.3f})".format(*quartiles)
 
 
-def conditions(result: dict[str, Any]) -> str:
-    """What was run, where and when."""
+def ranged(row: dict[str, Any]) -> str:
+    """The median step, and the least and the most that one took."""
+    middle, low, high = (f"{row[key] * 1e3:.0f}" for key in ("step_seconds", "step_min", "step_max"))
+    return f"{middle} ms" if low == high else f"{middle} ms ({low} to {high})"
+
+
+def gib(nbytes: float) -> str:
+    return f"{nbytes / GIB:.2f} GiB"
+
+
+def counted(numel: int) -> str:
+    return f"{numel / 1e9:.2f} G" if numel >= 1e9 else f"{numel / 1e6:.0f} M"
+
+
+def table(*rows: list[str]) -> list[str]:
+    """The first row is the heading."""
+    head, *rest = ("| " + " | ".join(cells) + " |" for cells in rows)
+    return [head, "|" + "---|" * len(rows[0]), *rest]
+
+
+def where_and_when(result: Result) -> str:
+    torch = result["versions"]["torch"].partition("+")[0]
+    return f"{result['hardware']['device']}, torch {torch}; {result['date'][:10]}:"
+
+
+# step.py: one method a row.
+
+
+def of_steps(result: Result) -> list[str]:
     options = result["options"]
     window = "" if options["window"] is None else f", window {options['window']}"
-    return (
+    conditions = (
         f"{options['layers']} layers, {options['seq']} tokens{window}; median of {options['steps']} steps; "
-        f"{result['hardware']['device']}, torch {result['versions']['torch'].partition('+')[0]}; {result['date'][:10]}:"
+        f"{where_and_when(result)}"
     )
-
-
-def lines(result: dict[str, Any]) -> list[str]:
     plain = result["rows"][0]
     in_pairs = any(row.get("paired") for row in result["rows"])
-    extra = " paired |" if in_pairs else ""
-    table = [
-        f"| method | step | of keep |{extra} of the bound | first step | activation peak | of keep | identical |",
-        "|---|---|---|---|---|---|---|---|" + "---|" * in_pairs,
-    ]
+    heading = ["method", "step", "of keep", *(["paired"] if in_pairs else []), "of the bound", "first step"]
+    rows = []
     for row in result["rows"]:
-        bound = row["bound_seconds"]
         moved = row["stats"].get("offloaded_bytes", 0)
-        extra = f"| {paired(row.get('paired', []))} " if in_pairs else ""
-        table.append(
-            f"| `{row['method']}` | {row['step_seconds'] * 1e3:.0f} ms "
-            f"| {row['step_seconds'] / plain['step_seconds']:.2f} {extra}"
-            f"| {ratio(row['step_seconds'], bound) if moved else '-'} "
-            f"| {row['first_seconds']:.1f} s "
-            f"| {row['peak_bytes'] / GIB:.2f} GiB | {row['peak_bytes'] / plain['peak_bytes']:.1%} "
-            f"| {compared(row['digest'], plain['digest'])} |"
+        rows.append(
+            [
+                f"`{row['method']}`",
+                f"{row['step_seconds'] * 1e3:.0f} ms",
+                f"{row['step_seconds'] / plain['step_seconds']:.2f}",
+                *([paired(row.get("paired", []))] if in_pairs else []),
+                ratio(row["step_seconds"], row["bound_seconds"]) if moved else "-",
+                f"{row['first_seconds']:.1f} s",
+                gib(row["peak_bytes"]),
+                f"{row['peak_bytes'] / plain['peak_bytes']:.1%}",
+                compared(row["digest"], plain["digest"]),
+            ]
         )
-    return table
+    return [conditions, "", *table([*heading, "activation peak", "of keep", "identical"], *rows)]
+
+
+# parallel.py: one way a row, of a pipeline or of FSDP2.
+
+
+def of_ranks(result: Result) -> list[str]:
+    options, ranks = result["options"], result["options"]["ranks"]
+    where = f"median of {options['steps']} steps; {ranks} x {where_and_when(result)}"
+    size = {
+        "pipeline": f"1F1B, {options['layers']} layers a stage, {2 * ranks} micro-batches of {options['seq']} tokens",
+        "fsdp": f"FSDP2, {options['layers']} layers, {options['seq']} tokens a rank",
+    }
+    made = []
+    for part in dict.fromkeys(row["part"] for row in result["rows"]):
+        ways = [row for row in result["rows"] if row["part"] == part]
+        plain = ways[0]
+        rows = [
+            [
+                row["way"],
+                ranged(row),
+                ratio(row["step_seconds"], plain["step_seconds"]),
+                gib(row["peak_bytes"]),
+                f"{row['peak_bytes'] / plain['peak_bytes']:.1%}",
+                compared(row["digest"], plain["digest"]),
+            ]
+            for row in ways
+        ]
+        heading = ["way", "step", "of keep", "activation peak of rank 0", "of keep", "identical"]
+        made += [f"{size[part]}; {where}", "", *table(heading, *rows)]
+    return made
+
+
+# optimizer.py: one way a row.
+
+
+def of_optimizers(result: Result) -> list[str]:
+    options, rates = result["options"], result["host_gigabytes_a_second"]
+    memory = "the host's memory not measured"
+    if rates["stream"]:
+        memory = (
+            f"the host's memory {rates['stream']:.0f} GB/s, in place {rates['stream_in_place']:.0f}, "
+            f"a step of `float32` {rates['step']:.0f}"
+        )
+    micro = "one micro-batch" if options["micro"] == 1 else f"{options['micro']} micro-batches"
+    runs = {1: "one run", 2: "mean of two runs"}.get(options["runs"], f"median of {options['runs']} runs")
+    conditions = (
+        f"{counted(result['rows'][0]['parameters'])} parameters, {options['layers']} layers, {micro} of "
+        f"{options['seq']} tokens; {runs} of {options['together']} steps; {memory}; {where_and_when(result)}"
+    )
+    present = [row for row in result["rows"] if not row["absent"]]
+    device = next((row for row in present if row["way"] == "on the device"), None)
+    rows = [
+        [
+            row["way"],
+            ranged(row),
+            f"{row['step_seconds'] / device['step_seconds']:.2f}" if device else "-",
+            ratio(row["step_seconds"], row["bound_seconds"]) if row["bound_seconds"] else "-",
+            gib(row["peak_bytes"]),
+            gib(row["stats"]["host_bytes"]) if row["stats"] else "-",
+        ]
+        for row in present
+    ]
+    heading = ["way", "step", "of the device", "of the bound", "device peak", "pinned by Spillway"]
+    return [conditions, "", *table(heading, *rows)]
+
+
+# resnet.py: one ratio a row.
+
+
+def of_ratios(result: Result) -> list[str]:
+    options = result["options"]
+    conditions = (
+        f"{options['images']} images of {options['size']} x {options['size']}; median of {options['steps']} steps; "
+        f"{where_and_when(result)}"
+    )
+    plain = result["rows"][0]
+    rows = [
+        [
+            row["ratio"],
+            ranged(row),
+            f"{row['step_seconds'] / plain['step_seconds']:.2f}",
+            gib(row["peak_bytes"]),
+            f"{row['peak_bytes'] / plain['peak_bytes']:.0%}",
+            gib(row["offloaded_bytes"]) if row["offloaded_bytes"] else "-",
+            compared(row["digest"], plain["digest"]),
+        ]
+        for row in result["rows"]
+    ]
+    return [conditions, "", *table(["ratio", "step", "of plain", "peak", "of plain", "left", "identical"], *rows)]
+
+
+KINDS: dict[str, Callable[[Result], list[str]]] = {
+    "method": of_steps,
+    "part": of_ranks,
+    "parameters": of_optimizers,
+    "ratio": of_ratios,
+}
+"""By what a row has that those of the other benchmarks have not."""
+
+
+def lines(result: Result) -> list[str]:
+    return next(made(result) for key, made in KINDS.items() if key in result["rows"][0])
 
 
 if __name__ == "__main__":
     for name in sys.argv[1:]:
-        result = json.loads(Path(name).read_text())
-        print("\n".join([conditions(result), "", *lines(result), ""]))
+        print("\n".join([*lines(json.loads(Path(name).read_text())), ""]))

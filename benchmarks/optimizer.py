@@ -6,10 +6,11 @@
 
 A step is ``--micro`` forwards and backwards over a stack of decoder layers in bfloat16, each layer checkpointed, and
 the optimizer's step. Several steps are timed together, since the end of one may run beside the begin of the next: the
-median of such runs, by the step, and their range. *peak* is the device's, all included. *bound* is what no way with the
-same work can be below: the time without an optimizer, plus what the host's step takes at the rate of the host's memory
-(32 bytes a parameter with masters, 14 without; the rate is that of STREAM's Add, measured in the same run) beyond what
-can run at the same time: the next forward where it is overlapped, and the backward where nothing is clipped.
+median of such runs, by the step, and their range. *peak* is the device's, all included. *bound* is what a way with the
+same work comes to: the time without an optimizer, plus what the host's step takes at the rate of the host's memory (32
+bytes a parameter with masters, 14 without; the rate is that of STREAM's Add, measured in the same run, which a step can
+exceed) beyond what can run at the same time: the next forward where it is overlapped, and the backward where nothing is
+clipped.
 
 Peers are measured where they can be imported, and named as absent where not.
 """
@@ -214,8 +215,8 @@ def host_rates(options: argparse.Namespace) -> dict[str, float]:
 
 
 def bound(row: Row, plain: Row, rate: float, options: argparse.Namespace) -> float:
-    """What no way with the same work on the host can be below."""
-    if "masters" not in row.way or not plain.step_seconds:
+    """What a way with the same work on the host comes to, by the rate of additions."""
+    if "masters" not in row.way or not plain.step_seconds or not rate:
         return 0.0
     masters = "no masters" not in row.way
     share = 0.5 if "half" in row.way else 1.0
@@ -264,7 +265,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--together", type=int, default=4, help="steps that are timed together")
     parser.add_argument("--runs", type=int, default=5, help="such runs, to take the median of")
     parser.add_argument("--threads", type=int, help="of the host's step")
-    parser.add_argument("--host-elements", type=int, default=1 << 20 if small else 1 << 28, help="for the host's rates")
+    parser.add_argument(
+        "--host-elements", type=int, default=1 << 20 if small else 1 << 28, help="for the host's rates; 0 for none"
+    )
     parser.add_argument("--device", default="cpu" if accelerator is None else accelerator.type)
     parser.add_argument("--ways", nargs="*", default=list(WAYS), metavar="WAY")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
@@ -280,7 +283,7 @@ def main() -> None:
     if options.child:
         options.json.write_text(json.dumps(asdict(measure(options))))
         return
-    rates = host(options)
+    rates = host(options) if options.host_elements else {"stream": 0.0, "stream_in_place": 0.0, "step": 0.0}
     print(
         f"host memory {rates['stream']:.1f} GB/s, in place {rates['stream_in_place']:.1f}; "
         f"step of float32, transfers and all, {rates['step']:.1f} GB/s of 28 bytes a parameter",

@@ -69,6 +69,40 @@ def test_the_toy_is_wrong_and_the_two_forms_beside_it_are_right() -> None:
     assert verdicts == {"plain": right, "offload_tensor": right, "recompute": right}
 
 
+def test_the_optimizer_on_the_host_computes_what_the_loop_written_out_does() -> None:
+    lines = python(str(EXAMPLES / "optimizer_offload.py")).splitlines()
+    rows = {line[:24].strip(): line[24:].split() for line in lines[2:6]}
+    assert list(rows) == ["on the device", "on the host, by hand", "OffloadedOptimizer", "half of it"]
+    count = int(lines[0].split()[0])
+    on_device = {name: int(row[0]) for name, row in rows.items()}
+    # A master and two moments, of four bytes each.
+    assert on_device["on the device"] == 12 * count
+    assert on_device["on the host, by hand"] == on_device["OffloadedOptimizer"] == 0
+    assert 0 < on_device["half of it"] <= 6 * count
+    first, last = ([float(row[place]) for row in rows.values()] for place in (1, 2))
+    assert len(set(first)) == len(set(last[:3])) == 1
+    assert last[0] < first[0] - 1
+    assert abs(last[3] - last[0]) < 0.1
+    assert lines[6:] == [
+        "OffloadedOptimizer and by hand: all 20 losses are equal",
+        "saved half-way and loaded: all 20 losses are equal",
+    ]
+
+
+def test_the_optimizer_on_the_host_makes_the_masters_of_the_loop_written_out() -> None:
+    example_of = example("optimizer_offload")
+    cpu = torch.device("cpu")
+    models = [example_of.make_model(cpu) for _ in range(2)]
+    written = example_of.WrittenOut(models[0], on_host=True)
+    ours = example_of.Offloaded(models[1], fraction=1.0)
+    for model, way in zip(models, (written, ours), strict=True):
+        example_of.train(model, way, 0, 3)
+    for parameter, master in zip(ours.parameters, written.masters, strict=True):
+        state, expected = ours.optimizer.state[parameter], written.optimizer.state[master]
+        assert torch.equal(state["master"], master)
+        assert all(torch.equal(state[name], value) for name, value in expected.items())
+
+
 def test_the_toy_doubles_a_gradient_once_for_each_time_that_it_is_passed() -> None:
     toy = example("offload_simple").ToyOffload
     x = torch.randn(4, requires_grad=True)
@@ -105,7 +139,14 @@ def test_a_window_is_the_whole_batch_and_a_mean_of_means_is_not() -> None:
     assert float(rows[0][-1]) > float(rows[-1][-1])
 
 
-@pytest.mark.parametrize("page", ["accumulation.md", "recompute.md", "tutorial.md"])
+def test_all_of_it_together_trains_to_the_same_weights() -> None:
+    lines = python("-W", "error", str(EXAMPLES / "all_together.py")).splitlines()
+    assert [line[:20].strip() for line in lines[:3]] == ["plain", "saved tensors away", "all together"]
+    assert len({line[20:] for line in lines[:3]}) == 1
+    assert lines[3] == "all losses and weights are equal"
+
+
+@pytest.mark.parametrize("page", ["accumulation.md", "optimizer.md", "recompute.md", "tutorial.md"])
 def test_the_snippets_of_a_page_run_one_after_the_other(page: str, tmp_path: Path) -> None:
     text = (PAGES / page).read_text(encoding="utf-8")
     snippets = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)

@@ -38,7 +38,6 @@ from spillway.grouping import group
 from spillway.groups import Groups
 from spillway.offloading import keep, keep_tensor, offload, offload_tensor
 from spillway.operators import OperatorCall, saved_by
-from spillway.optim.optimizer import OffloadedOptimizer
 from spillway.recomputing import Recompute, recompute
 from spillway.records import Decision, GroupStats, OptimizerStats, SavedTensor, SavedTensorReport, StepStats
 from spillway.report.table import Summary, SummaryRow
@@ -47,6 +46,7 @@ from spillway.summarizing import summary
 
 if TYPE_CHECKING:
     from spillway.accumulate import Accumulator, DeviceNumber, WindowStep, split_equals_whole
+    from spillway.optim.optimizer import OffloadedOptimizer
 
 __version__ = "0.1.0.dev0"
 
@@ -104,7 +104,10 @@ __all__ = [
     "summary",
 ]
 
-_LATER = dict.fromkeys(["Accumulator", "DeviceNumber", "WindowStep", "split_equals_whole"], "spillway.accumulate")
+_LATER = {
+    **dict.fromkeys(["Accumulator", "DeviceNumber", "WindowStep", "split_equals_whole"], "spillway.accumulate"),
+    "OffloadedOptimizer": "spillway.optim.optimizer",
+}
 """Names whose rooms are imported when they are first asked for: who does without does not wait for them."""
 
 

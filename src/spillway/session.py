@@ -286,6 +286,11 @@ class Session:
             if self._file is not None:
                 self._file.close()
 
+    @property
+    def closed(self) -> bool:
+        """Whether it cannot be used here any more: closed, or of the process that this one was forked from."""
+        return self._closed or self._process != os.getpid()
+
     def check_open(self) -> None:
         """Raise :class:`~spillway.errors.SessionError` if the session cannot be used here."""
         if self._closed:

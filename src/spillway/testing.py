@@ -41,7 +41,7 @@ from dataclasses import dataclass
 import torch
 
 from spillway.errors import RaceError
-from spillway.runtime.backend import Backend, Event, HostLane, Lane, Several, Task, TaskEnd
+from spillway.runtime.backend import Backend, Event, HostLane, Lane, Several, Task, TaskEnd, finish
 from spillway.runtime.bytes import Bytes, Form
 from spillway.runtime.cpu import anonymous_pages
 from spillway.runtime.tasks import raise_again
@@ -121,6 +121,7 @@ class _Job:
         # An error of it is for whoever waits for it.
         with contextlib.suppress(RuntimeError, OSError):
             self.run()
+        finish(self.inner)
 
     def run(self) -> None:
         """Do the task, if nobody has yet."""

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -15,15 +16,15 @@ import pytest
 import torch
 from rich.console import Console
 
-from spillway.cli import show
+from spillway.cli import demo, show
 from spillway.cli.app import main
 from spillway.demo import runner
 from spillway.demo.measure import Fingerprint, HighWaterMeter, SamplingMeter
 from spillway.demo.model import GPT
-from spillway.demo.records import DemoError, Outcome, Settings, make_row
+from spillway.demo.records import DemoError, Outcome, Report, Settings, make_row
 from spillway.demo.runner import WayProcess, child_environment
 from spillway.demo.text import Batches, load_text
-from spillway.demo.ways import WAYS, parse_ways
+from spillway.demo.ways import WAYS, parse_ways, ways_for
 from spillway.errors import UsageError
 
 SOURCE = Path(__file__).parents[2] / "src"
@@ -75,14 +76,14 @@ def _children(monkeypatch: pytest.MonkeyPatch) -> None:
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], dict]:
     file = tmp_path_factory.mktemp("demo") / "demo.json"
     # Asked for out of order: keep is what the others are compared with, and comes first all the same.
-    done = spillway("demo", *TINY, "--ways", "offload,checkpoint,keep", "--json", str(file))
+    done = spillway("demo", *TINY, "--ways", "optimizer,offload,checkpoint,keep", "--json", str(file))
     assert done.returncode == 0, done.stderr
     return done, json.loads(file.read_text())
 
 
 def test_every_way_has_a_row_with_the_promised_keys_in_the_order_of_the_registry(finished) -> None:
     rows = finished[1]["rows"]
-    assert [row["way"] for row in rows] == list(WAYS) == ["keep", "checkpoint", "offload"]
+    assert [row["way"] for row in rows] == list(WAYS) == ["keep", "checkpoint", "offload", "optimizer"]
     assert all(row.keys() >= KEYS for row in rows)
     assert all(row["step_seconds"] > 0 and row["tokens_per_second"] > 0 for row in rows)
     assert all(row["peak_bytes"] >= row["activation_peak_bytes"] >= 0 for row in rows)
@@ -98,7 +99,7 @@ def test_hardware_versions_and_settings_stand_beside_the_rows(finished) -> None:
 
 def test_every_way_is_bit_for_bit_keep(finished) -> None:
     rows = finished[1]["rows"]
-    assert [row["identical"] for row in rows] == [True, True, True]
+    assert [row["identical"] for row in rows] == [True, True, True, True]
     assert len({row["fingerprint"] for row in rows}) == 1
     assert all(row["losses"] == rows[0]["losses"] for row in rows)
 
@@ -123,6 +124,43 @@ def test_what_offload_moved_is_in_the_table() -> None:
         process.started()
         process.step(last=True)
         assert process.outcome().moved_bytes > 2**20
+
+
+def test_gradients_that_left_for_the_hosts_optimizer_are_in_the_table(finished) -> None:
+    row, keep = finished[1]["rows"][-1], finished[1]["rows"][0]
+    # All of them, in float32.
+    parameters = GPT(layers=2, width=64, heads=1, sequence=64).parameters()
+    assert row["moved_bytes"] == sum(parameter.nbytes for parameter in parameters)
+    assert keep["moved_bytes"] == 0
+
+
+def test_a_way_that_gains_nothing_on_the_cpu_has_to_be_asked_for_there() -> None:
+    assert ways_for(torch.device("cpu")) == ["keep", "checkpoint", "offload"]
+    assert ways_for(torch.device("cuda")) == list(WAYS)
+
+
+def test_a_way_that_rounds_otherwise_on_an_accelerator_is_not_compared_and_the_table_says_why() -> None:
+    outcome = Outcome(
+        step_seconds=1.0,
+        all_step_seconds=[1.0],
+        tokens_per_second=1.0,
+        peak_bytes=7,
+        baseline_bytes=3,
+        peak_source="",
+        moved_bytes=0,
+        losses=[2.0],
+        fingerprint="a",
+    )
+    other = replace(outcome, fingerprint="b")
+    rows = demo._rows({"keep": outcome, "offload": outcome, "optimizer": other}, torch.device("cuda"))
+    assert [row.identical for row in rows] == [True, True, None]
+    assert demo._rows({"keep": outcome, "optimizer": other}, torch.device("cpu"))[1].identical is False
+    settings = {"layers": 1, "width": 1, "batch": 1, "sequence": 1, "steps": 1}
+    report = Report(
+        rows=rows, hardware={"device": "", "threads": 1}, versions={"torch": ""}, settings=settings, environment={}
+    )
+    text = [line for line in show.comparison(report) if isinstance(line, str)]
+    assert text[-1].startswith("optimizer is not compared: the host's kernels round otherwise")
 
 
 def test_one_by_one_gives_the_same_losses_as_in_turn(finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

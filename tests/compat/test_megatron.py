@@ -23,7 +23,13 @@ from torch.utils.checkpoint import checkpoint
 import spillway
 from spillway import EventKind, EventList
 from spillway.compat import megatron
-from spillway.compat.megatron import ChunkOffloadHandler, GPUTensorPool, OffloadTensorGroup, PipelineOffloadManager
+from spillway.compat.megatron import (
+    ChunkOffloadHandler,
+    GPUTensorPool,
+    HybridDeviceOptimizer,
+    OffloadTensorGroup,
+    PipelineOffloadManager,
+)
 from spillway.compat.megatron import FineGrainedActivationOffloadingInterface as Interface
 from spillway.groups import PastGroup
 from spillway.testing import AdversaryBackend
@@ -1348,8 +1354,20 @@ EQUIVALENT = {
     *("should_bulk_offload", "bulk_offload", "bulk_offload_group", "bulk_reload", "bulk_reload_group"),
     "pre_reload_last_layer",
     *(f"on_group_{what}_{way}" for what in ("start", "commit") for way in ("forward", "backward")),
+    *("cpu_optimizers", "gpu_optimizer", "sub_optimizers", "build_cpu_optimizer_list", "sub_optimizer_kwargs"),
+    *("cpu_param_groups", "gpu_param_groups", "gpu_params_map_cpu_copy", "cpu_copys_map_gpu_param"),
+    *("param_to_fp32_param", "fp32_param_to_orig_param", "param_to_inner_param", "inner_param_to_orig_param"),
+    *("cpu_copy_map_grad", "master_param", "decoupled_grad", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"),
+    "step",
 }
-CLASSES = (Interface, PipelineOffloadManager, ChunkOffloadHandler, OffloadTensorGroup, GPUTensorPool)
+CLASSES = (
+    Interface,
+    PipelineOffloadManager,
+    ChunkOffloadHandler,
+    OffloadTensorGroup,
+    GPUTensorPool,
+    HybridDeviceOptimizer,
+)
 
 
 def test_the_page_says_of_every_name_what_it_is_here() -> None:
@@ -1367,6 +1385,7 @@ def test_the_page_says_of_every_name_what_it_is_here() -> None:
         ChunkOffloadHandler.find_group_with_name,
         PipelineOffloadManager._begin_chunk,
         GPUTensorPool,
+        HybridDeviceOptimizer,
     ):
         names |= set(inspect.signature(function).parameters) - {"self", "newer", "options"}
     names |= {"min_offloaded_tensor_size", "offloading_activation", "_TE_do_not_offload"}

@@ -41,6 +41,7 @@ def test_a_window_on_a_device_has_the_plain_loops_bits(
         assert_same(windowed(model, window, loader, weigh=weigh), expected)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("options", [{}, {"normalize": "steps"}, {"grad_dtype": torch.float32}, {"scaled": True}])
 def test_nothing_waits_for_the_device_until_a_number_is_read(device: torch.device, options: dict[str, Any]) -> None:
     if device.type != "cuda":

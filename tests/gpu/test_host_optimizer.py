@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 import spillway
 
+pytestmark = pytest.mark.gpu
+
 ADAMW: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
 WIDTH, LAYERS, STEPS, MAX_NORM = 512, 6, 6, 0.5
 

@@ -1,4 +1,4 @@
-"""Megatron-Core's names on an accelerator: groups, released memory, and events between a stream and the lanes."""
+"""Megatron-Core's names on an accelerator: groups, released memory, events between streams and lanes; its optimizer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 import spillway
 from spillway.compat.megatron import FineGrainedActivationOffloadingInterface as Interface
-from spillway.compat.megatron import PipelineOffloadManager
+from spillway.compat.megatron import HybridDeviceOptimizer, PipelineOffloadManager
 
 pytestmark = pytest.mark.gpu
 
@@ -83,4 +83,39 @@ def test_groups_of_several_chunks_leave_and_come_back(
         del manager
         gc.collect()
         session.synchronize()
+        assert session.used_bytes == (0, 0)
+
+
+def test_a_fraction_of_the_devices_elements_steps_on_the_host_and_the_rest_on_the_device(
+    device: torch.device, deterministic: None
+) -> None:
+    """Against copies, ``float32`` masters, and a class for each side, written out."""
+    torch.manual_seed(0)
+    sizes = (WIDTH, 2 * WIDTH, WIDTH)
+    on_cpu = nn.Parameter(torch.randn(WIDTH, dtype=torch.bfloat16))
+    on_device = [nn.Parameter(torch.randn(size, WIDTH, dtype=torch.bfloat16, device=device)) for size in sizes]
+    # Half of the device's elements are reached by the second; the one on the CPU, in their midst, is not counted.
+    parameters = [on_device[0], on_cpu, *on_device[1:]]
+    host = [nn.Parameter(each.detach().float().cpu()) for each in parameters[:3]]
+    rest = [nn.Parameter(on_device[2].detach().float())]
+    options = {"lr": 0.01, "weight_decay": 0.1}
+    by_hand = [torch.optim.AdamW(host, fused=True, **options), torch.optim.AdamW(rest, fused=True, **options)]
+    with spillway.Session() as session:
+        optimizer = HybridDeviceOptimizer(
+            parameters, 0.5, torch.optim.AdamW, param_update_in_fp32=True, session=session, fused=True, **options
+        )
+        assert [optimizer.holds(each) for each in parameters] == [True, True, True, False]
+        for _ in range(3):
+            for each, master in zip(parameters, [*host, *rest], strict=True):
+                each.grad = torch.randn_like(each)
+                master.grad = each.grad.to(master.device, torch.float32)
+            for each in by_hand:
+                each.step()
+            optimizer.step()
+            optimizer.zero_grad()
+        for each, master in zip(parameters, [*host, *rest], strict=True):
+            assert torch.equal(optimizer.state[each]["master"], master)
+            assert torch.equal(each, master.to(each.device, torch.bfloat16))
+            assert optimizer.state[each]["exp_avg"].device == master.device
+        optimizer.close()
         assert session.used_bytes == (0, 0)

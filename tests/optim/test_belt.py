@@ -51,6 +51,8 @@ class Written(Carrier):
         self.note("let go", trip)
 
     def drop(self, trip: Trip) -> None:
+        if self.room is not None:
+            self.room += self.sizes[trip]
         self.note("drop", trip)
 
     def stay(self, trip: Trip) -> None:
@@ -172,3 +174,30 @@ def test_what_came_in_vain_is_waited_for_and_dropped() -> None:
     belt.drop(carrier.trips[0])
     belt.settle()
     assert carrier.events == ["bring 0", "bring 1", "wait 0", "drop 0", "wait 1", "drop 1"]
+
+
+def test_what_came_ahead_makes_room_for_what_is_stepped_and_comes_again() -> None:
+    carrier = Written([4, 4, 4])
+    carrier.room = 12
+    belt = Belt(carrier, 1000, carrier.trips)
+    first, second, third = carrier.trips
+    belt.take(first)
+
+    def staged() -> str:
+        assert carrier.room is not None
+        if carrier.room < 8:
+            raise TierFullError("full")
+        return "room"
+
+    assert belt.with_room(staged) == "room"
+    belt.put(first, None, Layout())
+    for trip in (second, third):
+        belt.take(trip)
+        belt.put(trip, None, Layout())
+    belt.settle()
+    assert carrier.events == [
+        *("bring 0", "bring 1", "bring 2", "wait 0"),
+        *("wait 2", "drop 2", "wait 1", "drop 1", "put 0"),
+        *("bring 1", "bring 2", "wait 1", "put 1", "wait 2", "put 2"),
+        *("let go 0", "let go 1", "let go 2"),
+    ]

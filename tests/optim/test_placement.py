@@ -16,7 +16,7 @@ from torch.testing._internal.common_optimizers import optim_db
 from optim.shelf_loops import Loop, net, same, session
 from spillway import OffloadedOptimizer, SizeError, UsageError
 from spillway.optim.forecast import Forecast
-from spillway.optim.kinds import Kind, for_host
+from spillway.optim.kinds import for_host
 from spillway.optim.placement import held_beyond, held_of
 
 SIZES = st.lists(st.integers(0, 50), max_size=12)
@@ -62,7 +62,7 @@ def test_a_state_is_told_before_it_is_made(info: Any) -> None:
         shapes = [shape for shape in shapes if 0 not in shape]
     for case in info.optim_inputs_func(device="cpu"):
         settings = {name: value for name, value in case.kwargs.items() if name != "differentiable"}
-        forecast = Forecast(Kind.of(cls), cls, for_host(settings))
+        forecast = Forecast(cls, for_host(settings))
         for shape in shapes:
             parameter = nn.Parameter(torch.randn(shape))
             optimizer = cls([parameter], **settings)
@@ -81,7 +81,7 @@ def test_a_state_is_told_before_it_is_made(info: Any) -> None:
 
 
 def test_the_forecast_knows_settings_apart() -> None:
-    forecast = Forecast(Kind.of(SGD), SGD, {"lr": 0.1})
+    forecast = Forecast(SGD, {"lr": 0.1})
     settings = {**SGD([nn.Parameter(torch.ones(1))]).defaults}
     assert forecast.nbytes((10, 10), torch.float32, settings) == 0
     assert forecast.nbytes((10, 10), torch.float32, {**settings, "momentum": 0.9}) == 400

@@ -14,9 +14,9 @@ from rich.console import Console
 
 from spillway.cli.show import Progress, comparison
 from spillway.demo.machine import describe_hardware, describe_versions
-from spillway.demo.records import DemoError, Outcome, Report, Settings, make_row
+from spillway.demo.records import DemoError, Outcome, Report, Row, Settings, make_row
 from spillway.demo.runner import MALLOC, WayProcess
-from spillway.demo.ways import WAYS, parse_ways
+from spillway.demo.ways import WAYS, parse_ways, ways_for
 from spillway.errors import UsageError
 from spillway.units import parse_bytes
 
@@ -36,7 +36,10 @@ Count = Annotated[int | None, typer.Option(min=1, show_default="by device")]
 
 
 def demo(
-    ways: Annotated[str, typer.Option(help="Which ways, with commas between.")] = ",".join(WAYS),
+    ways: Annotated[
+        str | None,
+        typer.Option(help=f"Which ways, with commas between: {', '.join(WAYS)}.", show_default="by device"),
+    ] = None,
     steps: Count = None,
     layers: Count = None,
     width: Count = None,
@@ -58,8 +61,9 @@ def demo(
     json: Annotated[Path | None, typer.Option(help="Write the table to this file, too.")] = None,
 ) -> None:
     """Train a small GPT on real text, each way in its own process; compare time, memory, gradients."""
-    names = parse_ways(ways.split(","))
+    names = None if ways is None else parse_ways(ways.split(","))
     where = _parse_device(device)
+    names = names or ways_for(where)
     shape = _CPU_SHAPE if where.type == "cpu" else _ACCELERATOR_SHAPE
     given = {"steps": steps, "layers": layers, "width": width, "sequence": sequence, "batch": batch}
     numbers = {name: given[name] or default for name, default in shape.items()}
@@ -129,17 +133,24 @@ def _run_in_turn(
 
 
 def _report(outcomes: dict[str, Outcome], settings: Settings) -> Report:
-    reference = outcomes.get("keep")
     settings_of_all = {**asdict(settings), "steps": len(next(iter(outcomes.values())).losses)}
     del settings_of_all["way"]
-    rows = [make_row(name, outcome, reference) for name, outcome in outcomes.items()]
+    device = torch.device(settings.device)
     return Report(
-        rows=rows,
-        hardware=describe_hardware(torch.device(settings.device)),
+        rows=_rows(outcomes, device),
+        hardware=describe_hardware(device),
         versions=describe_versions(),
         settings=settings_of_all,
         environment=MALLOC,
     )
+
+
+def _rows(outcomes: dict[str, Outcome], device: torch.device) -> list[Row]:
+    reference = outcomes.get("keep")
+    return [
+        make_row(name, outcome, None if device.type != "cpu" and WAYS[name].not_compared else reference)
+        for name, outcome in outcomes.items()
+    ]
 
 
 def _parse_device(name: str) -> torch.device:

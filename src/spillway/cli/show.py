@@ -9,6 +9,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 
 from spillway.demo.records import Message, Outcome, Report, Row, Started, Step
+from spillway.demo.ways import WAYS
 from spillway.units import format_bytes, format_seconds
 
 
@@ -85,6 +86,9 @@ def comparison(report: Report) -> Iterator[RenderableType]:
         "gradients and optimizer state are in it. step: median of all but the first. moved: bytes that left in one "
         "step. identical: every loss, and all gradients of the first and last step, bit for bit those of keep."
     )
+    for row in report.rows:
+        if reference is not None and row.identical is None:
+            yield f"{row.way} is not compared: {WAYS[row.way].not_compared}."
 
 
 _HEADINGS = (

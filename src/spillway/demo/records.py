@@ -102,7 +102,7 @@ class Outcome:
     peak_source: str
     """Who measured the peak."""
     moved_bytes: int
-    """Bytes that left in the last step."""
+    """Bytes that left in the last step: of activations, or of gradients."""
     losses: list[float]
     fingerprint: str
     """SHA-256 of the exact bytes of every loss and of all gradients of the first and of the last step."""
@@ -155,7 +155,7 @@ class Row:
     loss: float
     """Of the last step."""
     identical: bool | None
-    """Whether every loss and the gradients are bit for bit those of ``keep``; ``None`` where ``keep`` did not run."""
+    """Whether every loss and the gradients are bit for bit those of ``keep``; ``None`` where that is not compared."""
     losses: list[float]
     all_step_seconds: list[float]
     baseline_bytes: int
@@ -164,7 +164,7 @@ class Row:
 
 
 def make_row(way: str, outcome: Outcome, reference: Outcome | None) -> Row:
-    """A way's row, with ``reference`` the outcome of ``keep`` if that ran."""
+    """A way's row, with ``reference`` the outcome of ``keep`` if it is to be compared with that."""
     return Row(
         way=way,
         activation_peak_bytes=outcome.peak_bytes - outcome.baseline_bytes,

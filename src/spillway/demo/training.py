@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from spillway.demo.measure import Fingerprint, meter_for
 from spillway.demo.model import GPT
@@ -76,7 +75,7 @@ def _run_steps(
         losses.append(loss.item())
         fingerprint.add([loss])
         if last or len(losses) == 1:
-            fingerprint.add(_gradients(way.model))
+            fingerprint.add(way.gradients())
         say(Step(index=len(losses) - 1, loss=losses[-1], seconds=seconds[-1]))
     return losses, seconds, fingerprint.text()
 
@@ -101,10 +100,6 @@ def _make_deterministic(device: torch.device) -> None:
     if device.type != "cpu":
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-
-
-def _gradients(model: GPT) -> list[Tensor]:
-    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
 
 def _count_parameters(model: GPT) -> int:

@@ -41,6 +41,7 @@ class AwayGradient(torch.Tensor):
     """A gradient on the host; it looks like one on the device. See the text of its module."""
 
     _home: weakref.ref[Gradient]
+    _kept: Gradient | None
 
     @staticmethod
     def __new__(cls: type[AwayGradient], home: Gradient, like: torch.Tensor, dtype: torch.dtype) -> AwayGradient:
@@ -49,6 +50,7 @@ class AwayGradient(torch.Tensor):
         )
         # Weak: the optimizer holds the parameter, which holds this, in a way that the collector does not see.
         away._home = weakref.ref(home)
+        away._kept = None
         return away
 
     def __init__(self, home: Gradient, like: torch.Tensor, dtype: torch.dtype) -> None:
@@ -64,6 +66,18 @@ class AwayGradient(torch.Tensor):
                 "the OffloadedOptimizer, or close() it first"
             )
         return home
+
+    def stands_for(self, gradient: Gradient) -> bool:
+        """Whether it is in the place of that one, and of no other optimizer's."""
+        return self._home() is gradient
+
+    def part(self) -> None:
+        """It is no parameter's gradient any more, but somebody's who kept it: its bytes live as long as it does."""
+        self._kept = self.home
+
+    def join(self) -> None:
+        """It is its parameter's gradient again."""
+        self._kept = None
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"AwayGradient(size={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}')"
@@ -90,6 +104,8 @@ class AwayGradient(torch.Tensor):
                 return first
             if function is aten.linalg_vector_norm.default and len(args) <= 2 and not kwargs:
                 return first.home.norm(float(args[1]) if len(args) == 2 else 2.0)
+        if function is aten._foreach_norm.Scalar and not kwargs:
+            return _norms(*args)
         if (function in _SCALE and _is_factor(args[1])) or function in _ZERO or function is _CHECK:
             return _to_each(function, args)
         return _brought_back(function, args, kwargs)
@@ -115,17 +131,33 @@ def _to_each(function: Any, args: tuple[Any, ...]) -> Any:
     return None if listed else args[0]
 
 
+def _norms(gradients: list[torch.Tensor], order: float = 2.0) -> list[torch.Tensor]:
+    """Of gradients of which some may be on the device."""
+    here = [gradient for gradient in gradients if not isinstance(gradient, AwayGradient)]
+    found = iter(torch._foreach_norm(here, order) if here else ())
+    return [one.home.norm(float(order)) if isinstance(one, AwayGradient) else next(found) for one in gradients]
+
+
 def _brought_back(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run it on gradients that come back for that."""
+    """Run it on gradients that come back for that.
+
+    In the type in which they look, if they are read; in the type of the step, which they are added up in, if one of
+    them is written.
+    """
+    written = _written(function, args, kwargs)
+    work = {one.dtype: one.home.held.work_dtype for one in written if isinstance(one, AwayGradient)}
     back: dict[int, tuple[AwayGradient, torch.Tensor]] = {}
 
-    def bring(away: AwayGradient) -> torch.Tensor:
-        if id(away) not in back:
-            back[id(away)] = (away, away.home.restore())
-        return back[id(away)][1]
+    def bring(tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, AwayGradient):
+            if id(tensor) not in back:
+                back[id(tensor)] = (tensor, tensor.home.restore(exact=bool(work)))
+            return back[id(tensor)][1]
+        # Some operators want all their arguments to be of one type.
+        is_read = type(tensor) is torch.Tensor and not any(tensor is one for one in written)
+        return tensor.to(work[tensor.dtype]) if is_read and tensor.dtype in work else tensor
 
-    written = _written(function, args, kwargs)
-    result = function(*tree_map_only(AwayGradient, bring, args), **tree_map_only(AwayGradient, bring, kwargs))
+    result = function(*tree_map_only(torch.Tensor, bring, args), **tree_map_only(torch.Tensor, bring, kwargs))
     for away, tensor in back.values():
         if any(away is one for one in written):
             away.home.replace(tensor)
@@ -133,24 +165,23 @@ def _brought_back(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return tree_map_only(torch.Tensor, lambda tensor: of_tensor.get(id(tensor), tensor), result)
 
 
-def _written(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[AwayGradient]:
-    """The gradients that an operator writes to.
+def _written(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors that an operator writes to.
 
     Raises:
-        UnsupportedError: if it gives views of one.
+        UnsupportedError: if it gives views of a gradient that is on the host.
     """
     written = []
-    schema = function._schema
-    for index, argument in enumerate(schema.arguments):
+    for index, argument in enumerate(function._schema.arguments):
         given = args[index] if index < len(args) else kwargs.get(argument.name)
-        found = [one for one in tree_flatten(given)[0] if isinstance(one, AwayGradient)]
-        if found and argument.alias_info is not None:
-            if not argument.alias_info.is_write:
-                raise UnsupportedError(
-                    f"got {function} of a gradient that is on the host, expected no view of it: what is written to a "
-                    f"view would be lost; clone the gradient first, or make the optimizer with offload_gradients=False"
-                )
+        found = [one for one in tree_flatten(given)[0] if isinstance(one, torch.Tensor)]
+        if argument.alias_info is not None and argument.alias_info.is_write:
             written += found
+        elif argument.alias_info is not None and any(isinstance(one, AwayGradient) for one in found):
+            raise UnsupportedError(
+                f"got {function} of a gradient that is on the host, expected no view of it: what is written to a "
+                f"view would be lost; clone the gradient first, or make the optimizer with offload_gradients=False"
+            )
     return written
 
 

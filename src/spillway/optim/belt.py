@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
 
 import torch
 
@@ -18,6 +18,8 @@ from spillway.optim.parcels import Sent
 from spillway.runtime.backend import Event
 from spillway.runtime.bytes import Bytes
 from spillway.runtime.tasks import raise_again
+
+_Made = TypeVar("_Made")
 
 
 class Trip:
@@ -37,6 +39,8 @@ class Trip:
         self.settings = settings
         self.memory: Bytes | None = None
         """Where its bytes are while it is here."""
+        self.room: Bytes | None = None
+        """Where they will be before they go back, if not there."""
         self.arrived: Event | None = None
         self.left: Event | None = None
         self.gradients: dict[int, torch.Tensor] = {}
@@ -49,6 +53,13 @@ class Trip:
         """When the parameters may be read and written."""
         self.nbytes = 0
         """Bytes that it has of the window."""
+
+    def goal(self) -> Layout | None:
+        """How the load will lie before it goes back, as far as is known, if that is not how it comes."""
+        load = self.load
+        if load.target is not None:
+            return load.target[0]
+        return None if load.is_away or not load.layout.nbytes else load.layout
 
 
 class Carrier(ABC):
@@ -89,6 +100,10 @@ class Carrier(ABC):
     @abstractmethod
     def drop(self, trip: Trip) -> None:
         """Give back all that a trip has, whose load is here, or will not come."""
+
+    def relieve(self) -> bool:
+        """Give back memory that is needed no more, if there is any; whether there was."""
+        return False
 
     @abstractmethod
     def put(self, trip: Trip, place: Any, layout: Layout) -> None:
@@ -143,7 +158,10 @@ class Belt:
             self._expected.clear()
             raise_again(self._error)
         if not self._coming:
-            self._bring_now()
+            with contextlib.ExitStack() as unless_brought:
+                unless_brought.callback(self._expected.popleft)
+                self.with_room(self._bring)
+                unless_brought.pop_all()
         self._bring_ahead()
         assert self._coming[0] is trip
         self._coming.popleft()
@@ -152,6 +170,28 @@ class Belt:
             unless_there.callback(self.drop, trip)
             self._carrier.wait(trip)
             unless_there.pop_all()
+
+    def with_room(self, make: Callable[[], _Made]) -> _Made:
+        """Do something that needs memory; where there is none, what leaves, and what comes ahead, makes room.
+
+        Raises:
+            TierFullError: if that does not do.
+        """
+        while True:
+            try:
+                return make()
+            except TierFullError:
+                if self._leaving:
+                    self._let_go()
+                elif self._coming:
+                    trip = self._coming.pop()
+                    self._coming_bytes -= trip.nbytes
+                    self._came_in_vain(trip)
+                    self._expected.appendleft(trip)
+                elif not self._carrier.relieve():
+                    raise
+                if self._error is not None:
+                    raise_again(self._error)
 
     def put(self, trip: Trip, place: Any, layout: Layout) -> None:
         """It was stepped, and goes back."""
@@ -176,17 +216,6 @@ class Belt:
                 stack.callback(self._came_in_vain, self._coming.pop())
         if self._error is not None:
             raise_again(self._error)
-
-    def _bring_now(self) -> None:
-        while True:
-            try:
-                return self._bring()
-            except TierFullError:
-                # What leaves makes room.
-                if not self._leaving:
-                    self._expected.popleft()
-                    raise
-                self._let_go()
 
     def _bring_ahead(self) -> None:
         while self._expected and self._coming_bytes + self._carrier.nbytes(self._expected[0]) <= self._window // 2:

@@ -69,10 +69,10 @@ class DeviceCarrier(Carrier):
         self._wholes: weakref.WeakValueDictionary[Hashable, Pinned] = weakref.WeakValueDictionary()
 
     def nbytes(self, trip: Trip) -> int:
-        total = trip.load.layout.nbytes if trip.load.is_away else 0
-        if trip.load.target is not None:
-            total += trip.load.target[0].nbytes
-        return total + sum(gradient.nbytes for gradient in _away(trip))
+        state = trip.load.layout.nbytes if trip.load.is_away else 0
+        goal = trip.goal()
+        total = _lines(state) + sum(_lines(gradient.nbytes) for gradient in _away(trip))
+        return total + (0 if goal is None else goal.nbytes)
 
     def reserve(self, load: Load, layout: Layout) -> tuple[_Range, ...]:
         if load.is_cut:
@@ -83,6 +83,9 @@ class DeviceCarrier(Carrier):
         load = trip.load
         state = load.layout.nbytes if load.is_away else 0
         gradients = list(_away(trip))
+        goal = trip.goal()
+        if goal is not None:
+            trip.room = self.memory(goal.nbytes)
         nbytes = _lines(state) + sum(_lines(each.nbytes) for each in gradients)
         if nbytes == 0:
             return
@@ -128,7 +131,7 @@ class DeviceCarrier(Carrier):
         trip.load.states = trip.states
 
     def drop(self, trip: Trip) -> None:
-        trip.memory = None
+        trip.memory = trip.room = None
         trip.states = []
         trip.gradients.clear()
 

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from spillway.optim.kinds import step_of
+from spillway.optim.kinds import step_of, written_by_step
+from spillway.optim.masters import Stamp, take
 from spillway.optim.sharding import local_of
 from spillway.optim.states import MASTER, device_copy
 
@@ -19,15 +20,17 @@ class DevicePart:
     Args:
         optimizer_class: the class.
         given: what the user gave for it.
+        own: what its groups say, whatever the user's say.
     """
 
-    def __init__(self, optimizer_class: type[Optimizer], given: dict[str, Any]) -> None:
+    def __init__(self, optimizer_class: type[Optimizer], given: dict[str, Any], own: dict[str, Any]) -> None:
         self._class = optimizer_class
         self._given = given
+        self._own = own
         self._step = step_of(optimizer_class)
         self._inner: Optimizer | None = None
         self._masters: dict[torch.Tensor, torch.nn.Parameter] = {}
-        self._versions: dict[torch.Tensor, int] = {}
+        self._stamps: dict[torch.Tensor, Stamp] = {}
         self._work: dict[torch.Tensor, tuple[int, torch.dtype]] = {}
 
     def __contains__(self, parameter: torch.Tensor) -> bool:
@@ -53,23 +56,28 @@ class DevicePart:
 
     def step(self, groups: Sequence[dict[str, Any]]) -> None:
         """Step those that have a gradient."""
-        taking = []
+        taking = {}
         for index, group in enumerate(groups):
             mine = [parameter for parameter, (of, _) in self._work.items() if of == index]
-            settings = {name: value for name, value in group.items() if name != "params"}
-            taking.append({**settings, "params": [self._prepared(one) for one in mine if one.grad is not None]})
-        taking = [group for group in taking if group["params"]]
+            settings = {name: value for name, value in group.items() if name != "params"} | self._own
+            prepared = [self._with_gradient(one) for one in mine if one.grad is not None]
+            if prepared:
+                taking[index] = {**settings, "params": prepared}
         if not taking:
             return
-        inner = self._inner_with(taking)
-        inner.param_groups = taking
+        inner = self._inner_with(list(taking.values()))
+        taking = {index: {**inner.defaults, **group} for index, group in taking.items()}
+        before = {index: dict(group) for index, group in taking.items()}
+        inner.param_groups = list(taking.values())
         self._step(inner)
         inner.param_groups = []
+        for index, group in taking.items():
+            groups[index].update(written_by_step(group, before[index]))
         with torch.no_grad():
             for parameter, master in self._masters.items():
                 if master.grad is not None:
                     parameter.copy_(master)
-                    self._versions[parameter] = parameter._version
+                    self._stamps[parameter] = Stamp(parameter)
                     master.grad = None
 
     def state_of(self, parameter: torch.Tensor) -> dict[Any, Any]:
@@ -80,17 +88,24 @@ class DevicePart:
             state[MASTER] = stepped.detach()
         return state
 
+    def begin_state(self, parameter: torch.Tensor, settings: dict[str, Any]) -> None:
+        """One that has not stepped gets the state that the class's constructor makes."""
+        self._inner_with([{**settings, "params": [self._ready(parameter)]}])
+
     def put_state(self, parameter: torch.Tensor, state: dict[Any, Any], settings: dict[str, Any]) -> None:
-        """Its state is this, on its device, copied there."""
+        """Its state is this, on its device, copied there. Without a master, one is taken from the parameter."""
         dtype = self._work[parameter][1]
         on_device = bool(settings.get("capturable") or settings.get("fused"))
         state = {
             key: device_copy(key, value, parameter, dtype, step_on_device=on_device) for key, value in state.items()
         }
         master = state.pop(MASTER, None)
-        if dtype != local_of(parameter).dtype and master is not None:
-            self._masters[parameter] = torch.nn.Parameter(master.to(dtype), requires_grad=False)
-            self._versions[parameter] = -1
+        if dtype != local_of(parameter).dtype:
+            self._forget_master(parameter)
+            if master is None:
+                self._ready(parameter)
+            else:
+                self._masters[parameter] = torch.nn.Parameter(master.to(dtype), requires_grad=False)
         stepped = self._masters.get(parameter, parameter)
         inner = self._inner_with([{**settings, "params": [stepped]}])
         inner.param_groups = []
@@ -98,6 +113,13 @@ class DevicePart:
             inner.state[stepped] = state
         else:
             inner.state.pop(stepped, None)
+
+    @torch.no_grad()
+    def refresh_masters(self) -> None:
+        """Each master is what its parameter says."""
+        for parameter, master in self._masters.items():
+            master.copy_(parameter)
+            self._stamps[parameter] = Stamp(parameter)
 
     def close(self) -> None:
         """Give masters and state back."""
@@ -109,21 +131,31 @@ class DevicePart:
             return parameter
         return self._masters.get(parameter)
 
-    @torch.no_grad()
-    def _prepared(self, parameter: torch.Tensor) -> torch.Tensor:
+    def _forget_master(self, parameter: torch.Tensor) -> None:
+        master = self._masters.pop(parameter, None)
+        self._stamps.pop(parameter, None)
+        if master is not None and self._inner is not None:
+            self._inner.state.pop(master, None)
+
+    def _with_gradient(self, parameter: torch.Tensor) -> torch.Tensor:
         """What is stepped for it, with its gradient."""
+        stepped = self._ready(parameter)
+        if stepped is not parameter:
+            assert parameter.grad is not None
+            stepped.grad = parameter.grad.detach().to(stepped.dtype)
+        return stepped
+
+    @torch.no_grad()
+    def _ready(self, parameter: torch.Tensor) -> torch.Tensor:
+        """What is stepped for it, which says what the parameter says."""
         dtype = self._work[parameter][1]
         if dtype == local_of(parameter).dtype:
             return parameter
         master = self._masters.get(parameter)
         if master is None:
             master = self._masters[parameter] = torch.nn.Parameter(parameter.detach().to(dtype), requires_grad=False)
-        elif self._versions.get(parameter) != parameter._version:
-            # Somebody wrote to it. Where the master says the same, it says so more exactly.
-            fresh = parameter.detach()
-            master.copy_(torch.where(master.to(fresh.dtype) == fresh, master, fresh.to(dtype)))
-        assert parameter.grad is not None
-        master.grad = parameter.grad.to(dtype)
+        elif (stamp := self._stamps.get(parameter)) is None or not stamp.holds(parameter):
+            take(local_of(master), local_of(parameter).detach())
         return master
 
     def _inner_with(self, groups: list[dict[str, Any]]) -> Optimizer:

@@ -69,9 +69,9 @@ class DiskCarrier(Carrier):
         self.written_bytes = 0
 
     def nbytes(self, trip: Trip) -> int:
+        goal = trip.goal()
         total = pages(trip.load.layout.nbytes) if trip.load.is_away else 0
-        if trip.load.target is not None:
-            total += pages(trip.load.target[0].nbytes)
+        total += 0 if goal is None else pages(goal.nbytes)
         return total + sum(pages(trip.load.parts[index].nbytes) for index in _asked(trip))
 
     def reserve(self, load: Load, layout: Layout) -> DiskPlace:
@@ -85,6 +85,9 @@ class DiskCarrier(Carrier):
             for index in _asked(trip):
                 part = load.parts[index]
                 trip.values[index] = self._traffic.fetch(part.of(part.held.local()), trip.ready)
+            goal = trip.goal()
+            if goal is not None:
+                trip.room = self.memory(goal.nbytes)
             if load.is_away:
                 trip.memory = self.memory(load.layout.nbytes)
                 trip.arrived = self._each(load.place, trip.memory, self._file.read, write=True)
@@ -99,6 +102,9 @@ class DiskCarrier(Carrier):
         block = self._traffic.pinned(nbytes)
         self._backend.host_access(block, write=True)
         return block
+
+    def relieve(self) -> bool:
+        return self._traffic.unstage_oldest()
 
     def release(self, memory: Bytes) -> None:
         assert isinstance(memory, Block)
@@ -116,9 +122,10 @@ class DiskCarrier(Carrier):
             self._traffic.give_back(sent)
         trip.values.clear()
         trip.states = []
-        if trip.memory is not None:
-            self.release(trip.memory)
-            trip.memory = None
+        for memory in (trip.memory, trip.room):
+            if memory is not None:
+                self.release(memory)
+        trip.memory = trip.room = None
 
     def put(self, trip: Trip, place: DiskPlace, layout: Layout) -> None:
         if layout.places:

@@ -16,11 +16,12 @@ import torch
 
 from spillway.optim.belt import Belt, Trip
 from spillway.optim.disk_carrier import DiskCarrier
-from spillway.optim.gradient import Shared
 from spillway.optim.held import Held
 from spillway.optim.host_step import Turn
-from spillway.optim.load_shelf import LoadShelf, renew
+from spillway.optim.load_shelf import LoadShelf
+from spillway.optim.masters import take
 from spillway.optim.parcels import aligned
+from spillway.optim.shared import Shared
 from spillway.optim.states import MASTER, host_copy
 from spillway.optim.tally import Tally
 from spillway.optim.traffic import Traffic
@@ -39,19 +40,22 @@ class DiskShelf(LoadShelf):
         assert isinstance(now, Spilled)
         if not any(turn.gradient.factors for turn in turns):
             # Whose gradient came first is there first; else all of them have to be, and the first are wanted first.
-            turns = sorted(turns, key=lambda turn: turn.held.gradient.came)
+            turns = sorted(turns, key=lambda turn: turn.gradient.came)
         ends: dict[Held, list[Event]] = {}
         for one, trips in self._trips(turns).items():
             ready = one.traffic.ready(part.held.local() for trip in trips for part in trip.load.parts)
             belt = Belt(self._disk(one), one.traffic.window, trips)
             for trip in trips:
+                # All of them before the first begins, since it has others come ahead.
                 trip.ready = ready
+            for trip in trips:
                 end = one.lane.run(functools.partial(self._step_trip, trip, belt, one, now))
                 for turn in trip.turns.values():
                     ends.setdefault(turn.held, []).append(end)
             now.closing.append(one.lane.run(belt.settle))
         for turn in turns:
             held = turn.held
+            held.in_doubt = True
             held.written()
             held.coming = held.shared.traffic.backend.all_of(ends[held])
             held.gradient.reader = held.shared.lane.run(_nothing)
@@ -82,7 +86,7 @@ class DiskShelf(LoadShelf):
             began = time.perf_counter()
             parameters = {index: self._parameter(trip, index, traffic) for index in trip.turns}
             # Before anything is stepped: there may be no room.
-            staging = self._staging(trip, traffic)
+            staging = belt.with_room(lambda: self._staging(trip, traffic))
             if staging is not None:
                 unless_gone.callback(traffic.arena.free, staging)
             self._step_parts(trip, parameters)
@@ -108,7 +112,7 @@ class DiskShelf(LoadShelf):
                 assert values is not None
                 stepped = values.to(part.held.work_dtype)
             elif values is not None:
-                renew(stepped, values)
+                take(stepped, values)
             if sent is not None:
                 traffic.give_back(trip.values.pop(index))
         else:

@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from spillway.optim.inner import Inner
-from spillway.optim.kinds import Kind, on_host
+from spillway.optim.kinds import on_host
 from spillway.optim.layout import State
 
 _SIZES = (3, 5, 7, 11, 13, 17)
@@ -24,13 +24,11 @@ class Forecast:
     parameter of as many dimensions. Whatever else it has is taken to be always the same.
 
     Args:
-        kind: of the class.
         optimizer_class: the class.
         given: what the user gave for it, as it is for the host.
     """
 
-    def __init__(self, kind: Kind, optimizer_class: type[Optimizer], given: Mapping[str, Any]) -> None:
-        self._kind = kind
+    def __init__(self, optimizer_class: type[Optimizer], given: Mapping[str, Any]) -> None:
         self._inner = Inner(optimizer_class, given)
         self._seen: dict[Hashable, tuple[tuple[int, ...], State]] = {}
 
@@ -75,7 +73,7 @@ class Forecast:
             sizes = (*_SIZES[:dimensions], *(2 for _ in range(dimensions - len(_SIZES))))
             tiny = torch.nn.Parameter(torch.ones(sizes, dtype=dtype, device="cpu"), requires_grad=False)
             tiny.grad = torch.full(sizes, 1e-3, dtype=dtype, device="cpu")
-            plain = on_host(dict(settings), self._kind, fused=False)
+            plain = on_host(dict(settings), fused=False)
             with torch.no_grad():
                 (state,) = self._inner.step([tiny], [None], plain)
             self._seen[key] = (sizes, state)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.utils.hooks import RemovableHandle
 
 from spillway.blocks import Blocks, find_blocks
 from spillway.errors import UsageError
@@ -18,26 +19,23 @@ Wait = Callable[[Iterable[Tensor]], None]
 class ForwardOverlap:
     """Hooks on a model: a block waits for its parameters when it is called, the model for all that are in no block.
 
-    A parameter that is in a block and elsewhere too counts as in no block. Modules that have such parameters of their
-    own wait for them as well, for calls that do not come by the model.
+    A parameter that is in a block and elsewhere too counts as in no block. Modules that have parameters of their own
+    wait for them as well, for calls that come by neither, and for state dictionaries.
 
     Args:
         model: the model.
         wait: lets compute wait for some parameters.
-        wait_for_all: lets compute wait for all of them.
         blocks: which modules are the blocks, as for :func:`spillway.attach`.
 
     Raises:
         UsageError: if it is no module, or has none that are blocks.
     """
 
-    def __init__(
-        self, model: Module, wait: Wait, wait_for_all: Callable[[], None], *, blocks: Blocks | None = None
-    ) -> None:
+    def __init__(self, model: Module, wait: Wait, *, blocks: Blocks | None = None) -> None:
         if not isinstance(model, Module):
             raise UsageError(f"model: got {type(model).__name__}, expected a torch.nn.Module")
         self._wait = wait
-        self._handles = []
+        self._handles: list[RemovableHandle] = []
         found = [named.module for named in find_blocks(model, blocks)]
         inside = {module for block in found for module in block.modules()}
         outside = {id(one) for module in model.modules() if module not in inside for one in _own(module)}
@@ -45,27 +43,44 @@ class ForwardOverlap:
         for block in found:
             self._hook(block, [one for one in block.parameters() if id(one) not in shared])
         for module in model.modules():
-            self._hook(module, [one for one in _own(module) if id(one) in shared])
+            self._hook(module, _own(module), of_states=True)
         self._hook(model, [one for one in model.parameters() if id(one) in shared])
-        handle = model.register_state_dict_pre_hook(lambda *_: wait_for_all())  # type: ignore[no-untyped-call]
-        self._handles.append(handle)
+        self._covered = list(model.parameters())
+        self._ids = {id(one) for one in self._covered}
+
+    def covers(self, parameter: Tensor) -> bool:
+        """Whether some module waits for a parameter."""
+        return id(parameter) in self._ids
 
     def remove(self) -> None:
         """Take the hooks off."""
         for handle in self._handles:
             handle.remove()
 
-    def _hook(self, module: Module, parameters: list[Tensor]) -> None:
+    def _hook(self, module: Module, parameters: list[Tensor], *, of_states: bool = False) -> None:
         if parameters:
-            wait = self._wait
-
-            def before(*_: Any) -> None:
-                wait(parameters)
-
+            before = _Before(self._wait, parameters)
             self._handles.append(module.register_forward_pre_hook(before, prepend=True))
+            if of_states:
+                self._handles.append(module.register_state_dict_pre_hook(before))  # type: ignore[no-untyped-call]
+                self._handles.append(module.register_load_state_dict_pre_hook(before))  # type: ignore[no-untyped-call]
 
 
-def _own(module: Module) -> list[torch.nn.Parameter]:
+class _Before:
+    """A hook that waits. In a copy of the module, pickled ones too, it is one that does nothing, of Python's own."""
+
+    def __init__(self, wait: Wait, parameters: list[Tensor]) -> None:
+        self._wait = wait
+        self._parameters = parameters
+
+    def __call__(self, *_: Any) -> None:
+        self._wait(self._parameters)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (contextlib.nullcontext(), "__exit__")
+
+
+def _own(module: Module) -> list[Tensor]:
     return [parameter for parameter in module._parameters.values() if parameter is not None]
 
 

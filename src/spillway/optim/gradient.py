@@ -7,11 +7,8 @@ all are added up on the host in the master's type, in the order in which they ca
 
 from __future__ import annotations
 
-import itertools
 import math
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -20,112 +17,16 @@ import torch
 from spillway.errors import UnsupportedError
 from spillway.optim.away import AwayGradient
 from spillway.optim.parcels import Sent
+from spillway.optim.shared import Factor, Shared
 from spillway.optim.sums import Sum
 from spillway.optim.traffic import Traffic, is_dense
-from spillway.runtime.backend import Event, HostLane
+from spillway.runtime.backend import Event, finish
 
 if TYPE_CHECKING:
     from spillway.optim.held import Held
 
 CHUNK = 1 << 22
 """Elements that are worked on at a time: what is between two passes over them stays in the caches."""
-
-
-_arrivals = itertools.count(1)
-
-
-class Factor:
-    """A number that gradients are multiplied with, or divided by; on the host once it has come."""
-
-    def __init__(self, operation: str, value: torch.Tensor | float, sent: Sent | None, traffic: Traffic) -> None:
-        self.operation = operation
-        self.given = value
-        self._sent = sent
-        self._traffic = traffic
-        # A step that is skipped reads none.
-        self._end = None if sent is None else weakref.finalize(self, traffic.give_back, sent)
-        self._value: torch.Tensor | float | None = value if sent is None else None
-
-    def apply(self, tensor: torch.Tensor) -> None:
-        """Multiply; for the host lane."""
-        getattr(tensor, self.operation)(self.value())
-
-    def value(self) -> torch.Tensor | float:
-        """It; for the host lane."""
-        if self._value is None:
-            assert self._sent is not None
-            self._value = self._sent.read(self._traffic).clone().reshape(())
-            assert self._end is not None
-            self._end()
-        return self._value
-
-    def apply_there(self, tensor: torch.Tensor) -> None:
-        """Multiply what is on the device, as compute."""
-        getattr(tensor, self.operation)(self.given)
-
-    def of_norm(self, norm: torch.Tensor) -> torch.Tensor:
-        """The norm of what it was applied to."""
-        value = self.given.abs() if isinstance(self.given, torch.Tensor) else abs(self.given)
-        return norm * value if self.operation == "mul_" else norm / value
-
-
-class Shared:
-    """What the gradients of one device have in common.
-
-    Args:
-        traffic: of the device.
-        lane: the host lane.
-        hands: threads that compute for it.
-        pins_sums: whether gradients add up in pinned memory, since copies are to read them.
-    """
-
-    def __init__(self, traffic: Traffic, lane: HostLane, hands: HostLane, *, pins_sums: bool = False) -> None:
-        self.traffic = traffic
-        self.lane = lane
-        self.hands = hands
-        self.pins_sums = pins_sums
-        self.accumulates = False
-        """Whether a second gradient came in one window, ever."""
-        self.norms: set[float] = set()
-        """Orders of norms that were asked for: they are taken on the device from now on, before a gradient leaves."""
-        self._factor: tuple[torch.Tensor, int, Factor] | None = None
-        self.expected = 0
-        """How many gradients of a parameter came in the last step's window."""
-        self._gradients: list[weakref.ref[Gradient]] = []
-        self._adding: deque[tuple[int, Event]] = deque()
-
-    def factor(self, operation: str, value: torch.Tensor | float) -> Factor:
-        """One for all gradients that are multiplied with the same tensor."""
-        if not isinstance(value, torch.Tensor):
-            return Factor(operation, value, None, self.traffic)
-        last = self._factor
-        if last is None or last[0] is not value or last[1] != value._version or last[2].operation != operation:
-            given = value.detach().clone()
-            here = Factor(operation, given, self.traffic.send(given), self.traffic)
-            self.traffic.flush()
-            last = self._factor = (value, value._version, here)
-        return last[2]
-
-    def forget_factor(self) -> None:
-        """A step has been: a tensor that comes now is another."""
-        self._factor = None
-
-    def add(self, gradient: Gradient) -> None:
-        """One more, of a parameter of this device."""
-        self._gradients.append(weakref.ref(gradient))
-
-    def gradients(self) -> Iterator[Gradient]:
-        """All of them."""
-        for reference in self._gradients:
-            gradient = reference()
-            if gradient is not None:
-                yield gradient
-
-    def add_later(self, nbytes: int, task: Callable[[], None]) -> None:
-        """Queue an addition that gives pinned memory back; past the window, wait for the oldest."""
-        while self._adding and sum(size for size, _ in self._adding) + nbytes > self.traffic.window:
-            self._adding.popleft()[1].synchronize()
-        self._adding.append((nbytes, self.lane.run(task)))
 
 
 @dataclass(eq=False, slots=True)
@@ -147,6 +48,11 @@ class Snapshot:
             assert self.raw is not None
             self._read = self.raw.read(traffic)
         return self._read
+
+    @property
+    def came(self) -> int:
+        """When it left for the host, among all; what is being added up did before."""
+        return 0 if self.raw is None else self.raw.parcel.number
 
     def is_there(self) -> bool:
         """Whether it has come to the host, as far as it is not being added up."""
@@ -175,16 +81,19 @@ class Gradient:
     """Of the one gradient that came, before the factors; on the device."""
     reader: Event | None = None
     """The end of the last step that reads it."""
-    came: int = 0
-    """When the last one came, among all."""
     count: int = 0
     """How many came."""
     _measured: dict[float, tuple[Event, list[float]]] = field(default_factory=dict)
     """Norms that the host took, or is about to, with the factors of then."""
-    _away: AwayGradient | None = None
+    _away: weakref.ref[AwayGradient] | None = None
 
     def __post_init__(self) -> None:
         self.shared.add(self)
+
+    def __del__(self) -> None:
+        # Nobody waits here: tasks that read it hold it, so there are none.
+        if self.raw is not None:
+            self.shared.traffic.give_back(self.raw)
 
     def begin(self, tensor: torch.Tensor) -> None:
         """This is the gradient now, whatever it was."""
@@ -193,16 +102,21 @@ class Gradient:
 
     def stand_in(self, tensor: torch.Tensor) -> AwayGradient:
         """What stands in the place of a gradient that left."""
-        if self._away is None or self._away.dtype != tensor.dtype or self._away.device != tensor.device:
-            self._away = AwayGradient(self, self.held.local(), tensor.dtype)
-        return self._away
+        away = AwayGradient(self, self.held.local(), tensor.dtype)
+        # Weak: who holds it beside the parameter wants it as it is, when another comes.
+        self._away = weakref.ref(away)
+        return away
+
+    def away(self) -> AwayGradient | None:
+        """What stands in its place, if somebody holds that."""
+        return None if self._away is None else self._away()
 
     def arrive(self, tensor: torch.Tensor) -> None:
         """One more has come: it leaves for the host, and is added."""
+        self.shared.check()
         tensor = laid_out(tensor, self.held.local())
         # In an order that loses nothing should the memory not do.
         sent = self.shared.traffic.send(tensor)
-        self.came = next(_arrivals)
         self.count += 1
         self._measured = {}
         alone = self.raw is None and not self.summed
@@ -278,15 +192,15 @@ class Gradient:
     def _have_read(self) -> None:
         """Wait for the hands that read it; what is queued in the host lane from now on comes after."""
         if self.reader is not None:
-            self.reader.synchronize()
+            # What went wrong there is told to whoever waits for the parameter.
+            finish(self.reader)
             self.reader = None
 
     def norm(self, order: float) -> torch.Tensor:
         """Its norm of an order, in the type that it is stepped in; a tensor without dimensions, on the device."""
-        if order <= 0 or math.isnan(order):
-            whole: torch.Tensor = torch.linalg.vector_norm(self.restore(), order)
-            return whole
-        self.shared.norms.add(order)
+        self.shared.check()
+        if order > 0:
+            self.shared.norms.add(order)
         norm = self.norms.get(order)
         if norm is not None:
             for factor in self.factors:
@@ -320,20 +234,26 @@ class Gradient:
 
     def has_nonfinite(self) -> torch.Tensor:
         """1 if an element is infinite or no number, else 0; on the device."""
+        if self.held.numel == 0:
+            return torch.zeros((), device=self.held.local().device)
         return (~self.norm(math.inf).isfinite()).float()
 
-    def restore(self) -> torch.Tensor:
-        """The gradient, on the device, in the type in which it came."""
+    def restore(self, *, exact: bool = False) -> torch.Tensor:
+        """The gradient, on the device, in the type in which it came; or at least that of the step, if ``exact``."""
+        self.shared.check()
         held, traffic = self.held, self.shared.traffic
-        away = self._away
+        away = self.away()
         dtype = away.dtype if away is not None else held.local().dtype
-        like = held.local()
-        target = torch.empty_strided(like.shape, like.stride(), dtype=dtype, device=like.device)
+        if exact:
+            dtype = torch.promote_types(dtype, held.work_dtype)
+        target = held.empty_on_device(dtype)
         values, ready = self.snapshot(), traffic.now()
 
         def bring() -> Event:
+            # First of all, since the factors count as applied.
+            gradient = held.part(values, 0, held.numel, None)
             block = traffic.pinned(target.numel() * dtype.itemsize)
-            traffic.host_view(block, dtype, target.numel(), write=True).copy_(held.whole(values).view(-1))
+            traffic.host_view(block, dtype, target.numel(), write=True).copy_(gradient)
             back = traffic.receive([(target, 0, block.first(target.numel() * dtype.itemsize))], ready)
             traffic.arena.free(block, (back,))
             return back
@@ -344,7 +264,8 @@ class Gradient:
     def _norms_of(self, tensor: torch.Tensor) -> dict[float, torch.Tensor]:
         with torch.no_grad():
             work = self.held.work_dtype
-            return {order: torch.linalg.vector_norm(tensor, order, dtype=work) for order in self.shared.norms}
+            orders = [order for order in self.shared.norms if order != math.inf or tensor.numel()]
+            return {order: torch.linalg.vector_norm(tensor, order, dtype=work) for order in orders}
 
     def _settle(self) -> None:
         """What has come so far becomes the sum, with its factors."""

@@ -9,9 +9,12 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from spillway.errors import UnsupportedError, UsageError
-from spillway.optim.gradient import CHUNK, Gradient, Shared, Snapshot
+from spillway.optim.away import AwayGradient
+from spillway.optim.gradient import CHUNK, Gradient, Snapshot
+from spillway.optim.masters import Stamp, take
 from spillway.optim.parcels import aligned
 from spillway.optim.sharding import local_of
+from spillway.optim.shared import Shared
 from spillway.optim.traffic import flat, is_dense
 from spillway.runtime.arena import Block
 from spillway.runtime.backend import Event
@@ -58,12 +61,16 @@ class Held:
     def __init__(
         self, parameter: torch.Tensor, group: int, shared: Shared, work_dtype: torch.dtype, *, cut: bool
     ) -> None:
+        self.block: Block | None = None
+        """Pinned memory under the master, if it has the parameter's own type."""
+        self.back: Event | None = None
+        """The end of the last copy from ``block``."""
         self.parameter = parameter
         self.group = group
         self.shared = shared
         self.work_dtype = work_dtype
         local = self.local()
-        self._known = (local.shape, local.stride(), local.dtype, local.device)
+        self._known = _form_of(local)
         if local.layout != torch.strided or not is_dense(local):
             raise UnsupportedError(
                 f"got a parameter of shape {tuple(local.shape)}, strides {local.stride()}, {local.layout}, expected "
@@ -74,16 +81,14 @@ class Held:
         self.gradient = Gradient(self, shared)
         self.master: torch.Tensor | None = None
         """In the parameter's shape and strides."""
-        self.block: Block | None = None
-        """Pinned memory under the master, if it has the parameter's own type."""
         self.pieces: list[Piece] = []
         self.known = False
         """Whether the master was ever written."""
-        self._version: tuple[int, int] | None = None
+        self.in_doubt = False
+        """Whether a step was begun and not ended: parameter and master may say what they please."""
+        self._stamp: Stamp | None = None
         self.state: dict[Any, Any] = {}
         """As the plain optimizer would have it, over the pieces' own."""
-        self.back: Event | None = None
-        """The end of the last copy from ``block``."""
         self.hook: RemovableHandle | None = None
         """What sees its gradients come."""
         self.coming: Event | None = None
@@ -94,6 +99,10 @@ class Held:
         """Whether the master is of another type than the parameter."""
         return self.work_dtype != self._known[2]
 
+    def __del__(self) -> None:
+        # Nobody waits here: tasks that read and write it hold it, so there are none.
+        self._free_block()
+
     @property
     def form(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Shape and strides."""
@@ -103,19 +112,66 @@ class Held:
         """The parameter's own bytes, on the device."""
         return local_of(self.parameter)
 
+    def another_gradient(self) -> Gradient:
+        """Where a new gradient is to be: what somebody kept of the last one stays as it is."""
+        kept = self.gradient.away()
+        if kept is not None:
+            kept.part()
+            self.gradient = Gradient(self, self.shared)
+        return self.gradient
+
+    def adopt(self, away: AwayGradient) -> AwayGradient:
+        """Somebody made this the parameter's gradient: one that was kept, or another parameter's.
+
+        Returns:
+            What stands in its place.
+        """
+        home = away.home
+        if home is self.gradient:
+            return away
+        if home.held is not self:
+            gradient = self.another_gradient()
+            gradient.begin(home.restore(exact=True))
+            return gradient.stand_in(away)
+        self.another_gradient()
+        self.gradient = home
+        away.join()
+        return away
+
     def check(self) -> None:
         """Raise if the parameter is no longer what it was when it was given."""
-        local = self.local()
-        now = (local.shape, local.stride(), local.dtype, local.device)
+        now = _form_of(self.local())
         if now != self._known:
             raise UsageError(
                 f"got a parameter of {_described(*now)}, expected {_described(*self._known)}, as it was when the "
                 f"optimizer was made; move, cast or resize a model before its optimizer is made"
             )
 
+    def is_as_it_was(self) -> bool:
+        """Whether the parameter is still of the form that it had when it was given."""
+        return _form_of(self.local()) == self._known
+
+    def empty_on_device(self, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor like the parameter, as it was when it was given."""
+        shape, strides, _, device = self._known
+        return torch.empty_strided(shape, strides, dtype=dtype, device=device)
+
     def changed(self) -> bool:
-        """Whether somebody wrote to the parameter, as far as its version tells."""
-        return self._version != self._now()
+        """Whether somebody wrote to the parameter, as far as can be told."""
+        return self.in_doubt or self._stamp is None or not self._stamp.holds(self.parameter)
+
+    def doubt(self) -> None:
+        """Whether the master says what the parameter says is to be seen."""
+        self._stamp = None
+
+    def refresh(self) -> None:
+        """The next step takes the master from the parameter, whatever both say."""
+        self.doubt()
+
+        def forget() -> None:
+            self.known = False
+
+        self.shared.lane.run(forget)
 
     def written(self) -> None:
         """The parameter is to be what the master says, when what is queued is done."""
@@ -123,26 +179,21 @@ class Held:
         for tensor in {id(self.parameter): self.parameter, id(local): local}.values():
             # Autograd refuses to go back through what was computed with the parameter as it was.
             torch.autograd.graph.increment_version(tensor)
-        self._version = self._now()
-
-    def doubt(self) -> None:
-        """The master came from elsewhere: whether the parameter says the same is to be seen."""
-        self._version = None
-
-    def _now(self) -> tuple[int, int]:
-        return self.parameter._version, self.local()._version
+        self._stamp = Stamp(self.parameter)
 
     # All below is for the host lane.
 
     def new_host_tensor(self, dtype: torch.dtype) -> torch.Tensor:
         """Memory on the host in the parameter's shape and strides, unwritten."""
+        shape, strides, *_ = self._known
+        return self.new_flat_tensor(dtype).as_strided(shape, strides)
+
+    def new_flat_tensor(self, dtype: torch.dtype) -> torch.Tensor:
+        """Memory on the host for as many elements, unwritten."""
         nbytes = self.numel * dtype.itemsize
         if nbytes < _HUGE:
-            empty = torch.empty(self.numel, dtype=dtype, device="cpu")
-        else:
-            empty = anonymous_pages(nbytes, huge=True).view(dtype)
-        shape, strides, *_ = self._known
-        return empty.as_strided(shape, strides)
+            return torch.empty(self.numel, dtype=dtype, device="cpu")
+        return anonymous_pages(nbytes, huge=True).view(dtype)
 
     def make_master(self) -> torch.Tensor:
         """Memory for the master, and its pieces."""
@@ -176,7 +227,9 @@ class Held:
         self._touch(write=True)
         for start in range(0, self.numel, CHUNK):
             part, new = master[start : start + CHUNK], values[start : start + CHUNK]
-            if not self.known or not self.has_master or not _same_bits(part.to(new.dtype), new):
+            if self.known and self.has_master:
+                take(part, new)
+            else:
                 part.copy_(new)
         self.known = True
         traffic.give_back(sent)
@@ -186,7 +239,12 @@ class Held:
         self.begin_step()
         self.flat_master().copy_(master.as_strided((self.numel,), (1,)))
         self.known = True
-        self.doubt()
+        self._stamp = None
+
+    def forget_master(self) -> None:
+        """The master is to be what the parameter is at the next step, and no more exact."""
+        self.known = False
+        self._stamp = None
 
     def whole(self, values: Snapshot) -> torch.Tensor:
         """The gradient in the type of the step, with its factors, in the parameter's shape."""
@@ -221,13 +279,20 @@ class Held:
 
     def give_up(self) -> None:
         """Give pinned memory back, and see no more gradients."""
-        if self.hook is not None:
-            self.hook.remove()
+        self.unhook()
         self.gradient.clear()
         self.gradient.sum = None
-        if self.block is not None:
-            self.shared.traffic.arena.free(self.block, () if self.back is None else (self.back,))
-            self.block = None
+        self._free_block()
+
+    def unhook(self) -> None:
+        """See no more gradients."""
+        if self.hook is not None:
+            self.hook.remove()
+
+    def _free_block(self) -> None:
+        block, self.block = self.block, None
+        if block is not None:
+            self.shared.traffic.arena.free(block, () if self.back is None else (self.back,))
 
     def _touch(self, *, write: bool) -> None:
         if self.block is not None:
@@ -263,8 +328,8 @@ def send_back(pieces: Sequence[tuple[Held, Piece]], after: Event) -> Event:
     return end
 
 
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+def _form_of(local: torch.Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]:
+    return local.shape, local.stride(), local.dtype, local.device
 
 
 def _described(shape: Any, strides: Any, dtype: torch.dtype, device: torch.device) -> str:

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from spillway.optim.gradient import CHUNK, Snapshot
 from spillway.optim.held import Held, Piece, send_back
-from spillway.optim.kinds import for_host, step_of
+from spillway.optim.kinds import for_host, step_of, written_by_step
 from spillway.runtime.backend import Event, HostLane, TaskEnd
 from spillway.runtime.labels import label
 
@@ -62,6 +62,8 @@ class HostStep:
         self._states: defaultdict[torch.Tensor, dict[Any, Any]] = defaultdict(dict)
         self._known: set[torch.Tensor] = set()
         """Pieces that a constructor of the class has seen: some make their state there."""
+        self.written: dict[int, Settings] = {}
+        """What a class put into its groups, by their index; to be read when the step is done."""
         self._mine = _Mine()
         self._hands = hands
         self._given_out: deque[TaskEnd] = deque()
@@ -103,8 +105,11 @@ class HostStep:
                 held.pieces[0].tensor.grad = held.whole(gradient)
             groups.append({**settings, "params": [turn.held.pieces[0].tensor for turn in some]})
         began = time.perf_counter()
+        before = [dict(group) for group in groups]
         self._run(groups)
         self._count(time.perf_counter() - began, alone=True)
+        for (some, _), group, settings in zip(shares, groups, before, strict=True):
+            self.written.setdefault(some[0].held.group, {}).update(written_by_step(group, settings))
         for held, _ in turns:
             held.pieces[0].tensor.grad = None
             held.state = self._states[held.pieces[0].tensor]
@@ -119,6 +124,10 @@ class HostStep:
             piece.parts = dict(parts)
         first = self._states[held.pieces[0].tensor]
         held.state = {name: first[name] if _is_own(value) else value for name, value in state.items()}
+
+    def begin_state(self, held: Held, settings: Settings) -> None:
+        """A parameter that has not stepped gets the state that the class's constructor makes."""
+        self._know(held, settings)
 
     def drop_state(self, held: Held) -> None:
         """It has none."""

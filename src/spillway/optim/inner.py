@@ -60,6 +60,12 @@ class Inner:
             for parameter in parameters:
                 parameter.grad = None
 
+    def begun(self, like: torch.Tensor, settings: Mapping[str, Any]) -> State:
+        """The state that the constructor of the class makes for a parameter: for most none."""
+        parameter = torch.nn.Parameter(like, requires_grad=False)
+        made = self._class([{**settings, "params": [parameter]}], **self._given)
+        return dict(made.state.get(parameter, {}))
+
     def _made(self, new: Sequence[torch.nn.Parameter], settings: Mapping[str, Any]) -> Optimizer:
         """The optimizer, with what the constructor of the class makes for parameters that are new."""
         if self._optimizer is None or new:

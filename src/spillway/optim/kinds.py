@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,15 @@ from torch.optim import Optimizer
 
 from spillway.errors import UnsupportedError, UsageError
 
-_FUSED_ON_HOST = {torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad}
+_WIDE = frozenset({torch.float32, torch.float64})
+_ALL = _WIDE | {torch.bfloat16, torch.float16}
+_FUSED_ON_HOST: dict[type[Optimizer], frozenset[torch.dtype]] = {
+    torch.optim.Adam: _ALL,
+    torch.optim.AdamW: _ALL,
+    torch.optim.Adagrad: _ALL,
+    # The one for narrow types leaves parameters as they are, and reads past the end of its momentum.
+    torch.optim.SGD: _WIDE,
+}
 _REFUSED = {
     torch.optim.SparseAdam: "its gradients are sparse",
     torch.optim.LBFGS: "each of its steps evaluates the model several times, over all parameters as one vector",
@@ -23,31 +32,41 @@ _FLAGS_OF_DEVICES = {"foreach": False, "capturable": False}
 class Kind:
     """An optimizer class, as far as its step can be taken apart."""
 
-    fused: bool
-    """Whether it has a fused kernel on the host, which steps a piece to the same bits as the whole."""
+    fused: frozenset[torch.dtype]
+    """The types in which it has a fused kernel on the host, which steps a piece to the same bits as the whole."""
     alone: bool
     """Whether it steps each parameter by itself, so that some may step before others."""
+    begins_with_state: bool
+    """Whether its constructor makes states, and not its first step: a state that is saved before that has them."""
 
     @classmethod
-    def of(cls, optimizer_class: type[Optimizer]) -> Kind:
+    def of(cls, optimizer_class: type[Optimizer], what: str = "optimizer_class") -> Kind:
         """What is known of a class.
 
         Of a class that is not torch's own nothing is known: it steps all parameters in one call, whole.
+
+        Args:
+            optimizer_class: the class.
+            what: whose name is in errors.
 
         Raises:
             UsageError: if it is no optimizer class.
             UnsupportedError: if it is one that cannot step parameter by parameter on the host.
         """
         if not isinstance(optimizer_class, type) or not issubclass(optimizer_class, Optimizer):
-            raise UsageError(f"optimizer_class: got {optimizer_class!r}, expected a class, like torch.optim.AdamW")
+            raise UsageError(f"{what}: got {optimizer_class!r}, expected a class, like torch.optim.AdamW")
         for refused, why in _REFUSED.items():
             if issubclass(optimizer_class, refused):
                 raise UnsupportedError(
-                    f"optimizer_class: got {optimizer_class.__name__}, expected another: {why}; use it as it is"
+                    f"{what}: got {optimizer_class.__name__}, expected another: {why}; use it as it is"
                 )
         # Some say that they are of the package itself.
         known = f"{optimizer_class.__module__}.".startswith("torch.optim.")
-        return cls(fused=optimizer_class in _FUSED_ON_HOST, alone=known)
+        return cls(
+            fused=_FUSED_ON_HOST.get(optimizer_class, frozenset()),
+            alone=known,
+            begins_with_state=issubclass(optimizer_class, torch.optim.Adagrad),
+        )
 
 
 def defaults_of(optimizer_class: type[Optimizer], given: dict[str, Any]) -> dict[str, Any]:
@@ -56,9 +75,8 @@ def defaults_of(optimizer_class: type[Optimizer], given: dict[str, Any]) -> dict
     if given.get("differentiable"):
         raise UnsupportedError("differentiable: got True, expected False: the step is not part of a graph")
     # What is only for devices would be refused of a tensor on the host.
-    plain = {name: value for name, value in given.items() if name not in ("fused", *_FLAGS_OF_DEVICES)}
     try:
-        defaults = dict(optimizer_class([dummy], **plain).defaults)
+        defaults = dict(optimizer_class([dummy], **for_host(given)).defaults)
     except TypeError as error:
         raise UsageError(f"{optimizer_class.__name__}: got {sorted(given)}, which it refuses: {error}") from error
     unknown = [name for name in given if name not in defaults]
@@ -67,17 +85,60 @@ def defaults_of(optimizer_class: type[Optimizer], given: dict[str, Any]) -> dict
     return {**defaults, **{name: given[name] for name in given if name in ("fused", *_FLAGS_OF_DEVICES)}}
 
 
+def taken_by(optimizer_class: type[Optimizer], given: dict[str, Any]) -> dict[str, Any]:
+    """What of some arguments a class's constructor takes."""
+    parameters = inspect.signature(optimizer_class).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return dict(given)
+    return {name: value for name, value in given.items() if name in parameters}
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """What was given for one class, or two, taken apart."""
+
+    host: dict[str, Any]
+    """For the host's class."""
+    device: dict[str, Any]
+    """For the device's."""
+    defaults: dict[str, Any]
+    """Of both: what groups begin with."""
+    own: dict[str, Any]
+    """What the device's class says of itself in its groups, where the host's class says something else."""
+
+    @classmethod
+    def of(cls, host_class: type[Optimizer], device_class: type[Optimizer], given: dict[str, Any]) -> Arguments:
+        """Take them apart.
+
+        Raises:
+            UsageError: a name that neither takes, or one that was not given and that they do not agree about.
+        """
+        if device_class is host_class:
+            return cls(given, given, defaults_of(host_class, given), {})
+        host, device = taken_by(host_class, given), taken_by(device_class, given)
+        names = f"{host_class.__name__} and {device_class.__name__}"
+        unknown = sorted(given.keys() - host.keys() - device.keys())
+        if unknown:
+            raise UsageError(f"{names}: got {unknown}, expected arguments that one of them takes")
+        of_host, of_device = defaults_of(host_class, host), defaults_of(device_class, device)
+        unlike = {name: value for name, value in of_device.items() if name in of_host and of_host[name] != value}
+        # What no constructor takes is what a class is, and no setting.
+        settings = taken_by(host_class, taken_by(device_class, unlike))
+        if settings:
+            raise UsageError(f"{names}: got no {sorted(settings)}, of which their defaults differ, expected them")
+        return cls(host, device, {**of_device, **of_host, **given}, unlike)
+
+
 def for_host(given: dict[str, Any]) -> dict[str, Any]:
-    """What the user gave for the class, without what is said of devices: its constructor's own for a tensor there."""
+    """What a class's constructor is given for a parameter on the host: nothing that is said of devices."""
     return {name: value for name, value in given.items() if name not in ("fused", *_FLAGS_OF_DEVICES)}
 
 
-def on_host(group: dict[str, Any], kind: Kind, *, fused: bool) -> dict[str, Any]:
+def on_host(group: dict[str, Any], *, fused: bool) -> dict[str, Any]:
     """A group's settings, as they are for a step on the host.
 
     Args:
         group: of the user's optimizer.
-        kind: of its class.
         fused: whether the parameters can be stepped by a fused kernel.
     """
     settings = {name: value for name, value in group.items() if name not in ("params", "param_names")}
@@ -86,8 +147,13 @@ def on_host(group: dict[str, Any], kind: Kind, *, fused: bool) -> dict[str, Any]
             settings[name] = value.detach().to("cpu", copy=True)
     settings.update({name: value for name, value in _FLAGS_OF_DEVICES.items() if name in settings})
     if "fused" in settings:
-        settings["fused"] = kind.fused and fused and settings["fused"] is not False
+        settings["fused"] = fused and settings["fused"] is not False
     return settings
+
+
+def written_by_step(group: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+    """What a step has put into a group: some classes count there, or keep what they have found out."""
+    return {name: value for name, value in group.items() if name != "params" and before.get(name) is not value}
 
 
 def step_of(optimizer_class: type[Optimizer]) -> Callable[[Optimizer], object]:

@@ -12,12 +12,12 @@ from torch.optim import Optimizer
 
 from spillway.optim.belt import Belt, Carrier, Trip
 from spillway.optim.forecast import Forecast
-from spillway.optim.gradient import Shared
 from spillway.optim.held import Held
 from spillway.optim.host_step import Turn
 from spillway.optim.inner import Inner
 from spillway.optim.layout import Layout, Place, State, moves
 from spillway.optim.loads import Load, Part, formed, most_elements
+from spillway.optim.shared import Shared
 from spillway.optim.shelf import Loading, Settings, Shelf
 from spillway.optim.states import MASTER
 from spillway.runtime.bytes import over
@@ -71,8 +71,9 @@ class LoadShelf(Shelf):
                 for index in range(len(load.parts))
             ]
             layout = Layout.of(states)
-            known = load.layout if load.target is None else load.target[0]
-            if layout != known:
+            if layout == load.layout:
+                load.target = None
+            elif load.target is None or load.target[0] != layout:
                 load.target = (layout, self._carrier(first.shared).reserve(load, layout))
 
     def whole(self, held: Sequence[Held]) -> list[State]:
@@ -85,10 +86,10 @@ class LoadShelf(Shelf):
                     seen[load] = self._carrier(one.shared).host_states(load)
             pieces = [seen[load][index] for load, index in parts]
             whole.append({name: _joined(one, [piece[name] for piece in pieces]) for name in (pieces or [{}])[0]})
-            if one.cut:
-                # What was copied of its pieces is needed no more.
-                for load, _ in parts:
-                    seen.pop(load, None)
+            for load, _ in parts:
+                if load.is_cut:
+                    # It is of this parameter alone, and was copied.
+                    del seen[load]
         return whole
 
     def put(self, loading: Sequence[Loading]) -> None:
@@ -106,6 +107,16 @@ class LoadShelf(Shelf):
             for load in loads:
                 self._put_load(load, converted)
             done.update(loads)
+
+    def begin(self, held: Sequence[Held]) -> None:
+        for one in held:
+            like = torch.empty_strided(*one.form, dtype=one.work_dtype, device="cpu")
+            self.put([Loading(one, self._inner.begun(like, self._settings(one)))])
+
+    def refresh(self, held: Held) -> None:
+        held.doubt()
+        for load, index in self._parts_of(held):
+            load.states[index].pop(MASTER, None)
 
     def discard(self, held: Held) -> None:
         for load, index in self._parts_of(held):
@@ -200,46 +211,50 @@ class LoadShelf(Shelf):
         with contextlib.ExitStack() as unless_packed:
             unless_packed.callback(belt.drop, trip)
             unless_packed.callback(carrier.stay, trip)
-            layout, place = self._packed(trip, carrier)
+            layout, place = self._packed(trip, carrier, belt)
             unless_packed.pop_all()
         trip.load.shut(trip.states, layout, place)
         belt.put(trip, place, layout)
 
-    def _packed(self, trip: Trip, carrier: Carrier) -> tuple[Layout, Any]:
+    def _packed(self, trip: Trip, carrier: Carrier, belt: Belt) -> tuple[Layout, Any]:
         """Have all tensors of the states in the trip's memory, as they will lie in their place."""
         load, states = trip.load, trip.states
         layout = Layout.of(states)
-        if layout == load.layout:
-            place = load.place
-        elif load.target is not None and layout == load.target[0]:
-            place = load.target[1]
-        else:
-            place = carrier.reserve(load, layout)
+        place = load.place
+        if layout != load.layout:
+            foreseen = load.target is not None and layout == load.target[0]
+            place = load.target[1] if load.target is not None and foreseen else carrier.reserve(load, layout)
         memory = trip.memory
-        if layout.nbytes and (memory is None or layout != load.layout or not load.is_away):
-            memory = carrier.memory(layout.nbytes)
+        if layout.nbytes and (layout != load.layout or not load.is_away):
+            if trip.room is None or layout != trip.goal():
+                if trip.room is not None:
+                    carrier.release(trip.room)
+                    trip.room = None
+                trip.room = belt.with_room(lambda: carrier.memory(layout.nbytes))
+            memory = trip.room
         for each in layout.places:
             assert memory is not None
             view, value = each.view(memory), states[each.part][each.name]
             if value.data_ptr() != view.data_ptr():
                 view.copy_(value)
             states[each.part][each.name] = view
-        if memory is not trip.memory:
+        if memory is trip.room and memory is not None:
             if trip.memory is not None:
                 carrier.release(trip.memory)
-            trip.memory = memory
+            trip.memory, trip.room = memory, None
         return layout, place
 
     def _put_load(self, load: Load, converted: Mapping[Held, State]) -> None:
         carrier = self._carrier(load.parts[0].held.shared)
-        keeps = [part.held not in converted or MASTER not in converted[part.held] for part in load.parts]
-        # What others keep, and masters that nothing is said of.
-        states = carrier.host_states(load) if any(keeps) else [{} for _ in load.parts]
         loaded = [index for index, part in enumerate(load.parts) if part.held in converted]
+        # What others keep, who share the load.
+        keeps = len(loaded) < len(load.parts)
+        states: list[State] = carrier.host_states(load) if keeps else [{} for _ in load.parts]
         for index in loaded:
-            part, old = load.parts[index], states[index]
+            part = load.parts[index]
             state = {key: _part_of(value, part) for key, value in converted[part.held].items()}
-            master = state.pop(MASTER, old.get(MASTER))
+            master = state.pop(MASTER, None)
+            # Last, as after a step.
             states[index] = {**state, MASTER: master} if part.held.has_master and master is not None else state
         layout = Layout.of(states)
         place = load.place if layout == load.layout and load.place is not None else carrier.reserve(load, layout)
@@ -248,13 +263,6 @@ class LoadShelf(Shelf):
         for index in loaded:
             load.begun[index] = bool(_without_master(states[index]))
             load.parts[index].held.doubt()
-
-
-def renew(master: torch.Tensor, values: torch.Tensor) -> None:
-    """Let a master be what its parameter is, but where it says the same, more exactly."""
-    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.itemsize]
-    same = master.to(values.dtype).view(integers) == values.view(integers)
-    master.copy_(torch.where(same, master, values.to(master.dtype)))
 
 
 def _without_master(state: State) -> State:

@@ -55,7 +55,7 @@ class MemoryShelf(Shelf):
 
     def shown(self, held: Held) -> State | None:
         state = dict(held.state)
-        if held.has_master and held.master is not None:
+        if held.has_master and held.known:
             state[MASTER] = held.master
         return state or None
 
@@ -68,12 +68,27 @@ class MemoryShelf(Shelf):
             master = fresh.pop(MASTER, None)
             if held.master is None and (fresh or master is not None):
                 held.make_master()
-            if master is not None and held.has_master:
+            if held.has_master and master is not None:
                 held.put_master(master)
+            elif held.has_master:
+                held.forget_master()
             if fresh:
                 self._step.put_state(held, fresh, self._settings(held))
             else:
                 self._step.drop_state(held)
+
+    def begin(self, held: Sequence[Held]) -> None:
+        for one in held:
+            if one.master is None:
+                one.make_master()
+            self._step.begin_state(one, self._settings(one))
+
+    def refresh(self, held: Held) -> None:
+        held.refresh()
+
+    def written(self) -> dict[int, dict[str, Any]]:
+        written, self._step.written = self._step.written, {}
+        return written
 
     def discard(self, held: Held) -> None:
         self._step.drop_state(held)

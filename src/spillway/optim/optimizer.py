@@ -12,21 +12,21 @@ import torch
 from torch.optim import Optimizer
 
 from spillway.blocks import Blocks
-from spillway.errors import UnsupportedError, UsageError
+from spillway.errors import SpillwayError, UnsupportedError, UsageError
 from spillway.optim.away import AwayGradient
 from spillway.optim.balance import Balance
 from spillway.optim.device_part import DevicePart
 from spillway.optim.forecast import Forecast
 from spillway.optim.forward import ForwardOverlap
-from spillway.optim.gradient import Shared
 from spillway.optim.held import Held
 from spillway.optim.host_step import Turn
-from spillway.optim.kinds import Kind, defaults_of, for_host, on_host
-from spillway.optim.placement import held_beyond, held_of
+from spillway.optim.kinds import Arguments, Kind, for_host, on_host
+from spillway.optim.placement import counted, held_beyond, held_of
 from spillway.optim.sharding import is_distributed, like, local_of, many_processes, put_local
+from spillway.optim.shared import Shared
 from spillway.optim.shelf import Loading
 from spillway.optim.shelves import make_shelf
-from spillway.optim.states import Hook, Saved
+from spillway.optim.states import Hook, Saved, check_shapes
 from spillway.optim.threads import begin_with, hands_of, thread_count
 from spillway.optim.traffic import Traffic
 from spillway.records import OptimizerStats
@@ -52,15 +52,21 @@ class OffloadedOptimizer(Optimizer):
     are plain tensors, they leave in ``step()``: what a ``DistributedDataParallel`` has yet to reduce may not. With
     FSDP2 and tensor parallel (``DTensor``) they leave during backward.
 
+    Between steps parameters may be written to: what is loaded, initialised or edited under ``torch.no_grad()`` is where
+    the next step starts. What is written through ``p.data`` (``p.data.clamp_()``) leaves no trace:
+    :meth:`refresh_masters` tells of it.
+
     Args:
         params: parameters, or groups of them, as for any optimizer.
         optimizer_class: a class of ``torch.optim``, or one of your own, which then steps all parameters in one call.
-            Where it has a fused kernel for the host that is used (``Adam``, ``AdamW``, ``SGD``, ``Adagrad``), unless
-            ``fused=False`` is among the defaults; else its implementation with a loop, never ``foreach``.
+            Where it has a fused kernel for the host that is used (``Adam``, ``AdamW``, ``Adagrad``, and ``SGD`` in
+            ``float32`` and ``float64``), unless ``fused=False`` is among the defaults; else its implementation with a
+            loop, never ``foreach``.
         fraction: of all elements, how many are stepped on the host. The rest keeps state and step on the device; both
             step at the same time. ``"auto"``: all at first, then as many as slow a step down by no more than
             ``slowdown``, by the figures of the first steps; :attr:`fraction` says what came of it. Two runs may find
             different ones, and the host's and the device's arithmetic differ in the last bits.
+            Parameters on the CPU, beside others on a device, are stepped on the host anyway, and are not counted.
         slowdown: what ``"auto"`` allows, of a step: 0.05 for 5 %.
         device_budget: most bytes of state, masters included, that stay on the device, instead of a fraction:
             ``"2GiB"``. The first parameters that it has room for are stepped there.
@@ -76,7 +82,10 @@ class OffloadedOptimizer(Optimizer):
             come in pieces, of others whole.
         threads: for the step. ``None``: one a CPU that the process may use, shared by the ranks of the machine.
         session: whose pinned memory is used. ``None``: the default one.
-        defaults: for the class: ``lr=3e-4``.
+        hold: which parameters the fraction takes: ``"last"``, from the last one on, whose gradients come first in
+            backward; or ``"first"``.
+        device_class: the class that steps what stays on the device. ``None``: the same.
+        defaults: for the class: ``lr=3e-4``. With two classes each gets those that it takes.
 
     Raises:
         UsageError: an argument that cannot be meant.
@@ -107,18 +116,31 @@ class OffloadedOptimizer(Optimizer):
         step_on: str = "host",
         threads: int | None = None,
         session: Session | None = None,
+        hold: str = "last",
+        device_class: type[Optimizer] | None = None,
         **defaults: Any,
     ) -> None:
         self._kind = Kind.of(optimizer_class)
+        if device_class is None:
+            device_class = optimizer_class
+        Kind.of(device_class, what="device_class")
         self._class = optimizer_class
         self._ready = False
-        complete = defaults_of(optimizer_class, defaults)
+        arguments = Arguments.of(optimizer_class, device_class, defaults)
         if fraction is not None and device_budget is not None:
             raise UsageError("got both a fraction and a device_budget, expected one of them; leave one out")
         if fraction == "auto" and step_on == "device":
             raise UsageError("fraction: got 'auto' with step_on='device', expected a number: the host steps nothing")
         self._balance = Balance(_checked_slowdown(slowdown)) if fraction == "auto" else None
         self._fraction = 1.0 if self._balance is not None else _checked_fraction(fraction)
+        if self._balance is not None and device_class is not optimizer_class:
+            raise UsageError(
+                "device_class: got another one than optimizer_class with fraction='auto', expected the same: what "
+                "moves to the device takes its state along"
+            )
+        if hold not in ("last", "first"):
+            raise UsageError(f"hold: got {hold!r}, expected 'last' or 'first'")
+        self._hold_last = hold == "last"
         self._budget = None if device_budget is None else parse_bytes(device_budget, what="device_budget")
         self._master_dtype = _checked_master_dtype(master_dtype)
         self._offload_gradients = bool(offload_gradients)
@@ -128,21 +150,21 @@ class OffloadedOptimizer(Optimizer):
         self._held: dict[torch.Tensor, Held] = {}
         self._coming: set[Held] = set()
         self._overlapping: list[ForwardOverlap] = []
-        self._device = DevicePart(optimizer_class, defaults)
-        self._forecast = Forecast(self._kind, optimizer_class, for_host(defaults))
         self._shelf = make_shelf(
             optimizer_class,
-            defaults,
-            self._forecast,
+            arguments.host,
             tier=tier,
             step_on=step_on,
             hands=hands_of(self._threads)[0],
             for_the_host=self._settings,
             for_the_device=self._settings_there,
         )
+        self._forecast = Forecast(device_class, for_host(arguments.device))
+        self._device = DevicePart(device_class, arguments.device, arguments.own)
         self._last = self._now = self._shelf.tally()
         self._stop = contextlib.ExitStack()
-        super().__init__(params, complete)
+        self._closed = False
+        super().__init__(params, arguments.defaults)
         self._place(list(self._parameters()))
         self._ready = True
 
@@ -158,7 +180,7 @@ class OffloadedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._session.check_open()
+        self._check_usable()
         self.synchronize()
         if self._balance is not None:
             self._choose(self._balance)
@@ -167,8 +189,11 @@ class OffloadedOptimizer(Optimizer):
             self._device.step(self.param_groups)
             for parameter in self._device:
                 self._show(parameter, self._device.state_of(parameter) or None)
-            if not self._overlapping:
-                self.synchronize()
+            here = [one for one in self._coming if not self._is_overlapped(one.parameter)]
+            with contextlib.ExitStack() as stack:
+                if len(here) == len(self._coming):
+                    stack.callback(self._finish)
+                self._arrive(here)
         return loss
 
     def synchronize(self) -> None:
@@ -200,13 +225,19 @@ class OffloadedOptimizer(Optimizer):
         super().add_param_group(param_group)
         if self._ready:
             group = self.param_groups[-1]
-            self._place([(len(self.param_groups) - 1, parameter) for parameter in group["params"]])
+            try:
+                self._place([(len(self.param_groups) - 1, parameter) for parameter in group["params"]])
+            except SpillwayError:
+                self.param_groups.pop()
+                raise
 
     def overlap_forward(self, model: torch.nn.Module, *, blocks: Blocks | None = None) -> None:
         """From now on :meth:`step` returns early, and each block waits for its parameters when it is called.
 
         What is read of a parameter by other means than a call of the module that has it must come after
-        :meth:`synchronize`. ``state_dict`` of the model and of the optimizer see to that themselves.
+        :meth:`synchronize`: a copy of the model, an average of its weights. ``state_dict`` and ``load_state_dict`` of
+        the model and of the optimizer see to that themselves. Parameters that are not in the model come back in
+        :meth:`step`. A copy of the model has nothing of this.
 
         Args:
             model: whose parameters these are; as it is called, wrapped and all.
@@ -215,9 +246,12 @@ class OffloadedOptimizer(Optimizer):
         Raises:
             UsageError: if none are.
         """
-        overlap = ForwardOverlap(model, self._wait_for, self.synchronize, blocks=blocks)
+        overlap = ForwardOverlap(model, self._wait_for, blocks=blocks)
         self._overlapping.append(overlap)
         self._stop.callback(overlap.remove)
+
+    def _is_overlapped(self, parameter: torch.Tensor) -> bool:
+        return any(overlap.covers(parameter) for overlap in self._overlapping)
 
     def _wait_for(self, parameters: Iterable[torch.Tensor]) -> None:
         if self._coming:
@@ -229,26 +263,56 @@ class OffloadedOptimizer(Optimizer):
         return self._last.stats()
 
     def close(self) -> None:
-        """Bring gradients back, take hooks off the parameters, give memory back. The state is gone."""
-        self.synchronize()
-        for held in self._held.values():
-            gradient = held.parameter.grad
-            if gradient is not None and isinstance(local_of(gradient), AwayGradient):
-                self._put_gradient(held, held.gradient.restore())
-            held.give_up()
-        self._stop.close()
-        for shared in self._shared.values():
-            shared.lane.close()
-            shared.hands.close()
-            shared.traffic.settle()
-            # After a step that failed.
-            shared.traffic.unstage()
-            shared.forget_factor()
-        self._shelf.close()
-        self._held.clear()
-        self._device.close()
+        """Bring gradients back, take hooks off the parameters, give memory back. The state is gone.
+
+        Where the session was closed before, the gradients are gone, too.
+        """
+        self._closed = True
+        # The last of these first, and all of them whatever goes wrong in one.
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._device.close)
+            stack.callback(self._held.clear)
+            stack.callback(self._shelf.close)
+            for shared in self._shared.values():
+                stack.callback(shared.close, lost=self._session.closed)
+            stack.callback(self._stop.close)
+            for held in self._held.values():
+                stack.callback(held.unhook)
+            if not self._session.closed:
+                for held in self._held.values():
+                    stack.callback(held.give_up)
+                    stack.callback(self._bring_back, held)
+                stack.callback(self.synchronize)
+
+    def _check_usable(self) -> None:
+        self._session.check_open()
+        if self._closed:
+            raise UsageError("got an optimizer that was closed, expected an open one; its state is gone: make another")
+        if any(shared.traffic.backend.is_capturing() for shared in self._shared.values()):
+            raise UnsupportedError("got a step in a CUDA graph's capture, expected it outside: the host computes")
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise UnsupportedError(
+            "got an OffloadedOptimizer to be copied or pickled, expected its state_dict() to be; another optimizer, "
+            "made over the other parameters, loads that"
+        )
+
+    def holds(self, parameter: torch.Tensor) -> bool:
+        """Whether a parameter's state and step are on the host."""
+        return parameter in self._held
 
     # State.
+
+    def refresh_masters(self) -> None:
+        """The next step takes all masters from their parameters, whatever they say.
+
+        A write that counts up a parameter's version (``copy_``, ``load_state_dict``) is noticed by itself. This is for
+        those that do not: through ``.data``, or by a kernel of your own.
+        """
+        self.synchronize()
+        for held in self._held.values():
+            self._shelf.refresh(held)
+        self._device.refresh_masters()
 
     def state_dict(self) -> dict[str, Any]:
         """The plain optimizer's, which loads it; masters are an entry ``"master"`` of a parameter's state.
@@ -258,6 +322,8 @@ class OffloadedOptimizer(Optimizer):
         ``optimizer.state`` has numbers only at other times.
         """
         self.synchronize()
+        if self._kind.begins_with_state:
+            self._begin_states()
         held = list(self._held.values())
         for one, state in zip(held, self._shelf.whole(held), strict=True):
             self._show(one.parameter, state or None)
@@ -273,10 +339,18 @@ class OffloadedOptimizer(Optimizer):
         Masters come from the state if it has them and they say, in the parameter's own type, what the parameter says at
         the next step; else they are taken from the parameter.
         """
+        self._check_usable()
         self.synchronize()
         saved = Saved()
+
+        def take(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+            without = saved.take(state_dict)
+            for (__, parameter), state in zip(self._parameters(), saved.in_order(), strict=False):
+                check_shapes(state, parameter, fused=bool(self._kind.fused))
+            return without
+
         with (
-            contextlib.closing(Hook(self.register_load_state_dict_pre_hook(saved.take))),
+            contextlib.closing(Hook(self.register_load_state_dict_pre_hook(take))),
             contextlib.closing(Hook(self.register_load_state_dict_post_hook(self._put_states(saved), prepend=True))),
         ):
             super().load_state_dict(state_dict)
@@ -284,11 +358,10 @@ class OffloadedOptimizer(Optimizer):
     def _put_states(self, saved: Saved) -> Callable[[Optimizer], None]:
         def put(_: Optimizer) -> None:
             loading = []
-            for (group, parameter), state in zip(self._parameters(), saved.in_order(), strict=True):
+            for (_group, parameter), state in zip(self._parameters(), saved.in_order(), strict=True):
                 held = self._held.get(parameter)
                 if held is None:
-                    settings = {name: value for name, value in self.param_groups[group].items() if name != "params"}
-                    self._device.put_state(parameter, state, settings)
+                    self._device.put_state(parameter, state, self._settings_on_device(parameter))
                     self._show(parameter, self._device.state_of(parameter) or None)
                 else:
                     held.check()
@@ -298,6 +371,21 @@ class OffloadedOptimizer(Optimizer):
                 self._show(loaded.held.parameter, self._shelf.shown(loaded.held))
 
         return put
+
+    def _begin_states(self) -> None:
+        new = [parameter for _, parameter in self._parameters() if parameter not in self.state]
+        self._shelf.begin([self._held[parameter] for parameter in new if parameter in self._held])
+        for parameter in new:
+            held = self._held.get(parameter)
+            if held is None:
+                self._device.begin_state(parameter, self._settings_on_device(parameter))
+                self._show(parameter, self._device.state_of(parameter) or None)
+            else:
+                self._show(parameter, self._shelf.shown(held))
+
+    def _settings_on_device(self, parameter: torch.Tensor) -> dict[str, Any]:
+        group = next(group for group in self.param_groups if any(one is parameter for one in group["params"]))
+        return {name: value for name, value in group.items() if name != "params"}
 
     def _show(self, parameter: torch.Tensor, state: dict[Any, Any] | None) -> None:
         if state is not None:
@@ -317,32 +405,43 @@ class OffloadedOptimizer(Optimizer):
                 yield index, parameter
 
     def _place(self, parameters: Sequence[tuple[int, torch.Tensor]]) -> None:
-        for (group, parameter), on_the_host in zip(parameters, self._held_of(parameters), strict=True):
-            work = self._work_dtype(parameter)
-            if on_the_host:
-                self._hold(parameter, group, work)
-            else:
-                self._device.add(parameter, group, work)
-
-    def _held_of(self, parameters: Sequence[tuple[int, torch.Tensor]]) -> list[bool]:
         if self._budget is None:
-            return held_of([local_of(parameter).numel() for _, parameter in parameters], self._fraction)
-        sizes = [self._state_bytes(group, parameter) for group, parameter in parameters]
-        held = held_beyond(sizes, self._budget)
-        self._budget -= sum(size for size, on_the_host in zip(sizes, held, strict=True) if not on_the_host)
-        return held
+            on_the_host = self._on_the_host([parameter for _, parameter in parameters], self._fraction)
+        else:
+            sizes = [self._state_bytes(group, parameter) for group, parameter in parameters]
+            on_the_host = held_beyond(sizes, self._budget)
+            self._budget -= sum(size for size, is_held in zip(sizes, on_the_host, strict=True) if not is_held)
+        # All of them are made before the first is taken: one may be refused.
+        held = [self._made(group, one) for (group, one), here in zip(parameters, on_the_host, strict=True) if here]
+        for one in held:
+            self._hold(one)
+        for group, parameter in parameters:
+            if parameter not in self._held:
+                self._device.add(parameter, group, self._work_dtype(parameter))
+
+    def _on_the_host(self, parameters: Sequence[torch.Tensor], fraction: float) -> list[bool]:
+        parts = [local_of(parameter) for parameter in parameters]
+        may_stay = counted([part.device for part in parts])
+        sizes = [part.numel() if counts else 0 for part, counts in zip(parts, may_stay, strict=True)]
+        taken = held_of(sizes, fraction, last_first=self._hold_last)
+        return [is_taken or not counts for is_taken, counts in zip(taken, may_stay, strict=True)]
 
     def _state_bytes(self, group: int, parameter: torch.Tensor) -> int:
         local, work = local_of(parameter), self._work_dtype(parameter)
         master = 0 if work == local.dtype else local.numel() * work.itemsize
         return master + self._forecast.nbytes(local.shape, work, self.param_groups[group])
 
-    def _hold(self, parameter: torch.Tensor, group: int, work: torch.dtype) -> None:
+    def _made(self, group: int, parameter: torch.Tensor) -> Held:
+        work = self._work_dtype(parameter)
         device = local_of(parameter).device
-        cut = self._is_cut(self.param_groups[group], parameter)
-        held = self._held[parameter] = Held(parameter, group, self._shared_of(device), work, cut=cut)
+        cut = self._is_cut(self.param_groups[group], work, device)
+        return Held(parameter, group, self._shared_of(device), work, cut=cut)
+
+    def _hold(self, held: Held) -> None:
+        parameter = held.parameter
+        self._held[parameter] = held
         self._shelf.add(held)
-        if parameter.requires_grad and parameter.is_leaf and self._offload_gradients:
+        if self._offload_gradients and (parameter.is_floating_point() or parameter.is_complex()):
             me, mine = weakref.ref(self), weakref.ref(held)
 
             def came(_: torch.Tensor) -> None:
@@ -350,7 +449,10 @@ class OffloadedOptimizer(Optimizer):
                 if optimizer is not None and of is not None:
                     optimizer._came(of)
 
-            held.hook = parameter.register_post_accumulate_grad_hook(came)  # type: ignore[no-untyped-call]
+            # One that is frozen may be unfrozen later, and takes a hook only if it is not.
+            frozen = not parameter.requires_grad
+            held.hook = parameter.requires_grad_(True).register_post_accumulate_grad_hook(came)  # type: ignore[no-untyped-call]
+            parameter.requires_grad_(not frozen)
             weakref.finalize(self, held.hook.remove)
 
     def _choose(self, balance: Balance) -> None:
@@ -364,31 +466,27 @@ class OffloadedOptimizer(Optimizer):
         if chosen is None:
             return
         parameters = [parameter for _, parameter in self._parameters()]
-        wanted = held_of([local_of(parameter).numel() for parameter in parameters], chosen)
-        for parameter, on_the_host in zip(parameters, wanted, strict=True):
+        for parameter, on_the_host in zip(parameters, self._on_the_host(parameters, chosen), strict=True):
             if not on_the_host and parameter in self._held:
                 self._move_to_device(self._held[parameter])
 
     def _move_to_device(self, held: Held) -> None:
         (state,), parameter = self._shelf.whole([held]), held.parameter
-        gradient = parameter.grad
-        if gradient is not None and isinstance(local_of(gradient), AwayGradient):
-            self._put_gradient(held, held.gradient.restore())
+        self._bring_back(held)
         self._device.add(parameter, held.group, held.work_dtype)
         self._device.put_state(parameter, state, self.param_groups[held.group])
         del self._held[parameter]
         self._shelf.discard(held)
         held.give_up()
 
-    def _is_cut(self, group: dict[str, Any], parameter: torch.Tensor) -> bool:
+    def _is_cut(self, group: dict[str, Any], work: torch.dtype, device: torch.device) -> bool:
         if not self._shelf.steps_on_device:
-            return self._is_fused(group, parameter)
+            return self._is_fused(group, work)
         # What has a fused kernel computes each element by itself: on an accelerator to the same bits in any company.
-        everywhere = local_of(parameter).device.type != "cpu" or bool(group.get("fused"))
-        return self._kind.fused and parameter.is_floating_point() and everywhere
+        return work in self._kind.fused and (device.type != "cpu" or bool(group.get("fused")))
 
-    def _is_fused(self, group: dict[str, Any], parameter: torch.Tensor) -> bool:
-        return self._kind.fused and group.get("fused") is not False and parameter.is_floating_point()
+    def _is_fused(self, group: dict[str, Any], work: torch.dtype) -> bool:
+        return work in self._kind.fused and group.get("fused") is not False
 
     def _work_dtype(self, parameter: torch.Tensor) -> torch.dtype:
         wanted = self._master_dtype
@@ -408,13 +506,14 @@ class OffloadedOptimizer(Optimizer):
             lane = runtime.backend.host_lane("optimizer", begin=begin_with(self._threads))
             hands, each = hands_of(self._threads)
             some = runtime.backend.host_lane("optimizer-hand", threads=hands, begin=begin_with(each))
-            shared = Shared(Traffic(runtime), lane, some, pins_sums=self._shelf.steps_on_device)
-            self._shared[device] = shared
+            shared = self._shared[device] = Shared(
+                Traffic(runtime), lane, some, self._session.check_open, pins_sums=self._shelf.steps_on_device
+            )
         return shared
 
     def _settings(self, held: Held) -> dict[str, Any]:
         group = self.param_groups[held.group]
-        return on_host(group, self._kind, fused=self._is_fused(group, held.parameter))
+        return on_host(group, fused=self._is_fused(group, held.work_dtype))
 
     def _settings_there(self, held: Held) -> dict[str, Any]:
         group = self.param_groups[held.group]
@@ -432,12 +531,20 @@ class OffloadedOptimizer(Optimizer):
 
     def _take_gradient(self, held: Held, gradient: torch.Tensor) -> None:
         local = local_of(gradient)
-        held.gradient.begin(local)
-        self._put_gradient(held, held.gradient.stand_in(local))
+        home = held.another_gradient()
+        home.begin(local)
+        self._put_gradient(held, home.stand_in(local))
 
-    def _put_gradient(self, held: Held, local: torch.Tensor) -> None:
+    def _bring_back(self, held: Held) -> None:
         gradient = held.parameter.grad
-        if gradient is not None and is_distributed(gradient):
+        away = None if gradient is None else local_of(gradient)
+        if isinstance(away, AwayGradient) and away.stands_for(held.gradient):
+            # Nobody can have the gradient of a parameter that is of another shape now.
+            self._put_gradient(held, held.gradient.restore() if held.is_as_it_was() else None)
+
+    def _put_gradient(self, held: Held, local: torch.Tensor | None) -> None:
+        gradient = held.parameter.grad
+        if local is not None and gradient is not None and is_distributed(gradient):
             put_local(gradient, local)
         else:
             held.parameter.grad = local
@@ -449,23 +556,38 @@ class OffloadedOptimizer(Optimizer):
             shared.expected = max((turn.held.gradient.count for turn in turns), default=0)
         self._shelf.step(turns, self._now, ahead=self._last.ahead if self._overlapping else None)
         self._coming = {turn.held for turn in turns}
+        if not self._shelf.steps_on_device and any(turn.held.gradient.away() is None for turn in turns):
+            # What stays may be written to as soon as this returns.
+            for shared in self._shared.values():
+                shared.traffic.settle()
 
     def _turns(self) -> Iterator[Turn]:
         for held in self._held.values():
             gradient = held.parameter.grad
             if gradient is None:
-                held.gradient.clear()
+                held.another_gradient().clear()
                 continue
+            held.check()
             local = local_of(gradient)
+            if isinstance(local, AwayGradient):
+                stands = held.adopt(local)
+                if stands is not local:
+                    self._put_gradient(held, stands)
+            elif self._shelf.steps_on_device:
+                held.another_gradient()
+            elif self._offload_gradients and not gradient.requires_grad:
+                self._take_gradient(held, gradient)
+            else:
+                held.another_gradient().begin(local)
             if self._shelf.steps_on_device:
                 yield Turn(held, held.gradient.for_device(local))
-                continue
-            if not isinstance(local, AwayGradient):
-                if self._offload_gradients and not gradient.requires_grad:
-                    self._take_gradient(held, gradient)
-                else:
-                    held.gradient.begin(local)
-            yield Turn(held, held.gradient.snapshot())
+            else:
+                yield Turn(held, held.gradient.snapshot())
+
+    def _end_failed_step(self, error: type[BaseException] | None, *_: object) -> None:
+        """Where one has failed, the others of its step end, too: it is told once."""
+        if error is not None:
+            self._arrive(list(self._coming))
 
     def _arrive(self, held: Iterable[Held]) -> None:
         """Compute waits for these."""
@@ -476,12 +598,16 @@ class OffloadedOptimizer(Optimizer):
             if one.coming is not None:
                 waits[one.coming] = one.shared
         with contextlib.ExitStack() as stack:
+            stack.push(self._end_failed_step)
             # All of them, also those behind one that failed.
             for event, shared in reversed(waits.items()):
                 stack.callback(shared.traffic.wait, event)
         for one in arriving:
+            one.in_doubt = False
             self._show(one.parameter, self._shelf.shown(one))
         if arriving and not self._coming:
+            for index, written in self._shelf.written().items():
+                self.param_groups[index].update(written)
             self._now.end(self._shared.values())
             self._last, self._now = self._now, self._shelf.tally()
 

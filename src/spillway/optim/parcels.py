@@ -28,7 +28,7 @@ class Parcel:
         compute: whose they are.
     """
 
-    __slots__ = ("arrived", "block", "compute", "copies", "nbytes", "parts", "sources")
+    __slots__ = ("arrived", "block", "compute", "copies", "nbytes", "number", "parts", "sources")
 
     def __init__(self, compute: Lane) -> None:
         self.compute = compute
@@ -41,6 +41,8 @@ class Parcel:
         self.arrived: Event | None = None
         self.copies: list[Event] = []
         """The ends of what copies them elsewhere."""
+        self.number = 0
+        """When it was sent, among all."""
 
     def add(self, source: Bytes) -> int:
         """One more; where it begins."""

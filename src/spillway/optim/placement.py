@@ -4,6 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
+
+def counted(devices: Sequence[torch.device]) -> list[bool]:
+    """Which of some parameters a fraction counts: those on a device, or all where all are on the CPU.
+
+    Args:
+        devices: of each.
+
+    Example:
+        >>> counted([torch.device("cuda"), torch.device("cpu")])
+        [True, False]
+    """
+    on_device = [device.type != "cpu" for device in devices]
+    return on_device if any(on_device) else [True] * len(devices)
+
 
 def held_of(sizes: Sequence[int], fraction: float, *, last_first: bool = True) -> list[bool]:
     """Which of some parameters are held, so that they are at least a fraction of all elements.

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from spillway.optim.gradient import CHUNK, Shared, Snapshot
+from spillway.optim.gradient import CHUNK, Snapshot
 from spillway.optim.held import Held
 from spillway.optim.host_step import HostStep, Settings, Share, Turn
+from spillway.optim.shared import Shared
 from spillway.optim.tally import Tally
 from spillway.runtime.backend import Event
 
@@ -38,7 +39,7 @@ def in_order(turns: Sequence[Turn], settings: Callable[[Held], Settings], *, ahe
     if any(turn.gradient.factors for turn in turns):
         # A factor is known when all gradients are there.
         return list(shares(turns, settings))
-    coming = list(shares(sorted(turns, key=lambda turn: turn.held.gradient.came), settings))
+    coming = list(shares(sorted(turns, key=lambda turn: turn.gradient.came), settings))
     if ahead is None:
         return coming
     first = coming[:ahead]
@@ -74,7 +75,7 @@ class Round(Tally):
 
     def expect(self, turns: Sequence[Turn]) -> None:
         """These will be queued."""
-        self._last = max(turns, key=lambda turn: turn.held.gradient.came).gradient if turns else None
+        self._last = max(turns, key=lambda turn: turn.gradient.came).gradient if turns else None
 
     def queue(self, shares: Sequence[Share], *, together: bool) -> None:
         """Have them stepped, all in one call if ``together``."""
@@ -102,6 +103,7 @@ class Round(Tally):
 
         end = shared.lane.run(work)
         for one in held:
+            one.in_doubt = True
             one.written()
             one.gradient.reader = one.coming = end
         self.on_host += sum(one.numel for one in held)

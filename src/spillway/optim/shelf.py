@@ -88,6 +88,18 @@ class Shelf(ABC):
         """Parameters' states are these."""
 
     @abstractmethod
+    def begin(self, held: Sequence[Held]) -> None:
+        """Parameters that were never stepped get the states that the class's constructor makes."""
+
+    @abstractmethod
+    def refresh(self, held: Held) -> None:
+        """The next step takes a parameter's master from the parameter, whatever both say."""
+
+    def written(self) -> dict[int, dict[str, Any]]:
+        """What the class has put into its groups since this was asked for last, by their index."""
+        return {}
+
+    @abstractmethod
     def discard(self, held: Held) -> None:
         """A parameter that is held no more: its state is gone."""
 

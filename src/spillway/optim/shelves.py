@@ -18,7 +18,6 @@ from spillway.optim.streamed_shelf import StreamedShelf
 def make_shelf(
     optimizer_class: type[Optimizer],
     given: dict[str, Any],
-    forecast: Forecast,
     *,
     tier: str,
     step_on: str,
@@ -31,7 +30,6 @@ def make_shelf(
     Args:
         optimizer_class: the user's.
         given: what the user gave for it.
-        forecast: of the class.
         tier: ``"host"`` or ``"disk"``.
         step_on: ``"host"`` or ``"device"``.
         hands: how many the host has.
@@ -59,6 +57,7 @@ def make_shelf(
             f"torch.optim: another may step all parameters in one call, with all of their state there at once; leave "
             f'both at "host"'
         )
+    forecast = Forecast(optimizer_class, for_host(given))
     if tier == "disk":
         return DiskShelf(optimizer_class, for_host(given), for_the_host, forecast)
     return StreamedShelf(optimizer_class, given, for_the_device, forecast)

@@ -15,11 +15,12 @@ import torch
 
 from spillway.optim.belt import Belt, Trip
 from spillway.optim.device_carrier import DeviceCarrier
-from spillway.optim.gradient import Shared
 from spillway.optim.held import Held
 from spillway.optim.host_step import Turn
 from spillway.optim.layout import moves
-from spillway.optim.load_shelf import LoadShelf, renew
+from spillway.optim.load_shelf import LoadShelf
+from spillway.optim.masters import take
+from spillway.optim.shared import Shared
 from spillway.optim.states import MASTER, STEP, host_copy
 from spillway.optim.tally import Tally
 
@@ -33,8 +34,11 @@ class StreamedShelf(LoadShelf):
         return Tally()
 
     def step(self, turns: Sequence[Turn], now: Tally, *, ahead: int | None) -> None:
-        for one, trips in self._trips(turns).items():
-            self._step_all(one, trips)
+        trips = self._trips(turns)
+        for turn in turns:
+            turn.held.in_doubt = True
+        for one, some in trips.items():
+            self._step_all(one, some)
         for turn in turns:
             turn.held.coming = None
             now.streamed += turn.held.numel
@@ -89,7 +93,7 @@ class StreamedShelf(LoadShelf):
             if master is None:
                 master = values.to(part.held.work_dtype)
             elif index in trip.stale:
-                renew(master, values)
+                take(master, values)
             stepped = master
         parameter = torch.nn.Parameter(stepped, requires_grad=False)
         gradient = trip.turns[index].gradient

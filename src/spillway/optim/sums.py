@@ -27,7 +27,7 @@ class Sum:
         self.pinned = Pinned(traffic.arena, held.numel * self.dtype.itemsize) if pinned else None
         self._backend = traffic.backend
         if self.pinned is None:
-            self._memory = held.new_host_tensor(self.dtype).as_strided((held.numel,), (1,))
+            self._memory = held.new_flat_tensor(self.dtype)
         else:
             self.pinned.synchronize()
             self._memory = flat(self.pinned.block, self.dtype, held.numel)

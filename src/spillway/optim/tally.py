@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable
 
 from spillway.optim.balance import Seen
-from spillway.optim.gradient import Shared
+from spillway.optim.shared import Shared
 from spillway.records import OptimizerStats
 from spillway.runtime.ledger import Stalls
 

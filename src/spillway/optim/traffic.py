@@ -7,6 +7,7 @@ that a step's peak is the same every time.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections import deque
@@ -28,6 +29,9 @@ STAGING = 64 << 20
 
 
 _TOGETHER = 1 << 20
+
+
+_sendings = itertools.count(1)
 
 
 class _Leaving(NamedTuple):
@@ -136,13 +140,21 @@ class Traffic:
         while True:
             with self._lock:
                 full = self._staged and self._staged_bytes + nbytes > STAGING
-                oldest = self._staged.popleft() if full else None
-                if oldest is not None:
-                    self._staged_bytes -= oldest[0].nbytes
-            if oldest is None:
+            if not full:
                 return self.pinned(nbytes)
-            oldest[1].synchronize()
-            self.arena.free(oldest[0])
+            self.unstage_oldest()
+
+    def unstage_oldest(self) -> bool:
+        """Wait for what was staged first, and give it back; whether there was any."""
+        with self._lock:
+            oldest = self._staged.popleft() if self._staged else None
+            if oldest is not None:
+                self._staged_bytes -= oldest[0].nbytes
+        if oldest is None:
+            return False
+        oldest[1].synchronize()
+        self.arena.free(oldest[0])
+        return True
 
     def staged(self, block: Block, copied: Event) -> None:
         """What was staged is on its way."""
@@ -192,10 +204,11 @@ class Traffic:
             parcel.parts -= 1
             if parcel.parts == 0 and parcel is self._open:
                 self._open = None
-            elif parcel.parts == 0:
-                assert parcel.block is not None
-                assert parcel.arrived is not None
-                self.arena.free(parcel.block, (parcel.arrived, *parcel.copies))
+            self._free_unwanted(parcel)
+
+    def _free_unwanted(self, parcel: Parcel) -> None:
+        if parcel.parts == 0 and parcel.block is not None and parcel.arrived is not None:
+            self.arena.free(parcel.block, (parcel.arrived, *parcel.copies))
 
     def host_view(self, memory: Bytes, dtype: torch.dtype, numel: int, *, write: bool) -> torch.Tensor:
         """Pinned memory as a flat tensor, for the host."""
@@ -216,6 +229,7 @@ class Traffic:
         copied = self._copy_out(parcel)
         self._leaving.append(_Leaving([source.storage for _, source in parcel.sources], nbytes, copied, parcel.compute))
         parcel.sources = []
+        self._free_unwanted(parcel)
         self._leaving_bytes += nbytes
         self.sent_bytes += nbytes
 
@@ -227,6 +241,7 @@ class Traffic:
             if source.nbytes:
                 self.backend.copy(self._out, Bytes(block.storage, block.start + start, source.nbytes), source)
         parcel.block, parcel.arrived = block, self.backend.record(self._out)
+        parcel.number = next(_sendings)
         return parcel.arrived
 
     def _let_go(self) -> None:

@@ -26,7 +26,7 @@ import ctypes
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -55,11 +55,12 @@ class Lane(Protocol):
 Task = Callable[[], Event | None]
 
 
+@runtime_checkable
 class TaskEnd(Event, Protocol):
     """The end of a task, and of what it queued."""
 
     def finish(self) -> None:
-        """Block until the task is done, or has failed, which whoever waits for it hears of; not for what it queued."""
+        """Block until the task is done, and those that it queued, or failed: whoever waits for them hears of that."""
         ...
 
 
@@ -188,6 +189,15 @@ class Backend(ABC):
     @abstractmethod
     def close(self) -> None:
         """Stop the threads. What was queued is done first."""
+
+
+def finish(event: Event | None) -> None:
+    """Block until tasks are done or have failed; copies may still be under way."""
+    if isinstance(event, Several):
+        for one in event.events:
+            finish(one)
+    elif isinstance(event, TaskEnd):
+        event.finish()
 
 
 class Several:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NoReturn
 
-from spillway.runtime.backend import Event, Task
+from spillway.runtime.backend import Event, Task, finish
 
 
 class _Here(threading.local):
@@ -90,8 +90,9 @@ class TaskEvent:
         return inner is None or inner.query()
 
     def finish(self) -> None:
-        """Block until the task is done, or has failed."""
-        self._future.exception()
+        """Block until the task is done, and those that it queued, or have failed."""
+        if self._future.exception() is None:
+            finish(self._future.result())
 
     def resolve(self) -> Event | None:
         """Block until the task is done; the event of the copy that it queued, if it queued one."""

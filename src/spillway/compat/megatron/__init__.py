@@ -1,4 +1,4 @@
-"""Megatron-Core's fine-grained activation offloading: groups of saved tensors, in chunks, by its names.
+"""Megatron-Core's names: fine-grained activation offloading, groups of saved tensors in chunks; and its optimizer.
 
 A chunk (one micro-batch's forward through one virtual stage) is a :class:`~spillway.chunks.Chunk` of the engine, and a
 group is one of its groups. Start and commit are no nodes of the graph: what comes back is fetched in the order that the
@@ -23,6 +23,7 @@ from spillway.compat.megatron.interface import (
     fine_grained_offloading_group_start,
 )
 from spillway.compat.megatron.manager import PipelineOffloadManager
+from spillway.compat.megatron.optimizer import HybridDeviceOptimizer
 from spillway.compat.megatron.pool import GPUTensorPool
 from spillway.compat.megatron.table import print_offload_summary_table, rank
 
@@ -32,6 +33,7 @@ __all__ = [
     "ChunkOffloadHandler",
     "FineGrainedActivationOffloadingInterface",
     "GPUTensorPool",
+    "HybridDeviceOptimizer",
     "OffloadTensorGroup",
     "PipelineOffloadManager",
     "debug_rank",

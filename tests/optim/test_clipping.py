@@ -1,0 +1,59 @@
+"""Gradients on the host are clipped as in a loop that keeps ``float32`` copies of narrow parameters, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import spillway
+from optim.plain_loop import NARROW, pair, windows
+
+
+@NARROW
+@pytest.mark.parametrize("order", [1.0, 2.0, 3.5, float("inf"), 0.0, -1.0])
+def test_clipping_by_any_norm(dtype: torch.dtype, order: float, session: spillway.Session) -> None:
+    both = pair(dtype, session, lr=1e-2)
+    for window in windows(dtype, [1, 1, 2]):
+        for batch in window:
+            both.backward(batch)
+        both.assert_same_norm(0.1, norm_type=order)
+        both.step()
+        both.zero_grad()
+        both.assert_same()
+    both.optimizer.close()
+
+
+@NARROW
+@pytest.mark.parametrize("sizes", [[1, 1], [2, 2], [1, 3]], ids=["one", "two", "ragged"])
+def test_a_norm_after_gradients_were_scaled_by_hand(
+    dtype: torch.dtype, sizes: list[int], session: spillway.Session
+) -> None:
+    both = pair(dtype, session, lr=1e-2)
+    for window in windows(dtype, sizes):
+        for batch in window:
+            both.backward(batch)
+        for gradient in both.gradients():
+            gradient.div_(3.0)
+        both.assert_same_norm(0.02)
+        both.step()
+        both.zero_grad()
+        both.assert_same()
+    both.optimizer.close()
+
+
+@NARROW
+@pytest.mark.parametrize("sizes", [[1, 1], [2, 2], [1, 3]], ids=["one", "two", "ragged"])
+@pytest.mark.parametrize("first", ["nothing", "norm"])
+def test_clipping_by_value(dtype: torch.dtype, sizes: list[int], first: str, session: spillway.Session) -> None:
+    both = pair(dtype, session, lr=1e-2)
+    for window in windows(dtype, sizes):
+        for batch in window:
+            both.backward(batch)
+        if first == "norm":
+            both.assert_same_norm(0.1)
+        torch.nn.utils.clip_grad_value_(both.plain.masters, 0.003)
+        torch.nn.utils.clip_grad_value_(both.model.parameters(), 0.003)
+        both.step()
+        both.zero_grad()
+        both.assert_same()
+    both.optimizer.close()

@@ -1,0 +1,92 @@
+"""Optimizer classes of one's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import Module
+from torch.optim import Optimizer
+
+import spillway
+from optim.support import (
+    assert_same_state,
+    assert_same_values,
+    batches,
+    loss_of,
+    saved,
+    three_groups,
+    wide,
+)
+from spillway import OffloadedOptimizer
+
+
+class Everything(Optimizer):
+    """A class of one's own that looks at all parameters at once: it scales by the largest of all norms."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+        self.steps = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.steps += 1
+        given = [(group["lr"], one) for group in self.param_groups for one in group["params"] if one.grad is not None]
+        largest = torch.stack([one.grad.norm() for _, one in given if one.grad is not None]).max()
+        for lr, one in given:
+            state = self.state[one]
+            state["steps"] = self.steps
+            state["sum"] = state.get("sum", 0) + one.grad
+            one.sub_(state["sum"] / largest, alpha=lr)
+
+
+class Child(torch.optim.AdamW):
+    """A class that changes a little of one of torch's."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.clamp_(-0.01, 0.01)
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("optimizer_class", [Everything, Child])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_class_of_ones_own_steps_all_parameters_at_once(
+    optimizer_class: type[Optimizer], dtype: torch.dtype, session: spillway.Session
+) -> None:
+    how = {"foreach": False} if optimizer_class is Child else {}
+    plain, ours = wide(dtype), wide(dtype)
+    reference = optimizer_class(three_of_lr(plain), **how)
+    optimizer = OffloadedOptimizer(three_of_lr(ours), optimizer_class, session=session, master_dtype=None)
+    for number, batch in enumerate(batches(4, dtype)):
+        for model, one in ((plain, reference), (ours, optimizer)):
+            if number == 2:
+                model.first(batch).square().mean().backward()
+            else:
+                loss_of(model, batch).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            one.step()
+            one.zero_grad()
+        assert_same_values(ours, plain)
+    assert_same_state(optimizer.state_dict(), reference.state_dict())
+    other = wide(dtype)
+    resumed = OffloadedOptimizer(three_of_lr(other), optimizer_class, session=session, master_dtype=None)
+    resumed.load_state_dict(saved(optimizer.state_dict()))
+    assert_same_state(resumed.state_dict(), reference.state_dict())
+    resumed.close()
+    optimizer.close()
+    assert session.used_bytes == (0, 0)
+
+
+def three_of_lr(model: Module) -> list[dict[str, Any]]:
+    return [{name: value for name, value in group.items() if name != "maximize"} for group in three_groups_of_lr(model)]
+
+
+def three_groups_of_lr(model: Module) -> list[dict[str, Any]]:
+    groups = three_groups(model)
+    for group in groups:
+        group.pop("weight_decay", None)
+    return groups

@@ -1,0 +1,125 @@
+"""Parameters and gradients that are refused, and parameters that are no longer what they were."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+import spillway
+from optim.support import (
+    assert_same_values,
+    batches,
+    here,
+    is_away,
+    loss_of,
+    offloaded,
+    same_bits,
+    train,
+    wide,
+)
+from spillway import OffloadedOptimizer, SpillwayError, UnsupportedError, UsageError
+
+SGD = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.05}
+
+
+def test_a_sparse_gradient_is_refused(session: spillway.Session) -> None:
+    embedding = torch.nn.Embedding(10, 3, sparse=True)
+    optimizer = OffloadedOptimizer(embedding.parameters(), torch.optim.SGD, lr=0.1, session=session)
+    with pytest.raises(UnsupportedError, match=r"got a gradient of layout torch\.sparse_coo, expected a dense one"):
+        embedding(torch.tensor([1, 2])).sum().backward()
+    embedding.zero_grad()
+    embedding.weight.grad = torch.eye(10, 3).to_sparse()
+    with pytest.raises(UnsupportedError, match="leave the parameter to an optimizer of its own"):
+        optimizer.step()
+    embedding.zero_grad()
+    embedding.weight.grad = torch.ones(10, 3)
+    before = embedding.weight.detach().clone()
+    optimizer.step()
+    assert torch.equal(embedding.weight, before - 0.1)
+    optimizer.close()
+    assert session.used_bytes == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.ones(1, 3).expand(4, 3),
+        torch.ones(8).as_strided((3, 3), (2, 1)),
+        torch.arange(12.0)[::2],
+        torch.eye(3).to_sparse(),
+    ],
+    ids=["expanded", "overlapping", "with gaps", "sparse"],
+)
+def test_a_parameter_whose_elements_do_not_fill_its_memory_is_refused(
+    tensor: Tensor, session: spillway.Session
+) -> None:
+    with pytest.raises(UnsupportedError, match="expected one whose elements fill its memory; make it contiguous"):
+        OffloadedOptimizer([Parameter(tensor)], torch.optim.SGD, lr=0.1, session=session)
+    optimizer = OffloadedOptimizer([good := Parameter(torch.ones(2))], torch.optim.SGD, lr=0.5, session=session)
+    with pytest.raises(UnsupportedError, match="expected one whose elements fill its memory"):
+        optimizer.add_param_group({"params": [Parameter(torch.ones(2)), Parameter(tensor)]})
+    assert len(optimizer.param_groups) == 1, "what was refused is in no group"
+    good.sum().backward()
+    optimizer.step()
+    assert torch.equal(good, torch.full((2,), 0.5))
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.close()
+
+
+def test_a_meta_parameter_is_refused() -> None:
+    with spillway.Session() as session, pytest.raises(SpillwayError, match="meta"):
+        OffloadedOptimizer([Parameter(torch.ones(2, device="meta"))], torch.optim.SGD, lr=0.1, session=session)
+
+
+CHANGES: dict[str, Callable[[Module], object]] = {
+    "recast": lambda model: model.double(),
+    "resized": lambda model: setattr(model.first.weight, "data", torch.zeros(3, 7)),
+    "restrided": lambda model: setattr(model.first.weight, "data", torch.zeros(7, 19).t()),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("when", ["at first", "after a step", "after a backward"])
+def test_a_parameter_that_was(change: str, when: str, session: spillway.Session) -> None:
+    model = wide()
+    optimizer = offloaded(torch.optim.SGD, session, **SGD)(model)
+    batch = batches(1)[0]
+    if when == "after a step":
+        train(model, optimizer, [batch])
+    if when == "after a backward":
+        loss_of(model, batch).backward()
+    CHANGES[change](model)
+    for parameter in model.parameters():
+        if not is_away(parameter.grad):
+            parameter.grad = torch.ones_like(parameter)
+    before = [one.detach().clone() for one in model.parameters()]
+    with pytest.raises(
+        UsageError, match=r"got a parameter of shape .*, expected shape .*, as it was when the optimizer"
+    ):
+        optimizer.step()
+    assert_same_values(model.parameters(), before)
+    optimizer.close()
+    assert session.used_bytes == (0, 0)
+
+
+def test_a_model_that_is_cast_while_its_gradients_are_away(session: spillway.Session) -> None:
+    model, plain = wide(), wide()
+    optimizer = offloaded(torch.optim.SGD, session, **SGD)(model)
+    batch = batches(1)[0]
+    loss_of(model, batch).backward()
+    loss_of(plain, batch).backward()
+    model.double()
+    plain.double()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert other.grad is not None
+        assert same_bits(here(one.grad), other.grad)
+    model.float()
+    plain.float()
+    optimizer.step()
+    torch.optim.SGD(plain.parameters(), fused=True, **SGD).step()
+    assert_same_values(model, plain)
+    optimizer.close()
