@@ -128,7 +128,8 @@ def memory_that_another_had(way: Way) -> None:
     """A gradient of another optimizer's is still on its way when its memory becomes a state's."""
     with hostile(window=1 << 20) as where:
         torch.manual_seed(0)
-        others, mine = nn.Linear(4, 4), nn.Linear(4, 4)
+        # Large enough to leave at once.
+        others, mine = nn.Linear(512, 512), nn.Linear(4, 4)
         plain = copy.deepcopy(mine)
         other = OffloadedOptimizer(others.parameters(), AdamW, session=where)
         optimizer = OffloadedOptimizer(
@@ -140,7 +141,7 @@ def memory_that_another_had(way: Way) -> None:
             **SETTINGS,  # type: ignore[arg-type]
         )
         reference = AdamW(plain.parameters(), **SETTINGS)
-        others(torch.randn(8, 4)).sum().backward()
+        others(torch.randn(8, 512)).sum().backward()
         other.zero_grad()
         other.step()
         for batch in torch.randn(2, 8, 4):
