@@ -267,11 +267,15 @@ class Held:
         self._touch(write=True)
 
     def give_up(self) -> None:
-        """Give pinned memory back."""
+        """Give all memory back."""
         self.gradient.clear()
+        self.gradient.sum = None
         if self.block is not None:
             self.shared.traffic.give_back(self.block, *(() if self.back is None else (self.back,)))
             self.block = None
+        self.master = None
+        self.pieces = []
+        self.state = {}
 
     def _touch(self, *, write: bool) -> None:
         if self.block is not None:

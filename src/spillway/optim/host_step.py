@@ -113,6 +113,12 @@ class HostStep:
             self._known.discard(piece.tensor)
         held.state = {}
 
+    def close(self) -> None:
+        """Let go of all states."""
+        self._inner = None
+        self._known.clear()
+        self._scratch.clear()
+
     def _call(self, pieces: Sequence[Piece], settings: Settings) -> None:
         inner = self._inner_with(pieces, settings)
         fresh = [piece.tensor for piece in pieces if not inner.state.get(piece.tensor)]

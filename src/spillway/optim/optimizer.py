@@ -98,6 +98,7 @@ class OffloadedOptimizer(Optimizer):
         self._kind = Kind.of(optimizer_class)
         self._class = optimizer_class
         self._ready = False
+        self._closed = False
         complete = defaults_of(optimizer_class, defaults)
         self._fraction = _checked_fraction(fraction)
         self._master_dtype = _checked_master_dtype(master_dtype)
@@ -126,11 +127,11 @@ class OffloadedOptimizer(Optimizer):
         The host computes; what is called after this finds the new values, on the streams that wait for them. The call
         itself returns when all is queued.
         """
+        self._check_open()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._session.check_open()
         self.synchronize()
         with torch.no_grad(), label("optimizer step"):
             self._queue_step()
@@ -152,6 +153,7 @@ class OffloadedOptimizer(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as for any optimizer."""
+        self._check_open()
         super().add_param_group(param_group)
         if self._ready:
             group = self.param_groups[-1]
@@ -176,6 +178,7 @@ class OffloadedOptimizer(Optimizer):
         Raises:
             UsageError: if none are.
         """
+        self._check_open()
         overlap = ForwardOverlap(model, self._wait_for, blocks=blocks)
         self._overlapping.append(overlap)
         self._stop.callback(overlap.remove)
@@ -200,15 +203,26 @@ class OffloadedOptimizer(Optimizer):
         # The last of these first, and all of them whatever goes wrong in one.
         with contextlib.ExitStack() as stack:
             stack.callback(self._device.close)
+            stack.callback(self._host.close)
+            stack.callback(self.state.clear)
             stack.callback(self._held.clear)
             for shared in self._shared.values():
                 stack.callback(shared.close, lost=self._session.closed)
+            for held in self._held.values():
+                stack.callback(held.give_up)
             stack.callback(self._stop.close)
             if not self._session.closed:
-                for held in self._held.values():
-                    stack.callback(held.give_up)
                 stack.callback(self._bring_gradients_back)
                 stack.callback(self.synchronize)
+            self._closed = True
+
+    def _check_open(self) -> None:
+        self._session.check_open()
+        if self._closed:
+            raise UsageError(
+                "got an OffloadedOptimizer that is closed, expected an open one: its state is gone; make a new one, "
+                "and close() after the last state_dict()"
+            )
 
     def _bring_gradients_back(self) -> None:
         for held in self._held.values():
@@ -224,6 +238,7 @@ class OffloadedOptimizer(Optimizer):
 
         The tensors are on the host, and those that are stepped: copy what is to be kept while training goes on.
         """
+        self._check_open()
         self.synchronize()
         if self._kind.begins_with_state:
             self._begin_states()
@@ -235,6 +250,7 @@ class OffloadedOptimizer(Optimizer):
         Masters come from the state if it has them and they say, in the parameter's own type, what the parameter says at
         the next step; else they are taken from the parameter.
         """
+        self._check_open()
         self.synchronize()
         saved = Saved()
 
