@@ -11,13 +11,13 @@ import torch
 from torch.optim import Optimizer
 
 from spillway.blocks import Blocks
-from spillway.errors import SpillwayError, UnsupportedError, UsageError
+from spillway.errors import UnsupportedError, UsageError
 from spillway.optim.away import AwayGradient
 from spillway.optim.device_part import DevicePart
 from spillway.optim.forward import ForwardOverlap
 from spillway.optim.held import Held
 from spillway.optim.host_step import HostStep, Turn
-from spillway.optim.kinds import Kind, defaults_of, on_host
+from spillway.optim.kinds import Kind, check_parameters, defaults_of, on_host
 from spillway.optim.placement import held_of
 from spillway.optim.rounds import Round, by_groups, shares
 from spillway.optim.sharding import is_distributed, like, local_of, many_processes, put_local
@@ -99,13 +99,18 @@ class OffloadedOptimizer(Optimizer):
         self._class = optimizer_class
         self._ready = False
         self._closed = False
+        self._defaults_given = defaults
         complete = defaults_of(optimizer_class, defaults)
         self._fraction = _checked_fraction(fraction)
         self._master_dtype = _checked_master_dtype(master_dtype)
-        self._offload_gradients = bool(offload_gradients)
+        if not isinstance(offload_gradients, bool):
+            raise UsageError(f"offload_gradients: got {offload_gradients!r}, expected True or False")
+        self._offload_gradients = offload_gradients
         if tier != "host":
             raise UsageError(f"tier: got {tier!r}, expected 'host'")
         self._threads = thread_count(threads)
+        if session is not None and not isinstance(session, Session):
+            raise UsageError(f"session: got {session!r}, expected a spillway.Session, or None for the default one")
         self._session = session if session is not None else Session.default()
         self._shared: dict[torch.device, Shared] = {}
         self._held: dict[torch.Tensor, Held] = {}
@@ -157,11 +162,10 @@ class OffloadedOptimizer(Optimizer):
         super().add_param_group(param_group)
         if self._ready:
             group = self.param_groups[-1]
-            try:
+            with contextlib.ExitStack() as refused:
+                refused.callback(self.param_groups.pop)
                 self._place([(len(self.param_groups) - 1, parameter) for parameter in group["params"]])
-            except SpillwayError:
-                self.param_groups.pop()
-                raise
+                refused.pop_all()
 
     def overlap_forward(self, model: torch.nn.Module, *, blocks: Blocks | None = None) -> None:
         """From now on :meth:`step` returns early, and each block waits for its parameters when it is called.
@@ -223,6 +227,12 @@ class OffloadedOptimizer(Optimizer):
                 "got an OffloadedOptimizer that is closed, expected an open one: its state is gone; make a new one, "
                 "and close() after the last state_dict()"
             )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UnsupportedError(
+            "got a copy of an OffloadedOptimizer, expected none: it has threads and pinned memory; make another one, "
+            "and give it the state_dict() of this"
+        )
 
     def _bring_gradients_back(self) -> None:
         for held in self._held.values():
@@ -336,6 +346,8 @@ class OffloadedOptimizer(Optimizer):
                 yield index, parameter
 
     def _place(self, parameters: Sequence[tuple[int, torch.Tensor]]) -> None:
+        if self._kind.alone:
+            check_parameters(self._class, [parameter for _, parameter in parameters], self._defaults_given)
         sizes = [local_of(parameter).numel() for _, parameter in parameters]
         on_the_host = held_of(sizes, self._fraction)
         # All of them are made before the first is taken: one may be refused.
