@@ -193,9 +193,9 @@ class Held:
     def take(self, after: Event) -> None:
         """The master is what the parameter is after an event; unless it says the same, more exactly."""
         traffic = self.shared.traffic
-        sent = traffic.fetch(self.local(), after)
         if self.master is None:
             self.make_master()
+        sent = traffic.fetch(self.local(), after)
         values = sent.read(traffic)
         master = self.flat_master()
         self._touch(write=True)
