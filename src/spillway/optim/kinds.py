@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,7 +60,7 @@ class Kind:
                 raise UnsupportedError(
                     f"{what}: got {optimizer_class.__name__}, expected another: {why}; use it as it is"
                 )
-        known = optimizer_class.__module__.startswith("torch.optim.")
+        known = f"{optimizer_class.__module__}.".startswith("torch.optim.")
         return cls(
             fused=_FUSED_ON_HOST.get(optimizer_class, frozenset()),
             alone=known,
@@ -73,10 +73,8 @@ def defaults_of(optimizer_class: type[Optimizer], given: dict[str, Any]) -> dict
     dummy = torch.nn.Parameter(torch.zeros(1, 1, device="cpu"))
     if given.get("differentiable"):
         raise UnsupportedError("differentiable: got True, expected False: the step is not part of a graph")
-    # What is only for devices would be refused of a tensor on the host.
-    plain = {name: value for name, value in given.items() if name not in ("fused", *_FLAGS_OF_DEVICES)}
     try:
-        defaults = dict(optimizer_class([dummy], **plain).defaults)
+        defaults = dict(optimizer_class([dummy], **_for_the_host(given)).defaults)
     except TypeError as error:
         raise UsageError(f"{optimizer_class.__name__}: got {sorted(given)}, which it refuses: {error}") from error
     unknown = [name for name in given if name not in defaults]
@@ -127,6 +125,22 @@ class Arguments:
         if settings:
             raise UsageError(f"{names}: got no {sorted(settings)}, of which their defaults differ, expected them")
         return cls(host, device, {**of_device, **of_host, **given}, unlike)
+
+
+def check_parameters(
+    optimizer_class: type[Optimizer], parameters: Sequence[torch.Tensor], given: dict[str, Any]
+) -> None:
+    """Raise what the constructor finds wrong with parameters: ``Muon`` refuses all but matrices."""
+    like = [
+        torch.nn.Parameter(torch.empty(one.shape, dtype=one.dtype, device="meta"), requires_grad=False)
+        for one in parameters
+    ]
+    optimizer_class(like, **_for_the_host(given))
+
+
+def _for_the_host(given: dict[str, Any]) -> dict[str, Any]:
+    """Without what is only for devices, which would be refused of a tensor on the host."""
+    return {name: value for name, value in given.items() if name not in ("fused", *_FLAGS_OF_DEVICES)}
 
 
 def on_host(group: dict[str, Any], *, fused: bool) -> dict[str, Any]:

@@ -88,6 +88,7 @@ class Traffic:
                 return sent
             if self._open is None:
                 self._open = Parcel(compute)
+            self.backend.compute_access(source)
             sent = Sent(self._open, self._open.add(source), tensor)
             if self._open.nbytes >= _TOGETHER:
                 self._dispatch_open()
@@ -205,9 +206,10 @@ class Traffic:
         return flat(memory, dtype, numel)
 
     def _dispatch_open(self) -> None:
-        parcel, self._open = self._open, None
-        if parcel is not None:
-            self._dispatch(parcel)
+        if self._open is not None:
+            # It stays open where there is no memory: whoever asks again may find some.
+            self._dispatch(self._open)
+            self._open = None
 
     def _dispatch(self, parcel: Parcel) -> None:
         nbytes = sum(source.nbytes for _, source in parcel.sources)
