@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
@@ -34,17 +35,19 @@ class ForwardOverlap:
     def __init__(self, model: Module, wait: Wait, *, blocks: Blocks | None = None) -> None:
         if not isinstance(model, Module):
             raise UsageError(f"model: got {type(model).__name__}, expected a torch.nn.Module")
-        self._wait = wait
+        # Dynamo breaks the graph for it. What is in a block has been waited for by the block.
+        untraced: Wait = torch.compiler.disable(wait)  # type: ignore[no-untyped-call]
         self._handles: list[RemovableHandle] = []
         found = [named.module for named in find_blocks(model, blocks)]
         inside = {module for block in found for module in block.modules()}
         outside = {id(one) for module in model.modules() if module not in inside for one in _own(module)}
         shared = _of_several(found) | outside
         for block in found:
-            self._hook(block, [one for one in block.parameters() if id(one) not in shared])
+            self._hook(block, _Before(untraced, [one for one in block.parameters() if id(one) not in shared]))
         for module in model.modules():
-            self._hook(module, _own(module), of_states=True)
-        self._hook(model, [one for one in model.parameters() if id(one) in shared])
+            before = _BeforePart(wait, _own(module)) if module in inside else _Before(untraced, _own(module))
+            self._hook(module, before, of_states=True)
+        self._hook(model, _Before(untraced, [one for one in model.parameters() if id(one) in shared]))
         self._covered = list(model.parameters())
         self._ids = {id(one) for one in self._covered}
 
@@ -57,9 +60,8 @@ class ForwardOverlap:
         for handle in self._handles:
             handle.remove()
 
-    def _hook(self, module: Module, parameters: list[Tensor], *, of_states: bool = False) -> None:
-        if parameters:
-            before = _Before(self._wait, parameters)
+    def _hook(self, module: Module, before: _Before, *, of_states: bool = False) -> None:
+        if before.parameters:
             self._handles.append(module.register_forward_pre_hook(before, prepend=True))
             if of_states:
                 self._handles.append(module.register_state_dict_pre_hook(before))  # type: ignore[no-untyped-call]
@@ -70,14 +72,22 @@ class _Before:
     """A hook that waits. In a copy of the module, pickled ones too, it is one that does nothing, of Python's own."""
 
     def __init__(self, wait: Wait, parameters: list[Tensor]) -> None:
+        self.parameters = parameters
         self._wait = wait
-        self._parameters = parameters
 
     def __call__(self, *_: Any) -> None:
-        self._wait(self._parameters)
+        self._wait(self.parameters)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (contextlib.nullcontext(), "__exit__")
+
+
+class _BeforePart(_Before):
+    """The same for a part of a block, which is called by itself now and then. What is compiled calls the block."""
+
+    def __call__(self, *_: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._wait(self.parameters)
 
 
 def _own(module: Module) -> list[Tensor]:

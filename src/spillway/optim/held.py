@@ -219,9 +219,9 @@ class Held:
     def take(self, after: Event) -> None:
         """The master is what the parameter is after an event; unless it says the same, more exactly."""
         traffic = self.shared.traffic
-        sent = traffic.fetch(self.local(), after)
         if self.master is None:
             self.make_master()
+        sent = traffic.fetch(self.local(), after)
         values = sent.read(traffic)
         master = self.flat_master()
         self._touch(write=True)
@@ -278,11 +278,14 @@ class Held:
         self._touch(write=True)
 
     def give_up(self) -> None:
-        """Give pinned memory back, and see no more gradients."""
+        """Give all memory back, and see no more gradients."""
         self.unhook()
         self.gradient.clear()
         self.gradient.sum = None
         self._free_block()
+        self.master = None
+        self.pieces = []
+        self.state = {}
 
     def unhook(self) -> None:
         """See no more gradients."""

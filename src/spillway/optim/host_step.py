@@ -137,6 +137,13 @@ class HostStep:
             piece.parts = {}
         held.state = {}
 
+    def close(self) -> None:
+        """Let go of all states."""
+        self._states.clear()
+        self._known.clear()
+        self._given_out.clear()
+        self._mine = _Mine()
+
     def _know(self, held: Held, settings: Settings) -> None:
         """Let the class's constructor make what it makes for a parameter."""
         missing = [piece.tensor for piece in held.pieces if piece.tensor not in self._known]

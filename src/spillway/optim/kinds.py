@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,7 +60,6 @@ class Kind:
                 raise UnsupportedError(
                     f"{what}: got {optimizer_class.__name__}, expected another: {why}; use it as it is"
                 )
-        # Some say that they are of the package itself.
         known = f"{optimizer_class.__module__}.".startswith("torch.optim.")
         return cls(
             fused=_FUSED_ON_HOST.get(optimizer_class, frozenset()),
@@ -74,7 +73,6 @@ def defaults_of(optimizer_class: type[Optimizer], given: dict[str, Any]) -> dict
     dummy = torch.nn.Parameter(torch.zeros(1, 1, device="cpu"))
     if given.get("differentiable"):
         raise UnsupportedError("differentiable: got True, expected False: the step is not part of a graph")
-    # What is only for devices would be refused of a tensor on the host.
     try:
         defaults = dict(optimizer_class([dummy], **for_host(given)).defaults)
     except TypeError as error:
@@ -129,8 +127,19 @@ class Arguments:
         return cls(host, device, {**of_device, **of_host, **given}, unlike)
 
 
+def check_parameters(
+    optimizer_class: type[Optimizer], parameters: Sequence[torch.Tensor], given: dict[str, Any]
+) -> None:
+    """Raise what the constructor finds wrong with parameters: ``Muon`` refuses all but matrices."""
+    like = [
+        torch.nn.Parameter(torch.empty(one.shape, dtype=one.dtype, device="meta"), requires_grad=False)
+        for one in parameters
+    ]
+    optimizer_class(like, **for_host(given))
+
+
 def for_host(given: dict[str, Any]) -> dict[str, Any]:
-    """What a class's constructor is given for a parameter on the host: nothing that is said of devices."""
+    """Without what is only for devices, which would be refused of a tensor on the host."""
     return {name: value for name, value in given.items() if name not in ("fused", *_FLAGS_OF_DEVICES)}
 
 

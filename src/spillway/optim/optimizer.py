@@ -12,7 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from spillway.blocks import Blocks
-from spillway.errors import SpillwayError, UnsupportedError, UsageError
+from spillway.errors import UnsupportedError, UsageError
 from spillway.optim.away import AwayGradient
 from spillway.optim.balance import Balance
 from spillway.optim.device_part import DevicePart
@@ -20,7 +20,7 @@ from spillway.optim.forecast import Forecast
 from spillway.optim.forward import ForwardOverlap
 from spillway.optim.held import Held
 from spillway.optim.host_step import Turn
-from spillway.optim.kinds import Arguments, Kind, for_host, on_host
+from spillway.optim.kinds import Arguments, Kind, check_parameters, for_host, on_host
 from spillway.optim.placement import counted, held_beyond, held_of
 from spillway.optim.sharding import is_distributed, like, local_of, many_processes, put_local
 from spillway.optim.shared import Shared
@@ -126,11 +126,13 @@ class OffloadedOptimizer(Optimizer):
         Kind.of(device_class, what="device_class")
         self._class = optimizer_class
         self._ready = False
+        self._closed = False
         arguments = Arguments.of(optimizer_class, device_class, defaults)
         if fraction is not None and device_budget is not None:
             raise UsageError("got both a fraction and a device_budget, expected one of them; leave one out")
         if fraction == "auto" and step_on == "device":
             raise UsageError("fraction: got 'auto' with step_on='device', expected a number: the host steps nothing")
+        self._given = arguments.host
         self._balance = Balance(_checked_slowdown(slowdown)) if fraction == "auto" else None
         self._fraction = 1.0 if self._balance is not None else _checked_fraction(fraction)
         if self._balance is not None and device_class is not optimizer_class:
@@ -143,8 +145,12 @@ class OffloadedOptimizer(Optimizer):
         self._hold_last = hold == "last"
         self._budget = None if device_budget is None else parse_bytes(device_budget, what="device_budget")
         self._master_dtype = _checked_master_dtype(master_dtype)
-        self._offload_gradients = bool(offload_gradients)
+        if not isinstance(offload_gradients, bool):
+            raise UsageError(f"offload_gradients: got {offload_gradients!r}, expected True or False")
+        self._offload_gradients = offload_gradients
         self._threads = thread_count(threads)
+        if session is not None and not isinstance(session, Session):
+            raise UsageError(f"session: got {session!r}, expected a spillway.Session, or None for the default one")
         self._session = session if session is not None else Session.default()
         self._shared: dict[torch.device, Shared] = {}
         self._held: dict[torch.Tensor, Held] = {}
@@ -163,7 +169,6 @@ class OffloadedOptimizer(Optimizer):
         self._device = DevicePart(device_class, arguments.device, arguments.own)
         self._last = self._now = self._shelf.tally()
         self._stop = contextlib.ExitStack()
-        self._closed = False
         super().__init__(params, arguments.defaults)
         self._place(list(self._parameters()))
         self._ready = True
@@ -176,11 +181,11 @@ class OffloadedOptimizer(Optimizer):
         The host computes; what is called after this finds the new values, on the streams that wait for them. The call
         itself returns when all is queued.
         """
+        self._check_usable()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._check_usable()
         self.synchronize()
         if self._balance is not None:
             self._choose(self._balance)
@@ -222,14 +227,14 @@ class OffloadedOptimizer(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as for any optimizer."""
+        self._check_open()
         super().add_param_group(param_group)
         if self._ready:
             group = self.param_groups[-1]
-            try:
+            with contextlib.ExitStack() as refused:
+                refused.callback(self.param_groups.pop)
                 self._place([(len(self.param_groups) - 1, parameter) for parameter in group["params"]])
-            except SpillwayError:
-                self.param_groups.pop()
-                raise
+                refused.pop_all()
 
     def overlap_forward(self, model: torch.nn.Module, *, blocks: Blocks | None = None) -> None:
         """From now on :meth:`step` returns early, and each block waits for its parameters when it is called.
@@ -246,6 +251,7 @@ class OffloadedOptimizer(Optimizer):
         Raises:
             UsageError: if none are.
         """
+        self._check_open()
         overlap = ForwardOverlap(model, self._wait_for, blocks=blocks)
         self._overlapping.append(overlap)
         self._stop.callback(overlap.remove)
@@ -267,31 +273,39 @@ class OffloadedOptimizer(Optimizer):
 
         Where the session was closed before, the gradients are gone, too.
         """
-        self._closed = True
         # The last of these first, and all of them whatever goes wrong in one.
         with contextlib.ExitStack() as stack:
             stack.callback(self._device.close)
+            stack.callback(self.state.clear)
             stack.callback(self._held.clear)
             stack.callback(self._shelf.close)
             for shared in self._shared.values():
                 stack.callback(shared.close, lost=self._session.closed)
+            for held in self._held.values():
+                stack.callback(held.give_up)
             stack.callback(self._stop.close)
             for held in self._held.values():
                 stack.callback(held.unhook)
             if not self._session.closed:
                 for held in self._held.values():
-                    stack.callback(held.give_up)
                     stack.callback(self._bring_back, held)
                 stack.callback(self.synchronize)
+            self._closed = True
 
-    def _check_usable(self) -> None:
+    def _check_open(self) -> None:
         self._session.check_open()
         if self._closed:
-            raise UsageError("got an optimizer that was closed, expected an open one; its state is gone: make another")
+            raise UsageError(
+                "got an OffloadedOptimizer that is closed, expected an open one: its state is gone; make a new one, "
+                "and close() after the last state_dict()"
+            )
+
+    def _check_usable(self) -> None:
+        self._check_open()
         if any(shared.traffic.backend.is_capturing() for shared in self._shared.values()):
             raise UnsupportedError("got a step in a CUDA graph's capture, expected it outside: the host computes")
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __reduce_ex__(self, protocol: Any) -> Any:
         raise UnsupportedError(
             "got an OffloadedOptimizer to be copied or pickled, expected its state_dict() to be; another optimizer, "
             "made over the other parameters, loads that"
@@ -321,6 +335,7 @@ class OffloadedOptimizer(Optimizer):
         ``tier="disk"`` all of them are read, into memory of their own; with that, and with ``step_on="device"``,
         ``optimizer.state`` has numbers only at other times.
         """
+        self._check_open()
         self.synchronize()
         if self._kind.begins_with_state:
             self._begin_states()
@@ -405,12 +420,13 @@ class OffloadedOptimizer(Optimizer):
                 yield index, parameter
 
     def _place(self, parameters: Sequence[tuple[int, torch.Tensor]]) -> None:
-        if self._budget is None:
+        if self._kind.alone:
+            check_parameters(self._class, [parameter for _, parameter in parameters], self._given)
+        left = self._budget
+        if left is None:
             on_the_host = self._on_the_host([parameter for _, parameter in parameters], self._fraction)
         else:
-            sizes = [self._state_bytes(group, parameter) for group, parameter in parameters]
-            on_the_host = held_beyond(sizes, self._budget)
-            self._budget -= sum(size for size, is_held in zip(sizes, on_the_host, strict=True) if not is_held)
+            on_the_host, left = self._beyond_budget(parameters, left)
         # All of them are made before the first is taken: one may be refused.
         held = [self._made(group, one) for (group, one), here in zip(parameters, on_the_host, strict=True) if here]
         for one in held:
@@ -418,6 +434,17 @@ class OffloadedOptimizer(Optimizer):
         for group, parameter in parameters:
             if parameter not in self._held:
                 self._device.add(parameter, group, self._work_dtype(parameter))
+        self._budget = left
+
+    def _beyond_budget(self, parameters: Sequence[tuple[int, torch.Tensor]], budget: int) -> tuple[list[bool], int]:
+        """Which are held, and what is left of the budget."""
+        may_stay = counted([local_of(parameter).device for _, parameter in parameters])
+        sizes = [
+            self._state_bytes(group, parameter) if counts else 0
+            for (group, parameter), counts in zip(parameters, may_stay, strict=True)
+        ]
+        held = [beyond or not counts for beyond, counts in zip(held_beyond(sizes, budget), may_stay, strict=True)]
+        return held, budget - sum(size for size, is_held in zip(sizes, held, strict=True) if not is_held)
 
     def _on_the_host(self, parameters: Sequence[torch.Tensor], fraction: float) -> list[bool]:
         parts = [local_of(parameter) for parameter in parameters]

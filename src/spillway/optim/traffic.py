@@ -89,6 +89,7 @@ class Traffic:
                 return sent
             if self._open is None:
                 self._open = Parcel(compute)
+            self.backend.compute_access(source)
             sent = Sent(self._open, self._open.add(source), tensor)
             if self._open.nbytes >= _TOGETHER:
                 self._dispatch_open()
@@ -217,7 +218,7 @@ class Traffic:
 
     def _dispatch_open(self) -> None:
         if self._open is not None:
-            # If there is no room for it, it still waits.
+            # It stays open where there is no memory: whoever asks again may find some.
             self._dispatch(self._open)
             self._open = None
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 import torch
 
+from spillway.errors import SessionError
 from spillway.runtime.backend import Backend, Event, HostLane, Lane, Task
 from spillway.runtime.bytes import Bytes, Form
 from spillway.runtime.tasks import HostTasks, be_in_task, chained
@@ -83,6 +84,12 @@ class _CpuLane:
     def submit(self, work: Callable[[], None]) -> None:
         queue = self._queue
         with queue.changed:
+            if queue.closing:
+                # Nobody would do it, and whoever waits for it would wait for ever.
+                raise SessionError(
+                    "got a closed session with work of an optimizer or of a backward under way, expected an open one; "
+                    "close the session last"
+                )
             queue.works.append(work)
             queue.queued += 1
             if self._thread is None:

@@ -1,0 +1,192 @@
+"""Bytes that move are waited for: training under the adversary, with windows so small that all memory is used again.
+
+Every wait of ``spillway.optim`` is needed by one of these tests, or by one of those of overlap and leftovers: without
+it a test fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch.nn import Module, Parameter
+
+import spillway
+from optim.plain_loop import pair, windows
+from optim.support import Block, assert_same_values, batches, loss_of, offloaded, plainly, same_bits, train, wide
+from spillway import OffloadedOptimizer
+from spillway.optim import traffic as traffic_module
+from spillway.optim.traffic import Traffic
+from spillway.runtime.arena import PAGE
+from spillway.testing import AdversaryBackend
+from support import SlowBackend
+
+SGD = {"lr": 0.1, "momentum": 0.9}
+
+
+@pytest.fixture(params=[0, 3000], ids=lambda window: f"window-{window}")
+def tight(request: pytest.FixtureRequest, adversary: AdversaryBackend) -> Iterator[spillway.Session]:
+    """A session under the adversary, in which one or two gradients may be leaving at once."""
+    with spillway.Session(backend=adversary.serve, window=request.param) as session:
+        yield session
+    adversary.check()
+
+
+@pytest.fixture
+def little_staging(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One or two parameters may be on their way to the device at once."""
+    monkeypatch.setattr(traffic_module, "STAGING", 2 * PAGE)
+
+
+@pytest.mark.usefixtures("little_staging")
+@pytest.mark.parametrize("sizes", [[1, 1, 1, 1], [1, 3, 2]], ids=["one", "ragged"])
+@pytest.mark.parametrize("numel", [64, 1 << 20], ids=["pieces", "whole"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_training(
+    dtype: torch.dtype, sizes: list[int], numel: int, tight: spillway.Session, pieces_of: Callable[[int], None]
+) -> None:
+    pieces_of(numel)
+    both = pair(torch.bfloat16, tight, lr=1e-2) if dtype is torch.bfloat16 else None
+    if both is None:
+        models = wide(), wide()
+        optimizers = plainly(torch.optim.SGD, **SGD)(models[0]), offloaded(torch.optim.SGD, tight, **SGD)(models[1])
+    for window in windows(dtype, sizes):
+        if both is not None:
+            for batch in window:
+                both.backward(batch)
+            both.assert_same_norm(0.05)
+            both.step()
+            both.zero_grad()
+            both.assert_same()
+            continue
+        for model, optimizer in zip(models, optimizers, strict=True):
+            train(model, optimizer, window, micro=len(window))
+        assert_same_values(models[1], models[0])
+    (both.optimizer if both is not None else optimizers[1]).close()  # type: ignore[attr-defined]
+    assert tight.used_bytes == (0, 0)
+
+
+@pytest.mark.usefixtures("little_staging")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_training_that_overlaps(dtype: torch.dtype, tight: spillway.Session, pieces_of: Callable[[int], None]) -> None:
+    pieces_of(256)
+    results = []
+    for overlaps in (True, False):
+        model = wide(dtype)
+        optimizer = offloaded(torch.optim.SGD, tight, **SGD)(model)
+        if overlaps:
+            optimizer.overlap_forward(model, blocks=Block)
+        for number, window in enumerate(windows(dtype, [1, 2, 1, 3, 1])):
+            train(model, optimizer, window, micro=len(window), before_step=lambda model=model: clip(model))
+            if number == 2:
+                with torch.no_grad():
+                    model(window[0])
+                    model.last.weight.mul_(2)  # type: ignore[union-attr]
+        optimizer.synchronize()
+        results.append(model)
+        optimizer.close()
+    assert_same_values(*results)
+    assert tight.used_bytes == (0, 0)
+
+
+def clip(model: Module) -> None:
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_gradients_that_are_read_and_written_between(dtype: torch.dtype, tight: spillway.Session) -> None:
+    results = []
+    for offloads in (True, False):
+        model = wide(dtype)
+        optimizer = offloaded(torch.optim.SGD, tight, offload_gradients=offloads, master_dtype=None, **SGD)(model)
+        for batch in batches(3, dtype):
+            loss_of(model, batch).backward()
+            for parameter in model.parameters():
+                gradient = parameter.grad
+                assert gradient is not None
+                before = gradient.clone()
+                gradient.add_(before.abs(), alpha=0.5)
+                gradient.mul_(0.5)
+                assert same_bits(gradient.clone(), gradient.clone())
+                gradient.clamp_(-0.1, 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(model)
+        optimizer.close()
+    assert_same_values(*results)
+
+
+def test_several_streams(adversary: AdversaryBackend) -> None:
+    # The stream of a backward is not that of the step, and neither is that of the next forward.
+    with spillway.Session(backend=adversary.serve, window=0) as session:
+        model, plain = wide(), wide()
+        optimizer = offloaded(torch.optim.SGD, session, **SGD)(model)
+        for batch in batches(3):
+            with adversary.stream("backward"):
+                loss_of(model, batch).backward()
+            with adversary.stream("step"):
+                clip(model)
+                optimizer.step()
+            optimizer.zero_grad()
+        train(plain, plainly(torch.optim.SGD, **SGD)(plain), batches(3), before_step=lambda: clip(plain))
+        assert_same_values(model, plain)
+        optimizer.close()
+    adversary.check()
+
+
+class TwoLanes(SlowBackend):
+    """The CPU, with lanes of which one is late."""
+
+
+@pytest.mark.parametrize("late", ["gradients", "parameters"])
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_training_on_lanes_that_are_late(late: str, overlaps: bool) -> None:
+    with spillway.Session(backend=TwoLanes(late, 0.001).serve, window=4096) as session:
+        model, plain = wide(), wide()
+        optimizer = offloaded(torch.optim.SGD, session, **SGD)(model)
+        if overlaps:
+            optimizer.overlap_forward(model, blocks=Block)
+        data = batches(4)
+        train(model, optimizer, data, micro=2, before_step=lambda: clip(model))
+        optimizer.synchronize()
+        train(plain, plainly(torch.optim.SGD, **SGD)(plain), data, micro=2, before_step=lambda: clip(plain))
+        assert_same_values(model, plain)
+        optimizer.close()
+        assert session.used_bytes == (0, 0)
+
+
+def test_the_window_bounds_what_is_leaving(adversary: AdversaryBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Gradients of 4000 bytes, of which two and a half may be leaving, each by itself.
+    monkeypatch.setattr("spillway.optim.traffic._TOGETHER", 0)
+    with spillway.Session(backend=adversary.serve, window=10_000) as session:
+        parameters = [Parameter(torch.ones(1000)) for _ in range(8)]
+        optimizer = OffloadedOptimizer(parameters, torch.optim.SGD, lr=1.0, session=session)
+        traffic: Traffic = next(iter(optimizer._shared.values())).traffic
+        seen = []
+        for parameter in parameters:
+            parameter.sum().backward()
+            seen.append((len(traffic._leaving), traffic._leaving_bytes))
+        assert seen == [(1, 4000), *[(2, 8000)] * 7]
+        optimizer.step()
+        assert (len(traffic._leaving), traffic._leaving_bytes) == (0, 0)
+        optimizer.close()
+    adversary.check()
+
+
+def test_additions_on_the_host_are_bounded_by_the_window(adversary: AdversaryBackend) -> None:
+    with spillway.Session(backend=adversary.serve, window=10_000) as session:
+        parameters = [Parameter(torch.ones(1000)) for _ in range(8)]
+        optimizer = OffloadedOptimizer(parameters, torch.optim.SGD, lr=1.0, session=session)
+        most = 0
+        for _ in range(4):
+            for parameter in parameters:
+                parameter.sum().backward()
+                most = max(most, session.used_bytes[0])
+        # The first gradient of each, which stays as it came until there is a second; then a page for each addition.
+        assert most <= (len(parameters) + 10_000 // 4000 + 1) * PAGE
+        assert session.used_bytes[0] <= 3 * PAGE
+        optimizer.step()
+        assert torch.equal(parameters[3], torch.full((1000,), -3.0))
+        optimizer.close()
+    adversary.check()
