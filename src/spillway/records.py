@@ -161,6 +161,8 @@ class OptimizerStats:
 
     stepped_on_host: int = 0
     """Elements of the parameters that the host stepped."""
+    streamed: int = 0
+    """Elements that the device stepped with state that came for that."""
     host_seconds: float = 0.0
     """How long the host worked at it, waits for gradients not counted."""
     stall_seconds: float = 0.0
@@ -171,6 +173,10 @@ class OptimizerStats:
     """What came back."""
     host_bytes: int = 0
     """Pinned host memory reserved by the session, in use or free for use."""
+    read_bytes: int = 0
+    """Bytes of state read from the spill file."""
+    written_bytes: int = 0
+    """Bytes of state written there."""
 
 
 _OF_SESSION = {"host_bytes", "disk_bytes", "peak_bytes"}

@@ -144,9 +144,12 @@ class _JobLane:
 
     def run(self, task: Task) -> TaskEnd:
         def in_turn() -> Event | None:
-            while self._jobs[0] is not job:
-                self._jobs[0].finish()
-            self._jobs.popleft()
+            try:
+                while self._jobs[0] is not job:
+                    self._jobs[0].finish()
+            finally:
+                # Also where an earlier one raised what no task should: it would be waited for for ever.
+                self._jobs.remove(job)
             return task()
 
         job = self._adversary._new_job(in_turn)

@@ -18,6 +18,7 @@ from spillway.errors import UnsupportedError
 from spillway.optim.away import AwayGradient
 from spillway.optim.parcels import Sent
 from spillway.optim.shared import Factor, Shared
+from spillway.optim.sums import Sum
 from spillway.optim.traffic import Traffic, is_dense
 from spillway.runtime.backend import Event, finish
 
@@ -37,7 +38,8 @@ class Snapshot:
     factors: tuple[Factor, ...]
     kept: bool
     """Whether the raw gradient stays as it came, and its factors are noted still."""
-
+    here: torch.Tensor | None = None
+    """The gradient itself, if it never left the device where it is stepped."""
     _read: torch.Tensor | None = None
 
     def read(self, traffic: Traffic) -> torch.Tensor:
@@ -62,13 +64,6 @@ class Snapshot:
             self.read(traffic)
         for factor in self.factors:
             factor.value()
-
-
-@dataclass(eq=False, slots=True)
-class Sum:
-    """A gradient's sum, in memory of its own; touched by the host lane."""
-
-    tensor: torch.Tensor
 
 
 @dataclass(eq=False)
@@ -119,7 +114,7 @@ class Gradient:
     def arrive(self, tensor: torch.Tensor) -> None:
         """One more has come: it leaves for the host, and is added."""
         self.shared.check()
-        tensor = _to_send(tensor, self.held.local())
+        tensor = laid_out(tensor, self.held.local())
         # In an order that loses nothing should the memory not do.
         sent = self.shared.traffic.send(tensor)
         self.count += 1
@@ -184,6 +179,15 @@ class Gradient:
                 self._measured = {}
             self.factors = []
         return taken
+
+    def for_device(self, now: torch.Tensor) -> Snapshot:
+        """What ``p.grad`` is now, for a step on the device, which applies the factors there: here it stays as it is."""
+        if not isinstance(now, AwayGradient):
+            self.clear()
+            return Snapshot(None, None, (), kept=True, here=laid_out(now, self.held.local()))
+        self._have_read()
+        self.shared.traffic.flush()
+        return Snapshot(self.raw, self.sum if self.summed else None, tuple(self.factors), kept=True)
 
     def _have_read(self) -> None:
         """Wait for the hands that read it; what is queued in the host lane from now on comes after."""
@@ -292,7 +296,7 @@ class Gradient:
 
     def _sum(self) -> Sum:
         if self.sum is None:
-            self.sum = Sum(self.held.new_flat_tensor(self.held.work_dtype))
+            self.sum = Sum(self.held, self.shared.traffic, pinned=self.shared.pins_sums)
         return self.sum
 
 
@@ -309,7 +313,7 @@ def add_to(total: torch.Tensor, gradient: torch.Tensor, *, first: bool) -> None:
             part.add_(new.to(part.dtype))
 
 
-def _to_send(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def laid_out(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """The gradient with its parameter's strides.
 
     Raises:

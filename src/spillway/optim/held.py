@@ -103,6 +103,11 @@ class Held:
         # Nobody waits here: tasks that read and write it hold it, so there are none.
         self._free_block()
 
+    @property
+    def form(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Shape and strides."""
+        return tuple(self._known[0]), tuple(self._known[1])
+
     def local(self) -> torch.Tensor:
         """The parameter's own bytes, on the device."""
         return local_of(self.parameter)
@@ -155,9 +160,13 @@ class Held:
         """Whether somebody wrote to the parameter, as far as can be told."""
         return self.in_doubt or self._stamp is None or not self._stamp.holds(self.parameter)
 
+    def doubt(self) -> None:
+        """Whether the master says what the parameter says is to be seen."""
+        self._stamp = None
+
     def refresh(self) -> None:
         """The next step takes the master from the parameter, whatever both say."""
-        self._stamp = None
+        self.doubt()
 
         def forget() -> None:
             self.known = False

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from spillway.optim.gradient import CHUNK, Snapshot
 from spillway.optim.held import Held, Piece, send_back
-from spillway.optim.kinds import step_of, written_by_step
+from spillway.optim.kinds import for_host, step_of, written_by_step
 from spillway.runtime.backend import Event, HostLane, TaskEnd
 from spillway.runtime.labels import label
 
@@ -57,7 +57,7 @@ class HostStep:
 
     def __init__(self, optimizer_class: type[Optimizer], given: dict[str, Any], *, hands: int) -> None:
         self._class = optimizer_class
-        self._given = {name: value for name, value in given.items() if name not in ("fused", "foreach", "capturable")}
+        self._given = for_host(given)
         self._step = step_of(optimizer_class)
         self._states: defaultdict[torch.Tensor, dict[Any, Any]] = defaultdict(dict)
         self._known: set[torch.Tensor] = set()

@@ -74,7 +74,7 @@ def defaults_of(optimizer_class: type[Optimizer], given: dict[str, Any]) -> dict
     if given.get("differentiable"):
         raise UnsupportedError("differentiable: got True, expected False: the step is not part of a graph")
     try:
-        defaults = dict(optimizer_class([dummy], **_for_the_host(given)).defaults)
+        defaults = dict(optimizer_class([dummy], **for_host(given)).defaults)
     except TypeError as error:
         raise UsageError(f"{optimizer_class.__name__}: got {sorted(given)}, which it refuses: {error}") from error
     unknown = [name for name in given if name not in defaults]
@@ -135,10 +135,10 @@ def check_parameters(
         torch.nn.Parameter(torch.empty(one.shape, dtype=one.dtype, device="meta"), requires_grad=False)
         for one in parameters
     ]
-    optimizer_class(like, **_for_the_host(given))
+    optimizer_class(like, **for_host(given))
 
 
-def _for_the_host(given: dict[str, Any]) -> dict[str, Any]:
+def for_host(given: dict[str, Any]) -> dict[str, Any]:
     """Without what is only for devices, which would be refused of a tensor on the host."""
     return {name: value for name, value in given.items() if name not in ("fused", *_FLAGS_OF_DEVICES)}
 

@@ -16,15 +16,17 @@ from spillway.errors import UnsupportedError, UsageError
 from spillway.optim.away import AwayGradient
 from spillway.optim.balance import Balance
 from spillway.optim.device_part import DevicePart
+from spillway.optim.forecast import Forecast
 from spillway.optim.forward import ForwardOverlap
 from spillway.optim.held import Held
-from spillway.optim.host_step import HostStep, Turn
-from spillway.optim.kinds import Arguments, Kind, check_parameters, on_host
-from spillway.optim.placement import counted, held_of
-from spillway.optim.rounds import Round, by_groups, in_order
+from spillway.optim.host_step import Turn
+from spillway.optim.kinds import Arguments, Kind, check_parameters, for_host, on_host
+from spillway.optim.placement import counted, held_beyond, held_of
 from spillway.optim.sharding import is_distributed, like, local_of, many_processes, put_local
 from spillway.optim.shared import Shared
-from spillway.optim.states import MASTER, Hook, Saved, check_shapes, host_copy
+from spillway.optim.shelf import Loading
+from spillway.optim.shelves import make_shelf
+from spillway.optim.states import Hook, Saved, check_shapes
 from spillway.optim.threads import begin_with, hands_of, thread_count
 from spillway.optim.traffic import Traffic
 from spillway.records import OptimizerStats
@@ -32,6 +34,7 @@ from spillway.runtime.backend import Event
 from spillway.runtime.device import DeviceRuntime
 from spillway.runtime.labels import label
 from spillway.session import Session
+from spillway.units import parse_bytes
 
 _NARROW = (torch.bfloat16, torch.float16)
 
@@ -65,10 +68,18 @@ class OffloadedOptimizer(Optimizer):
             different ones, and the host's and the device's arithmetic differ in the last bits.
             Parameters on the CPU, beside others on a device, are stepped on the host anyway, and are not counted.
         slowdown: what ``"auto"`` allows, of a step: 0.05 for 5 %.
+        device_budget: most bytes of state, masters included, that stay on the device, instead of a fraction:
+            ``"2GiB"``. The first parameters that it has room for are stepped there.
         master_dtype: the type of the masters that parameters of a narrower type are stepped in. ``"auto"``: ``float32``
             for ``bfloat16`` and ``float16``. ``None``: no masters, each is stepped in its own type.
         offload_gradients: whether gradients leave the device during backward. If not, they stay until they are
             cleared, and are copied in ``step()``.
+        tier: where masters and state lie: in host memory (``"host"``), or in the session's spill file (``"disk"``),
+            from which they come to host memory, some at a time, to be stepped.
+        step_on: what steps them: ``"host"``, or ``"device"``: then they lie in pinned host memory and come to the
+            device for the step, some at a time, within the session's window. The class is used as you configured it,
+            with its own ``fused`` and ``foreach``; of ``Adam``, ``AdamW``, ``SGD`` and ``Adagrad`` large parameters
+            come in pieces, of others whole.
         threads: for the step. ``None``: one a CPU that the process may use, shared by the ranks of the machine.
         session: whose pinned memory is used. ``None``: the default one.
         hold: which parameters the fraction takes: ``"last"``, from the last one on, whose gradients come first in
@@ -78,7 +89,9 @@ class OffloadedOptimizer(Optimizer):
 
     Raises:
         UsageError: an argument that cannot be meant.
-        UnsupportedError: ``SparseAdam``, ``LBFGS``; a parameter whose elements overlap.
+        UnsupportedError: ``SparseAdam``, ``LBFGS``; a parameter whose elements overlap; with ``tier="disk"`` or
+            ``step_on="device"`` a class that is not torch's, since it steps all parameters in one call; both together.
+        SpillPathError: no spill file can be made.
 
     Example:
         >>> model = torch.nn.Linear(64, 64)
@@ -96,8 +109,11 @@ class OffloadedOptimizer(Optimizer):
         *,
         fraction: float | str | None = None,
         slowdown: float = 0.05,
+        device_budget: int | str | None = None,
         master_dtype: torch.dtype | str | None = "auto",
         offload_gradients: bool = True,
+        tier: str = "host",
+        step_on: str = "host",
         threads: int | None = None,
         session: Session | None = None,
         hold: str = "last",
@@ -112,6 +128,10 @@ class OffloadedOptimizer(Optimizer):
         self._ready = False
         self._closed = False
         arguments = Arguments.of(optimizer_class, device_class, defaults)
+        if fraction is not None and device_budget is not None:
+            raise UsageError("got both a fraction and a device_budget, expected one of them; leave one out")
+        if fraction == "auto" and step_on == "device":
+            raise UsageError("fraction: got 'auto' with step_on='device', expected a number: the host steps nothing")
         self._given = arguments.host
         self._balance = Balance(_checked_slowdown(slowdown)) if fraction == "auto" else None
         self._fraction = 1.0 if self._balance is not None else _checked_fraction(fraction)
@@ -123,6 +143,7 @@ class OffloadedOptimizer(Optimizer):
         if hold not in ("last", "first"):
             raise UsageError(f"hold: got {hold!r}, expected 'last' or 'first'")
         self._hold_last = hold == "last"
+        self._budget = None if device_budget is None else parse_bytes(device_budget, what="device_budget")
         self._master_dtype = _checked_master_dtype(master_dtype)
         if not isinstance(offload_gradients, bool):
             raise UsageError(f"offload_gradients: got {offload_gradients!r}, expected True or False")
@@ -135,9 +156,18 @@ class OffloadedOptimizer(Optimizer):
         self._held: dict[torch.Tensor, Held] = {}
         self._coming: set[Held] = set()
         self._overlapping: list[ForwardOverlap] = []
-        self._host = HostStep(optimizer_class, arguments.host, hands=hands_of(self._threads)[0])
+        self._shelf = make_shelf(
+            optimizer_class,
+            arguments.host,
+            tier=tier,
+            step_on=step_on,
+            hands=hands_of(self._threads)[0],
+            for_the_host=self._settings,
+            for_the_device=self._settings_there,
+        )
+        self._forecast = Forecast(device_class, for_host(arguments.device))
         self._device = DevicePart(device_class, arguments.device, arguments.own)
-        self._last = self._round = Round(self._host)
+        self._last = self._now = self._shelf.tally()
         self._stop = contextlib.ExitStack()
         super().__init__(params, arguments.defaults)
         self._place(list(self._parameters()))
@@ -163,8 +193,12 @@ class OffloadedOptimizer(Optimizer):
             self._queue_step()
             self._device.step(self.param_groups)
             for parameter in self._device:
-                self._show(parameter, self._device.state_of(parameter))
-            self._arrive([one for one in self._coming if not self._is_overlapped(one.parameter)])
+                self._show(parameter, self._device.state_of(parameter) or None)
+            here = [one for one in self._coming if not self._is_overlapped(one.parameter)]
+            with contextlib.ExitStack() as stack:
+                if len(here) == len(self._coming):
+                    stack.callback(self._finish)
+                self._arrive(here)
         return loss
 
     def synchronize(self) -> None:
@@ -175,7 +209,15 @@ class OffloadedOptimizer(Optimizer):
         Raises:
             Whatever went wrong in the step.
         """
-        self._arrive(list(self._coming))
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._finish)
+            self._arrive(list(self._coming))
+
+    def _finish(self) -> None:
+        """All that was stepped is in its place."""
+        with contextlib.ExitStack() as stack:
+            for tally in {self._now, self._last}:
+                stack.callback(tally.finish)
 
     @property
     def fraction(self) -> float:
@@ -234,9 +276,9 @@ class OffloadedOptimizer(Optimizer):
         # The last of these first, and all of them whatever goes wrong in one.
         with contextlib.ExitStack() as stack:
             stack.callback(self._device.close)
-            stack.callback(self._host.close)
             stack.callback(self.state.clear)
             stack.callback(self._held.clear)
+            stack.callback(self._shelf.close)
             for shared in self._shared.values():
                 stack.callback(shared.close, lost=self._session.closed)
             for held in self._held.values():
@@ -283,19 +325,28 @@ class OffloadedOptimizer(Optimizer):
         """
         self.synchronize()
         for held in self._held.values():
-            held.refresh()
+            self._shelf.refresh(held)
         self._device.refresh_masters()
 
     def state_dict(self) -> dict[str, Any]:
         """The plain optimizer's, which loads it; masters are an entry ``"master"`` of a parameter's state.
 
-        The tensors are on the host, and those that are stepped: copy what is to be kept while training goes on.
+        The tensors are on the host, and those that are stepped: copy what is to be kept while training goes on. With
+        ``tier="disk"`` all of them are read, into memory of their own; with that, and with ``step_on="device"``,
+        ``optimizer.state`` has numbers only at other times.
         """
         self._check_open()
         self.synchronize()
         if self._kind.begins_with_state:
             self._begin_states()
-        return super().state_dict()
+        held = list(self._held.values())
+        for one, state in zip(held, self._shelf.whole(held), strict=True):
+            self._show(one.parameter, state or None)
+        try:
+            return super().state_dict()
+        finally:
+            for one in held:
+                self._show(one.parameter, self._shelf.shown(one))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state, of this class or of the plain one; nothing goes by way of the device.
@@ -321,58 +372,38 @@ class OffloadedOptimizer(Optimizer):
 
     def _put_states(self, saved: Saved) -> Callable[[Optimizer], None]:
         def put(_: Optimizer) -> None:
-            parameters = [parameter for _, parameter in self._parameters()]
-            for parameter, state in zip(parameters, saved.in_order(), strict=True):
-                self._put_state(parameter, state)
+            loading = []
+            for (_group, parameter), state in zip(self._parameters(), saved.in_order(), strict=True):
+                held = self._held.get(parameter)
+                if held is None:
+                    self._device.put_state(parameter, state, self._settings_on_device(parameter))
+                    self._show(parameter, self._device.state_of(parameter) or None)
+                else:
+                    held.check()
+                    loading.append(Loading(held, state))
+            self._shelf.put(loading)
+            for loaded in loading:
+                self._show(loaded.held.parameter, self._shelf.shown(loaded.held))
 
         return put
 
-    def _put_state(self, parameter: torch.Tensor, state: dict[Any, Any]) -> None:
-        held = self._held.get(parameter)
-        if held is None:
-            self._device.put_state(parameter, state, self._settings_on_device(parameter))
-            self._show(parameter, self._device.state_of(parameter))
-            return
-        held.check()
-        fresh = {key: host_copy(key, value, held) for key, value in state.items()}
-        master = fresh.pop(MASTER, None)
-        if held.master is None and (fresh or master is not None):
-            held.make_master()
-        if held.has_master and master is not None:
-            held.put_master(master)
-        elif held.has_master:
-            held.forget_master()
-        if fresh:
-            self._host.put_state(held, fresh, self._settings(held))
-        else:
-            self._host.drop_state(held)
-        self._show(parameter, self._state_of(held))
-
     def _begin_states(self) -> None:
-        for _, parameter in self._parameters():
+        new = [parameter for _, parameter in self._parameters() if parameter not in self.state]
+        self._shelf.begin([self._held[parameter] for parameter in new if parameter in self._held])
+        for parameter in new:
             held = self._held.get(parameter)
-            if parameter not in self.state:
-                if held is None:
-                    self._device.begin_state(parameter, self._settings_on_device(parameter))
-                    self._show(parameter, self._device.state_of(parameter))
-                else:
-                    if held.master is None:
-                        held.make_master()
-                    self._host.begin_state(held, self._settings(held))
-                    self._show(parameter, self._state_of(held))
+            if held is None:
+                self._device.begin_state(parameter, self._settings_on_device(parameter))
+                self._show(parameter, self._device.state_of(parameter) or None)
+            else:
+                self._show(parameter, self._shelf.shown(held))
 
     def _settings_on_device(self, parameter: torch.Tensor) -> dict[str, Any]:
         group = next(group for group in self.param_groups if any(one is parameter for one in group["params"]))
         return {name: value for name, value in group.items() if name != "params"}
 
-    def _state_of(self, held: Held) -> dict[Any, Any]:
-        state = dict(held.state)
-        if held.has_master and held.known:
-            state[MASTER] = held.master
-        return state
-
-    def _show(self, parameter: torch.Tensor, state: dict[Any, Any]) -> None:
-        if state:
+    def _show(self, parameter: torch.Tensor, state: dict[Any, Any] | None) -> None:
+        if state is not None:
             shape = local_of(parameter).shape
             self.state[parameter] = {
                 key: like(value, parameter)
@@ -391,7 +422,11 @@ class OffloadedOptimizer(Optimizer):
     def _place(self, parameters: Sequence[tuple[int, torch.Tensor]]) -> None:
         if self._kind.alone:
             check_parameters(self._class, [parameter for _, parameter in parameters], self._given)
-        on_the_host = self._on_the_host([parameter for _, parameter in parameters], self._fraction)
+        left = self._budget
+        if left is None:
+            on_the_host = self._on_the_host([parameter for _, parameter in parameters], self._fraction)
+        else:
+            on_the_host, left = self._beyond_budget(parameters, left)
         # All of them are made before the first is taken: one may be refused.
         held = [self._made(group, one) for (group, one), here in zip(parameters, on_the_host, strict=True) if here]
         for one in held:
@@ -399,6 +434,17 @@ class OffloadedOptimizer(Optimizer):
         for group, parameter in parameters:
             if parameter not in self._held:
                 self._device.add(parameter, group, self._work_dtype(parameter))
+        self._budget = left
+
+    def _beyond_budget(self, parameters: Sequence[tuple[int, torch.Tensor]], budget: int) -> tuple[list[bool], int]:
+        """Which are held, and what is left of the budget."""
+        may_stay = counted([local_of(parameter).device for _, parameter in parameters])
+        sizes = [
+            self._state_bytes(group, parameter) if counts else 0
+            for (group, parameter), counts in zip(parameters, may_stay, strict=True)
+        ]
+        held = [beyond or not counts for beyond, counts in zip(held_beyond(sizes, budget), may_stay, strict=True)]
+        return held, budget - sum(size for size, is_held in zip(sizes, held, strict=True) if not is_held)
 
     def _on_the_host(self, parameters: Sequence[torch.Tensor], fraction: float) -> list[bool]:
         parts = [local_of(parameter) for parameter in parameters]
@@ -407,14 +453,21 @@ class OffloadedOptimizer(Optimizer):
         taken = held_of(sizes, fraction, last_first=self._hold_last)
         return [is_taken or not counts for is_taken, counts in zip(taken, may_stay, strict=True)]
 
+    def _state_bytes(self, group: int, parameter: torch.Tensor) -> int:
+        local, work = local_of(parameter), self._work_dtype(parameter)
+        master = 0 if work == local.dtype else local.numel() * work.itemsize
+        return master + self._forecast.nbytes(local.shape, work, self.param_groups[group])
+
     def _made(self, group: int, parameter: torch.Tensor) -> Held:
         work = self._work_dtype(parameter)
-        cut = self._is_fused(self.param_groups[group], work)
-        return Held(parameter, group, self._shared_of(local_of(parameter).device), work, cut=cut)
+        device = local_of(parameter).device
+        cut = self._is_cut(self.param_groups[group], work, device)
+        return Held(parameter, group, self._shared_of(device), work, cut=cut)
 
     def _hold(self, held: Held) -> None:
         parameter = held.parameter
         self._held[parameter] = held
+        self._shelf.add(held)
         if self._offload_gradients and (parameter.is_floating_point() or parameter.is_complex()):
             me, mine = weakref.ref(self), weakref.ref(held)
 
@@ -445,13 +498,19 @@ class OffloadedOptimizer(Optimizer):
                 self._move_to_device(self._held[parameter])
 
     def _move_to_device(self, held: Held) -> None:
-        state, parameter = self._state_of(held), held.parameter
+        (state,), parameter = self._shelf.whole([held]), held.parameter
         self._bring_back(held)
         self._device.add(parameter, held.group, held.work_dtype)
         self._device.put_state(parameter, state, self.param_groups[held.group])
         del self._held[parameter]
-        self._host.drop_state(held)
+        self._shelf.discard(held)
         held.give_up()
+
+    def _is_cut(self, group: dict[str, Any], work: torch.dtype, device: torch.device) -> bool:
+        if not self._shelf.steps_on_device:
+            return self._is_fused(group, work)
+        # What has a fused kernel computes each element by itself: on an accelerator to the same bits in any company.
+        return work in self._kind.fused and (device.type != "cpu" or bool(group.get("fused")))
 
     def _is_fused(self, group: dict[str, Any], work: torch.dtype) -> bool:
         return work in self._kind.fused and group.get("fused") is not False
@@ -474,12 +533,18 @@ class OffloadedOptimizer(Optimizer):
             lane = runtime.backend.host_lane("optimizer", begin=begin_with(self._threads))
             hands, each = hands_of(self._threads)
             some = runtime.backend.host_lane("optimizer-hand", threads=hands, begin=begin_with(each))
-            shared = self._shared[device] = Shared(Traffic(runtime), lane, some, self._session.check_open)
+            shared = self._shared[device] = Shared(
+                Traffic(runtime), lane, some, self._session.check_open, pins_sums=self._shelf.steps_on_device
+            )
         return shared
 
     def _settings(self, held: Held) -> dict[str, Any]:
         group = self.param_groups[held.group]
         return on_host(group, fused=self._is_fused(group, held.work_dtype))
+
+    def _settings_there(self, held: Held) -> dict[str, Any]:
+        group = self.param_groups[held.group]
+        return {name: value for name, value in group.items() if name not in ("params", "param_names")}
 
     # A step.
 
@@ -512,17 +577,13 @@ class OffloadedOptimizer(Optimizer):
             held.parameter.grad = local
 
     def _queue_step(self) -> None:
+        self._shelf.prepare(held for held in self._held.values() if held.parameter.grad is not None)
         turns = list(self._turns())
         for shared in self._shared.values():
             shared.expected = max((turn.held.gradient.count for turn in turns), default=0)
-        self._round.expect(turns)
-        if self._kind.alone:
-            for share in in_order(turns, self._settings, ahead=self._last.ahead if self._overlapping else None):
-                self._round.queue([share], together=False)
-        elif turns:
-            self._round.queue(by_groups(turns, self._settings), together=True)
+        self._shelf.step(turns, self._now, ahead=self._last.ahead if self._overlapping else None)
         self._coming = {turn.held for turn in turns}
-        if any(turn.held.gradient.away() is None for turn in turns):
+        if not self._shelf.steps_on_device and any(turn.held.gradient.away() is None for turn in turns):
             # What stays may be written to as soon as this returns.
             for shared in self._shared.values():
                 shared.traffic.settle()
@@ -539,11 +600,16 @@ class OffloadedOptimizer(Optimizer):
                 stands = held.adopt(local)
                 if stands is not local:
                     self._put_gradient(held, stands)
+            elif self._shelf.steps_on_device:
+                held.another_gradient()
             elif self._offload_gradients and not gradient.requires_grad:
                 self._take_gradient(held, gradient)
             else:
                 held.another_gradient().begin(local)
-            yield Turn(held, held.gradient.snapshot())
+            if self._shelf.steps_on_device:
+                yield Turn(held, held.gradient.for_device(local))
+            else:
+                yield Turn(held, held.gradient.snapshot())
 
     def _end_failed_step(self, error: type[BaseException] | None, *_: object) -> None:
         """Where one has failed, the others of its step end, too: it is told once."""
@@ -565,13 +631,12 @@ class OffloadedOptimizer(Optimizer):
                 stack.callback(shared.traffic.wait, event)
         for one in arriving:
             one.in_doubt = False
-            self._show(one.parameter, self._state_of(one))
+            self._show(one.parameter, self._shelf.shown(one))
         if arriving and not self._coming:
-            for index, written in self._host.written.items():
+            for index, written in self._shelf.written().items():
                 self.param_groups[index].update(written)
-            self._host.written.clear()
-            self._round.end(self._shared.values())
-            self._last, self._round = self._round, Round(self._host)
+            self._now.end(self._shared.values())
+            self._last, self._now = self._now, self._shelf.tally()
 
 
 def _checked_fraction(fraction: float | str | None) -> float:

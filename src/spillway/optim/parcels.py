@@ -28,7 +28,7 @@ class Parcel:
         compute: whose they are.
     """
 
-    __slots__ = ("arrived", "block", "compute", "nbytes", "number", "parts", "sources")
+    __slots__ = ("arrived", "block", "compute", "copies", "nbytes", "number", "parts", "sources")
 
     def __init__(self, compute: Lane) -> None:
         self.compute = compute
@@ -39,6 +39,8 @@ class Parcel:
         self.block: Block | None = None
         """Where they are, once they are sent."""
         self.arrived: Event | None = None
+        self.copies: list[Event] = []
+        """The ends of what copies them elsewhere."""
         self.number = 0
         """When it was sent, among all."""
 
@@ -73,12 +75,16 @@ class Sent:
         """Its bytes."""
         return self.numel * self.dtype.itemsize
 
+    @property
+    def memory(self) -> Bytes:
+        """Where it is, once it is sent."""
+        block = self.parcel.block
+        assert block is not None
+        return Bytes(block.storage, block.start + self.start, self.nbytes)
+
     def read(self, traffic: Traffic, *, write: bool = False) -> torch.Tensor:
         """It, flat, when it is there; for the host."""
-        block, arrived = self.parcel.block, self.parcel.arrived
-        assert block is not None
+        arrived = self.parcel.arrived
         assert arrived is not None
         traffic.host_wait(arrived)
-        return traffic.host_view(
-            Bytes(block.storage, block.start + self.start, self.nbytes), self.dtype, self.numel, write=write
-        )
+        return traffic.host_view(self.memory, self.dtype, self.numel, write=write)

@@ -44,3 +44,25 @@ def held_of(sizes: Sequence[int], fraction: float, *, last_first: bool = True) -
         held[index] = True
         taken += sizes[index]
     return held
+
+
+def held_beyond(nbytes: Sequence[int], budget: int) -> list[bool]:
+    """Which of some parameters are held, so that the state of the others is within a budget.
+
+    The first parameters stay on the device, whose gradients come last in backward: each that the budget still has room
+    for. One that is too large is held, and smaller ones behind it may stay all the same.
+
+    Args:
+        nbytes: bytes of state of each, masters included, in the order of the model.
+        budget: most bytes of those that are not held.
+
+    Example:
+        >>> held_beyond([4, 8, 2, 4], 7)
+        [False, True, False, True]
+    """
+    held = []
+    left = budget
+    for size in nbytes:
+        held.append(size > left)
+        left -= 0 if size > left else size
+    return held

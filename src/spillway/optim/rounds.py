@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from spillway.optim.balance import Seen
 from spillway.optim.gradient import CHUNK, Snapshot
 from spillway.optim.held import Held
 from spillway.optim.host_step import HostStep, Settings, Share, Turn
 from spillway.optim.shared import Shared
-from spillway.records import OptimizerStats
+from spillway.optim.tally import Tally
 from spillway.runtime.backend import Event
-from spillway.runtime.ledger import Stalls
 
 
 def shares(turns: Sequence[Turn], settings: Callable[[Held], Settings]) -> Iterator[Share]:
@@ -62,26 +59,19 @@ def _kind(held: Held) -> tuple[object, ...]:
     return held.group, held.work_dtype, held.cut, id(held.shared)
 
 
-class Round:
-    """One step, from the end of the one before.
+class Round(Tally):
+    """One step from memory of the host.
 
     Args:
         step: what steps on the host.
     """
 
     def __init__(self, step: HostStep) -> None:
+        super().__init__()
         self._step = step
-        self._began = time.perf_counter()
-        self._ended = self._began
-        self._waits: list[Stalls] = []
-        self._sent = self._received = self._reserved = 0
-        self._host_seconds = 0.0
-        self._elements = 0
         self._ready: dict[Shared, Event] = {}
         self._places = 0
         self._last: Snapshot | None = None
-        self.ahead: int | None = None
-        """How many shares were stepped before all gradients were there."""
 
     def expect(self, turns: Sequence[Turn]) -> None:
         """These will be queued."""
@@ -116,7 +106,7 @@ class Round:
             one.in_doubt = True
             one.written()
             one.gradient.reader = one.coming = end
-        self._elements += sum(one.numel for one in held)
+        self.on_host += sum(one.numel for one in held)
 
     def _ready_on(self, shared: Shared, stale: Sequence[Held]) -> Event:
         """What the device's lanes wait for: one event for all that is not stale."""
@@ -128,30 +118,5 @@ class Round:
 
     def end(self, shared: Iterable[Shared]) -> None:
         """Compute waits for all that was queued."""
-        self._ended = time.perf_counter()
-        self._host_seconds = self._step.count_anew()
-        for one in shared:
-            one.traffic.settle()
-            one.traffic.unstage()
-            one.forget_factor()
-            waits, sent, received = one.traffic.count_anew()
-            self._waits.append(waits)
-            self._sent += sent
-            self._received += received
-            self._reserved += one.traffic.arena.reserved_bytes
-
-    def stats(self) -> OptimizerStats:
-        """What it cost."""
-        return OptimizerStats(
-            stepped_on_host=self._elements,
-            host_seconds=self._host_seconds,
-            stall_seconds=sum(waits.seconds() for waits in self._waits),
-            sent_bytes=self._sent,
-            received_bytes=self._received,
-            host_bytes=self._reserved,
-        )
-
-    def seen(self) -> Seen:
-        """What it took, for a choice."""
-        stats = self.stats()
-        return Seen(self._ended - self._began, stats.stall_seconds, stats.host_seconds)
+        self.host_seconds = self._step.count_anew()
+        super().end(shared)

@@ -46,6 +46,10 @@ class Factor:
             self._release()
         return self._value
 
+    def apply_there(self, tensor: torch.Tensor) -> None:
+        """Multiply what is on the device, as compute."""
+        getattr(tensor, self.operation)(self.given)
+
     def of_norm(self, norm: torch.Tensor) -> torch.Tensor:
         """The norm of what it was applied to."""
         value = self.given.abs() if isinstance(self.given, torch.Tensor) else abs(self.given)
@@ -60,12 +64,22 @@ class Shared:
         lane: the host lane.
         hands: threads that compute for it.
         check: raises if what moves the bytes is gone: where it is, a copy would be waited for for ever.
+        pins_sums: whether gradients add up in pinned memory, since copies are to read them.
     """
 
-    def __init__(self, traffic: Traffic, lane: HostLane, hands: HostLane, check: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        traffic: Traffic,
+        lane: HostLane,
+        hands: HostLane,
+        check: Callable[[], None],
+        *,
+        pins_sums: bool = False,
+    ) -> None:
         self.traffic = traffic
         self.lane = lane
         self.hands = hands
+        self.pins_sums = pins_sums
         self.closed = False
         self._check = check
         self.accumulates = False
@@ -103,6 +117,8 @@ class Shared:
         self.hands.close()
         if not lost:
             self.traffic.settle()
+            # After a step that failed.
+            self.traffic.unstage()
         self.forget_factor()
         self._adding.clear()
         self.closed = True

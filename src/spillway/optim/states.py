@@ -15,8 +15,9 @@ from spillway.optim.sharding import local_of
 MASTER = "master"
 """The name of a master among a parameter's state."""
 
-_STEP = "step"
-_NUMBERS = {_STEP, "mu_product", "eta", "mu"}
+STEP = "step"
+"""The name of the count of steps, whose type is not the parameter's."""
+_NUMBERS = {STEP, "mu_product", "eta", "mu"}
 """States of torch's own classes that are numbers, also where the parameter is one."""
 
 
@@ -65,7 +66,7 @@ def check_shapes(state: dict[Any, Any], parameter: torch.Tensor, *, fused: bool)
         UsageError: a tensor of another shape than the parameter's.
     """
     for key, value in state.items():
-        must_fit = (key == MASTER or (fused and key != _STEP)) and isinstance(value, torch.Tensor)
+        must_fit = (key == MASTER or (fused and key != STEP)) and isinstance(value, torch.Tensor)
         if must_fit and value.shape != parameter.shape:
             raise UsageError(
                 f"{key}: got a state of shape {tuple(value.shape)} for a parameter of {tuple(parameter.shape)}, "
@@ -79,8 +80,8 @@ def host_copy(key: Any, value: Any, held: Held) -> Any:
         return copy.deepcopy(value)
     value = local_of(value).detach()
     dtype = held.work_dtype if _is_of_elements(key, value, held.local()) else value.dtype
-    if key == _STEP or value.ndim == 0:
-        return value.to("cpu", torch.float32 if key == _STEP else dtype, copy=True)
+    if key == STEP or value.ndim == 0:
+        return value.to("cpu", torch.float32 if key == STEP else dtype, copy=True)
     if value.shape == held.local().shape:
         return held.new_host_tensor(dtype).copy_(value)
     return value.to("cpu", dtype, copy=True)
@@ -91,7 +92,7 @@ def device_copy(key: Any, value: Any, parameter: torch.Tensor, work_dtype: torch
     if not isinstance(value, torch.Tensor):
         return copy.deepcopy(value)
     value = value.detach()
-    if key == _STEP:
+    if key == STEP:
         return value.to(parameter.device, torch.float32, copy=True) if step_on_device else value.to("cpu", copy=True)
     dtype = work_dtype if _is_of_elements(key, value, parameter) else value.dtype
     return value.to(parameter.device, dtype, copy=True)

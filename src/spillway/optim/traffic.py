@@ -52,6 +52,7 @@ class Traffic:
         self.backend = runtime.backend
         self.arena = runtime.arena
         self.window = runtime.window
+        self.spill_file = runtime.spill_file
         self._out = self.backend.lane("gradients")
         self._back = self.backend.lane("parameters")
         self._open: Parcel | None = None
@@ -140,13 +141,21 @@ class Traffic:
         while True:
             with self._lock:
                 full = self._staged and self._staged_bytes + nbytes > STAGING
-                oldest = self._staged.popleft() if full else None
-                if oldest is not None:
-                    self._staged_bytes -= oldest[0].nbytes
-            if oldest is None:
+            if not full:
                 return self.pinned(nbytes)
-            oldest[1].synchronize()
-            self.arena.free(oldest[0])
+            self.unstage_oldest()
+
+    def unstage_oldest(self) -> bool:
+        """Wait for what was staged first, and give it back; whether there was any."""
+        with self._lock:
+            oldest = self._staged.popleft() if self._staged else None
+            if oldest is not None:
+                self._staged_bytes -= oldest[0].nbytes
+        if oldest is None:
+            return False
+        oldest[1].synchronize()
+        self.arena.free(oldest[0])
+        return True
 
     def staged(self, block: Block, copied: Event) -> None:
         """What was staged is on its way."""
@@ -194,11 +203,13 @@ class Traffic:
         parcel = sent.parcel
         with self._lock:
             parcel.parts -= 1
+            if parcel.parts == 0 and parcel is self._open:
+                self._open = None
             self._free_unwanted(parcel)
 
     def _free_unwanted(self, parcel: Parcel) -> None:
         if parcel.parts == 0 and parcel.block is not None and parcel.arrived is not None:
-            self.arena.free(parcel.block, (parcel.arrived,))
+            self.arena.free(parcel.block, (parcel.arrived, *parcel.copies))
 
     def host_view(self, memory: Bytes, dtype: torch.dtype, numel: int, *, write: bool) -> torch.Tensor:
         """Pinned memory as a flat tensor, for the host."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
@@ -31,6 +32,11 @@ class Bytes:
     def address(self) -> int:
         """Of the first byte."""
         return self.storage.data_ptr() + self.start
+
+    def buffer(self) -> ctypes.Array[ctypes.c_ubyte]:
+        """They themselves, for reading and writing files. It does not hold the storage."""
+        # Not by way of numpy: that would make the user's storage one that can never be resized again.
+        return (ctypes.c_ubyte * self.nbytes).from_address(self.address)
 
     def first(self, nbytes: int) -> Bytes:
         """The first ``nbytes`` of them."""

@@ -80,6 +80,14 @@ class DeviceRuntime:
             self._tiers[name] = tier
         return tier
 
+    def spill_file(self) -> SpillFile:
+        """The session's file on disk; made when first asked for.
+
+        Raises:
+            SpillPathError: if none can be made.
+        """
+        return self._file()
+
     def join(self) -> None:
         """Nothing has to be waited for."""
 

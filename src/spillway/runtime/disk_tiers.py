@@ -17,7 +17,6 @@ still queued, it would be handed out, and the late write would land in the next 
 
 from __future__ import annotations
 
-import ctypes
 import sys
 import threading
 import weakref
@@ -148,7 +147,7 @@ class StagedDiskTier(_DiskTier):
                 # A slot that was given back meanwhile needs no writing.
                 if not slot.released:
                     self._backend.host_access(block, write=False)
-                    self._file.write(slot.extent, _buffer(block))
+                    self._file.write(slot.extent, block.buffer())
             finally:
                 self._arena.free(block)
                 self._let_go(slot)
@@ -180,7 +179,7 @@ class StagedDiskTier(_DiskTier):
                     for event in block.after:
                         event.synchronize()
                     self._backend.host_access(block, write=True)
-                    self._file.read(slot.extent, _buffer(block))
+                    self._file.read(slot.extent, block.buffer())
                     self._backend.copy(self._back, destination, block.first(slot.nbytes))
                     copied = (self._backend.record(self._back),)
                     return copied[0]
@@ -299,7 +298,7 @@ class DirectDiskTier(_DiskTier):
                 if not slot.released:
                     self._backend.host_access(source, write=False)
                     # Through an alias with a counter of its own (`.data`) the user may write to it unseen.
-                    self._file.write(slot.extent, _buffer(source), shared=True)
+                    self._file.write(slot.extent, source.buffer(), shared=True)
             finally:
                 self._let_go(slot)
 
@@ -340,7 +339,7 @@ class DirectDiskTier(_DiskTier):
                 # Its write is done: the storage was not let go before.
                 ready.synchronize()
                 self._backend.host_access(destination, write=True)
-                self._file.read(slot.extent, _buffer(destination))
+                self._file.read(slot.extent, destination.buffer())
             finally:
                 self._let_go(slot)
 
@@ -350,8 +349,3 @@ class DirectDiskTier(_DiskTier):
 
 def _is_done(slot: _DiskSlot) -> bool:
     return slot.written is None or slot.written.query()
-
-
-def _buffer(memory: Bytes) -> ctypes.Array[ctypes.c_ubyte]:
-    # Not by way of numpy: that would make the user's storage one that can never be resized again.
-    return (ctypes.c_ubyte * memory.nbytes).from_address(memory.address)

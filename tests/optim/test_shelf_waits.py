@@ -1,0 +1,101 @@
+"""Every wait of the shelves is needed: without it, something fails under the adversary."""
+
+from __future__ import annotations
+import __future__
+
+import ast
+import inspect
+import textwrap
+import types
+from collections.abc import Iterator
+
+import pytest
+
+from optim.shelf_scenarios import SCENARIOS
+from spillway.errors import SpillwayError
+from spillway.optim import belt, device_carrier, disk_carrier, disk_shelf, pinned, streamed_shelf, sums
+
+# What waits, and what lets others wait.
+WAITS = ("wait", "synchronize", "host_wait", "expect", "let_go", "_let_go", "settle", "after", "append", "run")
+
+# Of these, what orders no accesses.
+ELSEWHERE = {
+    # The gradient is waited for where it is read, too: this tells waiting from computing.
+    "turn.gradient.wait(traffic)",
+    # What is there in vain is waited for in the test of an arena that is full.
+    "self._let_go()",
+}
+
+
+class _Without(ast.NodeTransformer):
+    """Takes the n-th statement that waits out of a function."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.found: list[str] = []
+
+    def visit_Expr(self, node: ast.Expr) -> ast.AST:
+        call = node.value
+        if (
+            isinstance(call, ast.Call)
+            and isinstance(call.func, ast.Attribute)
+            and call.func.attr in WAITS
+            and ast.unparse(node) not in ELSEWHERE
+        ):
+            self.found.append(ast.unparse(node))
+            if len(self.found) - 1 == self.number:
+                return ast.Pass()
+        return node
+
+
+def _parsed(function: types.FunctionType) -> ast.Module:
+    return ast.parse(textwrap.dedent(inspect.getsource(function)))
+
+
+def _waits() -> Iterator[tuple[object, str, int, str]]:
+    for module in (belt, device_carrier, disk_carrier, pinned, sums, streamed_shelf, disk_shelf):
+        owners = [one for one in vars(module).values() if inspect.isclass(one) and one.__module__ == module.__name__]
+        for owner in (*owners, module):
+            for name, member in vars(owner).items():
+                if inspect.isfunction(member) and member.__code__.co_filename == module.__file__:
+                    finder = _Without(-1)
+                    finder.visit(_parsed(member))
+                    for number, text in enumerate(finder.found):
+                        yield owner, name, number, text
+
+
+CASES = list(_waits())
+
+
+def _fails(way: str | None) -> str | None:
+    for scenario, of in SCENARIOS:
+        if way in (None, of.name):
+            try:
+                scenario(of)
+            except (SpillwayError, AssertionError, AttributeError, LookupError) as error:
+                return repr(error)
+    return None
+
+
+def test_nothing_fails_with_all_waits_in_place() -> None:
+    assert _fails(None) is None
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "number", "text"),
+    [pytest.param(*case, id=f"{getattr(case[0], '__name__', '')}.{case[1]}-{case[2]}") for case in CASES],
+)
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_without_this_wait_something_fails(
+    monkeypatch: pytest.MonkeyPatch, owner: object, name: str, number: int, text: str
+) -> None:
+    function = vars(owner)[name]
+    module = inspect.getmodule(function)
+    assert module is not None
+    tree = ast.fix_missing_locations(_Without(number).visit(_parsed(function)))
+    namespace = dict(vars(module))
+    flags = __future__.annotations.compiler_flag
+    exec(compile(tree, str(module.__file__), "exec", flags=flags), namespace)
+    monkeypatch.setattr(owner, name, namespace[name])
+    way = {device_carrier: "device", streamed_shelf: "device", disk_carrier: "disk", disk_shelf: "disk"}.get(module)
+    assert _fails(way) is not None, f"{name} without `{text}`: nothing fails"
