@@ -19,6 +19,7 @@ from spillway import OffloadedOptimizer
 from spillway.optim import traffic as traffic_module
 from spillway.optim.traffic import Traffic
 from spillway.runtime.arena import PAGE
+from spillway.runtime.bytes import Bytes
 from spillway.testing import AdversaryBackend
 from support import SlowBackend
 
@@ -135,14 +136,10 @@ def test_several_streams(adversary: AdversaryBackend) -> None:
     adversary.check()
 
 
-class TwoLanes(SlowBackend):
-    """The CPU, with lanes of which one is late."""
-
-
 @pytest.mark.parametrize("late", ["gradients", "parameters"])
 @pytest.mark.parametrize("overlaps", [True, False])
 def test_training_on_lanes_that_are_late(late: str, overlaps: bool) -> None:
-    with spillway.Session(backend=TwoLanes(late, 0.001).serve, window=4096) as session:
+    with spillway.Session(backend=SlowBackend(late, 0.001).serve, window=4096) as session:
         model, plain = wide(), wide()
         optimizer = offloaded(torch.optim.SGD, session, **SGD)(model)
         if overlaps:
@@ -187,5 +184,23 @@ def test_additions_on_the_host_are_bounded_by_the_window(adversary: AdversaryBac
         assert session.used_bytes[0] <= 3 * PAGE
         optimizer.step()
         assert torch.equal(parameters[3], torch.full((1000,), -3.0))
+        optimizer.close()
+    adversary.check()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_parameters_are_not_written_before_compute_is_done_with_them(
+    dtype: torch.dtype, adversary: AdversaryBackend
+) -> None:
+    # An evaluation between backward and step reads them, say: what has arrived of gradients says nothing of that.
+    with spillway.Session(backend=adversary.serve) as session:
+        model = wide(dtype)
+        optimizer = offloaded(torch.optim.SGD, session, **SGD)(model)
+        for batch in batches(3, dtype):
+            loss_of(model, batch).backward()
+            for parameter in model.parameters():
+                adversary.compute_access(Bytes.of(parameter.detach()))
+            optimizer.step()
+            optimizer.zero_grad()
         optimizer.close()
     adversary.check()

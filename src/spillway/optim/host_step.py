@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from spillway.optim.gradient import CHUNK, Snapshot
 from spillway.optim.held import Held, Piece
 from spillway.optim.kinds import step_of
+from spillway.optim.shared import Shared
 from spillway.runtime.backend import Event
 from spillway.runtime.labels import label
 
@@ -73,8 +74,13 @@ class HostStep:
             self._gather(held)
         return list(back.values())
 
-    def step_together(self, shares: Sequence[Share], after: Event) -> list[Event]:
-        """The same in one call, for a class of which it is not known that it steps each parameter by itself."""
+    def step_together(self, shares: Sequence[Share], after: Mapping[Shared, Event]) -> list[Event]:
+        """The same in one call, for a class of which it is not known that it steps each parameter by itself.
+
+        Args:
+            shares: parameters of any device.
+            after: when each device may be written.
+        """
         taking = []
         for turns, settings in shares:
             for held, gradient in turns:
@@ -88,7 +94,7 @@ class HostStep:
         for turns, _ in shares:
             for held, _ in turns:
                 held.pieces[0].tensor.grad = None
-                back.append(held.send_back(held.pieces[0], after))
+                back.append(held.send_back(held.pieces[0], after[held.shared]))
                 self._gather(held)
         return back
 

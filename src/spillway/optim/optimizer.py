@@ -26,7 +26,7 @@ from spillway.optim.states import MASTER, Hook, Saved, check_shapes, host_copy
 from spillway.optim.threads import begin_with, thread_count
 from spillway.optim.traffic import Traffic
 from spillway.records import OptimizerStats
-from spillway.runtime.backend import Event
+from spillway.runtime.backend import Event, HostLane
 from spillway.runtime.device import DeviceRuntime
 from spillway.runtime.labels import label
 from spillway.session import Session
@@ -113,6 +113,7 @@ class OffloadedOptimizer(Optimizer):
             raise UsageError(f"session: got {session!r}, expected a spillway.Session, or None for the default one")
         self._session = session if session is not None else Session.default()
         self._shared: dict[torch.device, Shared] = {}
+        self._lane: HostLane | None = None
         self._held: dict[torch.Tensor, Held] = {}
         self._coming: set[Held] = set()
         self._overlapping: list[ForwardOverlap] = []
@@ -399,8 +400,10 @@ class OffloadedOptimizer(Optimizer):
             runtime = self._session.runtime(device)
             if not isinstance(runtime, DeviceRuntime):
                 raise UnsupportedError("got a step in a CUDA graph's capture, expected it outside: the host computes")
-            lane = runtime.backend.host_lane("optimizer", begin_with(self._threads))
-            shared = self._shared[device] = Shared(Traffic(runtime), lane, self._session.check_open)
+            if self._lane is None:
+                # One for all devices: they share the CPUs, and the optimizer that steps there.
+                self._lane = runtime.backend.host_lane("optimizer", begin_with(self._threads))
+            shared = self._shared[device] = Shared(Traffic(runtime), self._lane, self._session.check_open)
         return shared
 
     def _settings(self, held: Held) -> dict[str, Any]:
@@ -473,16 +476,16 @@ class OffloadedOptimizer(Optimizer):
 
     def _arrive(self, held: Iterable[Held]) -> None:
         """Compute waits for these."""
-        waits: dict[Event, Shared] = {}
+        waits: dict[tuple[Event, Shared], None] = {}
         arriving = [one for one in held if one in self._coming]
         for one in arriving:
             self._coming.discard(one)
             if one.coming is not None:
-                waits[one.coming] = one.shared
+                waits[one.coming, one.shared] = None
         with contextlib.ExitStack() as stack:
             stack.push(self._end_failed_step)
             # All of them, also those behind one that failed.
-            for event, shared in reversed(waits.items()):
+            for event, shared in reversed(waits):
                 stack.callback(shared.traffic.wait, event)
         for one in arriving:
             self._show(one.parameter, self._state_of(one))

@@ -73,7 +73,7 @@ class Round:
             for one in held:
                 one.begin_step()
             if together:
-                ends = self._step.step_together(shares, ready[shared])
+                ends = self._step.step_together(shares, ready)
             else:
                 ends = [end for share in shares for end in self._step.step(share, ready[shared])]
             for one in held:
