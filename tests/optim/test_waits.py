@@ -19,6 +19,8 @@ from spillway import OffloadedOptimizer
 from spillway.optim import traffic as traffic_module
 from spillway.optim.traffic import Traffic
 from spillway.runtime.arena import PAGE
+from spillway.runtime.arena import Block as HostBlock
+from spillway.runtime.backend import Event
 from spillway.runtime.bytes import Bytes
 from spillway.testing import AdversaryBackend
 from support import SlowBackend
@@ -203,4 +205,27 @@ def test_parameters_are_not_written_before_compute_is_done_with_them(
             optimizer.step()
             optimizer.zero_grad()
         optimizer.close()
+    adversary.check()
+
+
+def test_what_waits_for_the_way_to_the_device_is_bounded(
+    adversary: AdversaryBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(traffic_module, "STAGING", 3 * PAGE)
+    with spillway.Session(backend=adversary.serve) as session:
+        parameters = [Parameter(torch.ones(2000, dtype=torch.bfloat16)) for _ in range(8)]
+        optimizer = OffloadedOptimizer(parameters, torch.optim.SGD, lr=1.0, session=session)
+        traffic: Traffic = next(iter(optimizer._shared.values())).traffic
+        staged, seen = traffic.staged, []
+
+        def watched(block: HostBlock, copied: Event) -> None:
+            staged(block, copied)
+            seen.append(traffic._staged_bytes)
+
+        monkeypatch.setattr(traffic, "staged", watched)
+        sum((one.sum() for one in parameters), torch.zeros(())).backward()
+        optimizer.step()
+        assert seen == [PAGE, 2 * PAGE, *[3 * PAGE] * 6]
+        optimizer.close()
+        assert session.used_bytes == (0, 0)
     adversary.check()
