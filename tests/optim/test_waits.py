@@ -229,3 +229,29 @@ def test_what_waits_for_the_way_to_the_device_is_bounded(
         optimizer.close()
         assert session.used_bytes == (0, 0)
     adversary.check()
+
+
+@pytest.mark.parametrize("kind", ["slow", "adversary"])
+def test_memory_from_which_parameters_still_leave_is_not_written_by_gradients(
+    kind: str, adversary: AdversaryBackend
+) -> None:
+    # Of another optimizer of the session, whose backward waits for none of these parameters.
+    serve = adversary.serve if kind == "adversary" else SlowBackend("parameters", 0.005).serve
+    with spillway.Session(backend=serve) as session:
+        model, plain, other = wide(torch.bfloat16), wide(torch.bfloat16), wide(torch.bfloat16, seed=1)
+        optimizer = offloaded(torch.optim.SGD, session, **SGD)(model)
+        optimizer.overlap_forward(model, blocks=Block)
+        second = offloaded(torch.optim.SGD, session, **SGD)(other)
+        loss = loss_of(other, batches(1, torch.bfloat16, seed=5)[0])
+        data = batches(1, torch.bfloat16)
+        train(model, optimizer, data)
+        # The step's work is done: the memory is free again, once the copies from it are done.
+        next(iter(optimizer._shared.values())).lane.run(lambda: None).synchronize()
+        loss.backward()
+        optimizer.synchronize()
+        reference = offloaded(torch.optim.SGD, session, **SGD)(plain)
+        train(plain, reference, data)
+        assert_same_values(model, plain)
+        for each in (optimizer, second, reference):
+            each.close()
+    adversary.check()
