@@ -6,7 +6,7 @@ it a test fails.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 import torch
@@ -16,12 +16,14 @@ import spillway
 from optim.plain_loop import pair, windows
 from optim.support import Block, assert_same_values, batches, loss_of, offloaded, plainly, same_bits, train, wide
 from spillway import OffloadedOptimizer
+from spillway.errors import RaceError
 from spillway.optim import traffic as traffic_module
 from spillway.optim.traffic import Traffic
 from spillway.runtime.arena import PAGE
 from spillway.runtime.arena import Block as HostBlock
-from spillway.runtime.backend import Event
+from spillway.runtime.backend import Event, Lane
 from spillway.runtime.bytes import Bytes
+from spillway.runtime.cpu import CpuBackend
 from spillway.testing import AdversaryBackend
 from support import SlowBackend
 
@@ -255,3 +257,37 @@ def test_memory_from_which_parameters_still_leave_is_not_written_by_gradients(
         for each in (optimizer, second, reference):
             each.close()
     adversary.check()
+
+
+def test_gradients_are_handed_back_to_the_stream_that_made_them() -> None:
+    class Notes(CpuBackend):
+        def __init__(self) -> None:
+            super().__init__(torch.device("cpu"))
+            self.handed: list[tuple[int, list[Lane]]] = []
+
+        def hand_back(self, storage: torch.UntypedStorage, lanes: Iterable[Lane]) -> None:
+            self.handed.append((storage.nbytes(), list(lanes)))
+
+    backend = Notes()
+    with spillway.Session(backend=lambda device: backend) as session:
+        model = wide()
+        optimizer = offloaded(torch.optim.SGD, session, **SGD)(model)
+        train(model, optimizer, batches(1))
+        sizes = sorted(parameter.nbytes for parameter in model.parameters())
+        assert sorted(size for size, _ in backend.handed) == sizes
+        assert all(lanes == [backend.compute()] for _, lanes in backend.handed)
+        optimizer.close()
+
+
+def test_the_adversary_is_told_what_the_host_reads_and_writes(adversary: AdversaryBackend) -> None:
+    with spillway.Session(backend=adversary.serve) as session:
+        optimizer = offloaded(torch.optim.SGD, session, **SGD)(wide())
+        traffic: Traffic = next(iter(optimizer._shared.values())).traffic
+        sent = traffic.send(torch.ones(8))
+        for write in (False, True):
+            with pytest.raises(RaceError, match=r"the host (reads|writes) bytes"):
+                traffic.host_view(sent.block, torch.float32, 8, write=write)
+        traffic.settle()
+        traffic.give_back(sent.block, sent.arrived)
+        optimizer.close()
+    assert len(adversary.faults) == 2
