@@ -7,6 +7,7 @@ all are added up on the host in the master's type, in the order in which they ca
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import weakref
@@ -126,11 +127,12 @@ class Gradient:
         """Nothing has come."""
         raw, traffic = self.raw, self.shared.traffic
         if raw is not None:
+            give_back = functools.partial(traffic.give_back, raw.block, raw.arrived)
             if self.reader is None or self.reader.query():
-                traffic.give_back(raw.block, raw.arrived)
+                give_back()
             else:
                 # Behind the step that reads it.
-                self.shared.lane.run(lambda: traffic.give_back(raw.block, raw.arrived))
+                self.shared.lane.run(give_back)
         self.reader = None
         self.raw = None
         self.summed = False
