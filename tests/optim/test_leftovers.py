@@ -34,8 +34,20 @@ from support import run_script
 AdamW = torch.optim.AdamW
 
 
+_before: set[threading.Thread] = set()
+
+
+@pytest.fixture(autouse=True)
+def threads_of_others() -> None:
+    """What other tests left to the collector is not counted."""
+    gc.collect()
+    _before.clear()
+    _before.update(threading.enumerate())
+
+
 def threads() -> list[str]:
-    return [one.name for one in threading.enumerate() if one.name.startswith("spillway-optimizer")]
+    new = set(threading.enumerate()) - _before
+    return [one.name for one in new if one.name.startswith("spillway-optimizer")]
 
 
 def ended(true: Callable[[], bool]) -> bool:
