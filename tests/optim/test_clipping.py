@@ -7,6 +7,7 @@ import torch
 
 import spillway
 from optim.plain_loop import NARROW, pair, windows
+from optim.support import batches
 
 
 @NARROW
@@ -56,4 +57,37 @@ def test_clipping_by_value(dtype: torch.dtype, sizes: list[int], first: str, ses
         both.step()
         both.zero_grad()
         both.assert_same()
+    both.optimizer.close()
+
+
+@pytest.mark.parametrize("factor", [0.25, torch.tensor(2.0**-16)], ids=["number", "tensor"])
+def test_a_norm_after_gradients_were_multiplied_with_a_power_of_two(
+    factor: float | torch.Tensor, session: spillway.Session
+) -> None:
+    both = pair(torch.bfloat16, session, lr=1e-2)
+    for batch in batches(8, torch.bfloat16):
+        both.backward(batch)
+        for gradient in both.gradients():
+            gradient.mul_(factor)
+        both.assert_same_norm(1e-3)
+        both.step()
+        both.zero_grad()
+        both.assert_same()
+    both.optimizer.close()
+
+
+@pytest.mark.xfail(
+    strict=True,
+    raises=AssertionError,
+    reason="the norm was taken before the gradient left, and is multiplied as a whole: the last bit of it may differ",
+)
+def test_a_norm_after_gradients_were_multiplied_with_any_number(cpu_session: spillway.Session) -> None:
+    both = pair(torch.bfloat16, cpu_session, lr=1e-2)
+    for batch in batches(8, torch.bfloat16):
+        both.backward(batch)
+        for gradient in both.gradients():
+            gradient.mul_(torch.tensor(0.37))
+        both.assert_same_norm(1e-3)
+        both.step()
+        both.zero_grad()
     both.optimizer.close()

@@ -19,6 +19,7 @@ from optim.support import (
     Block,
     assert_same_values,
     batches,
+    here,
     is_away,
     loss_of,
     offloaded,
@@ -33,8 +34,20 @@ from support import run_script
 AdamW = torch.optim.AdamW
 
 
+_before: set[threading.Thread] = set()
+
+
+@pytest.fixture(autouse=True)
+def threads_of_others() -> None:
+    """What other tests left to the collector is not counted."""
+    gc.collect()
+    _before.clear()
+    _before.update(threading.enumerate())
+
+
 def threads() -> list[str]:
-    return [one.name for one in threading.enumerate() if one.name.startswith("spillway-optimizer")]
+    new = set(threading.enumerate()) - _before
+    return [one.name for one in new if one.name.startswith("spillway-optimizer")]
 
 
 def ended(true: Callable[[], bool]) -> bool:
@@ -382,3 +395,34 @@ def test_an_optimizer_that_nobody_closed_does_not_keep_the_interpreter() -> None
         """
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "ended\n", "")
+
+
+@pytest.mark.parametrize("steps", [0, 1], ids=["gradient", "parameter"])
+@pytest.mark.parametrize("before", [0, 1])
+@pytest.mark.parametrize("closes", [False, True], ids=["collected", "closed"])
+def test_memory_of_an_optimizer_that_ended_is_used_again_after_its_copies(
+    closes: bool, before: int, steps: int, adversary: AdversaryBackend
+) -> None:
+    with spillway.Session(backend=adversary.serve) as session:
+        first, second = Parameter(torch.ones(3000)), Parameter(torch.ones(3000))
+        later = OffloadedOptimizer([second], torch.optim.SGD, lr=0.1, session=session)
+        second.sum().backward()
+        optimizer = OffloadedOptimizer([first], torch.optim.SGD, lr=0.1, session=session)
+        traffic = next(iter(optimizer._shared.values())).traffic
+        first.sum().backward()
+        for _ in range(steps):
+            optimizer.step()
+        # What is leaving is kept until then.
+        traffic.settle()
+        first.grad = None
+        if closes:
+            optimizer.close()
+        del optimizer
+        gc.collect()
+        # The host writes to memory of the same size: to each of the blocks that are free again.
+        blocks = [traffic.arena.allocate(first.nbytes) for _ in range(before)]
+        here(second.grad)
+        for block in blocks:
+            traffic.arena.free(block, block.after)
+        later.close()
+    adversary.check()

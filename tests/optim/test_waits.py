@@ -6,7 +6,7 @@ it a test fails.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 import torch
@@ -16,9 +16,14 @@ import spillway
 from optim.plain_loop import pair, windows
 from optim.support import Block, assert_same_values, batches, loss_of, offloaded, plainly, same_bits, train, wide
 from spillway import OffloadedOptimizer
+from spillway.errors import RaceError
 from spillway.optim import traffic as traffic_module
 from spillway.optim.traffic import Traffic
 from spillway.runtime.arena import PAGE
+from spillway.runtime.arena import Block as HostBlock
+from spillway.runtime.backend import Event, Lane
+from spillway.runtime.bytes import Bytes
+from spillway.runtime.cpu import CpuBackend
 from spillway.testing import AdversaryBackend
 from support import SlowBackend
 
@@ -135,14 +140,10 @@ def test_several_streams(adversary: AdversaryBackend) -> None:
     adversary.check()
 
 
-class TwoLanes(SlowBackend):
-    """The CPU, with lanes of which one is late."""
-
-
 @pytest.mark.parametrize("late", ["gradients", "parameters"])
 @pytest.mark.parametrize("overlaps", [True, False])
 def test_training_on_lanes_that_are_late(late: str, overlaps: bool) -> None:
-    with spillway.Session(backend=TwoLanes(late, 0.001).serve, window=4096) as session:
+    with spillway.Session(backend=SlowBackend(late, 0.001).serve, window=4096) as session:
         model, plain = wide(), wide()
         optimizer = offloaded(torch.optim.SGD, session, **SGD)(model)
         if overlaps:
@@ -161,7 +162,7 @@ def test_the_window_bounds_what_is_leaving(adversary: AdversaryBackend, monkeypa
     monkeypatch.setattr("spillway.optim.traffic._TOGETHER", 0)
     with spillway.Session(backend=adversary.serve, window=10_000) as session:
         parameters = [Parameter(torch.ones(1000)) for _ in range(8)]
-        optimizer = OffloadedOptimizer(parameters, torch.optim.SGD, lr=1.0, session=session)
+        optimizer = OffloadedOptimizer(parameters, torch.optim.SGD, lr=1.0, threads=1, session=session)
         traffic: Traffic = next(iter(optimizer._shared.values())).traffic
         seen = []
         for parameter in parameters:
@@ -190,3 +191,106 @@ def test_additions_on_the_host_are_bounded_by_the_window(adversary: AdversaryBac
         assert torch.equal(parameters[3], torch.full((1000,), -3.0))
         optimizer.close()
     adversary.check()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_parameters_are_not_written_before_compute_is_done_with_them(
+    dtype: torch.dtype, adversary: AdversaryBackend
+) -> None:
+    # An evaluation between backward and step reads them, say: what has arrived of gradients says nothing of that.
+    with spillway.Session(backend=adversary.serve) as session:
+        model = wide(dtype)
+        optimizer = offloaded(torch.optim.SGD, session, **SGD)(model)
+        for batch in batches(3, dtype):
+            loss_of(model, batch).backward()
+            for parameter in model.parameters():
+                adversary.compute_access(Bytes.of(parameter.detach()))
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.close()
+    adversary.check()
+
+
+def test_what_waits_for_the_way_to_the_device_is_bounded(
+    pieces_of: Callable[[int], None], adversary: AdversaryBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pieces_of(2000)
+    monkeypatch.setattr(traffic_module, "STAGING", 3 * PAGE)
+    with spillway.Session(backend=adversary.serve) as session:
+        parameters = [Parameter(torch.ones(2000, dtype=torch.bfloat16)) for _ in range(8)]
+        optimizer = OffloadedOptimizer(parameters, torch.optim.SGD, lr=1.0, threads=1, session=session)
+        traffic: Traffic = next(iter(optimizer._shared.values())).traffic
+        staged, seen = traffic.staged, []
+
+        def watched(block: HostBlock, copied: Event) -> None:
+            staged(block, copied)
+            seen.append(traffic._staged_bytes)
+
+        monkeypatch.setattr(traffic, "staged", watched)
+        sum((one.sum() for one in parameters), torch.zeros(())).backward()
+        optimizer.step()
+        assert seen == [PAGE, 2 * PAGE, *[3 * PAGE] * 6]
+        optimizer.close()
+        assert session.used_bytes == (0, 0)
+    adversary.check()
+
+
+@pytest.mark.parametrize("kind", ["slow", "adversary"])
+def test_memory_from_which_parameters_still_leave_is_not_written_by_gradients(
+    kind: str, adversary: AdversaryBackend
+) -> None:
+    # Of another optimizer of the session, whose backward waits for none of these parameters.
+    serve = adversary.serve if kind == "adversary" else SlowBackend("parameters", 0.005).serve
+    with spillway.Session(backend=serve) as session:
+        model, plain, other = wide(torch.bfloat16), wide(torch.bfloat16), wide(torch.bfloat16, seed=1)
+        optimizer = offloaded(torch.optim.SGD, session, **SGD)(model)
+        optimizer.overlap_forward(model, blocks=Block)
+        second = offloaded(torch.optim.SGD, session, **SGD)(other)
+        loss = loss_of(other, batches(1, torch.bfloat16, seed=5)[0])
+        data = batches(1, torch.bfloat16)
+        train(model, optimizer, data)
+        # The step's work is done: the memory is free again, once the copies from it are done.
+        next(iter(optimizer._shared.values())).lane.run(lambda: None).synchronize()
+        loss.backward()
+        optimizer.synchronize()
+        reference = offloaded(torch.optim.SGD, session, **SGD)(plain)
+        train(plain, reference, data)
+        assert_same_values(model, plain)
+        for each in (optimizer, second, reference):
+            each.close()
+    adversary.check()
+
+
+def test_gradients_are_handed_back_to_the_stream_that_made_them() -> None:
+    class Notes(CpuBackend):
+        def __init__(self) -> None:
+            super().__init__(torch.device("cpu"))
+            self.handed: list[tuple[int, list[Lane]]] = []
+
+        def hand_back(self, storage: torch.UntypedStorage, lanes: Iterable[Lane]) -> None:
+            self.handed.append((storage.nbytes(), list(lanes)))
+
+    backend = Notes()
+    with spillway.Session(backend=lambda device: backend) as session:
+        model = wide()
+        optimizer = offloaded(torch.optim.SGD, session, **SGD)(model)
+        train(model, optimizer, batches(1))
+        sizes = sorted(parameter.nbytes for parameter in model.parameters())
+        assert sorted(size for size, _ in backend.handed) == sizes
+        assert all(lanes == [backend.compute()] for _, lanes in backend.handed)
+        optimizer.close()
+
+
+def test_the_adversary_is_told_what_the_host_reads_and_writes(adversary: AdversaryBackend) -> None:
+    with spillway.Session(backend=adversary.serve) as session:
+        optimizer = offloaded(torch.optim.SGD, session, **SGD)(wide())
+        traffic: Traffic = next(iter(optimizer._shared.values())).traffic
+        sent = traffic.send(torch.ones(8))
+        traffic.flush()
+        for write in (False, True):
+            with pytest.raises(RaceError, match=r"the host (reads|writes) bytes"):
+                traffic.host_view(sent.memory, torch.float32, 8, write=write)
+        traffic.settle()
+        traffic.give_back(sent)
+        optimizer.close()
+    assert len(adversary.faults) == 2

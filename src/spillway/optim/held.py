@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -22,6 +22,12 @@ from spillway.runtime.bytes import Bytes
 from spillway.runtime.cpu import anonymous_pages
 
 _HUGE = 4 << 20
+
+
+class _Form(NamedTuple):
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
 
 
 class Piece:
@@ -153,8 +159,8 @@ class Held:
 
     def empty_on_device(self, dtype: torch.dtype) -> torch.Tensor:
         """A tensor like the parameter, as it was when it was given."""
-        shape, strides, _, device = self._known
-        return torch.empty_strided(shape, strides, dtype=dtype, device=device)
+        shape, strides, *_ = self._known
+        return self.shared.traffic.backend.empty(_Form(shape, strides, dtype))
 
     def changed(self) -> bool:
         """Whether somebody wrote to the parameter, as far as can be told."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from spillway.optim.gradient import CHUNK, Snapshot
 from spillway.optim.held import Held, Piece, send_back
 from spillway.optim.kinds import for_host, step_of, written_by_step
+from spillway.optim.shared import Shared
 from spillway.runtime.backend import Event, HostLane, TaskEnd
 from spillway.runtime.labels import label
 
@@ -95,10 +96,14 @@ class HostStep:
         self._given_out.append(hands.run(step))
         return self._given_out[-1]
 
-    def step_together(self, shares: Sequence[Share], after: Event) -> Event:
-        """The same in one call, for a class of which it is not known that it steps each parameter by itself."""
+    def step_together(self, shares: Sequence[Share], after: Mapping[Shared, Event]) -> Event:
+        """The same in one call, for a class of which it is not known that it steps each parameter by itself.
+
+        Args:
+            shares: parameters of any device.
+            after: when each device may be written.
+        """
         groups = []
-        turns = [turn for share in shares for turn in share.turns]
         for some, settings in shares:
             for held, gradient in some:
                 self._know(held, settings)
@@ -110,10 +115,14 @@ class HostStep:
         self._count(time.perf_counter() - began, alone=True)
         for (some, _), group, settings in zip(shares, groups, before, strict=True):
             self.written.setdefault(some[0].held.group, {}).update(written_by_step(group, settings))
-        for held, _ in turns:
-            held.pieces[0].tensor.grad = None
-            held.state = self._states[held.pieces[0].tensor]
-        return send_back([(held, held.pieces[0]) for held, _ in turns], after)
+        back: defaultdict[Shared, list[tuple[Held, Piece]]] = defaultdict(list)
+        for share in shares:
+            for held, _ in share.turns:
+                held.pieces[0].tensor.grad = None
+                held.state = self._states[held.pieces[0].tensor]
+                back[held.shared].append((held, held.pieces[0]))
+        ends = [send_back(pieces, after[shared]) for shared, pieces in back.items()]
+        return next(iter(back)).traffic.backend.all_of(ends)
 
     def put_state(self, held: Held, state: dict[Any, Any], settings: Settings) -> None:
         """A parameter's state is this, in tensors of its shape, which it takes over."""

@@ -30,7 +30,7 @@ from spillway.optim.states import Hook, Saved, check_shapes
 from spillway.optim.threads import begin_with, hands_of, thread_count
 from spillway.optim.traffic import Traffic
 from spillway.records import OptimizerStats
-from spillway.runtime.backend import Event
+from spillway.runtime.backend import Event, HostLane
 from spillway.runtime.device import DeviceRuntime
 from spillway.runtime.labels import label
 from spillway.session import Session
@@ -153,6 +153,7 @@ class OffloadedOptimizer(Optimizer):
             raise UsageError(f"session: got {session!r}, expected a spillway.Session, or None for the default one")
         self._session = session if session is not None else Session.default()
         self._shared: dict[torch.device, Shared] = {}
+        self._lanes: tuple[HostLane, HostLane] | None = None
         self._held: dict[torch.Tensor, Held] = {}
         self._coming: set[Held] = set()
         self._overlapping: list[ForwardOverlap] = []
@@ -530,13 +531,22 @@ class OffloadedOptimizer(Optimizer):
             runtime = self._session.runtime(device)
             if not isinstance(runtime, DeviceRuntime):
                 raise UnsupportedError("got a step in a CUDA graph's capture, expected it outside: the host computes")
-            lane = runtime.backend.host_lane("optimizer", begin=begin_with(self._threads))
-            hands, each = hands_of(self._threads)
-            some = runtime.backend.host_lane("optimizer-hand", threads=hands, begin=begin_with(each))
             shared = self._shared[device] = Shared(
-                Traffic(runtime), lane, some, self._session.check_open, pins_sums=self._shelf.steps_on_device
+                Traffic(runtime),
+                *self._threads_of(runtime),
+                self._session.check_open,
+                pins_sums=self._shelf.steps_on_device,
             )
         return shared
+
+    def _threads_of(self, runtime: DeviceRuntime) -> tuple[HostLane, HostLane]:
+        """The host lane and its hands, the same for all devices: they share the CPUs, and who steps there."""
+        if self._lanes is None:
+            hands, each = hands_of(self._threads)
+            lane = runtime.backend.host_lane("optimizer", begin=begin_with(self._threads))
+            some = runtime.backend.host_lane("optimizer-hand", threads=hands, begin=begin_with(each))
+            self._lanes = lane, some
+        return self._lanes
 
     def _settings(self, held: Held) -> dict[str, Any]:
         group = self.param_groups[held.group]
@@ -618,16 +628,16 @@ class OffloadedOptimizer(Optimizer):
 
     def _arrive(self, held: Iterable[Held]) -> None:
         """Compute waits for these."""
-        waits: dict[Event, Shared] = {}
+        waits: dict[tuple[Event, Shared], None] = {}
         arriving = [one for one in held if one in self._coming]
         for one in arriving:
             self._coming.discard(one)
             if one.coming is not None:
-                waits[one.coming] = one.shared
+                waits[one.coming, one.shared] = None
         with contextlib.ExitStack() as stack:
             stack.push(self._end_failed_step)
             # All of them, also those behind one that failed.
-            for event, shared in reversed(waits.items()):
+            for event, shared in reversed(waits):
                 stack.callback(shared.traffic.wait, event)
         for one in arriving:
             one.in_doubt = False

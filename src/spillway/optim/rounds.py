@@ -87,8 +87,6 @@ class Round(Tally):
         of_devices = {one.shared for one in held}
         ready = {each: self._ready_on(each, [one for one in stale if one.shared is each]) for each in of_devices}
 
-        step = self._step.step_together
-
         last, place = self._last, self._places
         self._places += 1
 
@@ -99,7 +97,7 @@ class Round(Tally):
                 one.take(ready[one.shared])
             for one in held:
                 one.begin_step()
-            return step(shares, ready[shared]) if together else self._step.step(shares[0], ready[shared])
+            return self._step.step_together(shares, ready) if together else self._step.step(shares[0], ready[shared])
 
         end = shared.lane.run(work)
         for one in held:

@@ -86,7 +86,7 @@ class Shared:
         """Whether a second gradient came in one window, ever."""
         self.norms: set[float] = set()
         """Orders of norms that were asked for: they are taken on the device from now on, before a gradient leaves."""
-        self._factor: tuple[torch.Tensor, int, Factor] | None = None
+        self._factor: tuple[torch.Tensor, int | None, Factor] | None = None
         self.expected = 0
         """How many gradients of a parameter came in the last step's window."""
         self._gradients: weakref.WeakSet[Gradient] = weakref.WeakSet()
@@ -128,11 +128,14 @@ class Shared:
         if not isinstance(value, torch.Tensor):
             return Factor(operation, value, None, self.traffic)
         last = self._factor
-        if last is None or last[0] is not value or last[1] != value._version or last[2].operation != operation:
+        # One of inference has no version: it may be another number by now.
+        version = None if value.is_inference() else value._version
+        known = last is not None and last[0] is value and version is not None and last[1] == version
+        if last is None or not known or last[2].operation != operation:
             given = value.detach().clone()
             here = Factor(operation, given, self.traffic.send(given), self.traffic)
             self.traffic.flush()
-            last = self._factor = (value, value._version, here)
+            last = self._factor = (value, version, here)
         return last[2]
 
     def forget_factor(self) -> None:
