@@ -116,7 +116,13 @@ WAYS: dict[str, Callable[[Stack, argparse.Namespace], Update]] = {
     "torchao, gradients away": partial(torchao, gradients=True),
     "no masters": partial(offloaded, master_dtype=None),
     "no masters, overlapping": partial(offloaded, master_dtype=None, overlap=True),
+    "no masters, in backward, overlapping": partial(offloaded, master_dtype=None, step_in_backward=True, overlap=True),
+    "no masters, in backward, overlapping, auto": partial(
+        offloaded, master_dtype=None, step_in_backward=True, overlap=True, fraction="auto"
+    ),
     "masters": offloaded,
+    "masters, in backward, overlapping": partial(offloaded, step_in_backward=True, overlap=True),
+    "masters, streamed": partial(offloaded, clipped=True, step_on="device"),
     "masters, clipped": partial(offloaded, clipped=True),
     "masters, clipped, overlapping": partial(offloaded, clipped=True, overlap=True),
     "masters, clipped, overlapping, half": partial(offloaded, clipped=True, overlap=True, fraction=0.5),
@@ -136,16 +142,10 @@ def measure(options: argparse.Namespace) -> Row:
     except ImportError as error:
         return Row(options.child, absent=str(error))
     last: list[Any] = []
-    forward: list[float] = []
 
     def step() -> None:
         for _ in range(options.micro):
-            begin = time.perf_counter()
-            loss = stack(batch).float().square().mean()
-            if options.child == NOTHING:
-                synchronize(device)
-                forward.append(time.perf_counter() - begin)
-            loss.backward()
+            stack(batch).float().square().mean().backward()
         last[:] = [update()]
 
     def run(steps: int) -> float:
@@ -154,6 +154,13 @@ def measure(options: argparse.Namespace) -> Row:
             step()
         synchronize(device)
         return (time.perf_counter() - begin) / steps
+
+    def forward() -> float:
+        synchronize(device)
+        begin = time.perf_counter()
+        stack(batch).float().square().mean()
+        synchronize(device)
+        return time.perf_counter() - begin
 
     first = run(1)
     run(2)
@@ -167,7 +174,7 @@ def measure(options: argparse.Namespace) -> Row:
         step_min=min(times),
         step_max=max(times),
         first_seconds=first,
-        forward_seconds=statistics.median(forward) if forward else 0.0,
+        forward_seconds=statistics.median(forward() for _ in range(5)) if options.child == NOTHING else 0.0,
         peak_bytes=peak,
         parameters=parameters,
         stats=asdict(last[0].stats()) if isinstance(last[0], spillway.OffloadedOptimizer) else {},

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from spillway.errors import UnsupportedError
+from spillway.errors import UnsupportedError, UsageError
 from spillway.optim.away import AwayGradient
 from spillway.optim.parcels import Sent
 from spillway.optim.shared import Factor, Shared
@@ -83,6 +83,8 @@ class Gradient:
     """The end of the last step that reads it."""
     count: int = 0
     """How many came."""
+    sealed: bool = False
+    """Whether its parameter was stepped by it: nothing may be done to it before ``step`` is called."""
     _measured: dict[float, tuple[Event, list[float]]] = field(default_factory=dict)
     """Norms that the host took, or is about to, with the factors of then."""
     _away: weakref.ref[AwayGradient] | None = None
@@ -114,6 +116,7 @@ class Gradient:
     def arrive(self, tensor: torch.Tensor) -> None:
         """One more has come: it leaves for the host, and is added."""
         self.shared.check()
+        self._check_open()
         tensor = laid_out(tensor, self.held.local())
         # In an order that loses nothing should the memory not do.
         sent = self.shared.traffic.send(tensor)
@@ -136,10 +139,12 @@ class Gradient:
 
     def scale(self, operation: str, value: torch.Tensor | float) -> None:
         """Multiply (``"mul_"``), or divide (``"div_"``)."""
+        self._check_open()
         self.factors.append(self.shared.factor(operation, value))
 
     def fill_with_zeros(self) -> None:
         """It is there, and zero."""
+        self._check_open()
         self.clear()
         total = self._sum()
         self.summed = True
@@ -163,6 +168,7 @@ class Gradient:
 
     def replace(self, tensor: torch.Tensor) -> None:
         """Somebody computed another in its place."""
+        self._check_open()
         self.begin(tensor)
 
     def snapshot(self) -> Snapshot:
@@ -260,6 +266,13 @@ class Gradient:
 
         traffic.wait(self.shared.lane.run(bring))
         return target
+
+    def _check_open(self) -> None:
+        if self.sealed:
+            raise UsageError(
+                "got a gradient that is added to, multiplied or written between backward and step(), expected it as "
+                "it came: step_in_backward=True has stepped its parameter; leave that out to accumulate, clip or scale"
+            )
 
     def _norms_of(self, tensor: torch.Tensor) -> dict[float, torch.Tensor]:
         with torch.no_grad():

@@ -68,6 +68,8 @@ class HostStep:
         self._mine = _Mine()
         self._hands = hands
         self._given_out: deque[TaskEnd] = deque()
+        self._unfinished = 0
+        """Of these."""
         self._seconds = 0.0
         self._lock = threading.Lock()
 
@@ -91,10 +93,23 @@ class HostStep:
 
     def _hand(self, hands: HostLane, step: Callable[[], Event]) -> Event:
         """Give the hands one more, when few are before it: what is decided later can be decided better."""
-        while len(self._given_out) >= 2 * self._hands:
+
+        def work() -> Event:
+            try:
+                return step()
+            finally:
+                with self._lock:
+                    self._unfinished -= 1
+
+        while self._unfinished >= 2 * self._hands:
             self._given_out.popleft().finish()
-        self._given_out.append(hands.run(step))
-        return self._given_out[-1]
+        end = hands.run(work)
+        with self._lock:
+            self._unfinished += 1
+        while self._given_out and self._given_out[0].query():
+            self._given_out.popleft()
+        self._given_out.append(end)
+        return end
 
     def step_together(self, shares: Sequence[Share], after: Mapping[Shared, Event]) -> Event:
         """The same in one call, for a class of which it is not known that it steps each parameter by itself.
@@ -150,7 +165,6 @@ class HostStep:
         """Let go of all states."""
         self._states.clear()
         self._known.clear()
-        self._given_out.clear()
         self._mine = _Mine()
 
     def _know(self, held: Held, settings: Settings) -> None:

@@ -16,6 +16,7 @@ from spillway.errors import UnsupportedError, UsageError
 from spillway.optim.away import AwayGradient
 from spillway.optim.balance import Balance
 from spillway.optim.device_part import DevicePart
+from spillway.optim.early import EarlySteps
 from spillway.optim.forecast import Forecast
 from spillway.optim.forward import ForwardOverlap
 from spillway.optim.held import Held
@@ -85,6 +86,10 @@ class OffloadedOptimizer(Optimizer):
         hold: which parameters the fraction takes: ``"last"``, from the last one on, whose gradients come first in
             backward; or ``"first"``.
         device_class: the class that steps what stays on the device. ``None``: the same.
+        step_in_backward: step each held parameter as soon as its gradient has come, so that the host's work is hidden
+            behind backward: for loops in which nothing is done to gradients between one backward and :meth:`step`.
+            Accumulating, clipping, scaling and other settings then are errors when they are met. A backward that
+            fails has stepped some parameters.
         defaults: for the class: ``lr=3e-4``. With two classes each gets those that it takes.
 
     Raises:
@@ -118,6 +123,7 @@ class OffloadedOptimizer(Optimizer):
         session: Session | None = None,
         hold: str = "last",
         device_class: type[Optimizer] | None = None,
+        step_in_backward: bool = False,
         **defaults: Any,
     ) -> None:
         self._kind = Kind.of(optimizer_class)
@@ -156,6 +162,15 @@ class OffloadedOptimizer(Optimizer):
         self._lanes: tuple[HostLane, HostLane] | None = None
         self._held: dict[torch.Tensor, Held] = {}
         self._coming: set[Held] = set()
+        if not isinstance(step_in_backward, bool):
+            raise UsageError(f"step_in_backward: got {step_in_backward!r}, expected True or False")
+        if step_in_backward and not (offload_gradients and tier == step_on == "host" and self._kind.alone):
+            raise UnsupportedError(
+                f"got step_in_backward=True with tier={tier!r}, step_on={step_on!r}, offload_gradients="
+                f"{offload_gradients}, {optimizer_class.__name__}, expected 'host', 'host', True, and a class of "
+                f"torch.optim; leave one of them out"
+            )
+        self._early = EarlySteps(self._step_early) if step_in_backward else None
         self._overlapping: list[ForwardOverlap] = []
         self._shelf = make_shelf(
             optimizer_class,
@@ -187,9 +202,8 @@ class OffloadedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.synchronize()
-        if self._balance is not None:
-            self._choose(self._balance)
+        if self._early is None or not self._early.begun:
+            self.synchronize()
         with torch.no_grad(), label("optimizer step"):
             self._queue_step()
             self._device.step(self.param_groups)
@@ -200,6 +214,8 @@ class OffloadedOptimizer(Optimizer):
                 if len(here) == len(self._coming):
                     stack.callback(self._finish)
                 self._arrive(here)
+        if self._balance is not None:
+            self._choose(self._balance)
         return loss
 
     def synchronize(self) -> None:
@@ -493,6 +509,7 @@ class OffloadedOptimizer(Optimizer):
         chosen = balance.note(self._last.seen(), self.fraction)
         if chosen is None:
             return
+        self.synchronize()
         parameters = [parameter for _, parameter in self._parameters()]
         for parameter, on_the_host in zip(parameters, self._on_the_host(parameters, chosen), strict=True):
             if not on_the_host and parameter in self._held:
@@ -564,7 +581,21 @@ class OffloadedOptimizer(Optimizer):
         if gradient is None or gradient.requires_grad or isinstance(local_of(gradient), AwayGradient):
             return
         if is_distributed(held.parameter) or not many_processes():
+            if self._early is not None:
+                self._early.check(held)
             self._take_gradient(held, gradient)
+            if self._early is not None:
+                self._early.came(held, self.param_groups)
+
+    def _step_early(self, held: Sequence[Held], early: EarlySteps) -> None:
+        """Step parameters in backward."""
+        self._check_usable()
+        with torch.no_grad(), label("optimizer step"):
+            # What the forward has not waited for is of the step before.
+            self._arrive(self._coming - early.stepped)
+            self._shelf.prepare(held)
+            self._shelf.step([Turn(one, one.gradient.snapshot()) for one in held], self._now, ahead=None)
+            self._coming.update(held)
 
     def _take_gradient(self, held: Held, gradient: torch.Tensor) -> None:
         local = local_of(gradient)
@@ -587,19 +618,21 @@ class OffloadedOptimizer(Optimizer):
             held.parameter.grad = local
 
     def _queue_step(self) -> None:
-        self._shelf.prepare(held for held in self._held.values() if held.parameter.grad is not None)
-        turns = list(self._turns())
+        stepped = set() if self._early is None else self._early.end(self.param_groups)
+        left = [held for held in self._held.values() if held not in stepped]
+        self._shelf.prepare(held for held in left if held.parameter.grad is not None)
+        turns = list(self._turns(left))
         for shared in self._shared.values():
             shared.expected = max((turn.held.gradient.count for turn in turns), default=0)
-        self._shelf.step(turns, self._now, ahead=self._last.ahead if self._overlapping else None)
-        self._coming = {turn.held for turn in turns}
+        self._shelf.step(turns, self._now, ahead=self._last.ahead if self._overlapping and not stepped else None)
+        self._coming = stepped.union(turn.held for turn in turns)
         if not self._shelf.steps_on_device and any(turn.held.gradient.away() is None for turn in turns):
             # What stays may be written to as soon as this returns.
             for shared in self._shared.values():
                 shared.traffic.settle()
 
-    def _turns(self) -> Iterator[Turn]:
-        for held in self._held.values():
+    def _turns(self, some: Iterable[Held]) -> Iterator[Turn]:
+        for held in some:
             gradient = held.parameter.grad
             if gradient is None:
                 held.another_gradient().clear()

@@ -75,6 +75,8 @@ class Round(Tally):
 
     def expect(self, turns: Sequence[Turn]) -> None:
         """These will be queued."""
+        # Compute may have read parameters since.
+        self._ready.clear()
         self._last = max(turns, key=lambda turn: turn.gradient.came).gradient if turns else None
 
     def queue(self, shares: Sequence[Share], *, together: bool) -> None:

@@ -1,0 +1,337 @@
+"""Parameters that are stepped in backward: the same bits, and an error for whatever cannot be taken back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint
+
+import spillway
+from optim.support import (
+    FUSED,
+    Block,
+    assert_same_state,
+    assert_same_values,
+    batches,
+    loss_of,
+    offloaded,
+    plainly,
+    train,
+    wide,
+)
+from spillway import OffloadedOptimizer, UnsupportedError, UsageError
+from spillway.optim import early, traffic
+from spillway.runtime.bytes import Bytes
+from spillway.testing import AdversaryBackend
+from support import SlowBackend
+
+SGD = {"lr": 0.1, "momentum": 0.9}
+
+
+@pytest.fixture(params=["cpu", "slow", "adversary"])
+def late(request: pytest.FixtureRequest, adversary: AdversaryBackend) -> Iterator[spillway.Session]:
+    """A session in which parameters are still on their way when backward goes on."""
+    kinds: dict[str, Any] = {
+        "cpu": None,
+        "slow": SlowBackend("parameters", 0.002).serve,
+        "adversary": adversary.serve,
+    }
+    with spillway.Session(backend=kinds[request.param]) as session:
+        yield session
+    adversary.check()
+
+
+@pytest.fixture(
+    params=[400, pytest.param(1, marks=pytest.mark.long), pytest.param(1 << 20, marks=pytest.mark.long)],
+    ids="together={}".format,
+    autouse=True,
+)
+def together(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Elements that wait for each other; at most all of them, for ``step``."""
+    monkeypatch.setattr(early, "_TOGETHER", request.param)
+    return int(request.param)
+
+
+def make(optimizer_class: type[Optimizer], session: spillway.Session, **options: Any) -> Any:
+    return offloaded(optimizer_class, session, step_in_backward=True, **options)
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("optimizer_class", [*FUSED, torch.optim.RMSprop])
+def test_training_is_the_same(
+    optimizer_class: type[Optimizer],
+    dtype: torch.dtype,
+    overlaps: bool,
+    late: spillway.Session,
+    pieces_of: Callable[[int], None],
+) -> None:
+    pieces_of(256)
+    model, plain = wide(dtype), wide(dtype)
+    optimizer = make(optimizer_class, late, lr=0.05, master_dtype=None)(model)
+    if overlaps:
+        optimizer.overlap_forward(model, blocks=Block)
+    data = batches(6, dtype)
+    train(model, optimizer, data)
+    other = plainly(optimizer_class, lr=0.05)(plain)
+    train(plain, other, data)
+    optimizer.synchronize()
+    assert_same_values(model, plain)
+    assert_same_state(optimizer.state_dict(), other.state_dict())
+    optimizer.close()
+    assert late.used_bytes == (0, 0)
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_masters_schedulers_and_norms(fraction: float, set_to_none: bool, late: spillway.Session) -> None:
+    models = [wide(torch.bfloat16), wide(torch.bfloat16)]
+    norms: list[list[Tensor]] = []
+    for model, given in zip(models, ({"step_in_backward": True}, {}), strict=True):
+        optimizer = offloaded(torch.optim.AdamW, late, lr=0.05, fraction=fraction, fused=True, **given)(model)
+        optimizer.overlap_forward(model, blocks=Block)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
+        norms.append([])
+        for batch in batches(5, torch.bfloat16):
+            loss_of(model, batch).backward()
+            norms[-1].append(torch.nn.utils.get_total_norm([one.grad for one in model.parameters()]))
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad(set_to_none=set_to_none)
+        optimizer.close()
+    assert_same_values(*models)
+    assert all(torch.equal(one, other) for one, other in zip(*norms, strict=True))
+
+
+def test_backward_steps(late: spillway.Session, together: int) -> None:
+    model, plain = wide(), wide()
+    optimizer = make(torch.optim.SGD, late, **SGD)(model)
+    (batch,) = batches(1)
+    loss_of(model, batch).backward()
+    optimizer.synchronize()
+    stepped = [not torch.equal(one, other) for one, other in zip(model.parameters(), plain.parameters(), strict=True)]
+    assert all(stepped) if together == 1 else any(stepped) if together == 400 else not any(stepped)
+    optimizer.step()
+    optimizer.synchronize()
+    train(plain, plainly(torch.optim.SGD, **SGD)(plain), [batch])
+    assert_same_values(model, plain)
+    optimizer.close()
+
+
+def test_a_closure_frozen_and_unused_parameters(late: spillway.Session) -> None:
+    models = [wide(), wide()]
+    for model, given in zip(models, ({"step_in_backward": True}, {}), strict=True):
+        optimizer = offloaded(torch.optim.SGD, late, **SGD, **given)(model)
+        model.blocks[0].up.weight.requires_grad_(False)
+        for number, batch in enumerate(batches(4)):
+            model.first.bias.requires_grad_(number != 2)
+
+            def closure(batch: Tensor = batch, model: Module = model, optimizer: Optimizer = optimizer) -> Tensor:
+                optimizer.zero_grad()
+                loss = loss_of(model, batch)
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+        optimizer.close()
+    assert_same_values(*models)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_recomputed_blocks_and_activations_away(reentrant: bool, late: spillway.Session) -> None:
+    models = [wide(), wide()]
+    for model, given in zip(models, ({"step_in_backward": True}, {}), strict=True):
+        optimizer = offloaded(torch.optim.SGD, late, **SGD, **given)(model)
+        for batch in batches(4):
+            with spillway.offload(tier="host", min_bytes=0, session=late):
+                x = model.first(batch)
+                for block in model.blocks:
+                    x = checkpoint(block, x, use_reentrant=reentrant)
+                loss = (model.last(x) * model.gain).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.close()
+    assert_same_values(*models)
+
+
+def test_a_run_resumed(late: spillway.Session) -> None:
+    data = batches(6)
+    whole = wide()
+    optimizer = make(torch.optim.Adam, late, lr=0.05)(whole)
+    train(whole, optimizer, data)
+    optimizer.close()
+    model = wide()
+    first = make(torch.optim.Adam, late, lr=0.05)(model)
+    train(model, first, data[:3])
+    saved = first.state_dict()
+    second = make(torch.optim.Adam, late, lr=0.05)(model)
+    second.load_state_dict(saved)
+    first.close()
+    train(model, second, data[3:])
+    second.close()
+    assert_same_values(whole, model)
+
+
+def test_a_parameter_is_not_written_before_backward_has_read_it(
+    adversary: AdversaryBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Each gradient leaves at once: that it came says nothing of what reads the parameter later.
+    monkeypatch.setattr(traffic, "_TOGETHER", 1)
+    # The adversary cannot see what autograd reads: it is told, by who comes right before the gradient.
+    with spillway.Session(backend=adversary.serve) as session:
+        model = wide()
+        optimizer = make(torch.optim.SGD, session, **SGD)(model)
+        for parameter in model.parameters():
+            parameter.register_hook(lambda _, one=parameter: adversary.compute_access(Bytes.of(one.detach())))
+        for batch in batches(4):
+            loss_of(model, batch).backward()
+            # What waits for step() may be read until then.
+            for held in optimizer._held.values():
+                if held not in optimizer._early.stepped:
+                    adversary.compute_access(Bytes.of(held.parameter.detach()))
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.close()
+    adversary.check()
+
+
+def test_a_forward_that_waits_for_a_part_of_the_step_before(late: spillway.Session) -> None:
+    models = [wide(), wide()]
+    first, second = batches(2)
+    for model, given in zip(models, ({"step_in_backward": True}, {}), strict=True):
+        optimizer = offloaded(torch.optim.SGD, late, **SGD, **given)(model)
+        optimizer.overlap_forward(model, blocks=Block)
+        train(model, optimizer, [first])
+        block = model.blocks[1]
+        block(model.first(second)).square().mean().backward()
+        optimizer.step()
+        optimizer.synchronize()
+        assert not any(held.in_doubt for held in optimizer._held.values())
+        optimizer.close()
+    assert_same_values(*models)
+
+
+@pytest.fixture
+def strict(together: int) -> None:
+    if together > 400:
+        pytest.skip("nothing is stepped early: what comes later is as without")
+
+
+@pytest.fixture
+def trained(cpu_session: spillway.Session) -> Iterator[tuple[Module, OffloadedOptimizer]]:
+    """A model after a backward, and its optimizer."""
+    model = wide()
+    optimizer = make(torch.optim.SGD, cpu_session, **SGD)(model)
+    loss_of(model, batches(1)[0]).backward()
+    yield model, optimizer
+    optimizer.close()
+
+
+Trained = tuple[Module, OffloadedOptimizer]
+
+
+def clip(model: Module, optimizer: OffloadedOptimizer) -> None:
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+
+def clip_values(model: Module, optimizer: OffloadedOptimizer) -> None:
+    torch.nn.utils.clip_grad_value_(model.parameters(), 0.1)
+
+
+def zero(model: Module, optimizer: OffloadedOptimizer) -> None:
+    optimizer.zero_grad(set_to_none=False)
+
+
+def accumulate(model: Module, optimizer: OffloadedOptimizer) -> None:
+    loss_of(model, batches(1, seed=3)[0]).backward()
+
+
+def unscale(model: Module, optimizer: OffloadedOptimizer) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    scaler.unscale_(optimizer)
+
+
+@pytest.mark.parametrize("act", [clip, clip_values, zero, accumulate, unscale], ids=lambda act: act.__name__)
+def test_what_is_done_to_a_gradient_after_its_step_is_refused(act: Callable[..., None], trained: Trained) -> None:
+    with pytest.raises(UsageError, match="step_in_backward=True has stepped"):
+        act(*trained)
+
+
+def drop(model: Module, optimizer: OffloadedOptimizer) -> None:
+    optimizer.zero_grad()
+
+
+def replace(model: Module, optimizer: OffloadedOptimizer) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+
+
+def change_a_setting(model: Module, optimizer: OffloadedOptimizer) -> None:
+    optimizer.param_groups[0]["lr"] = 0.2
+
+
+def schedule(model: Module, optimizer: OffloadedOptimizer) -> None:
+    torch.optim.lr_scheduler.ConstantLR(optimizer, 0.5)
+
+
+@pytest.mark.parametrize("act", [drop, replace, change_a_setting, schedule], ids=lambda act: act.__name__)
+@pytest.mark.usefixtures("strict")
+def test_a_step_that_is_not_the_one_that_was_taken_is_refused(act: Callable[..., None], trained: Trained) -> None:
+    act(*trained)
+    with pytest.raises(UsageError, match="step_in_backward=True has stepped"):
+        trained[1].step()
+
+
+@pytest.mark.usefixtures("strict")
+def test_a_backward_after_gradients_were_dropped_is_refused(trained: Trained) -> None:
+    model, optimizer = trained
+    drop(model, optimizer)
+    with pytest.raises(UsageError, match="a second gradient of a parameter before step"):
+        loss_of(model, batches(1)[0]).backward()
+
+
+def test_one_may_go_on_after_a_backward_that_failed(late: spillway.Session) -> None:
+    model = wide()
+    optimizer = make(torch.optim.SGD, late, **SGD)(model)
+
+    def fail(_: Tensor) -> None:
+        raise RuntimeError("no more")
+
+    handle = model.first.weight.register_hook(fail)
+    with pytest.raises(RuntimeError, match="no more"):
+        loss_of(model, batches(1)[0]).backward()
+    handle.remove()
+    optimizer.step()
+    optimizer.zero_grad()
+    train(model, optimizer, batches(2))
+    optimizer.close()
+    assert late.used_bytes == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "options", [{"tier": "disk"}, {"step_on": "device"}, {"offload_gradients": False}], ids=lambda one: next(iter(one))
+)
+def test_what_does_not_go_together(options: dict[str, Any], cpu_session: spillway.Session) -> None:
+    with pytest.raises(UnsupportedError, match="got step_in_backward=True with"):
+        make(torch.optim.SGD, cpu_session, lr=0.1, **options)(wide())
+
+
+def test_a_class_of_ones_own_is_refused(cpu_session: spillway.Session) -> None:
+    class Mine(torch.optim.SGD):
+        pass
+
+    with pytest.raises(UnsupportedError, match="Mine"):
+        make(Mine, cpu_session, lr=0.1)(wide())
+
+
+def test_no_bool(cpu_session: spillway.Session) -> None:
+    with pytest.raises(UsageError, match="step_in_backward: got 1"):
+        offloaded(torch.optim.SGD, cpu_session, lr=0.1, step_in_backward=1)(wide())
