@@ -38,10 +38,13 @@ def batches(device: torch.device, dtype: torch.dtype, micro: int) -> Iterator[li
         yield [torch.randn(64, WIDTH, device=device, generator=generator).to(dtype) for _ in range(micro)]
 
 
-def plainly(device: torch.device, dtype: torch.dtype, *, micro: int, clipped: bool) -> list[Tensor]:
-    """Masters, sums and the step on the CPU, all written out."""
+def plainly(
+    device: torch.device, dtype: torch.dtype, *, micro: int, clipped: bool, step_on: str = "host"
+) -> list[Tensor]:
+    """Masters, sums and the step, all written out."""
     model = make(device, dtype)
-    masters = [nn.Parameter(parameter.detach().cpu().float()) for parameter in model.parameters()]
+    there = device if step_on == "device" else torch.device("cpu")
+    masters = [nn.Parameter(parameter.detach().to(there, torch.float32, copy=True)) for parameter in model.parameters()]
     optimizer = torch.optim.AdamW(masters, fused=True, **ADAMW)
     for several in batches(device, dtype, micro):
         sums: list[Tensor] = []
@@ -51,7 +54,7 @@ def plainly(device: torch.device, dtype: torch.dtype, *, micro: int, clipped: bo
             # One gradient is measured where it is, several where they are added.
             gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
             norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
-            new = [gradient.cpu().float() for gradient in gradients]
+            new = [gradient.to(there).float() for gradient in gradients]
             sums = [one + other for one, other in zip(sums, new, strict=True)] if sums else new
         if micro > 1:
             norms = [torch.linalg.vector_norm(total).to(device) for total in sums]
@@ -96,6 +99,63 @@ def test_a_run_is_bit_for_bit_the_one_written_out(
     for one, other in zip(model.parameters(), expected, strict=True):
         assert torch.equal(one, other)
     optimizer.close()
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["waits", "overlaps"])
+@pytest.mark.parametrize("micro", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"step_in_backward": True}, {"step_on": "device", "fused": True}, {"tier": "disk"}],
+    ids=["in backward", "streamed", "disk"],
+)
+def test_a_run_with_state_elsewhere_is_the_one_written_out(
+    device: torch.device,
+    session: spillway.Session,
+    options: dict[str, Any],
+    dtype: torch.dtype,
+    micro: int,
+    overlap: bool,
+) -> None:
+    if micro > 1 and "step_in_backward" in options:
+        pytest.skip("one gradient before each step")
+    expected = plainly(device, dtype, micro=micro, clipped=False, step_on=options.get("step_on", "host"))
+    model = make(device, dtype)
+    optimizer = spillway.OffloadedOptimizer(model.parameters(), torch.optim.AdamW, session=session, **options, **ADAMW)
+    if overlap:
+        optimizer.overlap_forward(model)
+    for several in batches(device, dtype, micro):
+        for batch in several:
+            model(batch).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.synchronize()
+    for one, other in zip(model.parameters(), expected, strict=True):
+        assert torch.equal(one, other)
+    optimizer.close()
+
+
+def test_streamed_state_passes_the_device_within_the_window(device: torch.device) -> None:
+    window = 4 << 20
+    with spillway.Session(window=window) as session:
+        model = make(device, torch.float32)
+        optimizer = spillway.OffloadedOptimizer(
+            model.parameters(), torch.optim.AdamW, session=session, step_on="device", fused=True, **ADAMW
+        )
+        batch = torch.randn(1, WIDTH, device=device)
+        peaks = []
+        for _ in range(4):
+            model(batch).square().mean().backward()
+            torch.accelerator.synchronize(device)
+            before = torch.accelerator.memory_allocated(device)
+            torch.accelerator.reset_peak_memory_stats(device)
+            optimizer.step()
+            torch.accelerator.synchronize(device)
+            peaks.append(torch.accelerator.max_memory_allocated(device) - before)
+            optimizer.zero_grad()
+        # The first step makes the state. It is 24 MiB in all.
+        assert max(peaks[1:]) <= window + WIDTH * WIDTH * 4
+        optimizer.close()
 
 
 def test_the_device_holds_parameters_and_a_window_of_gradients(device: torch.device) -> None:

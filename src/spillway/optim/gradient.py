@@ -49,6 +49,10 @@ class Snapshot:
             self._read = self.raw.read(traffic)
         return self._read
 
+    def is_cast(self, dtype: torch.dtype) -> bool:
+        """Whether it is of another type than the one it is stepped in."""
+        return self.sum is None and self.raw is not None and self.raw.dtype != dtype
+
     @property
     def came(self) -> int:
         """When it left for the host, among all; what is being added up did before."""

@@ -27,6 +27,9 @@ from spillway.runtime.labels import label
 
 Settings = dict[str, Any]
 
+_WITHOUT_SCRATCH = 4
+"""How many times as many elements share a call where nothing is cast: each call keeps Python's threads waiting."""
+
 
 class Turn(NamedTuple):
     """A parameter whose turn it is, and its gradient."""
@@ -257,16 +260,17 @@ class _Mine(threading.local):
 
 
 def _calls(turns: Sequence[Turn]) -> Iterator[list[_Part]]:
-    """Pieces that share a call: as many small ones as fit the scratch."""
+    """Pieces that share a call: as many as fit the scratch, or a few times more of those that need none."""
     together: list[_Part] = []
-    numel = 0
+    share = 0.0
     for turn in turns:
+        most = CHUNK if turn.gradient.is_cast(turn.held.work_dtype) else _WITHOUT_SCRATCH * CHUNK
         for piece in turn.held.pieces:
-            if together and numel + piece.numel > CHUNK:
+            if together and share + piece.numel / most > 1:
                 yield together
-                together, numel = [], 0
+                together, share = [], 0.0
             together.append(_Part(turn, piece))
-            numel += piece.numel
+            share += piece.numel / most
     if together:
         yield together
 
