@@ -25,7 +25,7 @@ import torch
 import spillway
 from spillway import EventKind, EventList
 from spillway.runtime.backend import Lane
-from spillway.runtime.bytes import Bytes, Form
+from spillway.runtime.bytes import Bytes, Cells, Form
 from spillway.runtime.cpu import CpuBackend
 
 CPU = torch.device("cpu")
@@ -212,6 +212,11 @@ class SlowBackend(CpuBackend):
         if self._named[lane] == self._late:
             lane.submit(lambda: time.sleep(self._seconds))  # type: ignore[attr-defined]
         super().copy(lane, destination, source)
+
+    def convert(self, lane: Lane, destination: Cells, source: Cells) -> None:
+        if self._named[lane] == self._late:
+            lane.submit(lambda: time.sleep(self._seconds))  # type: ignore[attr-defined]
+        super().convert(lane, destination, source)
 
     def host_slab(self, nbytes: int) -> torch.Tensor:
         self.slabs.append(nbytes)

@@ -42,7 +42,7 @@ import torch
 
 from spillway.errors import RaceError
 from spillway.runtime.backend import Backend, Event, HostLane, Lane, Several, Task, TaskEnd, finish
-from spillway.runtime.bytes import Bytes, Form
+from spillway.runtime.bytes import Bytes, Cells, Form
 from spillway.runtime.cpu import anonymous_pages
 from spillway.runtime.tasks import raise_again
 
@@ -307,6 +307,15 @@ class AdversaryBackend(Backend):
                 line.queue.append(lambda: self._reach(point))
 
     def copy(self, lane: Lane, destination: Bytes, source: Bytes) -> None:
+        self._move(lane, Cells(destination, torch.uint8), Cells(source, torch.uint8))
+
+    def convert(self, lane: Lane, destination: Cells, source: Cells) -> None:
+        self._move(lane, destination, source)
+
+    def _move(self, lane: Lane, to: Cells, of: Cells) -> None:
+        destination, source = to.memory, of.memory
+        # What is queued holds no memory.
+        types = to.dtype, of.dtype
         with self._lock:
             line = self._line(lane)
             # What the host has done itself, or waited for, has happened before whatever it queues from now on.
@@ -324,7 +333,7 @@ class AdversaryBackend(Backend):
                         written.fill_(POISON)
                     self._fault(f"a copy on {line.name} was done after its {dead} had died")
                 else:
-                    written.copy_(read)
+                    written.view(types[0]).copy_(read.view(types[1]))
 
             line.queue.append(work)
 

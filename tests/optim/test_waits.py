@@ -17,6 +17,7 @@ from optim.plain_loop import pair, windows
 from optim.support import Block, assert_same_values, batches, loss_of, offloaded, plainly, same_bits, train, wide
 from spillway import OffloadedOptimizer
 from spillway.errors import RaceError
+from spillway.optim import loads
 from spillway.optim import traffic as traffic_module
 from spillway.optim.traffic import Traffic
 from spillway.runtime.arena import PAGE
@@ -212,13 +213,14 @@ def test_parameters_are_not_written_before_compute_is_done_with_them(
 
 
 def test_what_waits_for_the_way_to_the_device_is_bounded(
-    pieces_of: Callable[[int], None], adversary: AdversaryBackend, monkeypatch: pytest.MonkeyPatch
+    adversary: AdversaryBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pieces_of(2000)
+    # What comes from disk goes by way of memory that is used again.
+    monkeypatch.setattr(loads, "_LEAST", 2000)
     monkeypatch.setattr(traffic_module, "STAGING", 3 * PAGE)
-    with spillway.Session(backend=adversary.serve) as session:
+    with spillway.Session(backend=adversary.serve, window=1 << 14) as session:
         parameters = [Parameter(torch.ones(2000, dtype=torch.bfloat16)) for _ in range(8)]
-        optimizer = OffloadedOptimizer(parameters, torch.optim.SGD, lr=1.0, threads=1, session=session)
+        optimizer = OffloadedOptimizer(parameters, torch.optim.SGD, lr=1.0, tier="disk", session=session)
         traffic: Traffic = next(iter(optimizer._shared.values())).traffic
         staged, seen = traffic.staged, []
 

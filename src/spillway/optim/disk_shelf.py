@@ -24,10 +24,10 @@ from spillway.optim.parcels import aligned
 from spillway.optim.shared import Shared
 from spillway.optim.states import MASTER, host_copy
 from spillway.optim.tally import Tally
-from spillway.optim.traffic import Traffic
+from spillway.optim.traffic import Traffic, Way
 from spillway.runtime.arena import Block
 from spillway.runtime.backend import Event
-from spillway.runtime.bytes import Bytes
+from spillway.runtime.bytes import Bytes, Cells
 
 
 class DiskShelf(LoadShelf):
@@ -147,7 +147,7 @@ class DiskShelf(LoadShelf):
                 start += aligned(part.nbytes)
                 here = traffic.host_view(memory, local.dtype, part.numel, write=True)
                 here.as_strided(*part.form, int(here.storage_offset())).copy_(parameter)
-            ways.append((local, part.start * local.itemsize, memory))
+            ways.append(Way(local, part.start, Cells(memory, local.dtype)))
         end = traffic.receive(ways, trip.ready)
         if staging is not None:
             traffic.staged(staging, end)

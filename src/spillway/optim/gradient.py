@@ -19,8 +19,9 @@ from spillway.optim.away import AwayGradient
 from spillway.optim.parcels import Sent
 from spillway.optim.shared import Factor, Shared
 from spillway.optim.sums import Sum
-from spillway.optim.traffic import Traffic, is_dense
+from spillway.optim.traffic import Traffic, Way, is_dense
 from spillway.runtime.backend import Event, finish
+from spillway.runtime.bytes import Cells
 
 if TYPE_CHECKING:
     from spillway.optim.held import Held
@@ -36,8 +37,6 @@ class Snapshot:
     raw: Sent | None
     sum: Sum | None
     factors: tuple[Factor, ...]
-    kept: bool
-    """Whether the raw gradient stays as it came, and its factors are noted still."""
     here: torch.Tensor | None = None
     """The gradient itself, if it never left the device where it is stepped."""
     _read: torch.Tensor | None = None
@@ -49,9 +48,9 @@ class Snapshot:
             self._read = self.raw.read(traffic)
         return self._read
 
-    def is_cast(self, dtype: torch.dtype) -> bool:
-        """Whether it is of another type than the one it is stepped in."""
-        return self.sum is None and self.raw is not None and self.raw.dtype != dtype
+    def stays(self, dtype: torch.dtype) -> bool:
+        """Whether a step in a type can read it where it is."""
+        return not self.factors and (self.raw is None or self.raw.dtype == dtype)
 
     @property
     def came(self) -> int:
@@ -179,25 +178,16 @@ class Gradient:
         """It, for somebody who applies the factors."""
         self._have_read()
         self.shared.traffic.flush()
-        kept = self.raw is not None and self.raw.dtype != self.held.work_dtype
-        taken = Snapshot(self.raw, self.sum if self.summed else None, tuple(self.factors), kept)
-        if not kept:
-            for norm in self.norms:
-                for factor in self.factors:
-                    self.norms[norm] = factor.of_norm(self.norms[norm])
-            if self.factors:
-                self._measured = {}
-            self.factors = []
-        return taken
+        return Snapshot(self.raw, self.sum if self.summed else None, tuple(self.factors))
 
     def for_device(self, now: torch.Tensor) -> Snapshot:
         """What ``p.grad`` is now, for a step on the device, which applies the factors there: here it stays as it is."""
         if not isinstance(now, AwayGradient):
             self.clear()
-            return Snapshot(None, None, (), kept=True, here=laid_out(now, self.held.local()))
+            return Snapshot(None, None, (), here=laid_out(now, self.held.local()))
         self._have_read()
         self.shared.traffic.flush()
-        return Snapshot(self.raw, self.sum if self.summed else None, tuple(self.factors), kept=True)
+        return Snapshot(self.raw, self.sum if self.summed else None, tuple(self.factors))
 
     def _have_read(self) -> None:
         """Wait for the hands that read it; what is queued in the host lane from now on comes after."""
@@ -260,11 +250,10 @@ class Gradient:
         values, ready = self.snapshot(), traffic.now()
 
         def bring() -> Event:
-            # First of all, since the factors count as applied.
             gradient = held.part(values, 0, held.numel, None)
             block = traffic.pinned(target.numel() * dtype.itemsize)
             traffic.host_view(block, dtype, target.numel(), write=True).copy_(gradient)
-            back = traffic.receive([(target, 0, block.first(target.numel() * dtype.itemsize))], ready)
+            back = traffic.receive([Way(target, 0, Cells(block.first(target.numel() * dtype.itemsize), dtype))], ready)
             traffic.arena.free(block, (back,))
             return back
 
@@ -301,10 +290,10 @@ class Gradient:
             self.factors = []
 
     def _add(self, sent: Sent, *, first: bool) -> None:
-        total, traffic = self._sum(), self.shared.traffic
+        total, shared, traffic = self._sum(), self.shared, self.shared.traffic
 
         def add() -> None:
-            add_to(total.tensor, sent.read(traffic), first=first)
+            add_to(total.tensor, sent.read(traffic), first=first, scratch=shared.scratch(total.dtype))
             traffic.give_back(sent)
 
         traffic.flush()
@@ -317,17 +306,25 @@ class Gradient:
         return self.sum
 
 
-def add_to(total: torch.Tensor, gradient: torch.Tensor, *, first: bool) -> None:
-    """Add a flat gradient to a flat sum of the same or a wider type, or let it be the sum."""
-    for start in range(0, total.numel(), CHUNK):
-        part, new = total[start : start + CHUNK], gradient[start : start + CHUNK]
+def add_to(total: torch.Tensor, gradient: torch.Tensor, *, first: bool, scratch: torch.Tensor) -> None:
+    """Add a flat gradient to a flat sum of the same or a wider type, or let it be the sum.
+
+    Args:
+        total: the sum.
+        gradient: what is added.
+        first: whether it is the sum.
+        scratch: of the sum's type, as large as fits the caches.
+    """
+    size = scratch.numel()
+    for start in range(0, total.numel(), size):
+        part, new = total[start : start + size], gradient[start : start + size]
         if first:
             part.copy_(new)
         elif new.dtype == part.dtype:
             part.add_(new)
         else:
             # By way of scratch: an addition of two types is far slower than a cast and an addition.
-            part.add_(new.to(part.dtype))
+            part.add_(scratch[: new.numel()].copy_(new))
 
 
 def laid_out(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

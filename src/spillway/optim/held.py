@@ -12,13 +12,12 @@ from spillway.errors import UnsupportedError, UsageError
 from spillway.optim.away import AwayGradient
 from spillway.optim.gradient import CHUNK, Gradient, Snapshot
 from spillway.optim.masters import Stamp, take
-from spillway.optim.parcels import aligned
+from spillway.optim.pinned import Pinned
 from spillway.optim.sharding import local_of
 from spillway.optim.shared import Shared
-from spillway.optim.traffic import flat, is_dense
-from spillway.runtime.arena import Block
+from spillway.optim.traffic import Way, is_dense
 from spillway.runtime.backend import Event
-from spillway.runtime.bytes import Bytes
+from spillway.runtime.bytes import Cells, over
 from spillway.runtime.cpu import anonymous_pages
 
 _HUGE = 4 << 20
@@ -67,10 +66,8 @@ class Held:
     def __init__(
         self, parameter: torch.Tensor, group: int, shared: Shared, work_dtype: torch.dtype, *, cut: bool
     ) -> None:
-        self.block: Block | None = None
-        """Pinned memory under the master, if it has the parameter's own type."""
-        self.back: Event | None = None
-        """The end of the last copy from ``block``."""
+        self.pinned: Pinned | None = None
+        """Memory under the master. It is the parameter's own bytes, if the two have one type."""
         self.parameter = parameter
         self.group = group
         self.shared = shared
@@ -104,10 +101,6 @@ class Held:
     def has_master(self) -> bool:
         """Whether the master is of another type than the parameter."""
         return self.work_dtype != self._known[2]
-
-    def __del__(self) -> None:
-        # Nobody waits here: tasks that read and write it hold it, so there are none.
-        self._free_block()
 
     @property
     def form(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -204,12 +197,12 @@ class Held:
     def make_master(self) -> torch.Tensor:
         """Memory for the master, and its pieces."""
         assert self.master is None
-        shape, strides, dtype, _ = self._known
-        if self.has_master:
-            self.master = self.new_host_tensor(self.work_dtype)
-        else:
-            self.block = self.shared.traffic.pinned(self.numel * dtype.itemsize)
-            self.master = flat(self.block, dtype, self.numel).as_strided(shape, strides)
+        shape, strides, *_ = self._known
+        self.pinned = Pinned(self.shared.traffic.arena, self.numel * self.work_dtype.itemsize)
+        self._await_copies(self.pinned)
+        # Who has it in a state dictionary keeps the memory, too.
+        storage = self.pinned.alias().untyped_storage()
+        self.master = over(storage, self.work_dtype, 0, shape, strides)
         if self.cut and self.numel > CHUNK:
             parts = [(start, self.flat_master()[start : start + CHUNK]) for start in range(0, self.numel, CHUNK)]
         else:
@@ -257,30 +250,24 @@ class Held:
         return self.part(values, 0, self.numel, None).as_strided(*self._known[:2])
 
     def part(self, values: Snapshot, start: int, numel: int, scratch: torch.Tensor | None) -> torch.Tensor:
-        """Elements of the gradient in the type of the step, with its factors. Scratch is used if a cast needs it."""
-        traffic = self.shared.traffic
-        if values.sum is not None:
-            found = values.sum.tensor[start : start + numel]
-        else:
-            assert values.raw is not None
-            raw = values.read(traffic)
-            if numel != self.numel:
-                raw = raw[start : start + numel]
-            if values.kept:
-                found = raw.to(self.work_dtype) if scratch is None else scratch[:numel].copy_(raw)
-            else:
-                if values.factors:
-                    values.raw.read(traffic, write=True)
-                found = raw
-        for factor in values.factors:
+        """Elements of the gradient in the type of the step, with its factors; in scratch, if they change."""
+        found = values.sum.tensor if values.sum is not None else values.read(self.shared.traffic)
+        if numel != self.numel:
+            found = found[start : start + numel]
+        scratch = None if scratch is None else scratch[:numel]
+        factors = list(values.factors)
+        if found.dtype != self.work_dtype:
+            found = found.to(self.work_dtype) if scratch is None else scratch.copy_(found)
+        elif factors:
+            found = factors.pop(0).applied(found, scratch)
+        for factor in factors:
             factor.apply(found)
         return found
 
     def begin_step(self) -> None:
         """The master is about to be written."""
-        if self.back is not None:
-            self.shared.traffic.host_wait(self.back)
-            self.back = None
+        if self.pinned is not None:
+            self._await_copies(self.pinned)
         self._touch(write=True)
 
     def give_up(self) -> None:
@@ -288,8 +275,7 @@ class Held:
         self.unhook()
         self.gradient.clear()
         self.gradient.sum = None
-        self._free_block()
-        self.master = None
+        self.pinned = self.master = None
         self.pieces = []
         self.state = {}
 
@@ -298,42 +284,28 @@ class Held:
         if self.hook is not None:
             self.hook.remove()
 
-    def _free_block(self) -> None:
-        block, self.block = self.block, None
-        if block is not None:
-            self.shared.traffic.arena.free(block, () if self.back is None else (self.back,))
+    def _await_copies(self, pinned: Pinned) -> None:
+        for event in pinned.before_write():
+            self.shared.traffic.host_wait(event)
+        pinned.synchronize()
 
     def _touch(self, *, write: bool) -> None:
-        if self.block is not None:
-            self.shared.traffic.backend.host_access(self.block, write=write)
+        if self.pinned is not None:
+            self.shared.traffic.backend.host_access(self.pinned.block, write=write)
 
 
 def send_back(pieces: Sequence[tuple[Held, Piece]], after: Event) -> Event:
-    """Queue the ways of pieces to their device, small ones from one block of pinned memory; the end of them."""
-    traffic = pieces[0][0].shared.traffic
-    local = [held.local() for held, _ in pieces]
-    ways: list[tuple[torch.Tensor, int, Bytes]] = []
-    staged = [
-        piece.numel * tensor.itemsize for (held, piece), tensor in zip(pieces, local, strict=True) if held.has_master
-    ]
-    block = traffic.stage(sum(aligned(nbytes) for nbytes in staged)) if staged else None
-    start = 0
-    for (held, piece), tensor in zip(pieces, local, strict=True):
-        nbytes, itemsize = piece.numel * tensor.itemsize, tensor.itemsize
-        if held.block is not None:
-            memory = Bytes(held.block.storage, held.block.start + piece.start * itemsize, nbytes)
-        else:
-            assert block is not None
-            memory = Bytes(block.storage, block.start + start, nbytes)
-            traffic.host_view(memory, tensor.dtype, piece.numel, write=True).copy_(piece.flat)
-            start += aligned(nbytes)
-        ways.append((tensor, piece.start * itemsize, memory))
-    end = traffic.receive(ways, after)
-    for held, _ in pieces:
-        if held.block is not None:
-            held.back = end
-    if block is not None:
-        traffic.staged(block, end)
+    """Queue the ways of pieces to their device, which makes them of the parameters' type; the end of them."""
+    ways = []
+    for held, piece in pieces:
+        assert held.pinned is not None
+        size = held.work_dtype.itemsize
+        memory = held.pinned.range(piece.start * size, piece.numel * size)
+        ways.append(Way(held.local(), piece.start, Cells(memory, held.work_dtype)))
+    end = pieces[0][0].shared.traffic.receive(ways, after)
+    for held, piece in pieces:
+        assert held.pinned is not None
+        held.pinned.after(piece.start, end)
     return end
 
 

@@ -28,7 +28,7 @@ from spillway.runtime.labels import label
 Settings = dict[str, Any]
 
 _WITHOUT_SCRATCH = 4
-"""How many times as many elements share a call where nothing is cast: each call keeps Python's threads waiting."""
+"""How many times as many elements share a call that reads gradients as they lie: calls keep Python busy."""
 
 
 class Turn(NamedTuple):
@@ -260,11 +260,11 @@ class _Mine(threading.local):
 
 
 def _calls(turns: Sequence[Turn]) -> Iterator[list[_Part]]:
-    """Pieces that share a call: as many as fit the scratch, or a few times more of those that need none."""
+    """Pieces that share a call: as many as fit the scratch, and a few times more of those that need none."""
     together: list[_Part] = []
     share = 0.0
     for turn in turns:
-        most = CHUNK if turn.gradient.is_cast(turn.held.work_dtype) else _WITHOUT_SCRATCH * CHUNK
+        most = _WITHOUT_SCRATCH * CHUNK if turn.gradient.stays(turn.held.work_dtype) else CHUNK
         for piece in turn.held.pieces:
             if together and share + piece.numel / most > 1:
                 yield together

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
+from collections.abc import Hashable
 
 import torch
 
@@ -26,7 +27,7 @@ class Pinned:
     def __init__(self, arena: Arena, nbytes: int) -> None:
         self.block = arena.allocate(max(nbytes, 1))
         self.nbytes = nbytes
-        self._copies: dict[str, Event] = {}
+        self._copies: dict[Hashable, Event] = {}
         self._before = list(self.block.after)
         weakref.finalize(self, _give_back, arena, self.block, self._copies, self._before).atexit = False
 
@@ -34,9 +35,9 @@ class Pinned:
         """Events of the memory's earlier owners, and of copies: whoever writes to it waits for them."""
         return (*self._before, *self._copies.values())
 
-    def after(self, lane: str, event: Event) -> None:
-        """A copy on a lane, which waited for the above, uses it until the event."""
-        self._copies[lane] = event
+    def after(self, copy: Hashable, event: Event) -> None:
+        """A copy, which waited for the above, uses it until the event; no more until the last event of that name."""
+        self._copies[copy] = event
         self._before.clear()
 
     def synchronize(self) -> None:
@@ -57,5 +58,5 @@ class Pinned:
         return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-def _give_back(arena: Arena, block: Block, copies: dict[str, Event], before: list[Event]) -> None:
+def _give_back(arena: Arena, block: Block, copies: dict[Hashable, Event], before: list[Event]) -> None:
     arena.free(block, (*before, *copies.values()))

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from spillway.optim.gradient import Gradient
 
 
+_SCRATCH = 1 << 20
+"""Elements that are cast at a time, before they are added: what is between the two stays in the caches."""
+
+
 class Factor:
     """A number that gradients are multiplied with, or divided by; on the host once it has come."""
 
@@ -37,6 +41,11 @@ class Factor:
     def apply(self, tensor: torch.Tensor) -> None:
         """Multiply; for the host lane."""
         getattr(tensor, self.operation)(self.value())
+
+    def applied(self, tensor: torch.Tensor, scratch: torch.Tensor | None) -> torch.Tensor:
+        """The product, in scratch if there is some; for the host lane."""
+        product: torch.Tensor = getattr(torch, self.operation[:-1])(tensor, self.value(), out=scratch)
+        return product
 
     def value(self) -> torch.Tensor | float:
         """It; for the host lane."""
@@ -90,6 +99,7 @@ class Shared:
         self.expected = 0
         """How many gradients of a parameter came in the last step's window."""
         self._gradients: weakref.WeakSet[Gradient] = weakref.WeakSet()
+        self._scratch: dict[torch.dtype, torch.Tensor] = {}
         self._adding: deque[tuple[int, Event]] = deque()
         self._adding_lock = threading.Lock()
 
@@ -137,6 +147,12 @@ class Shared:
             self.traffic.flush()
             last = self._factor = (value, version, here)
         return last[2]
+
+    def scratch(self, dtype: torch.dtype) -> torch.Tensor:
+        """Memory for gradients that are cast; for the host lane."""
+        if dtype not in self._scratch:
+            self._scratch[dtype] = torch.empty(_SCRATCH, dtype=dtype, device="cpu")
+        return self._scratch[dtype]
 
     def forget_factor(self) -> None:
         """A step has been: a tensor that comes now is another."""

@@ -19,7 +19,7 @@ import torch
 from spillway.optim.parcels import Parcel, Sent
 from spillway.runtime.arena import Block
 from spillway.runtime.backend import Event, Lane
-from spillway.runtime.bytes import Bytes
+from spillway.runtime.bytes import Bytes, Cells
 from spillway.runtime.device import DeviceRuntime
 from spillway.runtime.labels import label
 from spillway.runtime.ledger import Stalls
@@ -39,6 +39,17 @@ class _Leaving(NamedTuple):
     nbytes: int
     copied: Event
     compute: Lane
+
+
+class Way(NamedTuple):
+    """Elements that go to the device."""
+
+    target: torch.Tensor
+    """A dense tensor."""
+    start: int
+    """The first of its elements that are written, in the order in which they lie."""
+    source: Cells
+    """In pinned memory; of the same type, or of one that is converted on the device."""
 
 
 class Traffic:
@@ -110,17 +121,24 @@ class Traffic:
             self._copy_out(parcel)
         return sent
 
-    def receive(self, ways: Sequence[tuple[torch.Tensor, int, Bytes]], after: Event) -> Event:
-        """Queue copies, once ``after`` is reached: into a dense tensor's bytes, from a byte on, from pinned memory."""
+    def receive(self, ways: Sequence[Way], after: Event) -> Event:
+        """Queue the ways of elements to the device, once ``after`` is reached."""
         with self._lock:
             if after is not self._followed:
                 self.backend.wait(self._back, after)
                 self._followed = after
-            for tensor, start, memory in ways:
-                if memory.nbytes:
-                    target = memory_of(tensor)
-                    self.backend.copy(self._back, Bytes(target.storage, target.start + start, memory.nbytes), memory)
-                    self.received_bytes += memory.nbytes
+            for tensor, start, source in ways:
+                memory = source.memory
+                if memory.nbytes == 0:
+                    continue
+                whole, size = memory_of(tensor), tensor.itemsize
+                nbytes = memory.nbytes // source.dtype.itemsize * size
+                target = Bytes(whole.storage, whole.start + start * size, nbytes)
+                if source.dtype == tensor.dtype:
+                    self.backend.copy(self._back, target, memory)
+                else:
+                    self.backend.convert(self._back, Cells(target, tensor.dtype), source)
+                self.received_bytes += memory.nbytes
             return self.backend.record(self._back)
 
     def pinned(self, nbytes: int) -> Block:

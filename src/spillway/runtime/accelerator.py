@@ -24,7 +24,7 @@ import torch
 
 from spillway.errors import BackendError, TierFullError, UnsupportedError
 from spillway.runtime.backend import Backend, Event, HostLane, Lane, Several, Task
-from spillway.runtime.bytes import Bytes, Form
+from spillway.runtime.bytes import Bytes, Cells, Form
 from spillway.runtime.cpu import anonymous_pages
 from spillway.runtime.host_memory import near_cpus
 from spillway.runtime.ledger import Stalls
@@ -101,6 +101,12 @@ class AcceleratorBackend(Backend):
         # A stream object remembers which stream it has taken the place of: two threads must not be inside of one.
         with self._entering, lane:  # type: ignore[attr-defined]
             written.copy_(read, non_blocking=True)
+
+    def convert(self, lane: Lane, destination: Cells, source: Cells) -> None:
+        written, read = destination.tensor(), source.tensor()
+        with self._entering, lane:  # type: ignore[attr-defined]
+            # By way of memory of the lane's own, which the next one has again: torch would convert on the host.
+            written.copy_(read.to(self.device, non_blocking=True))
 
     def run(self, task: Task) -> Event:
         return self._tasks.run(task)

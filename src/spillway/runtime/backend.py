@@ -30,7 +30,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from spillway.runtime.bytes import Bytes, Form
+from spillway.runtime.bytes import Bytes, Cells, Form
 from spillway.runtime.ledger import Stalls
 
 
@@ -114,6 +114,10 @@ class Backend(ABC):
     @abstractmethod
     def copy(self, lane: Lane, destination: Bytes, source: Bytes) -> None:
         """Queue a copy of as many bytes. Both must live until an event after it is reached."""
+
+    @abstractmethod
+    def convert(self, lane: Lane, destination: Cells, source: Cells) -> None:
+        """Queue a copy of as many elements of host memory to the device, where they become of the other type."""
 
     @abstractmethod
     def run(self, task: Task) -> Event:

@@ -61,6 +61,18 @@ def over(
     return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)
 
 
+class Cells(NamedTuple):
+    """Bytes that are elements of a type."""
+
+    memory: Bytes
+    dtype: torch.dtype
+
+    def tensor(self) -> torch.Tensor:
+        """They, as a flat tensor."""
+        size = self.dtype.itemsize
+        return over(self.memory.storage, self.dtype, self.memory.start // size, (self.memory.nbytes // size,), (1,))
+
+
 class Form(Protocol):
     """What a tensor that covers a storage from end to end looks like."""
 

@@ -30,7 +30,7 @@ from spillway.errors import TierFullError, UnsupportedError
 from spillway.events import Recorder
 from spillway.runtime.arena import Arena, Block
 from spillway.runtime.backend import Backend, Event, HostLane, Lane, Several, Task
-from spillway.runtime.bytes import Bytes, Form
+from spillway.runtime.bytes import Bytes, Cells, Form
 from spillway.runtime.ledger import Stalls
 from spillway.runtime.mover import Mover
 from spillway.runtime.tiers import HostTier, Tier
@@ -102,6 +102,9 @@ class CapturingBackend(Backend):
 
     def copy(self, lane: Lane, destination: Bytes, source: Bytes) -> None:
         self._inner.copy(lane, destination, source)
+
+    def convert(self, lane: Lane, destination: Cells, source: Cells) -> None:
+        self._inner.convert(lane, destination, source)
 
     def host_lane(self, name: str, *, threads: int = 1, begin: Callable[[], None] | None = None) -> HostLane:
         raise UnsupportedError("got host work in a capture, expected it outside: a graph replays the device alone")

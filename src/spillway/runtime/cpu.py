@@ -16,7 +16,7 @@ import torch
 
 from spillway.errors import SessionError
 from spillway.runtime.backend import Backend, Event, HostLane, Lane, Task
-from spillway.runtime.bytes import Bytes, Form
+from spillway.runtime.bytes import Bytes, Cells, Form
 from spillway.runtime.tasks import HostTasks, be_in_task, chained
 
 
@@ -177,6 +177,10 @@ class CpuBackend(Backend):
 
         lane.submit(work)
 
+    def convert(self, lane: Lane, destination: Cells, source: Cells) -> None:
+        assert isinstance(lane, _CpuLane)
+        lane.submit(lambda: _convert(destination, source))
+
     def run(self, task: Task) -> Event:
         return self._tasks.run(task)
 
@@ -197,6 +201,10 @@ class CpuBackend(Backend):
         self._tasks.close()
         for lane in self._lanes:
             lane.close()
+
+
+def _convert(destination: Cells, source: Cells) -> None:
+    destination.tensor().copy_(source.tensor())
 
 
 def resident_peak_bytes() -> int:
