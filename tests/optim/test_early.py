@@ -332,6 +332,11 @@ def test_a_class_of_ones_own_is_refused(cpu_session: spillway.Session) -> None:
         make(Mine, cpu_session, lr=0.1)(wide())
 
 
+def test_a_fraction_cannot_be_found(cpu_session: spillway.Session) -> None:
+    with pytest.raises(UsageError, match="got 'auto' with step_in_backward=True"):
+        make(torch.optim.SGD, cpu_session, lr=0.1, fraction="auto")(wide())
+
+
 def test_no_bool(cpu_session: spillway.Session) -> None:
     with pytest.raises(UsageError, match="step_in_backward: got 1"):
         offloaded(torch.optim.SGD, cpu_session, lr=0.1, step_in_backward=1)(wide())

@@ -5,11 +5,11 @@ from __future__ import annotations
 import statistics
 from typing import NamedTuple
 
-WARM_UP = 2
-"""Steps that are not looked at, after a choice: memory is made in them."""
+WARM_UP = 3
+"""Steps that are not looked at: one that is not over, the one a choice is made in, and one that makes memory."""
 LOOKED_AT = 3
 """Steps that a choice is made from."""
-MOST_CHOICES = 4
+MOST_CHOICES = 6
 _MARGIN = 0.97
 
 

@@ -146,6 +146,11 @@ class OffloadedOptimizer(Optimizer):
                 "device_class: got another one than optimizer_class with fraction='auto', expected the same: what "
                 "moves to the device takes its state along"
             )
+        if self._balance is not None and step_in_backward:
+            raise UsageError(
+                "fraction: got 'auto' with step_in_backward=True, expected a number: the host's work is behind "
+                "backward, where what it costs cannot be seen"
+            )
         if hold not in ("last", "first"):
             raise UsageError(f"hold: got {hold!r}, expected 'last' or 'first'")
         self._hold_last = hold == "last"
@@ -183,7 +188,7 @@ class OffloadedOptimizer(Optimizer):
         )
         self._forecast = Forecast(device_class, for_host(arguments.device))
         self._device = DevicePart(device_class, arguments.device, arguments.own)
-        self._last = self._now = self._shelf.tally()
+        self._older = self._last = self._now = self._shelf.tally()
         self._stop = contextlib.ExitStack()
         super().__init__(params, arguments.defaults)
         self._place(list(self._parameters()))
@@ -204,6 +209,8 @@ class OffloadedOptimizer(Optimizer):
                 loss = closure()
         if self._early is None or not self._early.begun:
             self.synchronize()
+        if self._balance is not None:
+            self._choose(self._balance)
         with torch.no_grad(), label("optimizer step"):
             self._queue_step()
             self._device.step(self.param_groups)
@@ -214,8 +221,6 @@ class OffloadedOptimizer(Optimizer):
                 if len(here) == len(self._coming):
                     stack.callback(self._finish)
                 self._arrive(here)
-        if self._balance is not None:
-            self._choose(self._balance)
         return loss
 
     def synchronize(self) -> None:
@@ -506,10 +511,10 @@ class OffloadedOptimizer(Optimizer):
                 "fraction: got 'auto' in a process group, expected a number, the same on every rank; find it in a run "
                 "of one process (optimizer.fraction says it)"
             )
-        chosen = balance.note(self._last.seen(), self.fraction)
+        # The device has not come to the last step's waits yet.
+        chosen = balance.note(self._older.seen(), self.fraction)
         if chosen is None:
             return
-        self.synchronize()
         parameters = [parameter for _, parameter in self._parameters()]
         for parameter, on_the_host in zip(parameters, self._on_the_host(parameters, chosen), strict=True):
             if not on_the_host and parameter in self._held:
@@ -679,7 +684,7 @@ class OffloadedOptimizer(Optimizer):
             for index, written in self._shelf.written().items():
                 self.param_groups[index].update(written)
             self._now.end(self._shared.values())
-            self._last, self._now = self._now, self._shelf.tally()
+            self._older, self._last, self._now = self._last, self._now, self._shelf.tally()
 
 
 def _checked_fraction(fraction: float | str | None) -> float:

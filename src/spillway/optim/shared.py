@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from spillway.optim.gradient import Gradient
 
 
-_SCRATCH = 1 << 20
-"""Elements that are cast at a time, before they are added: what is between the two stays in the caches."""
+_SCRATCH = 1 << 22
+"""Elements that are cast at a time, before they are added."""
 
 
 class Factor:
