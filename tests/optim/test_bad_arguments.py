@@ -114,8 +114,12 @@ def test_what_it_looks_like(cpu_session: spillway.Session) -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 3, None])
-def test_threads_of_the_step_are_its_own(threads: int | None, cpu_session: spillway.Session) -> None:
+def test_threads_of_the_step_are_its_own(
+    threads: int | None, cpu_session: spillway.Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = torch.get_num_threads()
+    # Not even for the moment in which a thread of the user's may begin.
+    monkeypatch.setattr(torch, "set_num_threads", None)
     model = wide()
     seen = []
 

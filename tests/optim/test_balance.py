@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import spillway
-from spillway.optim.balance import LOOKED_AT, WARM_UP, Balance, Seen, affordable
+from spillway.optim.balance import ENOUGH, LOOKED_AT, WARM_UP, Balance, Seen, affordable
 
 
 def test_all_stays_on_the_host_where_nothing_is_waited_for() -> None:
@@ -32,8 +32,17 @@ def test_a_choice_is_made_of_medians_after_a_warm_up_and_made_again_from_what_it
 
 def test_a_fraction_that_is_cheap_enough_is_kept_for_good() -> None:
     balance = Balance(0.05)
-    assert [balance.note(Seen(1.0, 0.01, 0.9), 1.0) for _ in range(20)] == [None] * 20
+    steps = WARM_UP + ENOUGH * LOOKED_AT
+    assert [balance.note(Seen(1.0, 0.01, 0.9), 1.0) for _ in range(steps)] == [None] * steps
     assert [balance.note(Seen(9.0, 8.0, 0.9), 1.0) for _ in range(20)] == [None] * 20
+
+
+def test_one_that_seemed_cheap_is_lowered_if_it_is_not() -> None:
+    balance = Balance(0.05)
+    for _ in range(WARM_UP + LOOKED_AT):
+        assert balance.note(Seen(1.0, 0.01, 0.9), 1.0) is None
+    found = [balance.note(Seen(1.5, 0.5, 0.8), 1.0) for _ in range(LOOKED_AT)]
+    assert found[-1] == pytest.approx(affordable(Seen(1.5, 0.5, 0.8), 1.0, 0.05))
 
 
 def trained(steps: int, **options: object) -> tuple[torch.nn.Module, spillway.OffloadedOptimizer]:

@@ -7,9 +7,11 @@ from typing import NamedTuple
 
 WARM_UP = 3
 """Steps that are not looked at: one that is not over, the one a choice is made in, and one that makes memory."""
-LOOKED_AT = 3
+LOOKED_AT = 5
 """Steps that a choice is made from."""
 MOST_CHOICES = 6
+ENOUGH = 3
+"""How often a fraction has to be cheap enough to be kept for good."""
 _MARGIN = 0.97
 
 
@@ -39,11 +41,13 @@ class Balance:
         self._slowdown = slowdown
         self._seen: list[Seen] = []
         self._choices = 0
+        self._cheap = 0
+        """How often a choice turned out cheap enough, one time after the other."""
         self._skip = WARM_UP
 
     def note(self, seen: Seen, fraction: float) -> float | None:
         """A step has been, with a fraction on the host; the fraction for the next ones, if it is to be another."""
-        if self._choices >= MOST_CHOICES or fraction == 0:
+        if self._choices >= MOST_CHOICES or self._cheap >= ENOUGH or fraction == 0:
             return None
         if self._skip:
             self._skip -= 1
@@ -52,12 +56,13 @@ class Balance:
         if len(self._seen) < LOOKED_AT:
             return None
         middle = Seen(*(statistics.median(values) for values in zip(*self._seen, strict=True)))
-        self._seen, self._skip = [], WARM_UP
-        self._choices += 1
+        self._seen = []
         chosen = affordable(middle, fraction, self._slowdown)
         if chosen >= fraction:
-            self._choices = MOST_CHOICES
+            self._cheap += 1
             return None
+        self._cheap, self._skip = 0, WARM_UP
+        self._choices += 1
         return chosen
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -50,10 +52,15 @@ def begin_with(threads: int) -> Callable[[], None]:
     """What the thread of the host lane does first: the number of OpenMP's threads belongs to the thread that asks."""
 
     def begin() -> None:
+        # Torch gives a thread its number when it asks for the first time.
         before = torch.get_num_threads()
-        torch.set_num_threads(threads)
-        # Threads that begin later ask for the number that was set last, by anybody.
-        _restore(before)
+        openmp: Any = ctypes.CDLL(None) if os.name == "posix" else None
+        if hasattr(openmp, "omp_set_num_threads"):
+            openmp.omp_set_num_threads(threads)
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
+            # That is the number of threads that begin later, too: whose sums would have other bits.
+            _restore(before)
 
     return begin
 
