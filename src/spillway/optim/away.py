@@ -11,15 +11,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from spillway.errors import UnsupportedError, UsageError
-
-if TYPE_CHECKING:
-    from spillway.optim.gradient import Gradient
 
 aten = torch.ops.aten
 _SAME = {aten.detach.default, aten.alias.default}
@@ -37,14 +34,35 @@ _ZERO = {aten.zero_.default, aten._foreach_zero_.default}
 _CHECK = aten._amp_foreach_non_finite_check_and_unscale_.default
 
 
+class Home(Protocol):
+    """A gradient on the host: what is done to that which stands for it is done there."""
+
+    @property
+    def work_dtype(self) -> torch.dtype: ...
+
+    def arrive(self, tensor: torch.Tensor) -> None: ...
+
+    def replace(self, tensor: torch.Tensor) -> None: ...
+
+    def scale(self, operation: str, value: torch.Tensor | float) -> None: ...
+
+    def fill_with_zeros(self) -> None: ...
+
+    def norm(self, order: float) -> torch.Tensor: ...
+
+    def has_nonfinite(self) -> torch.Tensor: ...
+
+    def restore(self, *, exact: bool = False) -> torch.Tensor: ...
+
+
 class AwayGradient(torch.Tensor):
     """A gradient on the host; it looks like one on the device. See the text of its module."""
 
-    _home: weakref.ref[Gradient]
-    _kept: Gradient | None
+    _home: weakref.ref[Home]
+    _kept: Home | None
 
     @staticmethod
-    def __new__(cls: type[AwayGradient], home: Gradient, like: torch.Tensor, dtype: torch.dtype) -> AwayGradient:
+    def __new__(cls: type[AwayGradient], home: Home, like: torch.Tensor, dtype: torch.dtype) -> AwayGradient:
         away: AwayGradient = torch.Tensor._make_wrapper_subclass(
             cls, like.shape, dtype=dtype, device=like.device, strides=like.stride()
         )
@@ -53,11 +71,11 @@ class AwayGradient(torch.Tensor):
         away._kept = None
         return away
 
-    def __init__(self, home: Gradient, like: torch.Tensor, dtype: torch.dtype) -> None:
+    def __init__(self, home: Home, like: torch.Tensor, dtype: torch.dtype) -> None:
         pass
 
     @property
-    def home(self) -> Gradient:
+    def home(self) -> Home:
         """What it stands for."""
         home = self._home()
         if home is None:
@@ -67,7 +85,7 @@ class AwayGradient(torch.Tensor):
             )
         return home
 
-    def stands_for(self, gradient: Gradient) -> bool:
+    def stands_for(self, gradient: Home) -> bool:
         """Whether it is in the place of that one, and of no other optimizer's."""
         return self._home() is gradient
 
@@ -145,7 +163,7 @@ def _brought_back(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     them is written.
     """
     written = _written(function, args, kwargs)
-    work = {one.dtype: one.home.held.work_dtype for one in written if isinstance(one, AwayGradient)}
+    work = {one.dtype: one.home.work_dtype for one in written if isinstance(one, AwayGradient)}
     back: dict[int, tuple[AwayGradient, torch.Tensor]] = {}
 
     def bring(tensor: torch.Tensor) -> torch.Tensor:

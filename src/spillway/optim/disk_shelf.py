@@ -105,7 +105,7 @@ class DiskShelf(LoadShelf):
         """What is stepped for a part, with its gradient."""
         part = trip.load.parts[index]
         sent = trip.values.get(index)
-        values = None if sent is None else sent.read(traffic).as_strided(*part.form)
+        values = None if sent is None else traffic.read(sent).as_strided(*part.form)
         if part.held.has_master:
             stepped = trip.states[index].get(MASTER)
             if stepped is None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import weakref
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
@@ -18,13 +18,10 @@ from spillway.errors import UnsupportedError, UsageError
 from spillway.optim.away import AwayGradient
 from spillway.optim.parcels import Sent
 from spillway.optim.shared import Factor, Shared
-from spillway.optim.sums import Sum
+from spillway.optim.sums import Counted, Sum
 from spillway.optim.traffic import Traffic, Way, is_dense
 from spillway.runtime.backend import Event, finish
 from spillway.runtime.bytes import Cells
-
-if TYPE_CHECKING:
-    from spillway.optim.held import Held
 
 CHUNK = 1 << 22
 """Elements that are worked on at a time: what is between two passes over them stays in the caches."""
@@ -45,7 +42,7 @@ class Snapshot:
         """The gradient as it came, flat, when it is there."""
         if self._read is None:
             assert self.raw is not None
-            self._read = self.raw.read(traffic)
+            self._read = traffic.read(self.raw)
         return self._read
 
     def stays(self, dtype: torch.dtype) -> bool:
@@ -69,11 +66,31 @@ class Snapshot:
             factor.value()
 
 
+class Owner(Counted, Protocol):
+    """A parameter, as its gradient knows it."""
+
+    def local(self) -> torch.Tensor:
+        """The parameter's own bytes, on the device."""
+        ...
+
+    def empty_on_device(self, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor like the parameter."""
+        ...
+
+    def part(self, values: Snapshot, start: int, numel: int, scratch: torch.Tensor | None) -> torch.Tensor:
+        """Elements of the gradient in the type of the step, with its factors."""
+        ...
+
+    def whole(self, values: Snapshot) -> torch.Tensor:
+        """All of them, in the parameter's shape."""
+        ...
+
+
 @dataclass(eq=False)
 class Gradient:
     """The gradient of a held parameter."""
 
-    held: Held
+    held: Owner
     shared: Shared
     raw: Sent | None = None
     sum: Sum | None = None
@@ -99,6 +116,11 @@ class Gradient:
         # Nobody waits here: tasks that read it hold it, so there are none.
         if self.raw is not None:
             self.shared.traffic.give_back(self.raw)
+
+    @property
+    def work_dtype(self) -> torch.dtype:
+        """The type that it is stepped in."""
+        return self.held.work_dtype
 
     def begin(self, tensor: torch.Tensor) -> None:
         """This is the gradient now, whatever it was."""
@@ -293,7 +315,7 @@ class Gradient:
         total, shared, traffic = self._sum(), self.shared, self.shared.traffic
 
         def add() -> None:
-            add_to(total.tensor, sent.read(traffic), first=first, scratch=shared.scratch(total.dtype))
+            add_to(total.tensor, traffic.read(sent), first=first, scratch=shared.scratch(total.dtype))
             traffic.give_back(sent)
 
         traffic.flush()

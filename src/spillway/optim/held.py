@@ -126,6 +126,7 @@ class Held:
             What stands in its place.
         """
         home = away.home
+        assert isinstance(home, Gradient)
         if home is self.gradient:
             return away
         if home.held is not self:
@@ -221,7 +222,7 @@ class Held:
         if self.master is None:
             self.make_master()
         sent = traffic.fetch(self.local(), after)
-        values = sent.read(traffic)
+        values = traffic.read(sent)
         master = self.flat_master()
         self._touch(write=True)
         for start in range(0, self.numel, CHUNK):

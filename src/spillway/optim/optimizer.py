@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -15,6 +14,7 @@ from spillway.blocks import Blocks
 from spillway.errors import UnsupportedError, UsageError
 from spillway.optim.away import AwayGradient
 from spillway.optim.balance import Balance
+from spillway.optim.choices import Choices, Fraction, MasterDtype
 from spillway.optim.device_part import DevicePart
 from spillway.optim.early import EarlySteps
 from spillway.optim.forecast import Forecast
@@ -28,16 +28,13 @@ from spillway.optim.shared import Shared
 from spillway.optim.shelf import Loading
 from spillway.optim.shelves import make_shelf
 from spillway.optim.states import Hook, Saved, check_shapes
-from spillway.optim.threads import begin_with, hands_of, thread_count
+from spillway.optim.threads import begin_with, hands_of
 from spillway.optim.traffic import Traffic
 from spillway.records import OptimizerStats
 from spillway.runtime.backend import Event, HostLane
 from spillway.runtime.device import DeviceRuntime
 from spillway.runtime.labels import label
 from spillway.session import Session
-from spillway.units import parse_bytes
-
-_NARROW = (torch.bfloat16, torch.float16)
 
 
 class OffloadedOptimizer(Optimizer):
@@ -112,10 +109,10 @@ class OffloadedOptimizer(Optimizer):
         params: Iterable[Any],
         optimizer_class: type[Optimizer],
         *,
-        fraction: float | str | None = None,
+        fraction: Fraction = None,
         slowdown: float = 0.05,
         device_budget: int | str | None = None,
-        master_dtype: torch.dtype | str | None = "auto",
+        master_dtype: MasterDtype = "auto",
         offload_gradients: bool = True,
         tier: str = "host",
         step_on: str = "host",
@@ -134,32 +131,29 @@ class OffloadedOptimizer(Optimizer):
         self._ready = False
         self._closed = False
         arguments = Arguments.of(optimizer_class, device_class, defaults)
-        if fraction is not None and device_budget is not None:
-            raise UsageError("got both a fraction and a device_budget, expected one of them; leave one out")
-        if fraction == "auto" and step_on == "device":
-            raise UsageError("fraction: got 'auto' with step_on='device', expected a number: the host steps nothing")
         self._given = arguments.host
-        self._balance = Balance(_checked_slowdown(slowdown)) if fraction == "auto" else None
-        self._fraction = 1.0 if self._balance is not None else _checked_fraction(fraction)
-        if self._balance is not None and device_class is not optimizer_class:
+        self._choices = Choices(
+            fraction=fraction,
+            slowdown=slowdown,
+            device_budget=device_budget,
+            master_dtype=master_dtype,
+            offload_gradients=offload_gradients,
+            tier=tier,
+            step_on=step_on,
+            threads=threads,
+            hold=hold,
+            step_in_backward=step_in_backward,
+        )
+        if self._choices.finds_fraction and device_class is not optimizer_class:
             raise UsageError(
                 "device_class: got another one than optimizer_class with fraction='auto', expected the same: what "
                 "moves to the device takes its state along"
             )
-        if self._balance is not None and step_in_backward:
-            raise UsageError(
-                "fraction: got 'auto' with step_in_backward=True, expected a number: the host's work is behind "
-                "backward, where what it costs cannot be seen"
+        if step_in_backward and not self._kind.alone:
+            raise UnsupportedError(
+                f"got step_in_backward=True with {optimizer_class.__name__}, expected a class of torch.optim: another "
+                f"may step all parameters in one call"
             )
-        if hold not in ("last", "first"):
-            raise UsageError(f"hold: got {hold!r}, expected 'last' or 'first'")
-        self._hold_last = hold == "last"
-        self._budget = None if device_budget is None else parse_bytes(device_budget, what="device_budget")
-        self._master_dtype = _checked_master_dtype(master_dtype)
-        if not isinstance(offload_gradients, bool):
-            raise UsageError(f"offload_gradients: got {offload_gradients!r}, expected True or False")
-        self._offload_gradients = offload_gradients
-        self._threads = thread_count(threads)
         if session is not None and not isinstance(session, Session):
             raise UsageError(f"session: got {session!r}, expected a spillway.Session, or None for the default one")
         self._session = session if session is not None else Session.default()
@@ -167,14 +161,8 @@ class OffloadedOptimizer(Optimizer):
         self._lanes: tuple[HostLane, HostLane] | None = None
         self._held: dict[torch.Tensor, Held] = {}
         self._coming: set[Held] = set()
-        if not isinstance(step_in_backward, bool):
-            raise UsageError(f"step_in_backward: got {step_in_backward!r}, expected True or False")
-        if step_in_backward and not (offload_gradients and tier == step_on == "host" and self._kind.alone):
-            raise UnsupportedError(
-                f"got step_in_backward=True with tier={tier!r}, step_on={step_on!r}, offload_gradients="
-                f"{offload_gradients}, {optimizer_class.__name__}, expected 'host', 'host', True, and a class of "
-                f"torch.optim; leave one of them out"
-            )
+        self._budget = self._choices.budget
+        self._balance = Balance(slowdown) if self._choices.finds_fraction else None
         self._early = EarlySteps(self._step_early) if step_in_backward else None
         self._overlapping: list[ForwardOverlap] = []
         self._shelf = make_shelf(
@@ -182,7 +170,7 @@ class OffloadedOptimizer(Optimizer):
             arguments.host,
             tier=tier,
             step_on=step_on,
-            hands=hands_of(self._threads)[0],
+            hands=hands_of(self._choices.threads_of_step)[0],
             for_the_host=self._settings,
             for_the_device=self._settings_there,
         )
@@ -446,7 +434,7 @@ class OffloadedOptimizer(Optimizer):
             check_parameters(self._class, [parameter for _, parameter in parameters], self._given)
         left = self._budget
         if left is None:
-            on_the_host = self._on_the_host([parameter for _, parameter in parameters], self._fraction)
+            on_the_host = self._on_the_host([parameter for _, parameter in parameters], self._choices.first_fraction)
         else:
             on_the_host, left = self._beyond_budget(parameters, left)
         # All of them are made before the first is taken: one may be refused.
@@ -455,7 +443,7 @@ class OffloadedOptimizer(Optimizer):
             self._hold(one)
         for group, parameter in parameters:
             if parameter not in self._held:
-                self._device.add(parameter, group, self._work_dtype(parameter))
+                self._device.add(parameter, group, self._choices.work_dtype(parameter))
         self._budget = left
 
     def _beyond_budget(self, parameters: Sequence[tuple[int, torch.Tensor]], budget: int) -> tuple[list[bool], int]:
@@ -472,16 +460,16 @@ class OffloadedOptimizer(Optimizer):
         parts = [local_of(parameter) for parameter in parameters]
         may_stay = counted([part.device for part in parts])
         sizes = [part.numel() if counts else 0 for part, counts in zip(parts, may_stay, strict=True)]
-        taken = held_of(sizes, fraction, last_first=self._hold_last)
+        taken = held_of(sizes, fraction, last_first=self._choices.hold == "last")
         return [is_taken or not counts for is_taken, counts in zip(taken, may_stay, strict=True)]
 
     def _state_bytes(self, group: int, parameter: torch.Tensor) -> int:
-        local, work = local_of(parameter), self._work_dtype(parameter)
+        local, work = local_of(parameter), self._choices.work_dtype(parameter)
         master = 0 if work == local.dtype else local.numel() * work.itemsize
         return master + self._forecast.nbytes(local.shape, work, self.param_groups[group])
 
     def _made(self, group: int, parameter: torch.Tensor) -> Held:
-        work = self._work_dtype(parameter)
+        work = self._choices.work_dtype(parameter)
         device = local_of(parameter).device
         cut = self._is_cut(self.param_groups[group], work, device)
         return Held(parameter, group, self._shared_of(device), work, cut=cut)
@@ -490,7 +478,7 @@ class OffloadedOptimizer(Optimizer):
         parameter = held.parameter
         self._held[parameter] = held
         self._shelf.add(held)
-        if self._offload_gradients and (parameter.is_floating_point() or parameter.is_complex()):
+        if self._choices.offload_gradients and (parameter.is_floating_point() or parameter.is_complex()):
             me, mine = weakref.ref(self), weakref.ref(held)
 
             def came(_: torch.Tensor) -> None:
@@ -538,15 +526,6 @@ class OffloadedOptimizer(Optimizer):
     def _is_fused(self, group: dict[str, Any], work: torch.dtype) -> bool:
         return work in self._kind.fused and group.get("fused") is not False
 
-    def _work_dtype(self, parameter: torch.Tensor) -> torch.dtype:
-        wanted = self._master_dtype
-        if wanted is None or not parameter.is_floating_point():
-            return parameter.dtype
-        if wanted == "auto":
-            return torch.float32 if parameter.dtype in _NARROW else parameter.dtype
-        assert isinstance(wanted, torch.dtype)
-        return wanted if wanted.itemsize > parameter.dtype.itemsize else parameter.dtype
-
     def _shared_of(self, device: torch.device) -> Shared:
         shared = self._shared.get(device)
         if shared is None:
@@ -564,8 +543,8 @@ class OffloadedOptimizer(Optimizer):
     def _threads_of(self, runtime: DeviceRuntime) -> tuple[HostLane, HostLane]:
         """The host lane and its hands, the same for all devices: they share the CPUs, and who steps there."""
         if self._lanes is None:
-            hands, each = hands_of(self._threads)
-            lane = runtime.backend.host_lane("optimizer", begin=begin_with(self._threads))
+            hands, each = hands_of(self._choices.threads_of_step)
+            lane = runtime.backend.host_lane("optimizer", begin=begin_with(self._choices.threads_of_step))
             some = runtime.backend.host_lane("optimizer-hand", threads=hands, begin=begin_with(each))
             self._lanes = lane, some
         return self._lanes
@@ -650,7 +629,7 @@ class OffloadedOptimizer(Optimizer):
                     self._put_gradient(held, stands)
             elif self._shelf.steps_on_device:
                 held.another_gradient()
-            elif self._offload_gradients and not gradient.requires_grad:
+            elif self._choices.offload_gradients and not gradient.requires_grad:
                 self._take_gradient(held, gradient)
             else:
                 held.another_gradient().begin(local)
@@ -685,26 +664,3 @@ class OffloadedOptimizer(Optimizer):
                 self.param_groups[index].update(written)
             self._now.end(self._shared.values())
             self._older, self._last, self._now = self._last, self._now, self._shelf.tally()
-
-
-def _checked_fraction(fraction: float | str | None) -> float:
-    if fraction is None:
-        return 1.0
-    if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 <= fraction <= 1:
-        raise UsageError(
-            f"fraction: got {fraction!r}, expected 'auto', or a number from 0 (none on the host) to 1 (all)"
-        )
-    return float(fraction)
-
-
-def _checked_slowdown(slowdown: float) -> float:
-    if isinstance(slowdown, bool) or not isinstance(slowdown, (int, float)) or not 0 <= slowdown < math.inf:
-        raise UsageError(f"slowdown: got {slowdown!r}, expected a number of at least 0: 0.05 for 5 %")
-    return float(slowdown)
-
-
-def _checked_master_dtype(dtype: torch.dtype | str | None) -> torch.dtype | str | None:
-    known = dtype is None or dtype == "auto" or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)
-    if not known:
-        raise UsageError(f"master_dtype: got {dtype!r}, expected 'auto', None or a floating point type of torch's")
-    return dtype

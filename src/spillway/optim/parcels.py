@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from spillway.runtime.arena import Block
 from spillway.runtime.backend import Event, Lane
 from spillway.runtime.bytes import Bytes
-
-if TYPE_CHECKING:
-    from spillway.optim.traffic import Traffic
 
 _ALIGNMENT = 64
 
@@ -81,10 +76,3 @@ class Sent:
         block = self.parcel.block
         assert block is not None
         return Bytes(block.storage, block.start + self.start, self.nbytes)
-
-    def read(self, traffic: Traffic, *, write: bool = False) -> torch.Tensor:
-        """It, flat, when it is there; for the host."""
-        arrived = self.parcel.arrived
-        assert arrived is not None
-        traffic.host_wait(arrived)
-        return traffic.host_view(self.memory, self.dtype, self.numel, write=write)

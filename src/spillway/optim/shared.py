@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
@@ -15,8 +15,12 @@ from spillway.optim.parcels import Sent
 from spillway.optim.traffic import Traffic
 from spillway.runtime.backend import Event, HostLane
 
-if TYPE_CHECKING:
-    from spillway.optim.gradient import Gradient
+
+class Measured(Protocol):
+    """A gradient, as the others of its device know it."""
+
+    def measure(self, order: float) -> None:
+        """Have the host take its norm, if it has come, and is not known."""
 
 
 _SCRATCH = 1 << 22
@@ -51,7 +55,7 @@ class Factor:
         """It; for the host lane."""
         if self._value is None:
             assert self._sent is not None and self._release is not None
-            self._value = self._sent.read(self._traffic).clone().reshape(())
+            self._value = self._traffic.read(self._sent).clone().reshape(())
             self._release()
         return self._value
 
@@ -98,7 +102,7 @@ class Shared:
         self._factor: tuple[torch.Tensor, int | None, Factor] | None = None
         self.expected = 0
         """How many gradients of a parameter came in the last step's window."""
-        self._gradients: weakref.WeakSet[Gradient] = weakref.WeakSet()
+        self._gradients: weakref.WeakSet[Measured] = weakref.WeakSet()
         self._scratch: dict[torch.dtype, torch.Tensor] = {}
         self._adding: deque[tuple[int, Event]] = deque()
         self._adding_lock = threading.Lock()
@@ -158,11 +162,11 @@ class Shared:
         """A step has been: a tensor that comes now is another."""
         self._factor = None
 
-    def add(self, gradient: Gradient) -> None:
+    def add(self, gradient: Measured) -> None:
         """One more, of a parameter of this device."""
         self._gradients.add(gradient)
 
-    def gradients(self) -> list[Gradient]:
+    def gradients(self) -> list[Measured]:
         """All of them."""
         return list(self._gradients)
 

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
 from spillway.optim.pinned import Pinned
 from spillway.optim.traffic import Traffic, flat
 
-if TYPE_CHECKING:
-    from spillway.optim.held import Held
+
+class Counted(Protocol):
+    """A parameter, as its gradient's sum knows it."""
+
+    @property
+    def numel(self) -> int: ...
+
+    @property
+    def work_dtype(self) -> torch.dtype: ...
+
+    def new_flat_tensor(self, dtype: torch.dtype) -> torch.Tensor:
+        """Memory on the host for as many elements, unwritten."""
+        ...
 
 
 class Sum:
@@ -22,7 +33,7 @@ class Sum:
         pinned: whether in pinned memory.
     """
 
-    def __init__(self, held: Held, traffic: Traffic, *, pinned: bool) -> None:
+    def __init__(self, held: Counted, traffic: Traffic, *, pinned: bool) -> None:
         self.dtype = held.work_dtype
         self.pinned = Pinned(traffic.arena, held.numel * self.dtype.itemsize) if pinned else None
         self._backend = traffic.backend

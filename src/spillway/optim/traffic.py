@@ -121,6 +121,13 @@ class Traffic:
             self._copy_out(parcel)
         return sent
 
+    def read(self, sent: Sent) -> torch.Tensor:
+        """What was sent, flat, when it is there; for the host."""
+        arrived = sent.parcel.arrived
+        assert arrived is not None
+        self.host_wait(arrived)
+        return self.host_view(sent.memory, sent.dtype, sent.numel, write=False)
+
     def receive(self, ways: Sequence[Way], after: Event) -> Event:
         """Queue the ways of elements to the device, once ``after`` is reached."""
         with self._lock:
