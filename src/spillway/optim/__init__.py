@@ -10,16 +10,18 @@ Backward: a gradient is accumulated -> its bytes go out behind an event on the c
 ``p.grad`` becomes an :class:`~spillway.optim.away.AwayGradient`, a tensor whose bytes are on the host. What comes to it
 later is added there. Clipping and scaling are noted, and done when the step reads the gradient.
 
-``step()``: the *host lane*, one thread, takes the parameters in turn. Of each piece: wait for its gradient, cast it
-into scratch that fits the caches, let the optimizer's own class step the piece, cast the piece back into pinned memory,
-queue its way to the device. Meanwhile the others' gradients come, and parameters go. The compute stream waits for
-them before ``step()`` returns, or, where a model was given to :meth:`OffloadedOptimizer.overlap_forward`, each block
-for its own when it is next called.
+``step()``: the *host lane*, one thread, takes the parameters in turn, waits for the gradient of each, and gives its
+pieces to *hands*, a few threads. Of each piece: cast the gradient into scratch and multiply it there, let the
+optimizer's own class step the piece of the master, which is pinned, queue its way to the device, where it becomes the
+parameter's type. Meanwhile the others' gradients come, and parameters go. The compute stream waits for them before
+``step()`` returns, or, where a model was given to :meth:`OffloadedOptimizer.overlap_forward`, each block for its own
+when it is next called. With ``step_in_backward`` the same begins when a gradient has come (``early.py``).
 
 NOTE [ Who may touch what ]
 
 The caller's threads (the one that calls ``step`` and those of backward) decide and queue; what is on the host, masters,
-sums, states, is touched by the host lane alone, in the order in which it was queued. So whatever the caller's side
+sums, states, is touched by the host lane alone, in the order in which it was queued, and by hands, of which each has
+pieces of its own and whose ends the next step of them waits for. So whatever the caller's side
 notes (``Gradient.raw``, ``summed``, ``factors``) says what will be when all that was queued is done. Blocks of pinned
 memory travel with the event after which they may be read.
 
