@@ -6,11 +6,12 @@
 
 A step is ``--micro`` forwards and backwards over a stack of decoder layers in bfloat16, each layer checkpointed, and
 the optimizer's step. Several steps are timed together, since the end of one may run beside the begin of the next: the
-median of such runs, by the step, and their range. *peak* is the device's, all included. *bound* is what a way with the
-same work comes to: the time without an optimizer, plus what the host's step takes at the rate of the host's memory (32
-bytes a parameter with masters, 14 without; the rate is that of STREAM's Add, measured in the same run, which a step can
-exceed) beyond what can run at the same time: the next forward where it is overlapped, and the backward where nothing is
-clipped.
+median of such runs, by the step, and their range. *peak* is the device's, all included: where no gradients are kept,
+that of parameters and activations, to which gradients that are on their way add a window. *bound* is what a way with
+the same work comes to: the time without an optimizer, plus what the host's step takes at the rate of the host's memory
+(32 bytes a parameter with masters, 14 without; the rate is that of STREAM's Add, measured in the same run, which a
+step can exceed) beyond what can run at the same time: the next forward where it is overlapped, and the backward where
+nothing is clipped.
 
 Peers are measured where they can be imported, and named as absent where not.
 """
@@ -72,6 +73,17 @@ def nothing(stack: Stack, options: argparse.Namespace) -> Update:
     return update
 
 
+def none_kept(stack: Stack, options: argparse.Namespace) -> Update:
+    """Parameters and activations are all that is there."""
+
+    def drop(parameter: torch.Tensor) -> None:
+        parameter.grad = None
+
+    for parameter in stack.parameters():
+        parameter.register_post_accumulate_grad_hook(drop)
+    return lambda: None
+
+
 def on_device(stack: Stack, options: argparse.Namespace, *, clipped: bool = False) -> Update:
     return updates(stack, torch.optim.AdamW(stack.parameters(), fused=True, **ADAMW), clipped=clipped)
 
@@ -110,6 +122,7 @@ def updates(stack: Stack, optimizer: Any, *, clipped: bool = False) -> Update:
 NOTHING = "no optimizer"
 WAYS: dict[str, Callable[[Stack, argparse.Namespace], Update]] = {
     NOTHING: nothing,
+    "no gradients kept": none_kept,
     "on the device": on_device,
     "on the device, clipped": partial(on_device, clipped=True),
     "torchao": partial(torchao, gradients=False),

@@ -328,7 +328,7 @@ def test_a_class_of_ones_own_is_refused(cpu_session: spillway.Session) -> None:
     class Mine(torch.optim.SGD):
         pass
 
-    with pytest.raises(UnsupportedError, match="with Mine, expected a class of torch.optim"):
+    with pytest.raises(UnsupportedError, match=r"with Mine, expected a class of torch\.optim"):
         make(Mine, cpu_session, lr=0.1)(wide())
 
 
