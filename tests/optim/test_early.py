@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,6 +28,7 @@ from optim.support import (
     wide,
 )
 from spillway import OffloadedOptimizer, UnsupportedError, UsageError
+from spillway.errors import TierFullError
 from spillway.optim import early, traffic
 from spillway.runtime.bytes import Bytes
 from spillway.testing import AdversaryBackend
@@ -288,6 +291,140 @@ def test_a_step_that_is_not_the_one_that_was_taken_is_refused(act: Callable[...,
     act(*trained)
     with pytest.raises(UsageError, match="step_in_backward=True has stepped"):
         trained[1].step()
+
+
+def write(model: Module, optimizer: OffloadedOptimizer) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+
+
+def replace_bytes(model: Module, optimizer: OffloadedOptimizer) -> None:
+    for parameter in model.parameters():
+        parameter.data = torch.zeros_like(parameter)
+
+
+def load_weights(model: Module, optimizer: OffloadedOptimizer) -> None:
+    model.load_state_dict(wide(seed=5).state_dict())
+
+
+@pytest.mark.parametrize("act", [write, replace_bytes, load_weights], ids=lambda act: act.__name__)
+@pytest.mark.usefixtures("strict")
+def test_a_parameter_that_is_written_between_is_noticed(act: Callable[..., None], trained: Trained) -> None:
+    act(*trained)
+    with pytest.raises(UsageError, match="got a parameter that was written between backward and step"):
+        trained[1].step()
+
+
+@pytest.mark.usefixtures("strict")
+def test_a_step_hook_that_writes_is_noticed(trained: Trained) -> None:
+    model, optimizer = trained
+    optimizer.register_step_pre_hook(lambda *_: write(model, optimizer))
+    with pytest.raises(UsageError, match="got a parameter that was written"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("act", ["state_dict", "load_state_dict", "refresh_masters"])
+@pytest.mark.usefixtures("strict")
+def test_states_between_are_refused(act: str, cpu_session: spillway.Session) -> None:
+    model = wide()
+    optimizer = make(torch.optim.SGD, cpu_session, **SGD)(model)
+    saved = optimizer.state_dict()
+    loss_of(model, batches(1)[0]).backward()
+    with pytest.raises(UsageError, match=act + r"\(\) between a backward and its step"):
+        getattr(optimizer, act)(*([saved] if act == "load_state_dict" else []))
+    optimizer.step()
+    optimizer.zero_grad()
+    assert optimizer.state_dict()["state"]
+    optimizer.close()
+
+
+@pytest.mark.parametrize("model_first", [True, False])
+@pytest.mark.usefixtures("strict")
+def test_what_was_saved_begins_anew_after_a_batch_that_was_dropped(model_first: bool, late: spillway.Session) -> None:
+    data = batches(5)
+    model, plain = wide(), wide()
+    optimizer, other = make(torch.optim.SGD, late, **SGD)(model), plainly(torch.optim.SGD, **SGD)(plain)
+    train(model, optimizer, data[:2])
+    train(plain, other, data[:2])
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    loss_of(model, data[2]).backward()
+    optimizer.zero_grad()
+    # What was stepped is on its way to the parameters.
+    model.load_state_dict(saved[0])
+    with pytest.raises(UsageError, match=r"call synchronize\(\), and load both again"):
+        optimizer.load_state_dict(saved[1])
+    optimizer.synchronize()
+    for loads in (model, optimizer) if model_first else (optimizer, model):
+        loads.load_state_dict(saved[loads is optimizer])
+    train(model, optimizer, data[3:])
+    train(plain, other, data[3:])
+    assert_same_values(model, plain)
+    optimizer.close()
+    assert late.used_bytes == (0, 0)
+
+
+@pytest.mark.usefixtures("strict")
+def test_a_gradient_of_what_was_stepped_does_not_outlive_the_optimizer(trained: Trained) -> None:
+    _, optimizer = trained
+    stepped = list(optimizer._early.stepped)  # type: ignore[union-attr]
+    optimizer.close()
+    assert stepped
+    assert all(held.parameter.grad is None for held in stepped)
+
+
+def test_settings_that_change_within_a_backward_are_noticed(
+    cpu_session: spillway.Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(early, "_TOGETHER", 1)
+    one, other = (torch.nn.Parameter(torch.ones(4)) for _ in range(2))
+    rate = torch.tensor(0.1)
+    for change in ({"lr": 0.5}, {"lr": rate}):
+        optimizer = OffloadedOptimizer(
+            [one, other], torch.optim.SGD, lr=0.1, session=cpu_session, step_in_backward=True
+        )
+        optimizer.param_groups[0]["lr"] = change.get("lr") if "lr" in change and change["lr"] is rate else 0.1
+        one.sum().backward()
+        if change["lr"] is rate:
+            rate.data.fill_(0.7)
+        else:
+            optimizer.param_groups[0].update(change)
+        with pytest.raises(UsageError, match=r"other settings of group 0 before step\(\) \(lr\)"):
+            other.sum().backward()
+        optimizer.close()
+        one.grad = other.grad = None
+
+
+@pytest.mark.parametrize("fails", ["flush", "prepare"])
+def test_what_could_not_be_queued_in_backward_is_stepped_later(
+    fails: str, cpu_session: spillway.Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(early, "_TOGETHER", 1)
+    model, plain = wide(), wide()
+    optimizer = make(torch.optim.SGD, cpu_session, **SGD)(model)
+    (batch,) = batches(1)
+    owner: Any = next(iter(optimizer._shared.values())).traffic if fails == "flush" else optimizer._shelf
+    works, calls = getattr(owner, fails), itertools.count()
+
+    def fail(*arguments: Any) -> Any:
+        if next(calls) == 2:
+            raise TierFullError("host memory: no more")
+        return works(*arguments)
+
+    monkeypatch.setattr(owner, fails, fail)
+    with pytest.raises(TierFullError, match="no more"):
+        loss_of(model, batch).backward()
+    came = [one.grad is not None for one in model.parameters()]
+    assert any(came)
+    optimizer.step()
+    optimizer.synchronize()
+    reference = plainly(torch.optim.SGD, **SGD)(plain)
+    loss_of(plain, batch).backward()
+    for parameter, has in zip(plain.parameters(), came, strict=True):
+        parameter.grad = parameter.grad if has else None
+    reference.step()
+    assert_same_values(model, plain)
+    optimizer.close()
 
 
 @pytest.mark.usefixtures("strict")

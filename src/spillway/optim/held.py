@@ -160,6 +160,10 @@ class Held:
         """Whether somebody wrote to the parameter, as far as can be told."""
         return self.in_doubt or self._stamp is None or not self._stamp.holds(self.parameter)
 
+    def is_as_written(self) -> bool:
+        """Whether nobody wrote to the parameter since a step was queued for it, as far as can be told."""
+        return self._stamp is not None and self._stamp.holds(self.parameter)
+
     def doubt(self) -> None:
         """Whether the master says what the parameter says is to be seen."""
         self._stamp = None

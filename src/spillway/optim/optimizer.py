@@ -84,9 +84,11 @@ class OffloadedOptimizer(Optimizer):
             backward; or ``"first"``.
         device_class: the class that steps what stays on the device. ``None``: the same.
         step_in_backward: step each held parameter as soon as its gradient has come, so that the host's work is hidden
-            behind backward: for loops in which nothing is done to gradients between one backward and :meth:`step`.
-            Accumulating, clipping, scaling and other settings then are errors when they are met. A backward that
-            fails has stepped some parameters.
+            behind backward: for loops in which nothing is done to gradients, parameters and settings between one
+            backward and :meth:`step`. Accumulating, clipping, scaling and whatever else is done to them are errors when
+            they are met; who reads parameters there finds some that were stepped. A backward that fails has stepped
+            some parameters. No ``.data`` of a parameter, nor a detached one in code that is recomputed, may be read in
+            backward after its gradient has come.
         defaults: for the class: ``lr=3e-4``. With two classes each gets those that it takes.
 
     Raises:
@@ -333,6 +335,8 @@ class OffloadedOptimizer(Optimizer):
         A write that counts up a parameter's version (``copy_``, ``load_state_dict``) is noticed by itself. This is for
         those that do not: through ``.data``, or by a kernel of your own.
         """
+        if self._early is not None:
+            self._early.check_none("refresh_masters()")
         self.synchronize()
         for held in self._held.values():
             self._shelf.refresh(held)
@@ -346,6 +350,8 @@ class OffloadedOptimizer(Optimizer):
         ``optimizer.state`` has numbers only at other times.
         """
         self._check_open()
+        if self._early is not None:
+            self._early.check_none("state_dict()")
         self.synchronize()
         if self._kind.begins_with_state:
             self._begin_states()
@@ -365,6 +371,8 @@ class OffloadedOptimizer(Optimizer):
         the next step; else they are taken from the parameter.
         """
         self._check_usable()
+        if self._early is not None:
+            self._early.check_dropped(self._coming)
         self.synchronize()
         saved = Saved()
 
@@ -379,6 +387,8 @@ class OffloadedOptimizer(Optimizer):
             contextlib.closing(Hook(self.register_load_state_dict_post_hook(self._put_states(saved), prepend=True))),
         ):
             super().load_state_dict(state_dict)
+        if self._early is not None:
+            self._early.begin_anew()
 
     def _put_states(self, saved: Saved) -> Callable[[Optimizer], None]:
         def put(_: Optimizer) -> None:
@@ -571,15 +581,20 @@ class OffloadedOptimizer(Optimizer):
             if self._early is not None:
                 self._early.came(held, self.param_groups)
 
-    def _step_early(self, held: Sequence[Held], early: EarlySteps) -> None:
+    def _step_early(self, held: Sequence[Held], stepped: set[Held]) -> None:
         """Step parameters in backward."""
         self._check_usable()
         with torch.no_grad(), label("optimizer step"):
             # What the forward has not waited for is of the step before.
-            self._arrive(self._coming - early.stepped)
+            self._arrive(self._coming - stepped)
+            before = {one: one.coming for one in held}
             self._shelf.prepare(held)
-            self._shelf.step([Turn(one, one.gradient.snapshot()) for one in held], self._now, ahead=None)
-            self._coming.update(held)
+            try:
+                self._shelf.step([Turn(one, one.gradient.snapshot()) for one in held], self._now, ahead=None)
+            finally:
+                queued = [one for one in held if one.coming is not before[one]]
+                stepped.update(queued)
+                self._coming.update(queued)
 
     def _take_gradient(self, held: Held, gradient: torch.Tensor) -> None:
         local = local_of(gradient)
@@ -588,6 +603,10 @@ class OffloadedOptimizer(Optimizer):
         self._put_gradient(held, home.stand_in(local))
 
     def _bring_back(self, held: Held) -> None:
+        if self._early is not None and held in self._early.stepped:
+            # Whoever goes on with another optimizer would step by it again.
+            self._put_gradient(held, None)
+            return
         gradient = held.parameter.grad
         away = None if gradient is None else local_of(gradient)
         if isinstance(away, AwayGradient) and away.stands_for(held.gradient):
