@@ -34,6 +34,7 @@ from spillway.runtime.bytes import Bytes
 from spillway.testing import AdversaryBackend
 from support import SlowBackend
 
+OTHERS = [one for one in FUSED if one is not torch.optim.AdamW]
 SGD = {"lr": 0.1, "momentum": 0.9}
 
 
@@ -67,7 +68,10 @@ def make(optimizer_class: type[Optimizer], session: spillway.Session, **options:
 
 @pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("optimizer_class", [*FUSED, torch.optim.RMSprop])
+@pytest.mark.parametrize(
+    "optimizer_class",
+    [torch.optim.AdamW, torch.optim.RMSprop, *(pytest.param(one, marks=pytest.mark.long) for one in OTHERS)],
+)
 def test_training_is_the_same(
     optimizer_class: type[Optimizer],
     dtype: torch.dtype,
