@@ -11,6 +11,7 @@
     ├── SessionError (RuntimeError)        a session that is closed, or that belongs to another process
     ├── RecomputeError (RuntimeError)      a region that cannot be run again with the same outcome
     ├── InplaceError (RuntimeError)        a saved tensor was changed in place: autograd's own message
+    ├── BudgetError (RuntimeError)         no choice of what to keep, send and compute again fits the budget
     ├── SplitError (AssertionError)        micro-batches whose gradients are not those of the whole batch
     ├── RaceError (RuntimeError)           an access without a happens-before edge (the checking backend only)
     └── TierError (RuntimeError)           bytes that could not be stored or brought back
@@ -24,6 +25,8 @@ it reaches the caller at the step that needed the bytes.
 """
 
 from __future__ import annotations
+
+import functools
 
 
 class SpillwayError(Exception):
@@ -64,6 +67,24 @@ class InplaceError(SpillwayError, RuntimeError):
     It is a ``RuntimeError`` with autograd's own words, since this is autograd's own check: saved-tensor hooks switch
     it off, and Spillway makes it again.
     """
+
+
+class BudgetError(SpillwayError, RuntimeError):
+    """No choice of what to keep, to send and to compute again fits the budgets.
+
+    Args:
+        message: what was got, what was expected, what to do.
+        budget: bytes that may be allocated on the device at most.
+        least: bytes of the smallest peak that was found.
+    """
+
+    def __init__(self, message: str, *, budget: int, least: int) -> None:
+        super().__init__(message)
+        self.budget = budget
+        self.least = least
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return functools.partial(type(self), budget=self.budget, least=self.least), self.args
 
 
 class SplitError(SpillwayError, AssertionError):

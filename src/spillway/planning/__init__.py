@@ -1,0 +1,1 @@
+"""From a profile and a budget to a plan: pure functions over records."""

@@ -1,0 +1,107 @@
+"""Records in files, as JSON: read to the last key, or refused.
+
+NOTE [ Strict files ]
+
+What is read is what was written, or an error says where it is not: a key that is missing or unknown, a number of
+another type, below zero or not finite. Records that are made here are not looked at: a measurement never fails for an
+odd figure. A key that has a default in its record may not be left out of a file either: it would be another record.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from spillway.errors import UsageError
+
+STRICT = ConfigDict(extra="forbid", strict=True)
+"""Of records that are read from files. See NOTE [ Strict files ]."""
+Count = Annotated[int, Field(ge=0)]
+"""In a file: a whole number, not below 0."""
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+"""In a file: a finite time, not below 0."""
+
+
+def read_json(adapter: TypeAdapter[Any], text: str | bytes, what: str, schema: int) -> Any:
+    """A record from JSON. See NOTE [ Strict files ].
+
+    Raises:
+        UsageError: if it is none, or of another version.
+    """
+    try:
+        # The version comes first, so that a file of another one is told by it.
+        version = _Version.model_validate_json(text).version
+        if version != schema:
+            raise UsageError(f"{what}: got version {version}, expected {schema}; make it anew")
+        found = adapter.validate_json(text)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        raise is_none(what, ".".join(map(str, first["loc"])) or "the file", first["msg"], schema) from None
+    except UnicodeError as error:
+        raise is_none(what, "the file", f"no text that can be encoded: {error}", schema) from None
+    missing = _missing(adapter.dump_python(found, mode="json"), json.loads(text))
+    if missing is not None:
+        raise is_none(what, missing, "Field required", schema)
+    return found
+
+
+def read_file(path: str | os.PathLike[str], what: str) -> bytes:
+    """What is in a file.
+
+    Raises:
+        UsageError: if there is no such file.
+    """
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise UsageError(
+            f"path: got {os.fspath(path)!r} ({error}), expected a file that {what}.save() wrote"
+        ) from error
+
+
+def write_file(path: str | os.PathLike[str], text: str) -> None:
+    """Write a file.
+
+    Raises:
+        UsageError: if there can be no such file.
+    """
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"path: got {os.fspath(path)!r} ({error}), expected a file that can be written") from error
+
+
+class _Version(BaseModel, extra="ignore", strict=True):
+    """All that must be in a file of any version."""
+
+    version: int = Field(alias="schema")
+
+
+def is_none(what: str, place: str, why: str, schema: int) -> UsageError:
+    """The error for a file that is no such record: where in it, and why."""
+    return UsageError(
+        f"{what}: got JSON that is none ({place}: {why}), expected what to_json() of a spillway {what} writes, version "
+        f"{schema}; make it anew"
+    )
+
+
+def _missing(record: Any, given: Any) -> str | None:
+    """The first key of a record that was not given. They are alike in all else."""
+    if isinstance(record, dict):
+        pairs = list(record.items())
+        for key, _ in pairs:
+            if key not in given:
+                return str(key)
+    elif isinstance(record, list):
+        pairs = list(enumerate(record))
+    else:
+        return None
+    for key, value in pairs:
+        below = _missing(value, given[key])
+        if below is not None:
+            return f"{key}.{below}"
+    return None

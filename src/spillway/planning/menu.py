@@ -1,0 +1,245 @@
+"""The ways to treat a block that are worth considering.
+
+NOTE [ Which values are preserved ]
+
+Given a price of a preserved byte in seconds, the cheapest set of preserved values is a minimum cut: of what is saved,
+each value is preserved or computed again, and what is computed again needs what it reads, which again is preserved or
+computed. Its linear program has whole numbers for a solution. All prices together give the lower convex hull of seconds
+over bytes (Lagrange's relaxation; the hull is found by halving between two neighbours, as in Aneja and Nair 1979);
+what lies above the hull is had by mixing blocks. Of each set, as many of the first values as one likes may leave; the
+inputs leave together, since a plan says one thing of all of them.
+
+What is written after it was made cannot be preserved: whoever needs it needs its maker and its writers to run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import linprog
+from scipy.sparse import coo_array
+
+from spillway.planning.profile import Again, BlockProfile
+from spillway.planning.tasks import Option, Phase
+from spillway.planning.treatment import treat
+from spillway.records import Decision
+
+ALL = frozenset({"keep", "host", "disk", "recompute"})
+_MOST_SETS = 12
+_PARTS = 5
+"""Of a set, so many parts leave or stay."""
+_SMALL = 4096
+_LARGE = 1e6
+
+
+def menu(block: BlockProfile, *, min_bytes: int, allow: Collection[str] = ALL) -> tuple[Option, ...]:
+    """Ways to treat a block, none of which is worse than another in all that counts.
+
+    Args:
+        block: its profile.
+        min_bytes: what is smaller does not leave.
+        allow: of ``"keep"``, ``"host"``, ``"disk"`` and ``"recompute"``, what may be done. Where nothing else may,
+            values stay.
+    """
+    sets = preserved_sets(block) if "recompute" in allow else [_all_saved(block)]
+    tiers = [
+        decision
+        for name, decision in (("host", Decision.OFFLOAD_HOST), ("disk", Decision.OFFLOAD_DISK))
+        if name in allow
+    ]
+    if not tiers and "keep" not in allow and "recompute" in allow:
+        sets = [frozenset()]
+    found: dict[tuple[Decision, ...], Option] = {}
+    for preserved in sets:
+        for decisions in _spread(block, preserved, tiers, min_bytes, keeps="keep" in allow or not tiers):
+            if decisions not in found:
+                found[decisions] = treat(block, decisions, min_bytes=min_bytes)
+    return _worthwhile(found.values())
+
+
+def _spread(
+    block: BlockProfile, preserved: frozenset[int], tiers: Sequence[Decision], min_bytes: int, *, keeps: bool
+) -> Iterable[tuple[Decision, ...]]:
+    """The set, with nothing, the inputs, or ever more of the first values leaving."""
+    inputs = [number for number, value in enumerate(block.values) if value.is_input]
+    stays = [
+        Decision.KEEP if number in preserved or number in inputs else Decision.RECOMPUTE
+        for number in range(len(block.values))
+    ]
+    candidates = sorted(preserved, key=lambda number: (block.values[number].saved_at or 0, number))
+    leaving = [_made_with(block, number) for number in candidates if block.values[number].nbytes >= min_bytes]
+    if any(block.values[number].nbytes >= min_bytes for number in inputs):
+        leaving.insert(0, tuple(inputs))
+    if keeps or not leaving:
+        yield tuple(stays)
+    sizes = np.cumsum([sum(block.values[number].nbytes for number in numbers) for numbers in leaving])
+    for tier in tiers:
+        decisions = list(stays)
+        told = 0
+        for place, numbers in enumerate(leaving):
+            for number in numbers:
+                decisions[number] = tier
+            is_last = place == len(leaving) - 1
+            if is_last or (keeps and (place == 0 or sizes[place] - told >= sizes[-1] / _PARTS)):
+                told = sizes[place]
+                yield tuple(decisions)
+
+
+def _made_with(block: BlockProfile, number: int) -> tuple[int, ...]:
+    maker = block.values[number].maker
+    return () if maker is None else block.operators[maker].makes
+
+
+def _all_saved(block: BlockProfile) -> frozenset[int]:
+    saved = (number for number, value in enumerate(block.values) if value.saved_at is not None)
+    return frozenset(other for number in saved for other in _made_with(block, number))
+
+
+def preserved_sets(block: BlockProfile) -> list[frozenset[int]]:
+    """Sets of preserved values on the lower hull of seconds over bytes, from all to none."""
+    if not block.operators:
+        return [frozenset()]
+    cut = _Cut(block)
+    dear, cheap = cut.at(cut.dear), cut.at(cut.cheap)
+    found = {cheap.preserved: cheap, dear.preserved: dear}
+    _between(cut, cheap, dear, found)
+    ordered = sorted(found.values(), key=lambda point: -point.nbytes)
+    # To compute all again takes the least there is, even where times are too short for a price.
+    sets = [_all_saved(block), *(point.preserved for point in ordered), frozenset()]
+    # Some of many, evenly.
+    keep = sorted({round(place) for place in np.linspace(0, len(sets) - 1, min(len(sets), _MOST_SETS))})
+    return list(dict.fromkeys(sets[place] for place in keep))
+
+
+@dataclass(frozen=True, slots=True)
+class _Point:
+    seconds: float
+    nbytes: int
+    preserved: frozenset[int]
+
+
+def _between(cut: _Cut, more: _Point, less: _Point, found: dict[frozenset[int], _Point]) -> None:
+    """Add the points of the hull between two that preserve more and less bytes."""
+    if more.nbytes <= less.nbytes or less.seconds <= more.seconds:
+        return
+    price = (less.seconds - more.seconds) / (more.nbytes - less.nbytes)
+    point = cut.at(price)
+    cost = point.seconds + price * point.nbytes
+    if point.preserved in found or cost >= (more.seconds + price * more.nbytes) * (1 - 1e-9):
+        return
+    found[point.preserved] = point
+    _between(cut, more, point, found)
+    _between(cut, point, less, found)
+
+
+class _Cut:
+    """The linear program of NOTE [ Which values are preserved ].
+
+    For each operator, whether its output is needed, and whether it runs for that.
+    """
+
+    def __init__(self, block: BlockProfile) -> None:
+        self._block = block
+        operators = block.operators
+        count = len(operators)
+        # What is always kept costs nothing more.
+        given = [each.again is Again.GIVEN for each in operators]
+        self._bytes = np.array(
+            [
+                0 if given[place] else sum(block.values[number].nbytes for number in each.makes)
+                for place, each in enumerate(operators)
+            ]
+        )
+        self._seconds = np.array([each.seconds for each in operators])
+        rows: list[tuple[int, int]] = []
+        writers: dict[int, list[int]] = {}
+        for place, each in enumerate(operators):
+            for number in each.writes:
+                writers.setdefault(number, []).append(place)
+
+        for place, each in enumerate(operators):
+            # It runs only if it is needed, and then what it reads is needed.
+            rows.append((count + place, place))
+            rows += [
+                (count + place, source)
+                for number in (*each.reads, *each.writes)
+                for source in _sources(block, writers, number, place)
+            ]
+            if each.again is Again.FREE and (each.writes or not writers.keys().isdisjoint(each.makes)):
+                # What was written later on is not what it gave.
+                rows.append((place, count + place))
+        saved = {
+            source
+            for number, value in enumerate(block.values)
+            if value.saved_at is not None and value.maker is not None
+            for source in _sources(block, writers, number, value.saved_at)
+        }
+        self._rows = coo_array(
+            (
+                [sign for _ in rows for sign in (1.0, -1.0)],
+                ([row for row in range(len(rows)) for _ in range(2)], [column for pair in rows for column in pair]),
+            ),
+            shape=(len(rows), 2 * count),
+        ).tocsr()
+        free = [each.again is Again.FREE for each in operators]
+        always = [each.again is Again.ALWAYS for each in operators]
+        self._bounds = [
+            *((1.0 if place in saved or always[place] else 0.0, 1.0) for place in range(count)),
+            *((1.0 if always[place] else 0.0, 0.0 if given[place] else 1.0) for place in range(count)),
+        ]
+        self._free = free
+        self.dear = float(self._seconds.sum()) / _SMALL
+        """A price at which all that can be is computed again, but for what is small."""
+        self.cheap = float(self._seconds.sum()) / (_LARGE * (float(self._bytes.sum()) or 1.0))
+        """A price at which nothing is, and nothing is preserved that nobody wants."""
+
+    def at(self, price: float) -> _Point:
+        """The cheapest set at a price of a byte in seconds."""
+        count = len(self._seconds)
+        unit = float(self._seconds.sum()) or 1.0
+        preserving = price * self._bytes / unit
+        costs = np.concatenate([preserving, self._seconds / unit - preserving])
+        # Of equal sets, the one that runs less.
+        costs[count:] += 1e-9
+        solved = linprog(costs, A_ub=self._rows, b_ub=np.zeros(self._rows.shape[0]), bounds=self._bounds)
+        needed, runs = solved.x[:count] > 0.5, solved.x[count:] > 0.5
+        kept = [place for place in range(count) if needed[place] and not runs[place] and self._free[place]]
+        return _Point(
+            float(self._seconds[runs].sum()),
+            int(sum(self._bytes[place] for place in kept)),
+            frozenset(number for place in kept for number in self._block.operators[place].makes),
+        )
+
+
+def _sources(block: BlockProfile, writers: Mapping[int, Sequence[int]], number: int, before: int) -> list[int]:
+    """Which operators have made a value what it was before a place."""
+    maker = block.values[number].maker
+    written = [place for place in writers.get(number, ()) if place < before]
+    return written if maker is None or maker >= before else [maker, *written]
+
+
+def _worthwhile(options: Iterable[Option]) -> tuple[Option, ...]:
+    """Those that no other one is at least as good as in everything, from the fastest on."""
+    found = sorted(options, key=lambda option: (_figures(option), len(option.backward)))
+    figures = np.array([_figures(option) for option in found])
+    kept: list[int] = []
+    for place in range(len(found)):
+        if not any((figures[other] <= figures[place]).all() for other in kept):
+            kept.append(place)
+    return tuple(found[place] for place in kept)
+
+
+def _figures(option: Option) -> tuple[float, ...]:
+    """What counts: the less the better."""
+    # Where host memory is full, the disk is better than nothing.
+    on_disk = sum(sent.nbytes for task in option.forward for sent in task.sends if sent.on_disk)
+    return (
+        option.rerun_seconds,
+        option.kept_bytes,
+        option.sent_bytes - on_disk,
+        on_disk,
+        max((task.peak_bytes for task in option.forward), default=0),
+        max((task.peak_bytes for task in option.backward if task.phase is Phase.RERUN), default=0),
+    )

@@ -1,0 +1,208 @@
+"""From a profile and a budget to a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from spillway.errors import BudgetError, UsageError
+from spillway.planning.hardware import Hardware
+from spillway.planning.menu import ALL, menu
+from spillway.planning.plan import BlockPlan, Plan, planned_block
+from spillway.planning.profile import BlockProfile, Outside, Profile
+from spillway.planning.solver import Solution, solve
+from spillway.planning.tasks import Option, Phase, Problem, Program, Rates, Task
+from spillway.planning.treatment import treat
+from spillway.records import Decision
+from spillway.units import parse_bytes
+
+_USABLE = 0.95
+"""A plan that needs all of a link waits for each irregularity: this share of it is planned with."""
+_SECONDS = 0.6
+"""What solving may take, of work, for each window."""
+MIN_WINDOW = 32 << 20
+
+
+def make_plan(
+    profile: Profile,
+    hardware: Hardware,
+    *,
+    budget: int | str,
+    window: int | str,
+    may_grow: bool = False,
+    host_budget: int | str | None = None,
+    disk_budget: int | str | None = None,
+    allow: Collection[str] = ALL,
+    active: int = 1,
+) -> Plan:
+    """The plan with the shortest step within a budget.
+
+    Args:
+        profile: of a step.
+        hardware: what the machine can do.
+        window: bytes that may be on their way at once, at most. A smaller window leaves more to other things, and may
+            be better: a half and a quarter of it are tried, too.
+        may_grow: whether twice and four times the window are tried, where single tensors are so large.
+        budget: bytes that may be allocated on the device, or a size like ``"40GiB"``.
+        host_budget: bytes of host memory that may be used. ``None``: any.
+        disk_budget: bytes of disk. ``None``: any.
+        allow: what may be done with what is saved.
+        active: how many devices of the machine copy at the same time.
+
+    Raises:
+        BudgetError: where no plan is within the budget: it names the least one.
+        UsageError: for arguments that cannot be meant.
+    """
+    most = parse_bytes(window, what="window")
+    best: Plan | None = None
+    tried = problem_of(
+        profile,
+        usable_rates(hardware, most, active=active),
+        budget=parse_bytes(budget, what="budget"),
+        host_budget=None if host_budget is None else parse_bytes(host_budget, what="host_budget"),
+        disk_budget=None if disk_budget is None else parse_bytes(disk_budget, what="disk_budget"),
+        allow=allow,
+    )
+    refused: BudgetError | None = None
+    for size in _windows(profile, most, may_grow=may_grow):
+        problem = replace(tried, rates=usable_rates(hardware, size, active=active))
+        try:
+            found = plan_of(profile, problem, solve(problem, seconds=_SECONDS))
+        except BudgetError as error:
+            refused = error if refused is None or error.least < refused.least else refused
+            continue
+        if best is None or found.predicted_seconds < best.predicted_seconds:
+            best = found
+        if not best.sent_bytes and not best.rerun_seconds:
+            # All may stay, and no window is needed.
+            break
+    if best is None:
+        assert refused is not None
+        raise refused
+    return best
+
+
+def _windows(profile: Profile, window: int, *, may_grow: bool) -> list[int]:
+    """What is tried: the window itself first."""
+    smaller = (max(window // share, min(window, MIN_WINDOW)) for share in (1, 2, 4))
+    largest = max(
+        (value.nbytes for kind in profile.kinds for value in kind.values if value.maker is not None), default=0
+    )
+    # A tensor that fills the window leaves alone, and what comes after it waits.
+    larger = (window * times for times in (2, 4) if may_grow and window * times // 2 < 2 * largest)
+    return list(dict.fromkeys((*smaller, *larger)))
+
+
+def usable_rates(hardware: Hardware, window: int, *, active: int = 1) -> Rates:
+    """What may be planned with."""
+    rates = hardware.rates(window, active=active)
+    return replace(
+        rates,
+        out=rates.out * _USABLE,
+        back=rates.back * _USABLE,
+        disk_write=rates.disk_write * _USABLE,
+        disk_read=rates.disk_read * _USABLE,
+    )
+
+
+def check_allow(allow: object) -> None:
+    """Raise :class:`~spillway.errors.UsageError` for what does not say what may be done."""
+    if isinstance(allow, str) or not isinstance(allow, Collection) or not allow or not set(allow) <= ALL:
+        raise UsageError(f"allow: got {allow!r}, expected a collection of at least one of {sorted(ALL)!r}")
+
+
+def problem_of(
+    profile: Profile,
+    rates: Rates,
+    *,
+    budget: int,
+    host_budget: int | None = None,
+    disk_budget: int | None = None,
+    allow: Collection[str] = ALL,
+) -> Problem:
+    """What there is to solve: each block with its options."""
+    check_allow(allow)
+    menus: list[tuple[Option, ...]] = [menu(kind, min_bytes=profile.min_bytes, allow=allow) for kind in profile.kinds]
+    return Problem(
+        static_bytes=profile.static_bytes,
+        before=(_outside("before the blocks", profile.before),),
+        names=tuple(call.name for call in profile.calls),
+        options=tuple(menus[call.kind] for call in profile.calls),
+        middle=(_outside("head and loss", profile.middle),),
+        after=(_outside("after the blocks", profile.after),),
+        rates=rates,
+        budget=budget,
+        host_budget=host_budget,
+        disk_budget=disk_budget,
+    )
+
+
+def plan_of(profile: Profile, problem: Problem, solution: Solution) -> Plan:
+    """A solution in words."""
+    timeline = solution.timeline
+    options = [each[number] for each, number in zip(problem.options, solution.chosen, strict=True)]
+    return Plan(
+        model=profile.model,
+        device=profile.device,
+        budget=problem.budget,
+        window=problem.rates.window,
+        predicted_peak=timeline.peak_bytes,
+        predicted_seconds=timeline.seconds,
+        stall_seconds=timeline.stall_seconds,
+        peak_task=timeline.peak_task,
+        host_bytes=timeline.host_bytes,
+        disk_bytes=timeline.disk_bytes,
+        blocks=tuple(
+            planned_block(call.name, profile.kinds[call.kind], option)
+            for call, option in zip(profile.calls, options, strict=True)
+        ),
+        method=solution.method,
+        bound_seconds=solution.bound_seconds,
+    )
+
+
+def program_of(profile: Profile, plan: Plan) -> Program:
+    """The step that a plan makes of a profile.
+
+    Raises:
+        UsageError: if the plan is of another model.
+    """
+    if [block.name for block in plan.blocks] != [call.name for call in profile.calls]:
+        raise UsageError(
+            f"plan: got one for {plan.model} with {len(plan.blocks)} blocks, expected the {len(profile.calls)} of the "
+            f"profile of {profile.model}; make a plan of this profile"
+        )
+    options = tuple(
+        (treat(profile.kinds[call.kind], _decisions(profile.kinds[call.kind], block), min_bytes=profile.min_bytes),)
+        for call, block in zip(profile.calls, plan.blocks, strict=True)
+    )
+    problem = replace(_EMPTY, names=tuple(call.name for call in profile.calls), options=options)
+    return replace(
+        problem,
+        static_bytes=profile.static_bytes,
+        before=(_outside("before the blocks", profile.before),),
+        middle=(_outside("head and loss", profile.middle),),
+        after=(_outside("after the blocks", profile.after),),
+    ).program([0] * len(options))
+
+
+_EMPTY = Problem(0, (), (), (), (), (), Rates(1.0, 1.0, 1.0, 1.0, 1), 0)
+
+
+def _decisions(block: BlockProfile, planned: BlockPlan) -> list[Decision]:
+    """For each value of a block, what its plan says."""
+    rest = Decision.KEEP if planned.plain else Decision.RECOMPUTE
+    decisions = [planned.inputs if value.is_input else rest for value in block.values]
+    for each in planned.operators:
+        if each.place >= len(block.operators) or block.operators[each.place].name != each.operator:
+            raise UsageError(
+                f"plan: got {each.operator} as operator {each.place} of {planned.name!r}, which is another one in the "
+                f"profile, expected a plan of this profile"
+            )
+        for number in block.operators[each.place].makes:
+            decisions[number] = each.decision
+    return decisions
+
+
+def _outside(name: str, outside: Outside) -> Task:
+    return Task(name, Phase.OUTSIDE, outside.seconds, peak_bytes=outside.peak_bytes, change_bytes=outside.change_bytes)

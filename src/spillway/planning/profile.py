@@ -1,0 +1,216 @@
+"""What a step was measured to do: the operators of each kind of block, and times and bytes around them.
+
+NOTE [ What is counted where ]
+
+A block's input is the output of what came before it, and counts there: the block itself decides only how long it is
+held. *Level* is what is allocated without what the lanes carry, and without what blocks hold from their forward to
+their backward; how that moves is measured while blocks hold nothing but their inputs, which are away.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from pydantic import ConfigDict, TypeAdapter
+
+from spillway.planning.files import STRICT, Count, Seconds, is_none, read_file, read_json, write_file
+from spillway.units import format_bytes
+
+SCHEMA = 1
+
+
+class Again(enum.Enum):
+    """What a re-run has to do with an operator."""
+
+    FREE = "free"
+    """It may be handed what it gave, and need not run if nobody wants that."""
+    VIEW = "view"
+    """It computes nothing, and runs."""
+    ALWAYS = "always"
+    """It runs: it writes in place, or makes what is not a plain new tensor, or a constant."""
+    GIVEN = "given"
+    """What it gave is always kept: shapes or the host hang on it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A storage that the operators of a block read or make."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    nbytes: Count
+    maker: Count | None
+    """The operator that makes it; ``None``: it comes from outside."""
+    is_input: bool = False
+    """Whether it is an input of the block that nothing else holds."""
+    saved_at: Count | None = None
+    """How many operators had run when autograd saved it first; ``None``: it does not."""
+    dies_at: Count = 0
+    """How many operators had run when the block's own code held it no more. One more than there are: it outlives."""
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorProfile:
+    """An operator of a block."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    name: str
+    seconds: Seconds
+    reads: tuple[Count, ...]
+    """Numbers of values."""
+    makes: tuple[Count, ...]
+    writes: tuple[Count, ...] = ()
+    again: Again = Again.FREE
+    workspace_bytes: Count = 0
+    """Allocated while it runs, beyond what it makes."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockProfile:
+    """A kind of block. Times are those of one call."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    kind: str
+    operators: tuple[OperatorProfile, ...]
+    values: tuple[Value, ...]
+    forward_seconds: Seconds
+    backward_seconds: Seconds
+    """Without re-runs."""
+    backward_peak_bytes: Count
+    """Most that is allocated in its backward beyond what was at its begin, when all that it saved is there."""
+    rerun_factor: Seconds
+    """What a re-run takes, for each second that its operators took in forward."""
+    backward_change_bytes: int
+    """By how much the level has risen when its backward has ended: gradients of its parameters, mostly."""
+
+    @property
+    def saved_bytes(self) -> int:
+        """What autograd saves of it."""
+        return sum(value.nbytes for value in self.values if value.saved_at is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class Outside:
+    """A part of a step that is no block's."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    seconds: Seconds
+    peak_bytes: Count
+    """Most that is allocated in it, beyond the level at its begin."""
+    change_bytes: int
+    """By how much the level has risen at its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCall:
+    """One call of a block in a step."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    name: str
+    """The module's."""
+    kind: Count
+    """Its place in :attr:`Profile.kinds`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """What one step was measured to do."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    model: str
+    """Class of the model."""
+    device: str
+    kinds: tuple[BlockProfile, ...]
+    calls: tuple[BlockCall, ...]
+    """In the order of the forward."""
+    static_bytes: Count
+    """Allocated when the step begins."""
+    before: Outside
+    """From the begin of the forward to the first block."""
+    middle: Outside
+    """From the end of the last block's forward to the begin of its backward: head and loss."""
+    after: Outside
+    """From the end of the first block's backward to the begin of the next step: the optimizer."""
+    min_bytes: Count
+    """What is smaller does not leave."""
+    schema: int = SCHEMA
+
+    def to_json(self) -> str:
+        """As JSON, with the schema's version."""
+        return _PROFILE.dump_json(self, indent=1).decode()
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Self:
+        """The profile that :meth:`to_json` wrote.
+
+        Raises:
+            UsageError: for anything else.
+        """
+        found: Self = read_json(_PROFILE, text, "profile", SCHEMA)
+        for place, kind in enumerate(found.kinds):
+            _check_numbers(kind, f"kinds.{place}")
+        for place, call in enumerate(found.calls):
+            _check_below(call.kind, len(found.kinds), f"calls.{place}.kind", "kinds")
+        return found
+
+    def save(self, path: str | Path) -> None:
+        """Write it to a file.
+
+        Raises:
+            UsageError: if there can be no such file.
+        """
+        write_file(path, self.to_json())
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read it from a file; raises as :meth:`from_json` does, and where there is no such file."""
+        return cls.from_json(read_file(path, "Profile"))
+
+    @property
+    def saved_bytes(self) -> int:
+        """What autograd saves of all blocks."""
+        return sum(self.kinds[call.kind].saved_bytes for call in self.calls)
+
+    def __str__(self) -> str:
+        kinds = f"{len(self.kinds)} kind{'s' if len(self.kinds) > 1 else ''}"
+        return (
+            f"{self.model} on {self.device}: {len(self.calls)} blocks of {kinds} save "
+            f"{format_bytes(self.saved_bytes)}, beside {format_bytes(self.static_bytes)} that are always there"
+        )
+
+
+def _check_numbers(block: BlockProfile, where: str) -> None:
+    """That what numbers stand for is there."""
+    for place, each in enumerate(block.operators):
+        for name in ("reads", "makes", "writes"):
+            for number in getattr(each, name):
+                _check_below(number, len(block.values), f"{where}.operators.{place}.{name}", "values")
+        for number in each.makes:
+            if block.values[number].maker != place:
+                raise is_none(
+                    "profile", f"{where}.values.{number}.maker", f"not {place}, which makes it by its own word", SCHEMA
+                )
+    for number, value in enumerate(block.values):
+        if value.maker is not None:
+            maker = f"{where}.values.{number}.maker"
+            _check_below(value.maker, len(block.operators), maker, "operators")
+            if number not in block.operators[value.maker].makes:
+                raise is_none("profile", maker, f"{value.maker}, which does not make it by its own word", SCHEMA)
+        if value.saved_at is not None:
+            _check_below(value.saved_at, len(block.operators) + 1, f"{where}.values.{number}.saved_at", "operators")
+
+
+def _check_below(number: int, count: int, place: str, what: str) -> None:
+    if number >= count:
+        raise is_none("profile", place, f"{number}, where there are {count} {what}", SCHEMA)
+
+
+_PROFILE: TypeAdapter[Any] = TypeAdapter(Profile)

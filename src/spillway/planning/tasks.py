@@ -1,0 +1,163 @@
+"""What a step does, in order: tasks of the compute lane, and what leaves and comes back beside them.
+
+NOTE [ Whose bytes are whose ]
+
+A task's ``change_bytes`` are what is allocated when it ends, beyond what was when it began: parameters' gradients,
+activations that stay, and what is about to leave. From there on the lanes account for what they carry: a storage that
+leaves is taken off when the window lets go of it, is counted again when its copy back is queued, and is taken off when
+it is dropped. A storage that never leaves is taken off by the ``change_bytes`` of the task that frees it.
+
+NOTE [ Program order ]
+
+The host runs far ahead of the device, and memory is given and taken by the host: so windows are counted in the order of
+tasks, not in time. A storage is let go where a later one needs its room in the window (compute then waits for its
+copy), and not when its copy happens to be done. A copy back is queued where an earlier one was taken, and starts when
+compute has got there.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from spillway.records import Decision
+
+
+class Phase(enum.Enum):
+    """What a task is a part of."""
+
+    FORWARD = "forward"
+    RERUN = "rerun"
+    BACKWARD = "backward"
+    OUTSIDE = "outside"
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A storage that begins to leave."""
+
+    key: int
+    """Names it in its program."""
+    nbytes: int
+    on_disk: bool = False
+    """Whether it goes to the disk, and not to host memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Work of the compute lane. See the notes at the top of this file."""
+
+    name: str
+    phase: Phase
+    seconds: float
+    peak_bytes: int = 0
+    """Most bytes that are allocated while it runs, beyond those when it begins."""
+    change_bytes: int = 0
+    """Bytes that are allocated when it has ended, beyond those when it began. Before its ``drops``."""
+    sends: tuple[Sent, ...] = ()
+    """What begins to leave when it has ended, in order."""
+    takes: tuple[int, ...] = ()
+    """Keys of what must be on the device before it begins, in the order in which it is asked for. A key may be taken
+    again later on."""
+    drops: tuple[int, ...] = ()
+    """Keys that nobody wants any more when it has ended."""
+
+    def shifted(self, prefix: str, by: int) -> Task:
+        """The same task of another block: names begin with ``prefix``, keys are counted from ``by`` on."""
+        return replace(
+            self,
+            name=f"{prefix}{self.name}",
+            sends=tuple(replace(sent, key=sent.key + by) for sent in self.sends),
+            takes=tuple(key + by for key in self.takes),
+            drops=tuple(key + by for key in self.drops),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One way to treat a block, and what it comes to. Keys count the block's values from 0."""
+
+    decisions: tuple[Decision, ...]
+    """For each value of the block."""
+    forward: tuple[Task, ...]
+    backward: tuple[Task, ...]
+    """Re-runs, and the backward itself."""
+
+    @property
+    def kept_bytes(self) -> int:
+        """What the device holds for it from the end of its forward to its backward, when all that leaves has left."""
+        return sum(task.change_bytes for task in self.forward) - self.sent_bytes
+
+    @property
+    def sent_bytes(self) -> int:
+        """What leaves."""
+        return sum(sent.nbytes for task in self.forward for sent in task.sends)
+
+    @property
+    def rerun_seconds(self) -> float:
+        """What is computed again."""
+        return sum(task.seconds for task in self.backward if task.phase is Phase.RERUN)
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What the lanes carry in a second, and how much may be on its way."""
+
+    out: float
+    """Bytes from the device to host memory in a second."""
+    back: float
+    """Bytes from host memory to the device in a second."""
+    disk_write: float
+    """Bytes to the disk in a second."""
+    disk_read: float
+    """Bytes from the disk in a second."""
+    window: int
+    """Bytes that may be LEAVING at once, and as many that may be fetched ahead."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A step whose blocks can be treated in several ways.
+
+    The order of a step is: ``before``, the forwards of the blocks, ``middle`` (head, loss and their backward), the
+    backwards of the blocks from the last to the first, ``after`` (the backward of what comes before the blocks, and
+    the optimizer).
+    """
+
+    static_bytes: int
+    """Allocated when the step begins: parameters, optimizer state."""
+    before: tuple[Task, ...]
+    names: tuple[str, ...]
+    """Of the blocks."""
+    options: tuple[tuple[Option, ...], ...]
+    """For each block. Blocks of one signature share one tuple, the very same object."""
+    middle: tuple[Task, ...]
+    after: tuple[Task, ...]
+    rates: Rates
+    budget: int
+    """Bytes that may be allocated on the device at most."""
+    host_budget: int | None = None
+    disk_budget: int | None = None
+
+    def program(self, chosen: Iterable[int]) -> Program:
+        """The step with an option for each block, by its number."""
+        options = [each[number] for each, number in zip(self.options, chosen, strict=True)]
+        # Each block's keys are its own.
+        first = [0]
+        for option in options:
+            first.append(first[-1] + len(option.decisions))
+        forward: list[Task] = []
+        backward: list[Task] = []
+        for name, option, by in zip(self.names, options, first, strict=False):
+            forward += [task.shifted(f"{name} ", by) for task in option.forward]
+            backward[:0] = [task.shifted(f"{name} ", by) for task in option.backward]
+        return Program(self.static_bytes, (*self.before, *forward, *self.middle, *backward, *self.after))
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A whole step."""
+
+    static_bytes: int
+    tasks: tuple[Task, ...]

@@ -1,0 +1,283 @@
+"""The simulated step: what each lane does when, and how many bytes each tier holds.
+
+NOTE [ The simulated step ]
+
+Compute has a clock, and a lane is known by when it is free: it does one thing after the other, in the order in which
+the program asks for them. So one walk through the tasks says when everything happens, with no queue of events: each
+thing begins when its lane is free and what it waits for has ended, and both are known by then.
+
+- Before a task, what it takes is brought in. What is AWAY is fetched where nobody did so before, and compute waits for
+  it. What is on the device is not waited for: also what is LEAVING, which stays then. After each take as much as the
+  window has room for is fetched ahead, in the order in which it will be taken. No copy back begins before compute has
+  got to the place where it was asked for: its destination may be memory that earlier work uses.
+- After a task, its sends each make room in the window: compute waits for the oldest copies, and their bytes are let go
+  of. The copies themselves wait for the task, not for those waits.
+- The disk takes part in both: a storage that goes there is copied to host memory and then written, and is let go of
+  when it is written; on its way back it is read and then copied.
+
+What the windows do depends on no clock, and what becomes of a storage is known before the walk: see
+NOTE [ Bytes before seconds ] in ``fates.py``.
+"""
+
+from __future__ import annotations
+
+import enum
+import heapq
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+from spillway.errors import UsageError
+from spillway.planning.fates import NEVER, Fates
+from spillway.planning.tasks import Program, Rates, Task
+
+
+class Lane(enum.Enum):
+    """A queue of work. See the glossary in ``docs/how-it-works.md``."""
+
+    COMPUTE = "compute"
+    OUT = "out"
+    BACK = "back"
+    DISK = "disk"
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """What a lane does for a while, in seconds from the begin of the step."""
+
+    lane: Lane
+    name: str
+    start: float
+    end: float
+    reason: str = ""
+    """Of a wait of the compute lane: what it waits for. ``""``: it works."""
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """Bytes on each tier at an instant, in program order."""
+
+    seconds: float
+    device: int
+    host: int
+    disk: int
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """The simulated step."""
+
+    seconds: float
+    """From its begin to the end of its last task."""
+    stall_seconds: float
+    """Of these, what compute waited for the lanes."""
+    peak_bytes: int
+    """Most bytes on the device at once, static ones included."""
+    peak_task: str
+    """The first task in which that is."""
+    host_bytes: int
+    """Most bytes in host memory at once."""
+    disk_bytes: int
+    spans: tuple[Span, ...] = ()
+    """Of all lanes, by their start. Only where asked for."""
+    levels: tuple[Level, ...] = ()
+    """Only where asked for."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Its figures, without spans and levels."""
+        names = ("seconds", "stall_seconds", "peak_bytes", "peak_task", "host_bytes", "disk_bytes")
+        return {name: getattr(self, name) for name in names}
+
+
+def simulate_program(program: Program, rates: Rates, *, spans: bool = False) -> Timeline:
+    """Simulate a step.
+
+    Its seconds count the waits for the window after the last task, but no copy that nobody waits for. A storage counts
+    in host memory, or on the disk, from when its copy is queued until it is dropped; the buffers in host memory through
+    which bytes get to the disk do not count.
+
+    Args:
+        program: the step.
+        rates: what the lanes carry, and the window.
+        spans: also say what each lane does when, and what each tier holds when. While a task runs, its level is the
+            most that it needs.
+
+    Raises:
+        UsageError: if a rate or the window is not positive, or the program is none: see :meth:`Fates.of`.
+    """
+    for name in ("out", "back", "disk_write", "disk_read", "window"):
+        value = getattr(rates, name)
+        # Said this way round, it also refuses what is not a number.
+        if not value > 0:
+            raise UsageError(f"rates: {name}: got {value}, expected more than 0; measure it again")
+    walk = _Walk(Fates.of(program, rates.window), program.static_bytes, rates, spans)
+    for task in program.tasks:
+        walk.visit(task)
+    return walk.timeline()
+
+
+class _Queue:
+    """A lane of copies: when it is free, in seconds from the begin of the step."""
+
+    __slots__ = ("_free", "_lane", "_spans")
+
+    def __init__(self, lane: Lane, spans: list[Span] | None) -> None:
+        self._lane = lane
+        self._spans = spans
+        self._free = 0.0
+
+    def run(self, name: str, ready: float, seconds: float) -> float:
+        """Do something as soon as it is ready and the lane is free; when that has ended."""
+        start = ready if ready > self._free else self._free
+        self._free = end = start + seconds
+        if self._spans is not None:
+            self._spans.append(Span(self._lane, name, start, end))
+        return end
+
+
+class _Walk:
+    """One walk through a program. See NOTE [ The simulated step ]."""
+
+    def __init__(self, fates: Fates, static_bytes: int, rates: Rates, spans: bool) -> None:
+        self._fates = fates
+        self._rates = rates
+        self._spans: list[Span] | None = [] if spans else None
+        self._out = _Queue(Lane.OUT, self._spans)
+        self._back = _Queue(Lane.BACK, self._spans)
+        self._disk = _Queue(Lane.DISK, self._spans)
+        self._now = 0.0
+        self._stall = 0.0
+        self._device, self._host, self._stored = static_bytes, 0, 0
+        self._peak = static_bytes
+        self._peak_task: str | None = None
+        self._most_host = self._most_stored = 0
+        # By number, the next five.
+        count = len(fates.sent)
+        self._next = 0
+        self._left_at = [0.0] * count
+        self._away = [False] * count
+        """It is not on the device, or is RETURNING."""
+        self._back_at: list[float | None] = [None] * count
+        """When its copy back ends, if one is queued."""
+        self._numbers: dict[int, int] = {}
+        """What keys stand for at this place of the program."""
+        self._wanted: list[int] = []
+        """A heap: turns of what is AWAY with no copy back queued, and will be taken."""
+        self._returning_bytes = 0
+        self._levels: list[Level] | None = [] if spans else None
+        self._note_level()
+
+    def visit(self, task: Task) -> None:
+        """One task, with all that comes before and after it."""
+        for key in task.takes:
+            if key in self._numbers:
+                self._take(self._numbers[key], task.name)
+        begin, before = self._now, self._device
+        self._now = end = begin + task.seconds
+        self._device = before + task.change_bytes
+        most = before + max(task.peak_bytes, task.change_bytes)
+        if most > self._peak or self._peak_task is None:
+            self._peak, self._peak_task = most, task.name
+        if self._levels is not None and self._spans is not None:
+            self._levels.append(Level(begin, before + task.peak_bytes, self._host, self._stored))
+            self._spans.append(Span(Lane.COMPUTE, task.name, begin, end))
+            self._note_level()
+        for _ in task.sends:
+            self._send(end, task.name)
+        for key in task.drops:
+            if key in self._numbers:
+                self._drop(self._numbers.pop(key))
+
+    def timeline(self) -> Timeline:
+        """All that came of it."""
+        return Timeline(
+            seconds=self._now,
+            stall_seconds=self._stall,
+            peak_bytes=self._peak,
+            peak_task=self._peak_task or "",
+            host_bytes=self._most_host,
+            disk_bytes=self._most_stored,
+            # What a lane does at one instant stays in order.
+            spans=tuple(sorted(self._spans or (), key=attrgetter("start"))),
+            levels=tuple(self._levels or ()),
+        )
+
+    def _take(self, number: int, task: str) -> None:
+        if self._away[number]:
+            back_at = self._back_at[number]
+            if back_at is None:
+                # All that was to be taken earlier was, so this one's turn is next.
+                heapq.heappop(self._wanted)
+                back_at = self._fetch(number)
+            sent = self._fates.sent[number]
+            self._wait(back_at, "disk" if sent.on_disk else "back", task)
+            self._away[number] = False
+            self._returning_bytes -= sent.nbytes
+        wanted, fates = self._wanted, self._fates
+        while wanted:
+            ahead = fates.taken[wanted[0]]
+            if self._returning_bytes + fates.sent[ahead].nbytes > self._rates.window:
+                break
+            heapq.heappop(wanted)
+            self._fetch(ahead)
+
+    def _fetch(self, number: int) -> float:
+        """Queue a copy back; when it ends."""
+        sent, name, ready = self._fates.sent[number], self._fates.senders[number], self._now
+        if sent.on_disk:
+            ready = self._disk.run(name, ready, sent.nbytes / self._rates.disk_read)
+        self._back_at[number] = back_at = self._back.run(name, ready, sent.nbytes / self._rates.back)
+        self._returning_bytes += sent.nbytes
+        self._device += sent.nbytes
+        self._note_level()
+        return back_at
+
+    def _send(self, ready: float, task: str) -> None:
+        """The next storage leaves, which is written at ``ready``."""
+        fates, number = self._fates, self._next
+        self._next += 1
+        for oldest in fates.room[number]:
+            self._wait(self._left_at[oldest], "out", task)
+            self._away[oldest] = True
+            if fates.turns[oldest] != NEVER:
+                heapq.heappush(self._wanted, fates.turns[oldest])
+            self._device -= fates.sent[oldest].nbytes
+            self._note_level()
+        sent = fates.sent[number]
+        self._numbers[sent.key] = number
+        if fates.reused[number]:
+            return
+        left_at = self._out.run(task, ready, sent.nbytes / self._rates.out)
+        if sent.on_disk:
+            left_at = self._disk.run(task, left_at, sent.nbytes / self._rates.disk_write)
+        self._left_at[number] = left_at
+        self._count(number, sent.nbytes)
+        self._note_level()
+
+    def _drop(self, number: int) -> None:
+        nbytes = self._fates.sent[number].nbytes
+        if not self._away[number]:
+            self._device -= nbytes
+        if not self._fates.reused[number]:
+            self._count(number, -nbytes)
+        self._note_level()
+
+    def _count(self, number: int, nbytes: int) -> None:
+        """So many bytes more where the storage goes."""
+        if self._fates.sent[number].on_disk:
+            self._stored += nbytes
+            self._most_stored = max(self._most_stored, self._stored)
+        else:
+            self._host += nbytes
+            self._most_host = max(self._most_host, self._host)
+
+    def _wait(self, until: float, reason: str, task: str) -> None:
+        if until > self._now:
+            self._stall += until - self._now
+            if self._spans is not None:
+                self._spans.append(Span(Lane.COMPUTE, task, self._now, until, reason))
+            self._now = until
+
+    def _note_level(self) -> None:
+        if self._levels is not None:
+            self._levels.append(Level(self._now, self._device, self._host, self._stored))

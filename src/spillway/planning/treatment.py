@@ -1,0 +1,191 @@
+"""What one set of decisions about a block comes to: its tasks in forward and backward.
+
+NOTE [ When what happens ]
+
+A saved storage leaves when the operator that saved it has returned; what is only handed in leaves when the block has
+ended. In backward, work is taken to be spread over operators as it is in forward. A re-run comes when the first storage
+is asked for that it makes, and makes all of them.
+
+What has been sent is on the device for as long as the block's own code holds it, whether or not the window has let go
+of it: it is counted for both, which is too much as long as it is on its way.
+
+NOTE [ Outputs that are saved ]
+
+Whoever takes a block's output lets go of it, and counts it off then. If the block has saved it, it is still there: so
+it is counted once more for the block that holds it. Where both hold it, that is once too often: what is predicted too
+high fits, what is predicted too low does not.
+
+NOTE [ What is free ]
+
+A copy that is hidden costs next to nothing, but not nothing: so that of two plans of the same time the one is taken
+that moves less, a byte that leaves costs the hundredth part of what the link needs for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from itertools import accumulate, pairwise
+
+from spillway.planning.outcome import Outcome, as_planned, leaves_at
+from spillway.planning.profile import BlockProfile
+from spillway.planning.tasks import Option, Phase, Sent, Task
+from spillway.records import Decision
+
+_SECONDS_A_BYTE = 2e-13
+"""See NOTE [ What is free ]."""
+
+
+def treat(block: BlockProfile, decisions: Sequence[Decision], *, min_bytes: int) -> Option:
+    """The tasks of a block that is treated so.
+
+    Args:
+        block: its profile.
+        decisions: for each of its values. Those about values from outside that are no inputs do not count; of what one
+            operator makes, the first counts; of inputs, the first that leaves. What comes of them is the option's
+            ``decisions``: see NOTE [ What a plan can say ] in ``outcome.py``.
+        min_bytes: what is smaller stays where it was to leave.
+    """
+    said = as_planned(block, decisions, min_bytes)
+    outcome = Outcome.of(block, said, min_bytes)
+    return Option(tuple(said), _forward(block, outcome), _backward(block, outcome))
+
+
+def _levels(
+    block: BlockProfile, held: Collection[int], given: Collection[int], runs: Collection[int], count: int
+) -> tuple[list[int], list[int]]:
+    """Bytes that are allocated after each number of operators, and the most within each operator.
+
+    Args:
+        block: whose operators are gone through.
+        held: values that live on.
+        given: values that are there already, and are not counted.
+        runs: operators that compute, and so need their workspace.
+        count: how many operators.
+    """
+    rise = [0] * (len(block.operators) + 2)
+    for number, value in enumerate(block.values):
+        if value.maker is None or number in given:
+            continue
+        rise[value.maker] += value.nbytes
+        dies_at = max(value.dies_at, value.maker + 1)
+        if number not in held and dies_at < len(rise):
+            rise[dies_at] -= value.nbytes
+    # What dies at a place is gone before the operator there makes anything.
+    made = [
+        sum(block.values[number].nbytes for number in each.makes if number not in given) for each in block.operators
+    ]
+    level, levels, peaks = 0, [0], []
+    for place in range(count):
+        level += rise[place]
+        peaks.append(level + (block.operators[place].workspace_bytes if place in runs else 0))
+        following = rise[place + 1] - (made[place + 1] if place + 1 < len(made) else 0)
+        levels.append(level + following)
+    return levels, peaks
+
+
+def _forward(block: BlockProfile, outcome: Outcome) -> tuple[Task, ...]:
+    values, count = block.values, len(block.operators)
+    held = outcome.stays | outcome.leaves.keys()
+    levels, peaks = _levels(block, held, (), range(count), count)
+    for number in outcome.leaves:
+        for place in range(leaves_at(block, number), min(values[number].dies_at, count)):
+            peaks[place] += values[number].nbytes
+    cuts = sorted({0, count, *(leaves_at(block, number) for number in outcome.leaves)})
+    seconds = _seconds(block)
+    tasks = []
+    for start, end in list(pairwise(cuts)) or [(0, 0)]:
+        change = levels[end] - levels[start]
+        if end == count:
+            # Who called the block lets go of its inputs, and of its outputs later on.
+            change -= sum(value.nbytes for number, value in enumerate(values) if value.is_input and number not in held)
+            change += sum(values[number].nbytes for number in held if _outlives(block, number))
+        sends = tuple(
+            Sent(number, values[number].nbytes, on_disk)
+            for number, on_disk in outcome.leaves.items()
+            if leaves_at(block, number) == end
+        )
+        leaving = sum(sent.nbytes for sent in sends)
+        tasks.append(
+            Task(
+                "forward",
+                Phase.FORWARD,
+                seconds=(sum(seconds[start:end]) if count else block.forward_seconds) + _SECONDS_A_BYTE * leaving,
+                peak_bytes=max(max(peaks[start:end], default=0) - levels[start], change),
+                change_bytes=change,
+                sends=sends,
+            )
+        )
+    return tuple(tasks)
+
+
+def _outlives(block: BlockProfile, number: int) -> bool:
+    """Whether the block made it, and gave it away. See NOTE [ Outputs that are saved ]."""
+    return block.values[number].maker is not None and block.values[number].dies_at > len(block.operators)
+
+
+def _seconds(block: BlockProfile) -> list[float]:
+    """What each operator takes, so that together they take what was measured of the whole."""
+    total = sum(each.seconds for each in block.operators)
+    if not total:
+        # Nothing is known of any.
+        return [block.forward_seconds / len(block.operators) for _ in block.operators]
+    return [block.forward_seconds * (each.seconds / total) for each in block.operators]
+
+
+def _backward(block: BlockProfile, outcome: Outcome) -> tuple[Task, ...]:
+    values, count = block.values, len(block.operators)
+    weights = [each.seconds for each in block.operators]
+    if not any(weights):
+        weights = [1.0] * count
+    done = list(accumulate(weights, initial=0.0))
+    wanted_at = {
+        number: min((value.saved_at if value.saved_at is not None else 0) + 1, count)
+        for number, value in enumerate(values)
+    }
+    rerun_at = max((wanted_at[number] for number in outcome.again), default=None)
+    cuts = {count, 0, *(wanted_at[number] for number in outcome.leaves if values[number].saved_at is not None)}
+    if rerun_at is not None:
+        cuts.add(rerun_at)
+    places = sorted(cuts, reverse=True)
+    tasks: list[Task] = []
+    freed: set[int] = set()
+    for start, end in list(pairwise(places)) or [(0, 0)]:
+        if start == rerun_at:
+            tasks.append(_rerun(block, outcome))
+        takes = tuple(
+            number
+            for number in sorted(outcome.leaves, key=lambda number: -wanted_at[number])
+            if values[number].saved_at is not None and wanted_at[number] == start
+        )
+        over = {
+            number
+            for number in (*outcome.stays, *outcome.leaves, *outcome.again)
+            if number not in freed and (end == 0 or (values[number].saved_at is not None and wanted_at[number] > end))
+        }
+        freed |= over
+        change = -sum(values[number].nbytes for number in over if number not in outcome.leaves)
+        tasks.append(
+            Task(
+                "backward",
+                Phase.BACKWARD,
+                seconds=block.backward_seconds * ((done[start] - done[end]) / done[-1] if count else 1.0),
+                peak_bytes=block.backward_peak_bytes,
+                change_bytes=change + (block.backward_change_bytes if end == 0 else 0),
+                takes=takes,
+                drops=tuple(number for number in outcome.leaves if number in over),
+            )
+        )
+    return tuple(tasks)
+
+
+def _rerun(block: BlockProfile, outcome: Outcome) -> Task:
+    values, seconds = block.values, _seconds(block)
+    _, peaks = _levels(block, outcome.again, outcome.given, outcome.runs, outcome.reach)
+    return Task(
+        "again",
+        Phase.RERUN,
+        seconds=block.rerun_factor * sum(seconds[place] for place in sorted(outcome.runs)),
+        peak_bytes=max(peaks, default=0),
+        change_bytes=sum(values[number].nbytes for number in outcome.again),
+        takes=tuple(number for number in outcome.leaves if number in outcome.given),
+    )

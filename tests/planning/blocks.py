@@ -1,0 +1,233 @@
+"""Blocks for tests: real ones, recorded on the CPU, and random ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+
+import torch
+from hypothesis import strategies as st
+from torch import nn
+
+import spillway
+from spillway.planning.profile import Again, BlockCall, BlockProfile, OperatorProfile, Outside, Profile, Value
+from spillway.profiling.probe import Probe
+from spillway.recomputing import Recompute, call_region
+from spillway.records import Decision
+from spillway.regions.observer import Observer
+from spillway.regions.packs import Packs
+from spillway.regions.replay import Act, acts_of
+from spillway.regions.trace import Trace
+
+KEEP, HOST, DISK, AGAIN = Decision.KEEP, Decision.OFFLOAD_HOST, Decision.OFFLOAD_DISK, Decision.RECOMPUTE
+
+
+class MLP(nn.Module):
+    """Pre-norm, with a residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Attention(nn.Module):
+    """Attention by hand, with views and a residual, and an MLP after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out, self.mlp = nn.LayerNorm(8), nn.Linear(8, 24), nn.Linear(8, 8), MLP()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, _ = x.shape
+        q, k, v = self.qkv(self.norm(x)).view(batch, length, 3, 2, 4).permute(2, 0, 3, 1, 4)
+        weights = (q @ k.transpose(-1, -2)).softmax(-1)
+        return self.mlp(x + self.out((weights @ v).transpose(1, 2).reshape(batch, length, 8)))
+
+
+class Dropout(nn.Module):
+    """Of what dropout gives, only the mask is saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + nn.functional.dropout(self.down(self.up(x).sigmoid()).tanh(), 0.5)
+
+
+class InPlace(nn.Module):
+    """An activation, a product and a residual that write in place; the last activation saves the output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.relu_(self.up(x))
+        z = self.down(y).mul_(2)
+        z += x
+        return z.relu_()
+
+
+class Routed(nn.Module):
+    """Each row goes by its two largest scores: topk is settled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.up, self.down = nn.Linear(8, 4), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        best, where = self.router(x).softmax(-1).topk(2, -1)
+        picked = x.gather(-1, where) * best
+        return x * picked.sum(-1, keepdim=True) + self.down(nn.functional.silu(self.up(x)))
+
+
+class Constant(nn.Module):
+    """Makes a mask and a scale out of nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        length = x.shape[-2]
+        mask = torch.ones(length, length).tril() * 0.5
+        y = self.up(x)
+        return (mask @ y).exp().mul(y).chunk(2, -1)[0].repeat(1, 1, 2)
+
+
+MODULES: dict[str, Callable[[], nn.Module]] = {
+    each.__name__: each for each in (MLP, Attention, Dropout, InPlace, Routed, Constant)
+}
+
+
+def recorded(module: nn.Module, x: torch.Tensor, how: Recompute, observer: Observer, session: spillway.Session) -> None:
+    """Run it as a region, forward and backward."""
+    output = call_region(how, module, (x,), {}, session, observer)
+    output.float().square().sum().backward()
+
+
+def profiled(module: nn.Module, session: spillway.Session) -> BlockProfile:
+    """What a probe says of one call of a module."""
+    probe = Probe(torch.device("cpu"))
+    recorded(module, inputs(), Recompute(), probe, session)
+    probe.read(())
+    assert probe.operators is not None
+    return BlockProfile("block", probe.operators, probe.values, 1.0, 2.0, 4096, 1.0, 512)
+
+
+def inputs() -> torch.Tensor:
+    """What any of the modules is called with: no leaf."""
+    torch.manual_seed(3)
+    return torch.randn(2, 4, 8, requires_grad=True) * 1
+
+
+@dataclass
+class Engine:
+    """An observer that notes what a region is going to do."""
+
+    runs: frozenset[int] = frozenset()
+    """Operators that run again before the last that is wanted is there; views are left out."""
+    given: frozenset[int] = frozenset()
+    """Values that the re-run is handed."""
+    again: frozenset[int] = frozenset()
+    """Saved values that are computed again."""
+    writers: frozenset[int] = frozenset()
+    """Operators that write in place, and need not run if nobody wants that."""
+
+    def watching(self, trace: Trace) -> AbstractContextManager[object]:
+        # A context that does nothing.
+        return torch.enable_grad()
+
+    def ended(self, trace: Trace, packs: Packs) -> None:
+        wanted: list[tuple[int, int]] = []
+        for pack in packs.all:
+            # As Region._wanted has it: what its own operator writes is good when that has run.
+            own = pack.place < len(trace.calls) and not set(pack.values).isdisjoint(trace.calls[pack.place].writes)
+            wanted += [(value, pack.place + own) for value in pack.values if pack.wanted]
+        acts = acts_of(trace, wanted)
+        last = max((place for _, place in wanted), default=0)
+        views = {place for place, call in enumerate(trace.calls) if call.is_only_a_view}
+        self.runs = frozenset(
+            place for place, act in enumerate(acts) if act is Act.RUN and place not in views and place < last
+        )
+        self.given = frozenset(
+            value for call, act in zip(trace.calls, acts, strict=True) if act is Act.GIVE for value in call.makes
+        )
+        self.again = frozenset(value for value, _ in wanted if value in trace.makers)
+        self.writers = frozenset(
+            place for place, call in enumerate(trace.calls) if call.writes and call.plain and not call.facts.reshapes
+        )
+
+
+def told_apart(block: BlockProfile) -> BlockProfile:
+    """The block with seconds and bytes that are powers of two: sums of them say whose they are."""
+    operators = tuple(replace(each, seconds=2.0**place) for place, each in enumerate(block.operators))
+    values = tuple(replace(value, nbytes=1 << number) for number, value in enumerate(block.values))
+    return replace(
+        block, operators=operators, values=values, forward_seconds=2.0 ** len(operators) - 1, rerun_factor=1.0
+    )
+
+
+def decoded(total: float) -> frozenset[int]:
+    """Which powers of two a sum is of."""
+    number = int(total)
+    assert number == total
+    return frozenset(place for place in range(number.bit_length()) if number >> place & 1)
+
+
+def freed(block: BlockProfile, places: frozenset[int]) -> BlockProfile:
+    """The block with these operators free not to run."""
+    operators = tuple(
+        replace(each, again=Again.FREE) if place in places and each.again is Again.ALWAYS else each
+        for place, each in enumerate(block.operators)
+    )
+    return replace(block, operators=operators)
+
+
+@st.composite
+def random_blocks(
+    draw: st.DrawFn, *, most: int = 9, kinds: Sequence[Again] = tuple(Again), outputs: int = 2
+) -> BlockProfile:
+    """Any small block. Bytes are multiples of what counts as small, and a few operators write in place."""
+    count = draw(st.integers(1, most))
+    values = [Value(8192, None, is_input=True, saved_at=0, dies_at=count + 1), Value(8192, None, dies_at=count + 1)]
+    operators: list[OperatorProfile] = []
+    for place in range(count):
+        again = draw(st.sampled_from(kinds))
+        reads = tuple(draw(st.lists(st.integers(0, len(values) - 1), min_size=1, max_size=3, unique=True)))
+        ours = [number for number in reads if values[number].maker is not None]
+        writes = ()
+        makes = ()
+        if again in (Again.FREE, Again.ALWAYS) and ours and draw(st.integers(0, 5)) == 0:
+            writes = (ours[0],)
+        elif again is not Again.VIEW:
+            makes = tuple(range(len(values), len(values) + draw(st.integers(1, outputs))))
+        for _ in makes:
+            dies_at = draw(st.integers(place + 1, count + 1))
+            saved_at = draw(st.none() | st.integers(place + 1, max(min(dies_at, count), place + 1)))
+            values.append(Value(8192 * draw(st.integers(1, 6)), place, saved_at=saved_at, dies_at=dies_at))
+        seconds = draw(st.integers(0, 8)) / 1024
+        workspace = 512 * draw(st.integers(0, 3))
+        operators.append(OperatorProfile(f"op{place}", seconds, reads, makes, writes, again, workspace))
+    total = sum(each.seconds for each in operators)
+    return BlockProfile("block", tuple(operators), tuple(values), total, 2 * total, 1 << 20, 1.0, 4096)
+
+
+def profile_of(block: BlockProfile, calls: int) -> Profile:
+    """A step of so many calls of it."""
+    return Profile(
+        model="Model",
+        device="cuda:0",
+        kinds=(block,),
+        calls=tuple(BlockCall(f"layers.{number}", 0) for number in range(calls)),
+        static_bytes=1 << 20,
+        before=Outside(1e-3, 0, 0),
+        middle=Outside(1e-3, 4096, 0),
+        after=Outside(1e-3, 0, 0),
+        min_bytes=0,
+    )

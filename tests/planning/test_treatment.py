@@ -1,0 +1,290 @@
+"""What a block's treatment comes to, against the engine, against sums that must hold, and against figures by hand."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import spillway
+from planning.blocks import (
+    AGAIN,
+    DISK,
+    HOST,
+    KEEP,
+    MODULES,
+    Engine,
+    decoded,
+    freed,
+    inputs,
+    profiled,
+    random_blocks,
+    recorded,
+    told_apart,
+)
+from spillway.attaching.pilot import how_of
+from spillway.planning.plan import planned_block
+from spillway.planning.profile import Again, BlockProfile, OperatorProfile, Value
+from spillway.planning.tasks import Option, Phase, Sent
+from spillway.planning.treatment import treat
+from spillway.records import Decision
+
+SETTINGS = settings(derandomize=True, deadline=None, max_examples=200, database=None)
+FEW = settings(SETTINGS, max_examples=40)
+
+decisions = st.sampled_from((KEEP, HOST, DISK, AGAIN))
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[spillway.Session]:
+    with spillway.Session() as session:
+        yield session
+
+
+@cache
+def module(name: str) -> torch.nn.Module:
+    torch.manual_seed(7)
+    return MODULES[name]()
+
+
+_profiles: dict[str, BlockProfile] = {}
+
+
+def profile_of_module(name: str, session: spillway.Session) -> BlockProfile:
+    if name not in _profiles:
+        _profiles[name] = told_apart(profiled(module(name), session))
+    return _profiles[name]
+
+
+@pytest.mark.parametrize("name", MODULES)
+@FEW
+@given(data=st.data())
+def test_what_runs_again_is_given_and_is_held_is_what_the_engine_says(
+    name: str, session: spillway.Session, data: st.DataObject
+) -> None:
+    block = profile_of_module(name, session)
+    drawn = data.draw(st.lists(decisions, min_size=len(block.values), max_size=len(block.values)))
+    engine = Engine()
+    for _ in range(2):
+        # The first time for what the engine does; then for a profile that knows which writers need not run.
+        option = treat(block, drawn, min_bytes=0)
+        how = how_of(planned_block("block", block, option))
+        if how is None:
+            assert not any(task.phase is Phase.RERUN or task.takes for task in option.backward)
+            return
+        recorded(module(name), inputs(), how, engine, session)
+        block = freed(block, engine.writers)
+    option = treat(block, drawn, min_bytes=0)
+    reruns = [task for task in option.backward if task.phase is Phase.RERUN]
+    assert decoded(sum(task.seconds for task in reruns)) == engine.runs
+    assert decoded(sum(task.change_bytes for task in reruns)) == engine.again
+    made = {number for number, value in enumerate(block.values) if value.maker is not None}
+    saved = {number for number in made if block.values[number].saved_at is not None}
+    held = decoded(held_bytes(block, option)) & made
+    assert held == (saved - engine.again) | engine.given
+
+
+def held_bytes(block: BlockProfile, option: Option) -> int:
+    """What backward lets go of, and did not make itself."""
+    change = sum(task.change_bytes for task in option.backward) - block.backward_change_bytes
+    dropped = {key for task in option.backward for key in task.drops}
+    return sum(block.values[key].nbytes for key in dropped) - change
+
+
+@st.composite
+def treated(draw: st.DrawFn) -> tuple[BlockProfile, Option, int]:
+    """A random block, treated at random, and from how many bytes on something leaves."""
+    block = draw(random_blocks())
+    drawn = draw(st.lists(decisions, min_size=len(block.values), max_size=len(block.values)))
+    min_bytes = draw(st.sampled_from((0, 16384, 1 << 30)))
+    return block, treat(block, drawn, min_bytes=min_bytes), min_bytes
+
+
+@SETTINGS
+@given(treated())
+def test_bytes_of_a_block_end_as_its_output_and_gradients_for_its_input(case: tuple[BlockProfile, Option, int]) -> None:
+    block, option, _ = case
+    made = [value for value in block.values if value.maker is not None]
+    outputs = sum(value.nbytes for value in made if value.dies_at > len(block.operators))
+    taken = sum(value.nbytes for value in block.values if value.is_input)
+    total = sum(task.change_bytes for task in (*option.forward, *option.backward)) - option.sent_bytes
+    assert total == block.backward_change_bytes + outputs - taken
+
+
+@SETTINGS
+@given(treated())
+def test_a_peak_is_never_below_the_levels_around_it(case: tuple[BlockProfile, Option, int]) -> None:
+    for task in (*case[1].forward, *case[1].backward):
+        assert task.peak_bytes >= max(task.change_bytes, 0)
+
+
+@SETTINGS
+@given(treated())
+def test_what_is_sent_is_taken_after_it_and_dropped_once_after_it_was_taken_last(
+    case: tuple[BlockProfile, Option, int],
+) -> None:
+    block, option, min_bytes = case
+    sent = [each for task in option.forward for each in task.sends]
+    assert all(count == 1 for count in Counter(each.key for each in sent).values())
+    assert all(each.nbytes == block.values[each.key].nbytes >= min_bytes for each in sent)
+    assert all(each.on_disk == (option.decisions[each.key] is DISK) for each in sent)
+    there = {each.key for each in sent}
+    assert not any(task.takes or task.drops for task in option.forward)
+    assert not any(task.sends for task in option.backward)
+    for task in option.backward:
+        assert there.issuperset(task.takes)
+        assert there.issuperset(task.drops)
+        assert len(set(task.drops)) == len(task.drops)
+        there.difference_update(task.drops)
+    assert not there
+
+
+@SETTINGS
+@given(treated())
+def test_times_of_a_block_are_those_that_were_measured_and_what_runs_again(
+    case: tuple[BlockProfile, Option, int],
+) -> None:
+    block, option, _ = case
+    again = sum(task.seconds for task in option.backward if task.phase is Phase.BACKWARD)
+    assert sum(task.seconds for task in option.forward) == pytest.approx(block.forward_seconds, abs=1e-6)
+    assert again == pytest.approx(block.backward_seconds)
+    assert 0 <= option.rerun_seconds <= block.rerun_factor * block.forward_seconds + 1e-9
+
+
+@SETTINGS
+@given(treated())
+def test_decisions_that_were_treated_once_are_treated_the_same_again(case: tuple[BlockProfile, Option, int]) -> None:
+    block, option, min_bytes = case
+    assert treat(block, option.decisions, min_bytes=min_bytes) == option
+
+
+# By hand: x goes through a norm, a product and an activation, and is added to what comes of it.
+X, WEIGHT, NORMED, PRODUCT, ACTIVE, SUM = range(6)
+BY_HAND = BlockProfile(
+    kind="by hand",
+    operators=(
+        OperatorProfile("norm", 1.0, (X,), (NORMED,)),
+        OperatorProfile("mm", 4.0, (NORMED, WEIGHT), (PRODUCT,), workspace_bytes=10),
+        OperatorProfile("act", 2.0, (PRODUCT,), (ACTIVE,)),
+        OperatorProfile("add", 1.0, (ACTIVE, X), (SUM,)),
+    ),
+    values=(
+        Value(100, None, is_input=True, saved_at=0, dies_at=5),
+        Value(1000, None, dies_at=5),
+        Value(40, 0, saved_at=1, dies_at=2),  # by the product, which is the last to read it
+        Value(80, 1, saved_at=2, dies_at=3),  # by the activation
+        Value(60, 2, saved_at=3, dies_at=4),  # by the sum
+        Value(100, 3, dies_at=5),  # the output
+    ),
+    forward_seconds=8.0,
+    backward_seconds=16.0,
+    backward_peak_bytes=300,
+    backward_change_bytes=7,
+    rerun_factor=1.5,
+)
+
+
+def figures(option: Option) -> list[tuple[object, ...]]:
+    return [
+        (task.name, round(task.seconds, 9), task.peak_bytes, task.change_bytes, task.sends, task.takes, task.drops)
+        for task in (*option.forward, *option.backward)
+    ]
+
+
+def test_a_block_that_keeps_all_by_hand() -> None:
+    option = treat(BY_HAND, [KEEP] * 6, min_bytes=0)
+    assert figures(option) == [
+        # 40 + 80 + 60 + 100 made, and all are there when the last is: 280. The product's 10 are gone by then.
+        ("forward", 8.0, 280, 280, (), (), ()),
+        # 40 + 80 + 60 saved and the input's 100 go, 7 of gradients come. The output is its taker's to let go of.
+        ("backward", 16.0, 300, -273, (), (), ()),
+    ]
+    assert (option.kept_bytes, option.sent_bytes, option.rerun_seconds) == (280, 0, 0)
+
+
+def test_an_input_that_nobody_saves_is_held_by_a_region_alone() -> None:
+    values = (replace(BY_HAND.values[X], saved_at=None), *BY_HAND.values[1:])
+    block = replace(BY_HAND, values=values)
+    # Who called the block lets go of the input's 100, and nothing holds them.
+    assert treat(block, [KEEP] * 6, min_bytes=0).kept_bytes == 180
+    assert treat(block, [AGAIN] * 6, min_bytes=0).kept_bytes == 100
+    leaves = [HOST if number == PRODUCT else KEEP for number in range(6)]
+    assert treat(block, leaves, min_bytes=0).kept_bytes == 200
+    assert not any(task.takes for task in treat(block, [HOST, *[KEEP] * 5], min_bytes=0).backward)
+
+
+def test_a_block_that_computes_all_again_by_hand() -> None:
+    option = treat(BY_HAND, [AGAIN] * 6, min_bytes=0)
+    assert figures(option) == [
+        # norm: 40; mm: 40 + 80 + 10; act: 80 + 60, the norm's being dead; add: 60 + 100. 100 are left.
+        ("forward", 8.0, 160, 100, (), (), ()),
+        # It ends before the sum: 1.5 * (1 + 4 + 2) s. All three are there in the end.
+        ("again", 10.5, 180, 180, (), (), ()),
+        ("backward", 16.0, 300, -273, (), (), ()),
+    ]
+
+
+def test_a_block_that_sends_and_computes_again_by_hand() -> None:
+    option = treat(BY_HAND, [HOST, KEEP, AGAIN, DISK, AGAIN, AGAIN], min_bytes=0)
+    assert figures(option) == [
+        # The input leaves after the first operator.
+        ("forward", 1.0, 40, 40, (Sent(X, 100),), (), ()),
+        # mm: 40 + 80 + 10 = 130; act: 80 + 60 = 140, of which 40 were there before. The input's 100 may be away, and
+        # yet be held by who called the block. The product leaves after that.
+        ("forward", 6.0, 200, 100, (Sent(PRODUCT, 80, on_disk=True),), (), ()),
+        # add: 140 + 100 = 240, of which 140 were there before, and the input's 100. Then act's 60 die.
+        ("forward", 1.0, 200, 40, (), (), ()),
+        # For act's output act runs, on the product; for the norm's the norm runs, on the input: 1.5 * (2 + 1) s.
+        ("again", 4.5, 100, 100, (), (X, PRODUCT), ()),
+        # Of 16 s, the sum's eighth: then act's output goes.
+        ("backward", 2.0, 300, -60, (), (), ()),
+        # Six eighths, with the product: then that and the norm's output go.
+        ("backward", 12.0, 300, -40, (), (PRODUCT,), (PRODUCT,)),
+        ("backward", 2.0, 300, 7, (), (X,), (X,)),
+    ]
+    # The output's 100 are there instead of the input's.
+    assert (option.kept_bytes, option.sent_bytes, option.rerun_seconds) == (0, 180, 4.5)
+
+
+def test_an_output_that_is_saved_is_there_until_backward_though_its_taker_lets_go_of_it() -> None:
+    values = (*BY_HAND.values[:SUM], replace(BY_HAND.values[SUM], saved_at=4))
+    block = replace(BY_HAND, values=values)
+    plain, saved = (treat(each, [KEEP] * 6, min_bytes=0) for each in (BY_HAND, block))
+    assert saved.kept_bytes == plain.kept_bytes + 100
+    assert saved.backward[0].change_bytes == plain.backward[0].change_bytes - 100
+
+
+def test_what_is_written_after_it_was_made_is_computed_again_with_its_writers_but_where_a_block_is_left_alone() -> None:
+    writer = OperatorProfile("relu_", 2.0, (PRODUCT,), (), (PRODUCT,))
+    values = list(BY_HAND.values)
+    values[PRODUCT] = replace(values[PRODUCT], saved_at=3, dies_at=4)
+    values[ACTIVE] = replace(values[ACTIVE], maker=3, saved_at=None, dies_at=4)
+    block = replace(
+        BY_HAND, operators=(*BY_HAND.operators[:2], writer, *BY_HAND.operators[2:3]), values=tuple(values[:SUM])
+    )
+    assert not treat(block, [KEEP] * 5, min_bytes=0).rerun_seconds
+    # The norm's output is kept, so that the product and its writer run.
+    assert treat(block, [HOST, *[KEEP] * 4], min_bytes=0).rerun_seconds == pytest.approx(1.5 * 8 * (4 + 2) / 9)
+
+
+def test_what_the_host_hangs_on_never_leaves() -> None:
+    operators = (replace(BY_HAND.operators[0], again=Again.GIVEN), *BY_HAND.operators[1:])
+    option = treat(replace(BY_HAND, operators=operators), [HOST] * 6, min_bytes=0)
+    assert NORMED not in {each.key for task in option.forward for each in task.sends}
+    assert option.decisions[NORMED] is Decision.KEEP
+
+
+def test_a_block_without_operators_or_without_times_takes_what_was_measured() -> None:
+    empty = replace(BY_HAND, operators=(), values=BY_HAND.values[:1])
+    unknown = replace(BY_HAND, operators=tuple(replace(each, seconds=0.0) for each in BY_HAND.operators))
+    for block in (empty, unknown):
+        option = treat(block, [HOST] * len(block.values), min_bytes=0)
+        assert sum(task.seconds for task in option.forward) == pytest.approx(8.0)
+        assert sum(task.seconds for task in option.backward) == pytest.approx(16.0)
+        assert X in {each.key for task in option.forward for each in task.sends}
