@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,9 @@ class Waiting(threading.Thread):
     def end(self) -> None:
         self.told.set()
         self.join()
+        # Python has let go of it: the system may not have yet.
+        while os.path.exists(f"/proc/self/task/{self.native_id}"):
+            time.sleep(0.001)
 
 
 @linux

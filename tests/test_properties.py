@@ -574,7 +574,7 @@ def check_graphs(rooms: Rooms, case: Any) -> bool:
     return any(event.kind is EventKind.RETURN for event in events.events)
 
 
-@settings(QUICK, max_examples=200, phases=[Phase.generate])
+@settings(QUICK, max_examples=80, phases=[Phase.generate])
 @given(case=graphs)
 def test_a_graph_has_the_gradients_of_plain_pytorch(rooms: Rooms, case: Any) -> None:
     check_graphs(rooms, case)

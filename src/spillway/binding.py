@@ -21,9 +21,9 @@ from typing import Self
 
 import torch
 
-from spillway.errors import UsageError
 from spillway.runtime.accelerator import pci_address
 from spillway.runtime.host_memory import count_nodes, near_node, node_cpus, online_cpus
+from spillway.runtime.which_device import which_device
 
 _THREADS = Path("/proc/self/task")
 _NOT_BINDING = {"OMP_PROC_BIND": {"false"}, "KMP_AFFINITY": {"none", "disabled"}}
@@ -96,27 +96,8 @@ def bind_to_device(device: torch.device | str | None = None) -> Affinity:
         >>> torch.accelerator.set_device_index(local_rank)  # doctest: +SKIP
         >>> affinity = spillway.bind_to_device()  # doctest: +SKIP
     """
-    device = _device(device)
+    device = which_device(device)
     return _bind(device, None if device.type == "cpu" else pci_address(device), Path("/"), os.environ)
-
-
-def _device(device: torch.device | str | None) -> torch.device:
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if device is None:
-        device = accelerator if accelerator is not None else torch.device("cpu")
-    try:
-        device = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise UsageError(f'device: got {device!r}, expected a device such as "cuda:0", or None') from error
-    if device.type == "cpu":
-        return device
-    if accelerator is None or accelerator.type != device.type:
-        raise UsageError(f"device: got {device}, expected {accelerator or 'the CPU'}, which is here, or None")
-    count = torch.accelerator.device_count()
-    index = torch.accelerator.current_device_index() if device.index is None else device.index
-    if index >= count:
-        raise UsageError(f"device: got {device}, expected an index below {count}, as many as are here")
-    return torch.device(device.type, index)
 
 
 def _bind(device: torch.device, address: str | None, root: Path, environment: Mapping[str, str]) -> Affinity:

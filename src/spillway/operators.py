@@ -15,7 +15,7 @@ A *selector* names operators. It is one of
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,6 +93,24 @@ class saved_by:  # noqa: N801  (read aloud: offload=[saved_by("attention")])
         return bool(_test_of(self.selector)(operator))
 
 
+@dataclass(frozen=True)
+class Planned:
+    """Decisions about a region, operator by operator, as a plan makes them.
+
+    An operator that is not the one that stands at its place in the plan is computed again.
+    """
+
+    decisions: Mapping[int, tuple[str, Decision]]
+    """By how many operators ran before it: its name, as ``"aten::mm.default"``, and what is done with what it gives."""
+    inputs: Decision = Decision.KEEP
+    """What is done with the region's inputs."""
+
+    def decision(self, call: OperatorCall) -> Decision:
+        """What is done with what the operator gives."""
+        name, decision = self.decisions.get(call.index, ("", Decision.RECOMPUTE))
+        return decision if name == call.name else Decision.RECOMPUTE
+
+
 Selector = str | torch._ops.OpOverload | torch._ops.OpOverloadPacket | Predicate | saved_by
 
 
@@ -121,9 +139,10 @@ class Choices:
     Args:
         save: selectors of what is kept.
         offload: selectors of what leaves. What both name is kept; :class:`saved_by` is asked last.
-        policy: a policy function of ``torch.utils.checkpoint.create_selective_checkpoint_contexts``, asked instead. The
-            ``MUST`` and ``PREFER`` values differ in one thing: an output that must be saved or offloaded and is then
-            written in place is an error, one that is preferred to be is computed again.
+        policy: a :class:`Planned`, or a policy function of
+            ``torch.utils.checkpoint.create_selective_checkpoint_contexts``, asked instead. The ``MUST`` and ``PREFER``
+            values differ in one thing: an output that must be saved or offloaded and is then written in place is an
+            error, one that is preferred to be is computed again.
 
     Raises:
         UsageError: for a selector that cannot be meant.
@@ -133,11 +152,12 @@ class Choices:
         self,
         save: Selector | Sequence[Selector] = (),
         offload: Selector | Sequence[Selector] = (),
-        policy: Callable[..., CheckpointPolicy | bool] | None = None,
+        policy: Planned | Callable[..., CheckpointPolicy | bool] | None = None,
     ) -> None:
-        if policy is not None and not callable(policy):
+        self._planned = policy if isinstance(policy, Planned) else None
+        if policy is not None and self._planned is None and not callable(policy):
             raise UsageError(f"policy: got {policy!r}, expected a callable as torch's selective checkpointing takes it")
-        self._policy = policy
+        self._policy: Any = policy
         self.inputs: Decision | None = None
         """What is done with the inputs of a region."""
         self.wants_modules = False
@@ -154,6 +174,9 @@ class Choices:
         self._known_saving: dict[Any, Decision | None] = {}
         if policy is not None and (self._names or self._predicates or self.saved_by or self.inputs):
             raise UsageError("got both a policy and selectors, expected one of them")
+        self._met: set[int] = set()
+        if self._planned is not None:
+            self.inputs = self._planned.inputs
 
     @property
     def any(self) -> bool:
@@ -175,6 +198,11 @@ class Choices:
 
     def by_call(self, call: OperatorCall, output: Any, args: Any, kwargs: Any) -> tuple[Decision, bool]:
         """The decision about one call, and whether it must be so."""
+        if self._planned is not None:
+            decision = self._planned.decision(call)
+            if decision is not Decision.RECOMPUTE:
+                self._met.add(call.index)
+            return decision, False
         if self._policy is not None:
             return self._by_policy(call.operator, output, args, kwargs)
         return _first(self._predicates, call) or Decision.RECOMPUTE, False
@@ -188,11 +216,13 @@ class Choices:
             return decision
 
     def unused(self) -> list[Any]:
-        """Selectors that have named nothing yet."""
-        return [rule.selector for rule in (*self._names, *self._predicates, *self.saved_by) if not rule.has_named]
+        """Selectors that have named nothing yet, and operators of a plan that did not come."""
+        selectors = [rule.selector for rule in (*self._names, *self._predicates, *self.saved_by) if not rule.has_named]
+        missed = () if self._planned is None else self._planned.decisions.keys() - self._met
+        planned = {} if self._planned is None else self._planned.decisions
+        return selectors + [f"{planned[place][0]} at {place}" for place in sorted(missed)]
 
     def _by_policy(self, operator: Any, output: Any, args: Any, kwargs: Any) -> tuple[Decision, bool]:
-        assert self._policy is not None
         answer = self._policy(_context(output), operator, *args, **kwargs)
         if isinstance(answer, bool):
             answer = CheckpointPolicy.MUST_SAVE if answer else CheckpointPolicy.PREFER_RECOMPUTE

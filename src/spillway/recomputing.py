@@ -18,9 +18,10 @@ from spillway.capture.dynamo import keep_out
 from spillway.capture.handles import pack_kept, unpack
 from spillway.capture.hooks import Pass, in_backward, refuse_transforms
 from spillway.errors import UsageError
-from spillway.operators import Choices, Selector
+from spillway.operators import Choices, Planned, Selector
 from spillway.records import Decision
 from spillway.regions.inputs import InputHooks
+from spillway.regions.observer import Observer
 from spillway.regions.partition import Partition
 from spillway.regions.region import Region, Surroundings, surroundings
 from spillway.regions.rerun import in_rerun
@@ -62,7 +63,7 @@ class Recompute:
 
     save: Selector | Sequence[Selector] = ()
     offload: Selector | Sequence[Selector] = ()
-    policy: Callable[..., CheckpointPolicy | bool] | None = None
+    policy: Planned | Callable[..., CheckpointPolicy | bool] | None = None
     use_reentrant: bool = False
     early_stop: bool = True
     preserve_rng_state: bool = True
@@ -206,9 +207,14 @@ def _wrapped(function: Callable[..., Any], *, how: Recompute, session: Session |
 
 @torch._disable_dynamo  # type: ignore[attr-defined, untyped-decorator, unused-ignore]
 def call_region(
-    how: Recompute, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], session: Session | None
+    how: Recompute,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    session: Session | None,
+    observer: Observer | None = None,
 ) -> Any:
-    """Call a function as a region: :func:`recompute` without options among its arguments."""
+    """Call a function as a region: :func:`recompute` without options among its arguments, and somebody may watch."""
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     refuse_transforms()
@@ -259,6 +265,7 @@ def call_region(
         stops_early=how.early_stop and not how.drop_output,
         draws=how.preserve_rng_state,
         drops_output=how.drop_output,
+        observer=observer,
     )
     with InputHooks(region, tensors, passage, choices.inputs, partition).pushed():
         output = _flat(checked, region.run, tensors) if how.use_reentrant else checked(region.run, *tensors)

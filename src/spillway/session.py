@@ -35,7 +35,8 @@ from spillway.units import parse_bytes
 MIN_BYTES = 1 << 20
 """A copy of fewer bytes does not reach a link's rate."""
 
-_HOST_SHARE = 0.7
+HOST_SHARE = 0.7
+"""Of the host memory that a process may use, what goes into its default budget: the program needs some itself."""
 _CPU_WINDOW = 64 << 20
 _ACCELERATOR_WINDOW = 512 << 20
 
@@ -168,6 +169,17 @@ class Session:
     def _open_pass(self) -> Pass:
         memory = self.memory(None)
         return Pass(self, None, memory, min_bytes=MIN_BYTES, tag=None, tier="auto", window=None, locator=None)
+
+    @property
+    def window(self) -> int | None:
+        """The window that was given; ``None``: that of each device is chosen."""
+        return self._window
+
+    def host_room(self, device: torch.device) -> int:
+        """Bytes of host memory that may still be used for a device: its budget, without what is in use."""
+        self.runtime(device)
+        runtime = self._runtimes[device]
+        return max(runtime.arena.capacity - runtime.used_host_bytes(), 0)
 
     @property
     def host_bytes(self) -> int:
@@ -343,4 +355,4 @@ def _check_streams(streams: object, backend: object) -> None:
 
 def _host_budget() -> int:
     """The default cap on host memory: what the process may use, shared by the ranks that run on the machine."""
-    return int(memory_limit() * _HOST_SHARE) // local_ranks()
+    return int(memory_limit() * HOST_SHARE) // local_ranks()

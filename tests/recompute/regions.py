@@ -66,6 +66,14 @@ ways = pytest.mark.parametrize(
 one_place = pytest.mark.parametrize("place", PLACES[-1:], ids=str, indirect=True)
 """For what does not depend on where bytes go: the adversary, which shows what nobody computed."""
 
+few_places = pytest.mark.parametrize(
+    "place",
+    [*(pytest.param(each, marks=pytest.mark.long) for each in PLACES[:-1]), PLACES[-1]],
+    ids=[str(each) for each in PLACES],
+    indirect=True,
+)
+"""For long matrices of what depends on it little: the adversary; by the host and the disk in ``make test-all``."""
+
 Step = Callable[["Call"], Iterable[torch.Tensor]]
 
 

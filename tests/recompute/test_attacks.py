@@ -28,6 +28,7 @@ from recompute.regions import (
     Regions,
     backward_place,
     choices,
+    few_places,
     gradients,
     loss_of,
     modes,
@@ -859,6 +860,7 @@ OPERATORS: dict[str, Callable[[], Callable[[torch.Tensor], torch.Tensor]]] = {
 }
 
 
+@few_places
 @pytest.mark.parametrize("operators", OPERATORS)
 @ways
 def test_operators(regions: Regions, operators: str, how: Options) -> None:
@@ -1097,6 +1099,7 @@ def healthy(call: Call) -> Iterator[torch.Tensor]:
     yield from gradients(x, block)
 
 
+@few_places
 @pytest.mark.parametrize("error", [Deliberate, KeyboardInterrupt, GeneratorExit, StopIteration])
 @ways
 def test_an_exception_in_the_first_run_leaves_nothing(
@@ -1123,6 +1126,7 @@ def test_an_exception_in_the_first_run_leaves_nothing(
     regions(healthy)
 
 
+@few_places
 @pytest.mark.parametrize("error", [Deliberate, KeyboardInterrupt])
 @pytest.mark.parametrize("run_number", [2, 3, 4])
 @ways
@@ -1272,6 +1276,7 @@ def _aborting(barrier: threading.Barrier) -> Iterator[None]:
         raise
 
 
+@few_places
 @pytest.mark.parametrize("order", ["first-in-first-out", "last-in-first-out", "one-forward-one-backward", "mixed"])
 @choices
 def test_many_regions_are_alive_in_any_order(regions: Regions, order: str, how: Options) -> None:
@@ -1330,6 +1335,7 @@ CONSUMERS: dict[str, Callable[[Call, torch.nn.Module, torch.Tensor], torch.Tenso
 }
 
 
+@few_places
 @pytest.mark.parametrize("consumer", CONSUMERS)
 @pytest.mark.parametrize("how", [{}, {"save": "matmul"}, {"offload": ["inputs", "matmul"]}], ids=str)
 @pytest.mark.parametrize("outputs", [1, 2])

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
+from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import spillway
+from integrations.ranks import World
 
 pytestmark = [
     pytest.mark.skipif(not dist.is_available(), reason="a torch without torch.distributed"),
@@ -95,23 +94,20 @@ def steps(kind: str, reshard: bool, how: dict[str, Any] | None) -> tuple[list[Te
     return seen, mode.counts
 
 
-def rank(number: int, store: str, kind: str, reshard: bool) -> None:
-    torch.set_num_threads(1)
-    os.environ.update(RANK=str(number), WORLD_SIZE="2", LOCAL_RANK=str(number), LOCAL_WORLD_SIZE="2")
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=number, world_size=2)
-    try:
-        plain, gathers = steps(kind, reshard, None)
-        for how in HOWS:
-            ours, ours_gathers = steps(kind, reshard, how)
-            assert all(map(torch.equal, ours, plain)), how
-            assert ours_gathers == gathers, how
-        spillway.Session.default().close()
-        # A rank that leaves while the other still talks to it ends that one, too.
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
+def case(kind: str, reshard: bool) -> None:
+    plain, gathers = steps(kind, reshard, None)
+    for how in HOWS:
+        ours, ours_gathers = steps(kind, reshard, how)
+        assert all(map(torch.equal, ours, plain)), how
+        assert ours_gathers == gathers, how
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    with World(tmp_path_factory.mktemp("world")) as world:
+        yield world
 
 
 @pytest.mark.parametrize(("kind", "reshard"), [("fsdp", True), ("fsdp", False), ("ddp", False)])
-def test_two_ranks_get_the_same_gradients_with_as_many_collectives(kind: str, reshard: bool, tmp_path: Path) -> None:
-    mp.spawn(rank, args=(str(tmp_path / "store"), kind, reshard), nprocs=2)
+def test_two_ranks_get_the_same_gradients_with_as_many_collectives(world: World, kind: str, reshard: bool) -> None:
+    world.run(case, kind, reshard)

@@ -16,6 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import spillway
 from spillway.events import EventKind, EventList
+from spillway.operators import Planned
+from spillway.records import Decision
 from spillway.testing import AdversaryBackend
 
 
@@ -195,3 +197,31 @@ def test_what_a_region_offloads_leaves_while_it_runs() -> None:
         # Of what three operators saved, all but what the last one did.
         assert left == [2]
         y.sum().backward()
+
+
+def test_what_leaves_is_let_go_of_while_its_region_still_runs() -> None:
+    """A region holds what it may hand to its re-run, but not what is away by then."""
+    most, again = [0], [False]
+
+    def six_sines(x: torch.Tensor) -> torch.Tensor:
+        storages = []
+        for _ in range(6):
+            x = x.sin()
+            storages.append(weakref.ref(x.untyped_storage()))
+            if not again[0]:
+                most[0] = max(most[0], sum(storage() is not None for storage in storages))
+        return x
+
+    plan = Planned(dict.fromkeys(range(5), ("aten::sin.default", Decision.OFFLOAD_HOST)), Decision.OFFLOAD_HOST)
+    leaf = torch.randn(1 << 12, requires_grad=True)
+    (wanted,) = torch.autograd.grad(six_sines(leaf * 1).sum(), leaf)
+    most[0] = 0
+    with spillway.Session(window=0) as session:
+        with spillway.offload(session=session, policy=spillway.policies.Keep(), min_bytes=0) as context:
+            y = spillway.recompute(six_sines, leaf * 1, policy=plan, session=session)
+        # The newest, the one before it, which the operator reads, and one that waits for its operator to return.
+        assert most[0] <= 3
+        again[0] = True
+        (got,) = torch.autograd.grad(y.sum(), leaf)
+        assert torch.equal(got, wanted)
+        assert context.stats().offloaded_bytes == 6 * leaf.nbytes

@@ -37,6 +37,11 @@ def nested(call: Callable[..., Any], how: Callable[..., Any]) -> Callable[..., A
 
 
 CASES = list(itertools.product(MODELS, HOWS, [False, True]))
+MIXED = ["save-and-offload", "saved-by", "policy"]
+mixtures = pytest.mark.parametrize(
+    "how", [how if how in MIXED else pytest.param(how, marks=pytest.mark.long) for how in HOWS]
+)
+"""Where each mode runs all of them, the rest has those that save, offload and recompute at once."""
 
 
 @pytest.mark.parametrize(("name", "how", "reentrant"), CASES)
@@ -62,7 +67,7 @@ def test_a_model_is_the_same_in_every_bit(
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("how", HOWS)
+@mixtures
 def test_regions_in_regions_are_the_same_in_every_bit(name: str, how: str, session: spillway.Session) -> None:
     plain = steps(name, plainly, contextlib.nullcontext, dropout=0.3, autocast=False)
     region = partial(spillway.recompute, session=session, **HOWS[how])
@@ -73,7 +78,7 @@ def test_regions_in_regions_are_the_same_in_every_bit(name: str, how: str, sessi
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("how", HOWS)
+@mixtures
 def test_under_the_adversary_too(name: str, how: str) -> None:
     plain = steps(name, plainly, contextlib.nullcontext, dropout=0.3, autocast=False)
     adversary = AdversaryBackend()

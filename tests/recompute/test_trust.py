@@ -13,6 +13,7 @@ from torch.nn import functional
 
 import spillway
 from recompute.regions import Call, Regions, gradients, modes, one_place
+from spillway.regions.proofs import sums
 
 
 class Count:
@@ -387,3 +388,16 @@ def test_what_is_written_when_it_was_saved_and_is_never_asked_for_is_not_compare
         loss = spillway.recompute(function, x, w, session=regions.session, **how).sum()
         with pytest.raises(spillway.InplaceError):
             torch.autograd.grad(loss, x)
+
+
+@pytest.mark.parametrize("rows", [2, 127, 255, 256, 257, 1000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_the_sums_of_columns_are_those_of_one_go(rows: int, dtype: torch.dtype) -> None:
+    tensor = torch.randn(rows, 16).to(dtype)
+    found = sums(tensor)
+    assert found is not None
+    words = tensor.view(torch.int64)
+    assert torch.equal(found[0], words.sum(-1)) and torch.equal(found[1], words.sum(0))
+    tensor[rows // 2, 3] += 1
+    other = sums(tensor)
+    assert other is not None and not torch.equal(other[1], found[1])

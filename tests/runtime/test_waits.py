@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import ast
 import inspect
-import textwrap
-import types
 from collections.abc import Iterator
 
 import pytest
 import torch
 
+from removal import Without, parsed
 from runtime.scenarios import SCENARIOS
 from spillway.errors import SpillwayError
 from spillway.runtime import arena, compute_lanes, departures, disk_tiers, mover, returns, tiers
@@ -22,31 +21,6 @@ WAITS = ("wait", "timed_wait", "synchronize")
 SPINS_WITHOUT = {"self._landed.wait()"}
 
 
-class _Without(ast.NodeTransformer):
-    """Takes the n-th statement that waits out of a function."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.found: list[str] = []
-
-    def visit_Expr(self, node: ast.Expr) -> ast.AST:
-        call = node.value
-        if (
-            isinstance(call, ast.Call)
-            and isinstance(call.func, ast.Attribute)
-            and call.func.attr in WAITS
-            and ast.unparse(node) not in SPINS_WITHOUT
-        ):
-            self.found.append(ast.unparse(node))
-            if len(self.found) - 1 == self.number:
-                return ast.Pass()
-        return node
-
-
-def _parsed(function: types.FunctionType) -> ast.Module:
-    return ast.parse(textwrap.dedent(inspect.getsource(function)))
-
-
 def _waits() -> Iterator[tuple[type, str, int, str]]:
     for module in (mover, compute_lanes, departures, returns, tiers, disk_tiers, arena):
         for cls in vars(module).values():
@@ -55,8 +29,8 @@ def _waits() -> Iterator[tuple[type, str, int, str]]:
             for name, member in vars(cls).items():
                 function = inspect.unwrap(member) if callable(member) else member
                 if inspect.isfunction(function) and function.__code__.co_filename == module.__file__:
-                    finder = _Without(-1)
-                    finder.visit(_parsed(function))
+                    finder = Without(-1, WAITS, SPINS_WITHOUT)
+                    finder.visit(parsed(function))
                     for number, text in enumerate(finder.found):
                         yield cls, name, number, text
 
@@ -100,7 +74,7 @@ def test_without_this_wait_something_fails(
     monkeypatch: pytest.MonkeyPatch, cls: type, name: str, number: int, text: str
 ) -> None:
     function = inspect.unwrap(vars(cls)[name])
-    tree = ast.fix_missing_locations(_Without(number).visit(_parsed(function)))
+    tree = ast.fix_missing_locations(Without(number, WAITS, SPINS_WITHOUT).visit(parsed(function)))
     namespace = dict(vars(inspect.getmodule(cls)))  # type: ignore[arg-type]
     exec(compile(tree, inspect.getsourcefile(cls), "exec"), namespace)
     monkeypatch.setattr(cls, name, namespace[name])

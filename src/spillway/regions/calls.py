@@ -61,8 +61,8 @@ class Call:
         self.decision = _RECOMPUTE
         self.must = False
         """Whether the decision was a command."""
-        self.held: list[torch.Tensor] | None = None
-        """Its new tensors, until the region ends."""
+        self.held: list[torch.Tensor | None] | None = None
+        """Its new tensors, until the region ends; ``None`` for one that was let go of."""
         self.given: list[Any] | None = None
         """Handles of them, for the re-run."""
         self.before: Any = None

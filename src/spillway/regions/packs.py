@@ -43,6 +43,8 @@ class Packs:
     def __init__(self, *, stops_early: bool) -> None:
         self.all: list[Pack] = []
         self.stops_early = stops_early
+        self.outside: set[int] = set()
+        """Values from outside that autograd saved, and that are alive anyway."""
         self.output_leaves: list[int] = []
         """Which of the tensors in the function's output are saved after it has returned, by our own doing."""
 

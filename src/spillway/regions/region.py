@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -46,6 +47,7 @@ from spillway.operators import Choices
 from spillway.records import Decision
 from spillway.regions.calls import Call
 from spillway.regions.computed import ComputedHandle, Hooks
+from spillway.regions.observer import Observer
 from spillway.regions.packs import NOT_WANTED, Pack, Packs
 from spillway.regions.proofs import Proofs, fingerprint
 from spillway.regions.recording import Recording
@@ -91,6 +93,7 @@ class Region:
         stops_early: whether a re-run ends with the last tensor that is wanted.
         draws: whether random numbers are to be the same in the re-run.
         drops_output: whether the output, too, can be computed again: :attr:`outputs` then has handles of it.
+        observer: who watches the first run.
     """
 
     def __init__(
@@ -107,6 +110,7 @@ class Region:
         stops_early: bool,
         draws: bool,
         drops_output: bool,
+        observer: Observer | None = None,
     ) -> None:
         self._first: Callable[[], Any] | None = first
         self._choices = choices
@@ -116,11 +120,14 @@ class Region:
         self._reentrant = reentrant
         self._draws = draws
         self._drops_output = drops_output
+        self._observer = observer
         self._trace = Trace(reentrant=reentrant)
         self._packs = Packs(stops_early=stops_early)
         self._rerun = Rerun(function, self._trace, self._packs, passage, proofs)
         self._torch: Hooks | None = None
         self._handles: dict[int, Handle] = {}
+        self._early: dict[int, Handle] = {}
+        """Handles for the re-run of what leaves already."""
         self._pending: list[tuple[Pack, ComputedHandle, torch.Tensor]] = []
         self._unknown: list[tuple[Pack, ComputedHandle, torch.Tensor]] = []
         self._takes_prints = proofs.is_untried and not reentrant
@@ -169,7 +176,8 @@ class Region:
             return output
         self._torch = _top_saved_tensors_default_hooks(True)
         try:
-            with saved_tensors_hooks(self._pack, unpack), recording:
+            watching = nullcontext() if self._observer is None else self._observer.watching(self._trace)
+            with saved_tensors_hooks(self._pack, unpack), recording, watching:
                 output = first()
             if self._drops_output:
                 self._save_outputs(output)
@@ -179,6 +187,7 @@ class Region:
             self._pending.clear()
             self._unknown.clear()
             self._handles.clear()
+            self._early.clear()
         return output
 
     # Hooks of the first run.
@@ -206,6 +215,7 @@ class Region:
                 return KeptHandle(tensor)
             if values and not makers and self._is_alive_anyway(values):
                 self._packs.add(NOT_WANTED)
+                self._packs.outside.update(values)
                 return self._passage.alias(tensor) if self._surroundings is Surroundings.PASS else KeptHandle(tensor)
         pack = Pack(len(trace.calls), values)
         decision = self._decided(pack, makers)
@@ -257,7 +267,20 @@ class Region:
         handle = self._passage.save(tensor, decision)
         for value in pack.values:
             self._handles[value] = handle
+            if decision is not Decision.KEEP:
+                self._let_go(value, handle, decision)
         return handle
+
+    def _let_go(self, value: int, handle: Handle, decision: Decision) -> None:
+        """What leaves is not to be held until the region has ended: the re-run's handle of it is made now."""
+        maker = self._trace.makers.get(value)
+        if maker is None or maker.held is None or maker.is_settled:
+            return
+        place = maker.makes.index(value)
+        held = maker.held[place]
+        if held is not None:
+            self._early[value] = self._passage.another(handle, held, decision)
+            maker.held[place] = None
 
     def _on_call(self, call: Call, new: list[torch.Tensor]) -> None:
         """For ``saved_by``: an operator ran; what was packed right before is what it saved of its inputs."""
@@ -265,7 +288,7 @@ class Region:
         decision = self._choices.by_saving(call.func)
         if decision is not None:
             if call.held is None:
-                call.held = aliases_of(new)
+                call.held = [*aliases_of(new)]
             # Below autograd, where a mode is called, aliases do not share the counter of versions unless told to; and
             # what is done here is no operator of an outer region.
             with (
@@ -311,6 +334,9 @@ class Region:
         with torch._C._DisableTorchDispatch():
             self._find_unknown()
         trace.settle()
+        if self._observer is not None:
+            self._observer.ended(trace, self._packs)
+            self._observer = None
         wanted = [(value, len(trace.calls)) for value in range(trace.count)] if self._reentrant else self._wanted()
         self._rerun.wanted = wanted
         acts = acts_of(trace, wanted)
@@ -356,7 +382,9 @@ class Region:
             wanted.extend((value, place) for value in pack.values)
         return wanted
 
-    def _give(self, call: Call, value: int, tensor: torch.Tensor) -> Handle:
+    def _give(self, call: Call, value: int, tensor: torch.Tensor | None) -> Handle:
+        if tensor is None:
+            return self._early[value]
         known = self._handles.get(value)
         return (
             self._passage.save(tensor, call.decision)

@@ -28,8 +28,10 @@ class Runtime(Protocol):
 
     backend: Backend
     mover: Mover
-    window: int
     nothing: torch.Tensor
+
+    @property
+    def window(self) -> int: ...
 
     def tier(self, name: str) -> Tier: ...
 
@@ -59,7 +61,6 @@ class DeviceRuntime:
         recorder: Recorder | None = None,
     ) -> None:
         self.backend = backend
-        self.window = window
         self.arena = Arena(backend.host_slab, capacity=host_budget)
         self.mover = Mover(backend, window=window, recorder=recorder)
         self.nothing = torch.empty(0, device=backend.device)
@@ -68,6 +69,11 @@ class DeviceRuntime:
         self._recorder = recorder
         self._tiers: dict[str, Tier] = {}
         self._captured: CapturedRuntime | None = None
+
+    @property
+    def window(self) -> int:
+        """Bytes that may be LEAVING, and bytes that may be RETURNING, at once."""
+        return self.mover.window
 
     def tier(self, name: str) -> Tier:
         """The tier ``"host"`` or ``"disk"``; ``"auto"`` is host memory for an accelerator, and disk for the CPU."""

@@ -139,6 +139,13 @@ class Mover:
         finally:
             self.read_notes()
 
+    def resize(self, window: int) -> None:
+        """From now on, so many bytes may be LEAVING at once, and be fetched ahead."""
+        with self._lock:
+            self.window = window
+            self.batch = batch_bytes(window)
+            self._returns.resize(window, self.batch)
+
     def settle(self, entries: Sequence[Entry]) -> None:
         """Let go of the entries that are on their way out: compute waits for their copies."""
         with self._in_use():

@@ -55,6 +55,11 @@ class Returns:
         self.nbytes = 0
         """Bytes of all of them."""
 
+    def resize(self, window: int, batch: int) -> None:
+        """From now on, so many bytes may be fetched ahead."""
+        self._window = window
+        self._refill_at = window - batch
+
     @labelled("take")
     def take(self, entry: Entry, compute: Lane) -> torch.UntypedStorage:
         """The entry's bytes, which are not on the device yet, or not for this compute lane."""

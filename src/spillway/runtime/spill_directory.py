@@ -57,7 +57,7 @@ def _usable(place: str | os.PathLike[str], allow_memory_filesystem: bool, mounts
         raise SpillPathError(f"spill file: got {str(path)!r}, which is not a directory, {_EXPECTED}")
     if not os.access(path, os.W_OK | os.X_OK):
         raise SpillPathError(f"spill file: got {str(path)!r}, which is not writable, {_EXPECTED}")
-    mount = _mount_of(path, mounts)
+    mount = mount_of(path, mounts)
     in_memory = mount.kind in _MEMORY_FILESYSTEMS or mount.device.startswith(_MEMORY_DEVICES)
     if in_memory and not allow_memory_filesystem:
         raise SpillPathError(
@@ -67,7 +67,7 @@ def _usable(place: str | os.PathLike[str], allow_memory_filesystem: bool, mounts
     return path
 
 
-def _mount_of(path: Path, mounts: Sequence[Mount]) -> Mount:
+def mount_of(path: Path, mounts: Sequence[Mount]) -> Mount:
     """The file system that a path is on: the deepest mount above it, and of two on one point the later one."""
     above = [mount for mount in mounts if path.is_relative_to(mount.point)]
     return max(reversed(above), key=lambda mount: len(Path(mount.point).parts), default=Mount("/", "", ""))

@@ -1,0 +1,210 @@
+"""What this machine can do, measured.
+
+NOTE [ What is measured ]
+
+Copies and the disk are measured with what the engine moves bytes with: its lanes, its pinned memory, its spill file
+with its checksums, in pieces of its size and by as many threads. So a rate is what a step can have, and not what a
+link promises. A part does its work again and again until its share of the time is over, or the median is known well
+enough; on a machine that is quick, all of it takes a second or two.
+
+Nothing else should be going on: what others copy meanwhile is missing from the rates.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import shutil
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
+
+import psutil
+import torch
+
+from spillway.errors import BackendError, TierError, UsageError
+from spillway.planning.hardware import Hardware, Link
+from spillway.profiling.cache import cache_file, keep, read_kept
+from spillway.profiling.copies import Copies, link_rates, memory_rate
+from spillway.profiling.drive import Drive, measure_drive
+from spillway.profiling.products import product_rate
+from spillway.runtime.backend import Backend
+from spillway.runtime.device import backend_for
+from spillway.runtime.device_name import device_name
+from spillway.runtime.disk import SpillFile
+from spillway.runtime.host_memory import memory_limit
+from spillway.runtime.system_calls import ALIGNMENT
+from spillway.runtime.which_device import which_device
+
+_LINK_SHARE, _PRODUCT_SHARE, _MEMORY_SHARE, _DISK_SHARE = 0.3, 0.15, 0.1, 0.35
+"""Of the time, together less than all: starting up takes the rest."""
+
+_ACCELERATOR_COPY, _CPU_COPY = 256 << 20, 64 << 20
+_FREE_SHARE = 32
+"""Of the memory that is free, here and there, one copy takes no more than one in so many."""
+
+
+def measure_hardware(
+    device: torch.device | str | None = None,
+    *,
+    spill_directory: str | os.PathLike[str] | None = None,
+    seconds: float = 20,
+    on_part: Callable[[str], None] | None = None,
+) -> Hardware:
+    """Measure what the machine can do. See NOTE [ What is measured ].
+
+    It writes to the disk for a third of the time at most, and no more than a twentieth of what is free at once. The
+    links of several devices at a time are not measured: :attr:`Hardware.links` has one device.
+
+    Args:
+        device: with an index, or the current one of its type; ``None``: the current accelerator, or else the CPU.
+        spill_directory: where to write; ``None``: where a session would spill to, or nowhere if it could not.
+        seconds: that it may take, about. Something that takes longer is done once all the same.
+        on_part: told of each part as it begins, in a word or three.
+
+    Returns:
+        What was measured. On the CPU the link is copies from host memory to host memory.
+
+    Raises:
+        UsageError: for something that is no device or is not there, or a time that is none.
+        SpillPathError: for a ``spill_directory`` in which no file can be made.
+        TierError: if pinned memory cannot be had; if the disk of a ``spill_directory`` is full, or fails.
+        BackendError: if the device has no memory left to measure with.
+
+    Example:
+        >>> hardware = measure_hardware("cuda:0")  # doctest: +SKIP
+        >>> hardware.save("machine.json")  # doctest: +SKIP
+    """
+    device = which_device(device)
+    if not 0 < seconds < float("inf"):
+        raise UsageError(f"seconds: got {seconds}, expected a time above 0")
+    tell = on_part if on_part is not None else _nobody
+    with closing(backend_for(device)) as backend:
+        try:
+            tell("copies")
+            link = _link(backend, seconds * _LINK_SHARE)
+            tell("matrix products")
+            flops = product_rate(backend, seconds * _PRODUCT_SHARE)
+            tell("memory")
+            memory = memory_rate(backend, 2 * _copy_bytes(backend), seconds * _MEMORY_SHARE)
+        except torch.OutOfMemoryError as error:
+            raise BackendError(
+                f"{device}: got {error}, expected a few hundred MiB to measure with; end what else runs there"
+            ) from error
+        tell("disk")
+        drive = _drive(backend, spill_directory, seconds * _DISK_SHARE)
+        return Hardware(
+            name=device_name(device),
+            links=(link,),
+            disk_write=None if drive is None else drive.write,
+            disk_read=None if drive is None else drive.read,
+            flops=flops,
+            memory_rate=memory,
+            device_bytes=_memory(backend)[1],
+            host_bytes=memory_limit(),
+            disk_bytes=None if drive is None else drive.free_bytes,
+            date=datetime.datetime.now(datetime.UTC).date(),
+            source=_source(device, drive),
+        )
+
+
+def known_hardware(
+    device: torch.device | str | None = None,
+    *,
+    spill_directory: str | os.PathLike[str] | None = None,
+    seconds: float = 20,
+    fresh: bool = False,
+    on_part: Callable[[str], None] | None = None,
+) -> Hardware:
+    """What the machine can do, as it was measured once and kept in the user's cache.
+
+    The file is ``hardware-*.json`` in ``$SPILLWAY_CACHE``, or else in ``spillway`` in the user's cache directory
+    (``$XDG_CACHE_HOME``, ``~/.cache``). It is of one kind of device, one machine, one torch and one directory to spill
+    to. One that is not there, or that does not validate, is measured and written. How many bytes there are
+    is asked each time.
+
+    Processes that all find no file all measure, and disturb each other: call it in one first.
+
+    Args:
+        device: as for :func:`measure_hardware`.
+        spill_directory: as for :func:`measure_hardware`; ``None`` is also ``$SPILLWAY_DIR``, if it is set.
+        seconds: that measuring may take.
+        fresh: measure anew, and write that.
+        on_part: told of each part that is measured. Never called: the file was there.
+
+    Warns:
+        UserWarning: if the file cannot be written. What was measured is returned all the same.
+
+    Raises:
+        UsageError, SpillPathError, TierError, BackendError: as :func:`measure_hardware` does.
+    """
+    device = which_device(device)
+    directory = os.environ.get("SPILLWAY_DIR") or None if spill_directory is None else os.fspath(spill_directory)
+    file = cache_file(device_name(device), platform.node(), torch.__version__, directory)
+    kept = None if fresh or file is None else read_kept(file)
+    present = None if kept is None else _at_present(kept, device, spill_directory)
+    if present is not None:
+        return present
+    measured = measure_hardware(device, spill_directory=spill_directory, seconds=seconds, on_part=on_part)
+    keep(measured, file)
+    return measured
+
+
+def _at_present(kept: Hardware, device: torch.device, directory: str | os.PathLike[str] | None) -> Hardware | None:
+    """The same with as many bytes as there are now; ``None`` if the disk has come or gone since."""
+    disk_bytes = None
+    try:
+        with closing(SpillFile(directory)) as file:
+            disk_bytes = shutil.disk_usage(file.directory).free
+    except TierError:
+        if directory is not None:
+            raise
+    if (disk_bytes is None) != (kept.disk_write is None):
+        return None
+    with closing(backend_for(device)) as backend:
+        # A container may be given less than the one before.
+        return replace(kept, device_bytes=_memory(backend)[1], host_bytes=memory_limit(), disk_bytes=disk_bytes)
+
+
+def _nobody(part: str) -> None:
+    """Nobody wants to know."""
+
+
+def _memory(backend: Backend) -> tuple[int, int]:
+    """Bytes of the device that are free, and all of them."""
+    return backend.memory_info() or _host_memory()
+
+
+def _host_memory() -> tuple[int, int]:
+    limit = memory_limit()
+    return min(limit, psutil.virtual_memory().available), limit
+
+
+def _copy_bytes(backend: Backend) -> int:
+    """How long a copy should be: long enough for the link, and short beside the memory that is free."""
+    wanted = _CPU_COPY if backend.device.type == "cpu" else _ACCELERATOR_COPY
+    free = min(_memory(backend)[0], _host_memory()[0]) // _FREE_SHARE
+    return max(ALIGNMENT, min(wanted, free // ALIGNMENT * ALIGNMENT))
+
+
+def _link(backend: Backend, seconds: float) -> Link:
+    return link_rates([Copies(backend, _copy_bytes(backend))], seconds)
+
+
+def _drive(backend: Backend, directory: str | os.PathLike[str] | None, seconds: float) -> Drive | None:
+    try:
+        return measure_drive(backend, directory, seconds)
+    except TierError:
+        if directory is not None:
+            raise
+        # Who named no directory may never spill to disk: a session would only fail when it does.
+        return None
+
+
+def _source(device: torch.device, drive: Drive | None) -> str:
+    if drive is None:
+        disk = "there is no disk to spill to"
+    else:
+        disk = f"disk at {drive.directory}, {'direct' if drive.direct else 'through the page cache'}"
+    return f"measured on {device} with torch {torch.__version__}; {disk}"

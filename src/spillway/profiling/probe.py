@@ -1,0 +1,244 @@
+"""Watches one call of a block, operator by operator: what each takes, makes and holds.
+
+NOTE [ Small operators ]
+
+An operator that takes less time than the host needs to launch it would be measured by the host. So the block's
+operators are queued behind work that keeps the device busy for a while, with events between them, and run one right
+after the other when it ends. It is products of matrices, and no mere pause, after which a device's clocks would be
+others than in a step.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from spillway.operators import full_name
+from spillway.planning.profile import Again, OperatorProfile, Value
+from spillway.profiling.meter import allocated
+from spillway.regions.calls import Call
+from spillway.regions.packs import Packs
+from spillway.regions.tensors import tensors_in
+from spillway.regions.trace import Trace
+
+_WIDTH = 4096
+_ODD = 251
+_PRODUCTS = 500
+"""Some 100 ms on a fast device, and fewer launches than may be queued."""
+_GRAIN = 512
+"""What an accelerator's allocator rounds up to."""
+
+
+@dataclass(slots=True)
+class _Note:
+    """What was measured of one operator."""
+
+    start: Any
+    end: Any
+    workspace: int
+
+
+class Probe:
+    """An :class:`~spillway.regions.observer.Observer` of one call.
+
+    Args:
+        device: where the block computes.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._notes: dict[int, _Note] = {}
+        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._nbytes: dict[int, int] = {}
+        self._dies_at: dict[int, int] = {}
+        self.operators: tuple[OperatorProfile, ...] | None = None
+        """Once the call has ended and :meth:`read` was called."""
+        self.values: tuple[Value, ...] = ()
+        self._ended: tuple[list[Call], tuple[Value, ...]] | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the call has ended."""
+        return self._ended is not None
+
+    @contextmanager
+    def watching(self, trace: Trace) -> Iterator[None]:
+        if self._device.type != "cpu":
+            _keep_busy(self._device)
+        with _Watch(self, trace):
+            yield
+
+    def ended(self, trace: Trace, packs: Packs) -> None:
+        count = len(trace.calls)
+        self.note_deaths(count)
+        saved_at: dict[int, int] = {}
+        for pack in packs.all:
+            for value in pack.values:
+                saved_at.setdefault(value, pack.place)
+        inputs = {value for values in trace.inputs for value in values}
+        values = []
+        for number in range(trace.count):
+            maker = trace.makers.get(number)
+            place = None if maker is None else trace.calls.index(maker)
+            is_input = number in inputs and maker is None and self._may_leave(trace, number)
+            values.append(
+                Value(
+                    nbytes=self._nbytes.get(number, 0) if maker is not None else _outside_bytes(trace, number),
+                    maker=place,
+                    is_input=is_input,
+                    # When, is not written down of inputs: the first operators use them, as a rule.
+                    saved_at=0 if is_input and number in packs.outside else saved_at.get(number),
+                    dies_at=self._dies_at.get(number, count + 1),
+                )
+            )
+        self._ended = list(trace.calls), tuple(values)
+        self._inputs = list(trace.inputs)
+        self._opaque = trace.values.opaque is not None
+        self._alive.clear()
+
+    def read(self, shared: Collection[int]) -> None:
+        """Make what was seen a profile. Waits for the device.
+
+        Args:
+            shared: places of the tensors that other blocks are given, too.
+        """
+        assert self._ended is not None
+        calls, values = self._ended
+        others = {value for place in shared if place < len(self._inputs) for value in self._inputs[place]}
+        self.values = tuple(
+            replace(value, is_input=False, saved_at=None) if number in others else value
+            for number, value in enumerate(values)
+        )
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)
+        self.operators = tuple(
+            OperatorProfile(
+                name=full_name(call.func),
+                seconds=self._seconds(place),
+                reads=call.reads,
+                makes=call.makes,
+                writes=call.writes,
+                again=Again.ALWAYS if self._opaque else _again(call),
+                workspace_bytes=self._notes[place].workspace if place in self._notes else 0,
+            )
+            for place, call in enumerate(calls)
+        )
+
+    def _seconds(self, place: int) -> float:
+        note = self._notes.get(place)
+        if note is None:
+            return 0.0
+        if self._device.type == "cpu":
+            return float(note.end - note.start)
+        return float(note.start.elapsed_time(note.end)) / 1e3
+
+    def _may_leave(self, trace: Trace, number: int) -> bool:
+        outside = trace.outside[number]
+        tensor = outside.tensor()
+        # A leaf is somebody's own, who holds it anyway.
+        ours = tensor is not None and tensor.device == self._device and not (tensor.is_leaf and tensor.requires_grad)
+        return tensor is not None and ours and tensor.is_floating_point()
+
+    # For the watch.
+
+    def note_deaths(self, place: int) -> None:
+        """So many operators have run: what is dead by now?"""
+        dead = [value for value, storage in self._alive.items() if storage() is None]
+        for value in dead:
+            del self._alive[value]
+            self._dies_at[value] = place
+
+    def instant(self) -> Any:
+        """Now, by the device's clock."""
+        if self._device.type == "cpu":
+            return time.perf_counter()
+        event = torch.Event(self._device, enable_timing=True)
+        event.record(torch.accelerator.current_stream(self._device))
+        return event
+
+    def allocated(self) -> tuple[int, int]:
+        """Bytes now, and the most since this was last asked."""
+        if self._device.type == "cpu":
+            return 0, 0
+        now, peak = allocated(self._device)
+        torch.accelerator.reset_peak_memory_stats(self._device)
+        return now, peak
+
+    def note(self, trace: Trace, place: int, output: Any, note: _Note) -> None:
+        """An operator has run, and was counted."""
+        self._notes[place] = note
+        makes = trace.calls[place].makes
+        for part in tensors_in(output if isinstance(output, (list, tuple)) else (output,)):
+            value = trace.values.find(part)
+            if value in makes:
+                storage = part.untyped_storage()
+                self._alive[value] = weakref.ref(storage)
+                self._nbytes[value] = -(-storage.nbytes() // _GRAIN) * _GRAIN
+
+
+def _keep_busy(device: torch.device) -> None:
+    """See NOTE [ Small operators ]."""
+    with torch.no_grad(), _disable_current_modes():
+        # Of zeros they would take less power than of other numbers, and so less time.
+        numbers = torch.arange(_WIDTH * _WIDTH, dtype=torch.int32, device=device).remainder_(_ODD)
+        factor = numbers.view(_WIDTH, _WIDTH).to(torch.bfloat16)
+        del numbers
+        product = torch.empty_like(factor)
+        for _ in range(_PRODUCTS):
+            torch.mm(factor, factor, out=product)
+
+
+class _Watch(TorchDispatchMode):
+    """Sits on top of the mode that writes the trace."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, probe: Probe, trace: Trace) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._probe = probe
+        self._trace = trace
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        probe, trace = self._probe, self._trace
+        place = len(trace.calls)
+        probe.note_deaths(place)
+        before, _ = probe.allocated()
+        start = probe.instant()
+        output = func(*args, **(kwargs or {}))
+        end = probe.instant()
+        after, peak = probe.allocated()
+        if len(trace.calls) > place:
+            probe.note(trace, place, output, _Note(start, end, max(peak - max(before, after), 0)))
+        return output
+
+
+def _again(call: Call) -> Again:
+    if call.is_settled:
+        return Again.GIVEN
+    if call.is_only_a_view:
+        return Again.VIEW
+    if not call.plain or call.facts.reshapes or call.writes or not call.depends:
+        return Again.ALWAYS
+    return Again.FREE
+
+
+def _outside_bytes(trace: Trace, number: int) -> int:
+    storage = trace.outside[number].storage() if number in trace.outside else None
+    return 0 if storage is None else storage.nbytes()

@@ -1,0 +1,171 @@
+"""Watches one pass of a model, block by block: when each begins and ends, forward and backward, and what is held then.
+
+A block's backward begins when the gradient of its output is there, which a hook on that tells; it ends where the next
+one's begins. For the first block, the gradient of its input tells, if it needs one.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from spillway.profiling.meter import Meter, Reading, meter_of
+
+Place = tuple[str, int]
+"""An instant: what happens, and to which call of a block."""
+
+
+@dataclass(slots=True)
+class WatchedCall:
+    """One call of a block."""
+
+    name: str
+    kind: Hashable
+    shared: frozenset[int]
+    """Which of its tensors, by their place, an earlier call was given too."""
+
+
+@dataclass(slots=True)
+class Watched:
+    """What was measured of a pass."""
+
+    calls: list[WatchedCall]
+    readings: dict[Place, Reading]
+    carried: dict[Place, int]
+    """Bytes on the device that are on their way out or back."""
+    order: list[Place] = field(default_factory=list)
+
+    def level(self, place: Place) -> int:
+        """Bytes allocated at an instant, without those on their way."""
+        return self.readings[place].level - self.carried[place]
+
+    def peak(self, since: Place, until: Place) -> int:
+        """Most bytes between two instants, without those that were on their way at one of them."""
+        start, end = self.order.index(since), self.order.index(until)
+        peak = max(self.readings[place].peak for place in self.order[start + 1 : end + 1])
+        return peak - max(self.carried[since], self.carried[until])
+
+    def seconds(self, since: Place, until: Place) -> float:
+        """Time between two instants."""
+        return self.readings[until].seconds - self.readings[since].seconds
+
+
+class Watch:
+    """Marks the instants of a pass.
+
+    Args:
+        device: where the model computes.
+        carried: bytes that are on their way, now.
+    """
+
+    def __init__(self, device: torch.device, carried: Callable[[], int]) -> None:
+        self._meter: Meter = meter_of(device)
+        self._carried = carried
+        self._calls: list[WatchedCall] = []
+        self._order: list[Place] = []
+        self._on_their_way: dict[Place, int] = {}
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._inputs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._closed = False
+        self._frozen = 0
+        self.thread = threading.current_thread()
+        """Whose passes are measured."""
+        self._mark("begin", 0)
+
+    @property
+    def count(self) -> int:
+        """How many calls of blocks there were."""
+        return len(self._calls)
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether a backward has come through all the blocks."""
+        return ("back", 0) in self._on_their_way
+
+    def block_begins(self, name: str, kind: Hashable, inputs: tuple[object, ...]) -> int:
+        """A block is called; gives the number of the call."""
+        number = len(self._calls)
+        tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
+        self._calls.append(WatchedCall(name, kind, self._shared(tensors)))
+        self._mark("forward", number)
+        if number == 0:
+            self._tell_of_gradient(tensors, "first", 0)
+        return number
+
+    def block_ended(self, number: int, output: object) -> None:
+        """It has returned."""
+        self._mark("end", number)
+        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+        if number == len(self._calls) - 1 and not any(tensor.requires_grad for tensor in tensors):
+            # A frozen block saves nothing, and no backward comes: it is a part of what comes before the others.
+            self._forget(number)
+        else:
+            self._tell_of_gradient(tensors, "back", number)
+
+    def rerun_begins(self, number: int) -> None:
+        """It runs again. Of several times, the first counts."""
+        if ("again", number) not in self._on_their_way:
+            self._mark("again", number)
+
+    def rerun_ended(self, number: int) -> None:
+        """That has ended. Of several times, the last counts."""
+        self._mark("ran", number)
+
+    def finish(self) -> Watched | None:
+        """The step has ended; ``None`` if not all of it was seen. Waits for the device."""
+        self._mark("done", 0)
+        found = self._meter.finish()
+        self.close()
+        if found is None:
+            return None
+        readings = dict(zip(self._order, found, strict=True))
+        # Of an instant that came twice, the last counts, and the peak is that of both.
+        order = list(dict.fromkeys(reversed(self._order)))[::-1]
+        return Watched(self._calls, readings, self._on_their_way, order)
+
+    def close(self) -> None:
+        """Hooks that have not been called never are, and nothing is measured any more."""
+        self._closed = True
+        self._meter.close()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def _forget(self, number: int) -> None:
+        self._calls.pop()
+        for what in ("forward", "end"):
+            del self._on_their_way[what, number]
+            place = ("frozen", self._frozen)
+            self._order[self._order.index((what, number))] = place
+            self._on_their_way[place] = 0
+            self._frozen += 1
+
+    def _shared(self, tensors: list[torch.Tensor]) -> frozenset[int]:
+        shared = set()
+        for place, tensor in enumerate(tensors):
+            storage = tensor.untyped_storage()
+            known = self._inputs.get(id(storage))
+            if known is not None and known() is storage:
+                shared.add(place)
+            self._inputs[id(storage)] = weakref.ref(storage)
+        return frozenset(shared)
+
+    def _tell_of_gradient(self, tensors: list[torch.Tensor], what: str, number: int) -> None:
+        tensor = next((tensor for tensor in tensors if tensor.requires_grad), None)
+        if tensor is not None:
+            hook = tensor.register_hook(lambda _: self._on_gradient(what, number))  # type: ignore[no-untyped-call]
+            self._hooks.append(hook)
+
+    def _on_gradient(self, what: str, number: int) -> None:
+        if not self._closed and (what, number) not in self._on_their_way:
+            self._mark(what, number)
+
+    def _mark(self, what: str, number: int) -> None:
+        self._meter.mark()
+        self._order.append((what, number))
+        self._on_their_way[what, number] = self._carried()
