@@ -187,6 +187,16 @@ def two_graphs(context: Context) -> Iterator[torch.Tensor]:
         yield from [gradient.clone() for gradient in grads(*model.parameters())]
 
 
+class FailsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        raise KeyError("on purpose")
+
+
 class SlowBackend(CpuBackend):
     """Each copy of one lane comes late; allocations are counted. All goes over lanes, as on an accelerator."""
 

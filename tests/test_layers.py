@@ -25,6 +25,7 @@ SERVICES = ENGINE | {
     "attaching",
     "profiling",
     "summarizing",
+    "budgeting",
     "testing",
 }
 LIBRARY = SERVICES | {"optim", "accumulate"}
@@ -52,16 +53,18 @@ ALLOWED: dict[str, set[str]] = {
     "grouping": ENGINE | {"session", "offloading"},
     "recomputing": ENGINE | {"session"},
     "chunks": ENGINE | {"session", "offloading"},
-    "attaching": ENGINE | {"session", "offloading", "grouping", "recomputing"},
+    "attaching": ENGINE | {"session", "offloading", "grouping", "recomputing", "profiling"},
     "profiling": ENGINE | {"session", "offloading"},
     "summarizing": ENGINE,
+    "budgeting": ENGINE | {"session", "attaching", "profiling"},
+    "doctor": ENGINE | {"requirements", "session"},
     "optim": SERVICES - {"testing"},
     "accumulate": SERVICES - {"testing"},
     "integrations": LIBRARY - {"testing"} | {"__init__"},
     "compat": LIBRARY - {"testing"} | {"__init__"},
     "__init__": LIBRARY - {"testing"} | {"requirements"},
     "demo": LIBRARY - {"testing"} | {"__init__"},
-    "cli": LIBRARY - {"testing"} | {"__init__", "integrations", "compat", "demo"},
+    "cli": LIBRARY - {"testing"} | {"__init__", "integrations", "compat", "demo", "doctor"},
     "__main__": {"cli"},
 }
 

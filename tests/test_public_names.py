@@ -18,6 +18,7 @@ PUBLIC = {
     "Affinity",
     "Attached",
     "BackendError",
+    "BudgetError",
     "CorruptError",
     "Decision",
     "DeviceNumber",
@@ -51,6 +52,14 @@ PUBLIC = {
     "UnsupportedError",
     "UsageError",
     "WindowStep",
+    "Hardware",
+    "Plan",
+    "Profile",
+    "Timeline",
+    "longest",
+    "plan",
+    "profile",
+    "simulate",
     "__version__",
     "keep",
     "keep_tensor",
@@ -121,9 +130,13 @@ def test_every_error_is_public_and_under_the_root() -> None:
 
 
 def test_importing_spillway_adds_little_to_importing_torch() -> None:
-    runs = [_import_times() for _ in range(3)]
-    # The least is what the import costs; the rest is what else the machine was doing.
-    assert min(float(run["spillway"]) / float(run["torch"]) for run in runs) <= MOST_EXTRA, runs
+    runs = []
+    for _ in range(3):
+        runs.append(_import_times())
+        # The least is what the import costs; the rest is what else the machine was doing. One that is low will do.
+        if float(runs[-1]["spillway"]) / float(runs[-1]["torch"]) <= MOST_EXTRA:
+            return
+    raise AssertionError(f"got {runs}, expected one of them to be at most {MOST_EXTRA}")
 
 
 def test_importing_spillway_imports_nothing_before_it_is_needed() -> None:

@@ -74,7 +74,7 @@ Program = Callable[[Run], Iterator[Tensor]]
 Proof = Callable[..., Run]
 
 
-@pytest.fixture(params=["host", "disk", "adversary", "adversary-disk"])
+@pytest.fixture(params=["host", "disk", "adversary", pytest.param("adversary-disk", marks=pytest.mark.long)])
 def prove(request: pytest.FixtureRequest, tmp_path: Path) -> Proof:
     """Runs a program plainly and in sessions, and compares."""
     kind, _, tier = request.param.partition("-")

@@ -17,6 +17,7 @@ from spillway.binding import Affinity, bind_to_device
 from spillway.capture.inspection import saved_tensors
 from spillway.errors import (
     BackendError,
+    BudgetError,
     CorruptError,
     InplaceError,
     PolicyError,
@@ -46,7 +47,12 @@ from spillway.summarizing import summary
 
 if TYPE_CHECKING:
     from spillway.accumulate import Accumulator, DeviceNumber, WindowStep, split_equals_whole
+    from spillway.budgeting import longest, plan, profile, simulate
     from spillway.optim.optimizer import OffloadedOptimizer
+    from spillway.planning.hardware import Hardware
+    from spillway.planning.plan import Plan
+    from spillway.planning.profile import Profile
+    from spillway.planning.timeline import Timeline
 
 __version__ = "0.1.0.dev0"
 
@@ -55,6 +61,7 @@ __all__ = [
     "Affinity",
     "Attached",
     "BackendError",
+    "BudgetError",
     "CorruptError",
     "Decision",
     "DeviceNumber",
@@ -63,11 +70,14 @@ __all__ = [
     "EventList",
     "GroupStats",
     "Groups",
+    "Hardware",
     "InplaceError",
     "OffloadedOptimizer",
     "OperatorCall",
     "OptimizerStats",
+    "Plan",
     "PolicyError",
+    "Profile",
     "RaceError",
     "Recompute",
     "RecomputeError",
@@ -84,6 +94,7 @@ __all__ = [
     "SummaryRow",
     "TierError",
     "TierFullError",
+    "Timeline",
     "TransferError",
     "UnsupportedError",
     "UsageError",
@@ -94,12 +105,16 @@ __all__ = [
     "group",
     "keep",
     "keep_tensor",
+    "longest",
     "offload",
     "offload_tensor",
+    "plan",
     "policies",
+    "profile",
     "recompute",
     "saved_by",
     "saved_tensors",
+    "simulate",
     "split_equals_whole",
     "summary",
 ]
@@ -107,6 +122,11 @@ __all__ = [
 _LATER = {
     **dict.fromkeys(["Accumulator", "DeviceNumber", "WindowStep", "split_equals_whole"], "spillway.accumulate"),
     "OffloadedOptimizer": "spillway.optim.optimizer",
+    **dict.fromkeys(["longest", "plan", "profile", "simulate"], "spillway.budgeting"),
+    "Hardware": "spillway.planning.hardware",
+    "Plan": "spillway.planning.plan",
+    "Profile": "spillway.planning.profile",
+    "Timeline": "spillway.planning.timeline",
 }
 """Names whose rooms are imported when they are first asked for: who does without does not wait for them."""
 

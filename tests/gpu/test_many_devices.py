@@ -1,4 +1,4 @@
-"""Pipelines and FSDP2 over several accelerators: the examples, which compare themselves with plain runs."""
+"""Pipelines, FSDP2 and DDP over several accelerators: the examples, which compare themselves with plain runs."""
 
 from __future__ import annotations
 
@@ -58,6 +58,26 @@ def test_fsdp_is_the_same_in_every_bit(ranks: int) -> None:
     lines = launched(ranks, "fsdp.py")
     assert sum(line.endswith("losses are equal") for line in lines) == ranks, lines
     assert not any("DIFFER" in line for line in lines)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("wrap", ["fsdp", "ddp"])
+def test_a_window_and_a_step_of_the_optimizer_are_those_of_a_loop_written_out(wrap: str, ranks: int) -> None:
+    if torch.accelerator.device_count() < ranks:
+        pytest.skip("needs more accelerators")
+    lines = launched(ranks, "host_optimizer_many.py", "--wrap", wrap)
+    for place in ("host", "device"):
+        told = [line for line in lines if f"the step on the {place}:" in line]
+        assert len(told) == ranks
+        assert all(line.endswith("losses, norms and weights are equal") for line in told), told
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_halves_of_blocks_that_are_sharded_as_a_whole_are_the_same_in_every_bit(ranks: int) -> None:
+    if torch.accelerator.device_count() < ranks:
+        pytest.skip("needs more accelerators")
+    lines = launched(ranks, "fsdp_halves.py")
+    assert sum(line.endswith("losses and all weights are equal") for line in lines) == ranks, lines
 
 
 def test_the_benchmark_finds_no_difference(tmp_path: Path) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.nn import Module
 
@@ -29,6 +29,12 @@ from spillway.recomputing import Recompute
 from spillway.records import StepStats
 from spillway.session import Session
 
+if TYPE_CHECKING:
+    from spillway.attaching.pilot import Measured, Pilot
+    from spillway.planning.hardware import Hardware
+    from spillway.planning.plan import Plan
+    from spillway.planning.profile import Profile
+
 
 def attach(
     model: Module,
@@ -40,6 +46,12 @@ def attach(
     first: int | None = None,
     keep_last: int = 0,
     min_bytes: int | str | None = None,
+    budget: int | str | None = None,
+    plan: Plan | None = None,
+    hardware: Hardware | None = None,
+    host_budget: int | str | None = None,
+    disk_budget: int | str | None = None,
+    allow: Collection[str] | None = None,
     session: Session | None = None,
 ) -> Attached:
     """Recompute the blocks of a model, or offload what it saves, without editing it. Call and train it as always.
@@ -75,6 +87,16 @@ def attach(
         min_bytes: leave smaller tensors where they are, of those that regions or the policy would send away. Bytes, or
             a size like ``"4MiB"``. ``None``: 1 MiB, as with :class:`~spillway.offload`. Where a call of the model is
             inside of such a context, regions go by that one's.
+        budget: bytes that a step may have allocated on the device at most, parameters, gradients and optimizer state
+            included, or a size like ``"40GiB"``: then it is decided for each block and operator what stays, what leaves
+            and what is computed again. The first steps are measured, a plan is made, applied, and checked against a
+            real step. ``docs/planning.md`` tells how.
+        plan: a plan that was made before, by :func:`spillway.plan`, instead.
+        hardware: what the machine can do. ``None``: as it was measured on it, once.
+        host_budget: with a budget: bytes of host memory that what leaves may take. ``None``: what the session may have.
+        disk_budget: with a budget: bytes of disk. ``None``: any.
+        allow: with a budget: what may be done, of ``"keep"``, ``"host"``, ``"disk"`` and ``"recompute"``. ``None``: all
+            but ``"disk"`` for an accelerator's tensors, all but ``"host"`` for the CPU's.
         session: ``None``: the default one.
 
     Returns:
@@ -93,6 +115,13 @@ def attach(
         >>> attached.remove()  # doctest: +SKIP
     """
     _check_arguments(model, session, every=every, first=first, keep_last=keep_last)
+    if budget is not None or plan is not None:
+        _check_planned(policy, groups, plan, budget, every=every, first=first, keep_last=keep_last)
+    elif any(each is not None for each in (hardware, host_budget, disk_budget, allow)):
+        raise UsageError(
+            "got hardware, host_budget, disk_budget or allow without a budget, expected one beside them, since they "
+            "say how it is planned for; give budget=..."
+        )
     modules = [Named("", model), *walk(model)]
     refuse_attached(modules)
     refuse_copies(modules)
@@ -125,7 +154,18 @@ def attach(
         tag=f"attached {type(model).__name__}",
         session=session,
     )
-    return _take(ModelCall(model, calls, around, context, recomputes=isinstance(how, Recompute)), how)
+    pilot = None
+    if budget is not None or plan is not None:
+        # What solves and checks takes a while to import, and is for those who plan.
+        from spillway.attaching.budgeted import Limits, pilot_of
+
+        pilot = pilot_of(model, Limits(budget, host_budget, disk_budget, allow), plan, hardware, session, min_bytes)
+    root = ModelCall(model, calls, around, context, recomputes=isinstance(how, Recompute))
+    attached = Attached(root, how)
+    if pilot is not None:
+        attached.follow(pilot)
+    _take(attached, root)
+    return attached
 
 
 def _check_arguments(model: object, session: object, *, every: object, first: object, keep_last: object) -> None:
@@ -137,6 +177,21 @@ def _check_arguments(model: object, session: object, *, every: object, first: ob
         if (number is None and name == "first") or (type(number) is int and number >= least):
             continue
         raise UsageError(f"{name}: got {number!r}, expected a whole number of at least {least}")
+
+
+def _check_planned(
+    policy: object, groups: object, plan: object, budget: object, *, every: int, first: int | None, keep_last: int
+) -> None:
+    """That nothing is said that the plan is to decide."""
+    if budget is not None and plan is not None:
+        raise UsageError(f"got both budget={budget!r} and a plan, expected one of them; a plan has its budget")
+    if plan is not None and not hasattr(plan, "predicted_peak"):
+        raise UsageError(f"plan: got {plan!r:.200}, expected a spillway.Plan, as spillway.plan() makes it")
+    if policy is not None or groups is not None or every != 1 or first is not None or keep_last:
+        raise UsageError(
+            "got a policy, groups, every, first or keep_last beside a budget or a plan, expected none, since the plan "
+            "decides about every block; leave them out, or leave out the budget"
+        )
 
 
 def _check_policy(policy: Policy, blocks: Blocks | None, *, every: int, first: int | None, keep_last: int) -> None:
@@ -171,20 +226,18 @@ def _group(model: Module, calls: list[ModuleCall], groups: Groups) -> list[Named
     return added
 
 
-def _take(root: ModelCall, policy: Recompute | Policy) -> Attached:
+def _take(attached: Attached, root: ModelCall) -> None:
     # Here and not above: it takes a second, for which whoever trains waits anyway.
     from torch._dynamo.decorators import skip
 
     # Torch is not to trace it. It may what is called inside; torch.compiler.disable(recursive=False) forbids exporting.
     skip(ModuleCall.__call__)
-    attached = Attached(root, policy)
     with ExitStack() as undo:
         undo.callback(attached.remove)
         # The model comes last, and goes first: it looks whether its blocks are there, and other threads may call it.
         for call in (*root.blocks, root):
             call.take()
         undo.pop_all()
-    return attached
 
 
 class Attached:
@@ -208,6 +261,57 @@ class Attached:
         """Names of the recomputed blocks, in the order in which the model has them."""
         return tuple(call.name for call in self._root.blocks if isinstance(call, RegionCall))
 
+    def follow(self, pilot: Pilot) -> None:
+        """From the next call of the model on, blocks do as a pilot says. For those who plan and measure."""
+        self._root.pilot = pilot
+        pilot.take([call for call in self._root.blocks if isinstance(call, RegionCall)])
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan in force; ``None`` as long as there is none, and where there was no budget."""
+        return None if self._root.pilot is None else self._root.pilot.plan
+
+    @property
+    def profile(self) -> Profile | None:
+        """What was measured for it; ``None`` as long as nothing was."""
+        return None if self._root.pilot is None else self._root.pilot.profile
+
+    @property
+    def stage(self) -> str | None:
+        """Where the search for a plan is; ``None`` without a budget.
+
+        ``"tracing"``, ``"measuring"``, ``"trying"``, ``"checking"``, and ``"holding"`` when it is over.
+        """
+        return None if self._root.pilot is None else self._root.pilot.stage.value
+
+    @property
+    def measured(self) -> Measured | None:
+        """What the step took in which the plan was checked; ``None`` before."""
+        return None if self._root.pilot is None else self._root.pilot.measured
+
+    def explain(self, name: str | None = None) -> str:
+        """Why what is done is done.
+
+        Args:
+            name: of a block; ``None``: the whole plan.
+
+        Raises:
+            UsageError: where there is no plan, or no such block.
+        """
+        plan = self.plan
+        if plan is None:
+            raise UsageError("explain: got a call before there is a plan, expected attach(model, budget=...) and steps")
+        if name is None:
+            return "\n".join([str(plan), *([] if self._root.pilot is None else self._root.pilot.notes)])
+        found = [block for block in plan.blocks if block.name == name]
+        if not found:
+            names = ", ".join(repr(block.name) for block in plan.blocks[:4])
+            raise UsageError(f"explain: got {name!r}, expected a block of the plan: {names}, ...")
+        lines = [
+            f"{each.operator} (operator {each.place}, {each.nbytes} bytes) {each.reason}" for each in found[0].operators
+        ]
+        return "\n".join([str(found[0]), *lines])
+
     def stats(self) -> StepStats:
         """Bytes and seconds of the last pass through the model that has ended, as far as its backward has come.
 
@@ -225,6 +329,8 @@ class Attached:
         if self._removed:
             return
         self._removed = True
+        if self._root.pilot is not None:
+            self._root.pilot.drop()
         strangers = [call for call in (self._root, *self._root.blocks) if not call.give_back()]
         if strangers:
             raise UsageError(strangers[0].collision())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -12,11 +13,14 @@ from torch.nn.parameter import is_lazy
 
 from spillway.attaching.call import ModuleCall, is_attached
 from spillway.attaching.forward import RegionForward, has_hooks
+from spillway.attaching.steering import Steers
 from spillway.blocks import Named
 from spillway.capture.location import Locator
 from spillway.errors import RecomputeError, UsageError
 from spillway.offloading import keep
 from spillway.recomputing import Recompute, call_region
+from spillway.regions.observer import Observer
+from spillway.regions.rerun import in_rerun
 from spillway.session import Session
 
 
@@ -40,11 +44,16 @@ class RegionCall(ModuleCall):
 
     def __init__(self, named: Named, how: Recompute, session: Session | None, others: Iterable[Named]) -> None:
         super().__init__(named)
-        self.how = how
+        self.how: Recompute | None = how
+        """``None``: for now, there is no region."""
+        self.pilot: Steers | None = None
+        """Who says how, if somebody does, and wants to know of each call."""
+        self.observer: Observer | None = None
         inside = {id(module) for module in named.module.modules()} - {id(named.module)}
         self.has_inner = any(id(other.module) in inside for other in others)
         """Whether there are regions inside."""
         self._session = session
+        self._number = _Number()
         self._is_lazy = _has_lazy(named.module)
         self._forward = RegionForward(self.module, self.region)
 
@@ -53,6 +62,17 @@ class RegionCall(ModuleCall):
         if self._is_lazy:
             self._is_lazy = _has_lazy(module)
         if self._is_lazy:
+            return self.plain(module, args, kwargs)
+        if self.pilot is None:
+            return self._run(module, args, kwargs)
+        number = self.pilot.block_begins(self, module, args, kwargs)
+        self._number.now = number
+        output = self._run(module, args, kwargs)
+        self.pilot.block_ended(number, output)
+        return output
+
+    def _run(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.how is None:
             return self.plain(module, args, kwargs)
         if self.before is not None:
             return self.region(module, self.before, args, kwargs)
@@ -70,21 +90,39 @@ class RegionCall(ModuleCall):
                     f"its keys and values there, expected none, since recomputing the block would write them a second "
                     f"time; call the model with use_cache=False, or set model.config.use_cache = False"
                 )
-        return call_region(self.how, _Run(self, module, forward), args, kwargs, self._session)
+        how = self.how
+        if how is None:
+            return forward(*args, **kwargs)
+        run = _Run(self, module, forward, how, self._number.now)
+        return call_region(how, run, args, kwargs, self._session, self.observer)
 
 
 class _Run:
     """What a region runs, first and again: like a bound method, it says by ``__self__`` of which module it is."""
 
-    def __init__(self, call: RegionCall, module: Module, forward: Callable[..., Any]) -> None:
+    def __init__(
+        self, call: RegionCall, module: Module, forward: Callable[..., Any], how: Recompute, number: int
+    ) -> None:
         self.__self__ = module
         self._call = call
         self._forward = forward
+        self._wants_modules = how.choices.wants_modules
+        self._number = number
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._call.removed:
             self._check_inner()
-        if not self._call.how.choices.wants_modules:
+        pilot = self._call.pilot
+        if pilot is None or not in_rerun():
+            return self._call_forward(args, kwargs)
+        pilot.rerun_begins(self._number)
+        try:
+            return self._call_forward(args, kwargs)
+        finally:
+            pilot.rerun_ended(self._number)
+
+    def _call_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self._wants_modules:
             return self._forward(*args, **kwargs)
         # The module's call went before the region, whose locator has not seen it.
         locators = [owner for hook in _global_forward_pre_hooks.values() if (owner := _locator_of(hook)) is not None]
@@ -105,6 +143,12 @@ class _Run:
                 f"inside, expected it before, since the block cannot run again as it ran first; call backward, then "
                 f"remove()"
             )
+
+
+class _Number(threading.local):
+    """Which call of a block in its pass the calling thread is in."""
+
+    now = -1
 
 
 def _has_lazy(module: Module) -> bool:

@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.nn import Module
 
@@ -19,6 +19,9 @@ from spillway.errors import UsageError
 from spillway.offloading import offload
 from spillway.regions.region import Surroundings, surroundings
 from spillway.session import Session
+
+if TYPE_CHECKING:
+    from spillway.attaching.pilot import Pilot
 
 
 class ModelCall(ModuleCall):
@@ -48,11 +51,15 @@ class ModelCall(ModuleCall):
         taken = {call.name for call in (self, *blocks)}
         self._around = [(each.name, weakref.ref(each.module)) for each in around if each.name not in taken]
         self._here = _Here()
+        self.pilot: Pilot | None = None
+        """Who finds a plan."""
 
     def run(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._here.inside:
             return self.plain(module, args, kwargs)
         self._check()
+        if self.pilot is not None:
+            self.pilot.begin(args, kwargs)
         self._here.inside = True
         try:
             with self._pass():
@@ -62,7 +69,9 @@ class ModelCall(ModuleCall):
 
     def _pass(self) -> AbstractContextManager[object]:
         """A pass around the call that somebody opened is the one that regions belong to: it must see the rest, too."""
-        return nullcontext() if self._recomputes and surroundings() is Surroundings.PASS else self.context
+        around = self._recomputes and surroundings() is Surroundings.PASS
+        idle = self.pilot is not None and self.pilot.is_plain
+        return nullcontext() if around or idle else self.context
 
     def _check(self) -> None:
         """What came upon the model since it was attached, and would undo it without a word."""

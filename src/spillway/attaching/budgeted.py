@@ -1,0 +1,112 @@
+"""From what a user says of a budget to a pilot for the model."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+from torch.nn import Module
+
+from spillway.attaching.pilot import Pilot
+from spillway.errors import UsageError
+from spillway.planning.hardware import Hardware
+from spillway.planning.plan import Plan
+from spillway.planning.planner import check_allow, make_plan
+from spillway.planning.profile import Profile
+from spillway.profiling.machine import known_hardware
+from spillway.runtime.host_memory import local_ranks
+from spillway.session import MIN_BYTES, Session
+from spillway.units import parse_bytes
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a plan has to keep to, as the user says it."""
+
+    budget: int | str | None = None
+    host_budget: int | str | None = None
+    disk_budget: int | str | None = None
+    allow: Collection[str] | None = None
+
+
+def allowed(device: torch.device, allow: Collection[str] | None) -> Collection[str]:
+    """What may be done: by default, all that serves a device at its best."""
+    if allow is not None:
+        return allow
+    return {"keep", "recompute", "disk" if device.type == "cpu" else "host"}
+
+
+def device_of(model: Module) -> torch.device:
+    """Where a model computes.
+
+    Raises:
+        UsageError: if it has no parameters.
+    """
+    parameter = next(iter(model.parameters()), None)
+    if parameter is None:
+        raise UsageError(f"got {type(model).__name__}, which has no parameters, with a budget, expected one that has")
+    return parameter.device
+
+
+def pilot_of(
+    model: Module,
+    limits: Limits,
+    plan: Plan | None,
+    hardware: Hardware | None,
+    session: Session | None,
+    min_bytes: int | str | None,
+) -> Pilot:
+    """A pilot that finds a plan, or has one.
+
+    Raises:
+        UsageError: for limits that cannot be meant.
+    """
+    device = device_of(model)
+    _check(limits, hardware)
+    budget = None if limits.budget is None else parse_bytes(limits.budget, what="budget")
+    least = parse_bytes(MIN_BYTES if min_bytes is None else min_bytes, what="min_bytes")
+
+    # Measured at most once on a machine, and not in the middle of a step.
+    known = hardware if hardware is not None or plan is not None else known_hardware(device)
+
+    used = session if session is not None else Session.default()
+    window = used.runtime(device).mover.window
+
+    def planner(profile: Profile, aim: int) -> Plan:
+        assert known is not None
+        # What others keep there, as an optimizer does, is taken already.
+        room = used.host_room(device)
+        given = None if limits.host_budget is None else parse_bytes(limits.host_budget, what="host_budget")
+        return make_plan(
+            profile,
+            known,
+            budget=aim,
+            window=window,
+            may_grow=used.window is None,
+            active=local_ranks(),
+            host_budget=room if given is None else min(given, room),
+            disk_budget=limits.disk_budget,
+            allow=allowed(device, limits.allow),
+        )
+
+    return Pilot(type(model).__name__, device, session, min_bytes=least, budget=budget, planner=planner, plan=plan)
+
+
+def _check(limits: Limits, hardware: object) -> None:
+    """Now, and not only when the first steps were measured."""
+    for what in ("host_budget", "disk_budget"):
+        given = getattr(limits, what)
+        if given is not None:
+            parse_bytes(given, what=what)
+    if limits.allow is not None:
+        check_allow(limits.allow)
+    if hardware is not None and not isinstance(hardware, Hardware):
+        raise UsageError(
+            f"hardware: got {hardware!r:.200}, expected a spillway.Hardware, such as Hardware.named('h200'), or None"
+        )
+
+
+def profiling_pilot(model: Module, session: Session | None) -> Pilot:
+    """A pilot that measures, and plans nothing."""
+    return Pilot(type(model).__name__, device_of(model), session, min_bytes=MIN_BYTES, budget=None, planner=None)

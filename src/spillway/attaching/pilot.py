@@ -1,0 +1,376 @@
+"""Finds the plan of an attached model within a budget, in the steps of the user's own loop, and holds it.
+
+NOTE [ How a plan is found ]
+
+Each call of the model in training is a pass, and each pass has a stage:
+
+``TRACING``
+    Blocks are recomputed and their inputs leave: the least memory there is. Of each kind of block one call is watched
+    operator by operator.
+``MEASURING``
+    The same, watched block by block. A pass that had no backward through the blocks is repeated, and so is one in which
+    a kind of block came that was not traced before: it was, then.
+``TRYING``
+    The plan is in force. Regions whose decisions are new are tried (``docs/recompute.md``), and orders are learned.
+``CHECKING``
+    The plan is in force, and the step's peak is measured. If it is over the budget, a plan is made for a budget that is
+    smaller by that, and is tried.
+``HOLDING``
+    Nothing is watched but the device's peak and the shapes of the model's inputs, at each call. A peak over the budget,
+    or larger inputs, and all begins anew.
+
+A pass is looked at when the next one begins, since its step ends there. Passes of another thread than the one that is
+watched are not looked at. Frozen blocks before all others save nothing: they are left alone.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import Module
+from torch.utils._pytree import tree_leaves
+
+from spillway.attaching.steering import Steered
+from spillway.blocks import signature
+from spillway.errors import BudgetError, UsageError
+from spillway.operators import Planned
+from spillway.planning.plan import BlockPlan, Plan
+from spillway.planning.profile import Profile
+from spillway.profiling.compile import compile_profile
+from spillway.profiling.meter import allocated
+from spillway.profiling.probe import Probe
+from spillway.profiling.watch import Watch, Watched
+from spillway.recomputing import Recompute
+from spillway.records import Decision
+from spillway.runtime.mover import Mover
+from spillway.session import Session
+from spillway.units import format_bytes
+
+if TYPE_CHECKING:
+    from spillway.attaching.block import RegionCall
+
+LEAST = Recompute(offload="inputs")
+"""What takes the least memory: everything is computed again, and inputs are away meanwhile."""
+_MOST_ROUNDS = 8
+_MOST_PROBES = 256
+_SLACK = 1 << 20
+_MOST_SLACK = 64 << 20
+
+
+def _aim(budget: int) -> int:
+    """What is planned for at first: what the host frees a moment later than another time is to fit, too."""
+    return budget - min(budget // 200, _MOST_SLACK)
+
+
+class Stage(enum.Enum):
+    """See NOTE [ How a plan is found ]."""
+
+    TRACING = "tracing"
+    MEASURING = "measuring"
+    TRYING = "trying"
+    CHECKING = "checking"
+    HOLDING = "holding"
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What the checked step took."""
+
+    peak_bytes: int
+    seconds: float
+
+
+class Pilot:
+    """See NOTE [ How a plan is found ].
+
+    Args:
+        model: class of the model.
+        device: where it computes.
+        session: ``None``: the default one.
+        min_bytes: what is smaller does not leave.
+        budget: bytes that may be allocated on the device. ``None``: profile, and plan nothing.
+        planner: makes the plan of a profile within a budget.
+        plan: a plan that there is already: it is held, and nothing is measured.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        device: torch.device,
+        session: Session | None,
+        *,
+        min_bytes: int,
+        budget: int | None,
+        planner: Callable[[Profile, int], Plan] | None,
+        plan: Plan | None = None,
+    ) -> None:
+        self._model = model
+        self._device = device
+        self._session = session
+        self._min_bytes = min_bytes
+        self._budget = budget
+        self._planner = planner
+        self._blocks: Sequence[RegionCall] = ()
+        self._probes: dict[Hashable, Probe] = {}
+        self._watch: Watch | None = None
+        self._has_traced = False
+        """Whether a block of the pass is watched operator by operator."""
+        self._rounds = 0
+        self._aim = None if budget is None else _aim(budget)
+        self._inputs = 0
+        self._window: int | None = None
+        """What the device had before."""
+        self.stage = Stage.TRACING if plan is None else Stage.HOLDING
+        self.profile: Profile | None = None
+        self.plan = plan
+        self.measured: Measured | None = None
+        self.notes: list[str] = []
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing is to be done, in no block."""
+        return self.stage is Stage.HOLDING and self.plan is not None and all(block.plain for block in self.plan.blocks)
+
+    def take(self, blocks: Sequence[RegionCall]) -> None:
+        """These are the blocks."""
+        inner = next((block.name for block in blocks if block.has_inner), None)
+        if inner is not None and self.plan is None:
+            raise UsageError(
+                f"blocks: got {inner!r}, which has others inside, with a budget, expected blocks one after the other; "
+                f"name the outer ones or the inner ones"
+            )
+        self._blocks = blocks
+        self._window = self._mover().window
+        for block in blocks:
+            block.pilot = self
+            block.how = LEAST
+        if self.plan is not None:
+            self.apply(self.plan)
+
+    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The model is called: the step before has ended."""
+        if self._watch is not None and self._is_strange(self._watch) and self._watch.thread.is_alive():
+            return
+        self._advance(self._finish())
+        nbytes = sum(leaf.nbytes for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+        if self.stage in (Stage.TRACING, Stage.MEASURING):
+            # Those that the profile will be of.
+            self._inputs = nbytes
+        elif nbytes > self._inputs:
+            if self._inputs:
+                self._note(f"inputs of {format_bytes(nbytes)} came where there had been {format_bytes(self._inputs)}")
+                self._start_anew()
+            self._inputs = nbytes
+        if self.stage is not Stage.HOLDING:
+            self._has_traced = False
+            self._watch = Watch(self._device, self._carried)
+
+    def finish(self) -> None:
+        """The step has ended, though no other one begins yet."""
+        self._advance(self._finish())
+
+    def block_begins(self, call: Steered, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        """A block is called; gives the number of its call in the pass, or -1 if nobody is watching."""
+        if self._watch is None or self._is_strange(self._watch):
+            return -1
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        # Casts of leaves are not counted among a region's operators.
+        forms = tuple((tensor.shape, tensor.dtype, tensor.requires_grad, tensor.is_leaf) for tensor in tensors)
+        kind = (signature(module), forms)
+        call.observer = None
+        known = self._probes.get(kind)
+        # A call that failed was not seen to its end.
+        seeks = self.stage in (Stage.TRACING, Stage.MEASURING)
+        if seeks and (known is None or not known.is_complete):
+            self._has_traced = True
+            if len(self._probes) >= _MOST_PROBES:
+                self._probes.clear()
+            call.observer = self._probes[kind] = Probe(self._device)
+        return self._watch.block_begins(call.name, kind, (args, kwargs))
+
+    def block_ended(self, number: int, output: Any) -> None:
+        """It has returned."""
+        if self._watch is not None and number >= 0:
+            self._watch.block_ended(number, output)
+
+    def rerun_begins(self, number: int) -> None:
+        """A block runs again."""
+        if self._watch is not None and number >= 0:
+            self._watch.rerun_begins(number)
+
+    def rerun_ended(self, number: int) -> None:
+        """That is over."""
+        if self._watch is not None and number >= 0:
+            self._watch.rerun_ended(number)
+
+    def drop(self) -> None:
+        """Nothing is measured any more."""
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.close()
+        self._probes.clear()
+        self._give_window_back()
+
+    # Stages.
+
+    def _finish(self) -> Watched | None:
+        watch, self._watch = self._watch, None
+        if watch is None:
+            return None
+        if not watch.has_backward:
+            watch.close()
+            return None
+        if self._is_strange(watch):
+            # Its thread has ended, and with it what it wrote down.
+            return None
+        return watch.finish()
+
+    @staticmethod
+    def _is_strange(watch: Watch) -> bool:
+        return watch.thread is not threading.current_thread()
+
+    def _advance(self, watched: Watched | None) -> None:
+        """What the pass before has shown."""
+        if self.stage is Stage.HOLDING:
+            self._hold()
+        elif watched is None:
+            # The first pass of all, or one without a backward.
+            return
+        elif self.stage is Stage.TRACING:
+            self.stage = Stage.MEASURING
+        elif self.stage is Stage.MEASURING:
+            if self._has_traced:
+                return
+            self.profile = compile_profile(
+                watched, self._probes, model=self._model, device=self._device, min_bytes=self._min_bytes
+            )
+            # They have all that they saw; the profile says it shorter.
+            self._probes.clear()
+            self._replan()
+        elif self.stage is Stage.TRYING:
+            self.stage = Stage.CHECKING
+        else:
+            self._check(watched)
+
+    def _replan(self) -> None:
+        if self._planner is None or self._aim is None:
+            return
+        assert self.profile is not None
+        self.plan = self._planner(self.profile, self._aim)
+        self.apply(self.plan)
+        self.stage = Stage.TRYING
+
+    def _check(self, watched: Watched) -> None:
+        assert self._budget is not None
+        peak = max(reading.peak for reading in watched.readings.values())
+        self.measured = Measured(peak, watched.seconds(("begin", 0), ("done", 0)))
+        if peak <= self._budget:
+            self.stage = Stage.HOLDING
+            self._reset_peak()
+            return
+        self._back_off(peak)
+
+    def _hold(self) -> None:
+        peak = self._peak()
+        if self._budget is not None and peak > self._budget:
+            self._note(f"a step had a peak of {format_bytes(peak)}, over the budget of {format_bytes(self._budget)}")
+            self._back_off(peak)
+
+    def _back_off(self, peak: int) -> None:
+        """Plan for so much less as it was too much."""
+        assert self._budget is not None
+        assert self._aim is not None
+        self._rounds += 1
+        if self._rounds > _MOST_ROUNDS:
+            raise BudgetError(
+                f"budget: got {format_bytes(self._budget)}, and steps of {format_bytes(peak)} after {_MOST_ROUNDS} "
+                f"plans, expected a budget that is met; the model's steps differ too much: give a larger budget",
+                budget=self._budget,
+                least=peak,
+            )
+        self._aim -= peak - self._budget + _SLACK
+        self._note(f"planned anew for {format_bytes(self._aim)}")
+        try:
+            self._replan()
+        except BudgetError as error:
+            missing = error.least - self._aim
+            raise BudgetError(
+                f"budget: got {format_bytes(self._budget)}, and a step of {format_bytes(peak)} where less was "
+                f"predicted, expected {format_bytes(missing)} more, since no plan is that much smaller; give a budget "
+                f"of {format_bytes(self._budget + missing)}, or allow more to leave or to be computed again",
+                budget=self._budget,
+                least=self._budget + missing,
+            ) from error
+
+    def _start_anew(self) -> None:
+        self.stage = Stage.TRACING
+        self._probes.clear()
+        self._rounds = 0
+        self._aim = None if self._budget is None else _aim(self._budget)
+        for block in self._blocks:
+            block.how = LEAST
+        self._give_window_back()
+
+    def _give_window_back(self) -> None:
+        """The session's own is in force again: other models use it, too."""
+        session = self._session if self._session is not None else Session.default()
+        if self._window is not None and not session.closed:
+            self._mover().resize(self._window)
+
+    def apply(self, plan: Plan) -> None:
+        """From the next call on, blocks do as the plan says.
+
+        Raises:
+            UsageError: if it is of another model.
+        """
+        known = {block.name: block for block in plan.blocks}
+        names = {call.name for call in self._blocks}
+        frozen = {call.name for call in self._blocks if call.name not in known and _is_frozen(call)}
+        if known.keys() | frozen != names:
+            odd = sorted((known.keys() | frozen) ^ names)
+            raise UsageError(
+                f"plan: got one for {plan.model} with {len(known)} blocks, expected the {len(names)} of this model "
+                f"({', '.join(map(repr, odd[:3]))} only one of them has); make a plan of this model's own profile"
+            )
+        for call in self._blocks:
+            call.how = None if call.name in frozen else how_of(known[call.name])
+        self._mover().resize(plan.window)
+
+    # What is asked of the device.
+
+    def _mover(self) -> Mover:
+        session = self._session if self._session is not None else Session.default()
+        return session.runtime(self._device).mover
+
+    def _carried(self) -> int:
+        counts = self._mover().counts()
+        return counts["leaving bytes"] + counts["returning bytes"]
+
+    def _peak(self) -> int:
+        return 0 if self._device.type == "cpu" else allocated(self._device)[1]
+
+    def _reset_peak(self) -> None:
+        if self._device.type != "cpu":
+            torch.accelerator.reset_peak_memory_stats(self._device)
+
+    def _note(self, what: str) -> None:
+        self.notes.append(what)
+
+
+def _is_frozen(call: RegionCall) -> bool:
+    module = call.module()
+    return module is not None and not any(parameter.requires_grad for parameter in module.parameters())
+
+
+def how_of(block: BlockPlan) -> Recompute | None:
+    """The options of a block's region; ``None``: it is left alone."""
+    if block.plain:
+        return None
+    decisions = {each.place: (each.operator, each.decision) for each in block.operators}
+    inputs = Decision.KEEP if block.inputs is Decision.RECOMPUTE else block.inputs
+    return Recompute(policy=Planned(decisions, inputs))

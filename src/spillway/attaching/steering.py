@@ -1,0 +1,38 @@
+"""What a block and who says how it is treated know of each other."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch.nn import Module
+
+from spillway.regions.observer import Observer
+
+
+class Steered(Protocol):
+    """The call of a block, to who steers it."""
+
+    name: str
+    """The module's, dotted."""
+    observer: Observer | None
+    """Who watches its next region."""
+
+
+class Steers(Protocol):
+    """Who says how blocks are treated, and wants to know of each call."""
+
+    def block_begins(self, call: Steered, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        """A block is called; gives the number of its call in the pass, or -1 if nobody is watching."""
+        ...
+
+    def block_ended(self, number: int, output: Any) -> None:
+        """It has returned."""
+        ...
+
+    def rerun_begins(self, number: int) -> None:
+        """A block runs again."""
+        ...
+
+    def rerun_ended(self, number: int) -> None:
+        """That is over."""
+        ...

@@ -1,0 +1,280 @@
+"""The public calls of planning: a profile of a step, a plan within a budget, the step that it is predicted to be.
+
+Each is a function of the one before; only :func:`profile` and :func:`longest` run anything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+import torch
+from torch.nn import Module
+from torch.utils._pytree import tree_leaves
+
+from spillway.attaching import attach
+from spillway.attaching.budgeted import allowed, profiling_pilot
+from spillway.errors import BudgetError, UnsupportedError, UsageError
+from spillway.planning.hardware import Hardware
+from spillway.planning.plan import Plan
+from spillway.planning.planner import make_plan, program_of, usable_rates
+from spillway.planning.profile import Profile
+from spillway.planning.timeline import Timeline, simulate_program
+from spillway.profiling.machine import known_hardware
+from spillway.runtime.host_memory import local_ranks
+from spillway.session import Session
+
+Loss = Callable[[Any], torch.Tensor]
+"""From what the model gave to a number."""
+
+_MOST_STEPS = 4
+_WINDOW = 512 << 20
+
+
+def profile(
+    model: Module,
+    batch: Any,
+    *,
+    loss: Loss | None = None,
+    blocks: Any = None,
+    session: Session | None = None,
+) -> Profile:
+    """Measure what a step of a model does, in little memory: a step that is recomputed and whose inputs are away.
+
+    Two forwards and backwards are run, without an optimizer. Parameters, gradients, buffers and random generators are
+    afterwards what they were.
+
+    Args:
+        model: in training mode.
+        batch: what the model is called with: a tuple of arguments, a dictionary of keyword arguments, or one argument.
+        loss: from what the model gives to a scalar. ``None``: the model's ``loss`` attribute or first output, or the
+            mean of its squares if that is no scalar.
+        blocks: which modules are blocks, as for :func:`spillway.attach`.
+        session: ``None``: the default one.
+
+    Raises:
+        UsageError: for a model in evaluation mode, or arguments that cannot be meant.
+        UnsupportedError: where no backward came through the blocks.
+
+    Example:
+        >>> profile = spillway.profile(model, tokens, loss=lambda logits: logits.mean())  # doctest: +SKIP
+        >>> print(spillway.plan(profile, budget="20GiB"))  # doctest: +SKIP
+    """
+    if not isinstance(model, Module):
+        raise UsageError(f"model: got {model!r:.200}, expected a torch.nn.Module")
+    if not model.training:
+        raise UsageError("model: got one in evaluation mode, expected one in training mode; call model.train()")
+    pilot = profiling_pilot(model, session)
+    with _as_it_was(model, batch), attach(model, blocks=blocks, session=session) as attached:
+        attached.follow(pilot)
+        for _ in range(_MOST_STEPS):
+            _scalar(_called(model, batch), loss).backward()  # type: ignore[no-untyped-call]
+            model.zero_grad(set_to_none=True)
+            pilot.finish()
+            if pilot.profile is not None:
+                return pilot.profile
+    raise UnsupportedError(
+        f"profile: got {_MOST_STEPS} steps of {type(model).__name__} without a backward through its blocks, expected "
+        f"one; give a loss that depends on all blocks"
+    )
+
+
+def plan(
+    profile: Profile,
+    *,
+    budget: int | str,
+    host_budget: int | str | None = None,
+    disk_budget: int | str | None = None,
+    allow: Collection[str] | None = None,
+    hardware: Hardware | str | None = None,
+    window: int | str | None = None,
+) -> Plan:
+    """The plan with the shortest step within a budget: a decision for each operator of each block.
+
+    The same arguments give the same plan, in every process. Which values are worth preserving is found by minimum cuts
+    (``spillway/planning/menu.py``), which block does what by a linear programme and a search over simulated steps
+    (``spillway/planning/solver.py``).
+
+    Args:
+        profile: of a step, by :func:`profile` or :attr:`Attached.profile <spillway.Attached.profile>`.
+        budget: bytes that a step may have allocated on the device, all included, or a size like ``"40GiB"``.
+        host_budget: bytes of host memory that may be used. ``None``: any.
+        disk_budget: bytes of disk. ``None``: any.
+        allow: what may be done, of ``"keep"``, ``"host"``, ``"disk"`` and ``"recompute"``. ``None``: all but
+            ``"disk"`` for an accelerator, all but ``"host"`` for the CPU.
+        hardware: what the machine can do, or a name: ``"h200"``, ``"h100"``, ``"a100"``, ``"rtx4090"``. ``None``: this
+            machine, as it was measured.
+        window: bytes that may be on their way at once, at most. ``None``: what is best, about 512 MiB.
+
+    Raises:
+        BudgetError: if nothing fits; it names the least budget that does.
+        UsageError: for arguments that cannot be meant.
+
+    Example:
+        >>> spillway.plan(profile, budget="20GiB", hardware="h100").predicted_seconds  # doctest: +SKIP
+    """
+    _check_profile(profile)
+    device = torch.device(profile.device)
+    return make_plan(
+        profile,
+        _hardware(hardware, device),
+        budget=budget,
+        window=_WINDOW if window is None else window,
+        may_grow=window is None,
+        host_budget=host_budget,
+        disk_budget=disk_budget,
+        allow=allowed(device, allow),
+        active=local_ranks(),
+    )
+
+
+def simulate(profile: Profile, plan: Plan, *, hardware: Hardware | str | None = None) -> Timeline:
+    """The step that a plan is predicted to be: what each lane does when, and the bytes on each tier.
+
+    Args:
+        profile: of a step.
+        plan: of this profile's model.
+        hardware: as for :func:`plan`.
+
+    Raises:
+        UsageError: for a plan of another model, or arguments that cannot be meant.
+
+    Example:
+        >>> spillway.simulate(profile, plan).stall_seconds  # doctest: +SKIP
+    """
+    _check_profile(profile)
+    found = _hardware(hardware, torch.device(profile.device))
+    rates = usable_rates(found, plan.window, active=local_ranks())
+    return simulate_program(program_of(profile, plan), rates, spans=True)
+
+
+def longest(
+    step: Callable[[int], tuple[Module, Any]],
+    *,
+    budget: int | str,
+    loss: Loss | None = None,
+    at_least: int = 1,
+    multiple_of: int = 1,
+    most: int | None = None,
+    hardware: Hardware | str | None = None,
+    session: Session | None = None,
+) -> int:
+    """The largest size, of a sequence or a batch, with which a step fits a budget.
+
+    Sizes are doubled as long as a plan of their profile fits, and then halved between the last that did and the first
+    that did not. What is found was profiled at that very size, in the least memory there is.
+
+    Args:
+        step: from a size to a model and a batch of that size, as for :func:`profile`.
+        budget: as for :func:`plan`.
+        loss: as for :func:`profile`.
+        at_least: a size that is known to fit.
+        multiple_of: sizes are multiples of this.
+        most: the largest size to try. ``None``: any.
+        hardware: as for :func:`plan`.
+        session: ``None``: the default one.
+
+    Raises:
+        BudgetError: if not even ``at_least`` fits.
+
+    Example:
+        >>> spillway.longest(lambda n: (model, tokens(n)), budget="40GiB", multiple_of=1024)  # doctest: +SKIP
+    """
+    if at_least < 1 or multiple_of < 1 or (most is not None and most < at_least):
+        raise UsageError(
+            f"got at_least={at_least!r}, multiple_of={multiple_of!r} and most={most!r}, expected whole numbers of at "
+            f"least 1, and most not below at_least"
+        )
+
+    def fits(units: int) -> bool:
+        model, batch = step(units * multiple_of)
+        try:
+            measured = profile(model, batch, loss=loss, session=session)
+            plan(measured, budget=budget, hardware=hardware)
+        except (BudgetError, torch.OutOfMemoryError):
+            return False
+        return True
+
+    low = -(-at_least // multiple_of)
+    if not fits(low):
+        model, batch = step(low * multiple_of)
+        plan(profile(model, batch, loss=loss, session=session), budget=budget, hardware=hardware)
+    limit = None if most is None else most // multiple_of
+    high = low * 2
+    while (limit is None or high <= limit) and fits(high):
+        low, high = high, high * 2
+    if limit is not None:
+        high = min(high, limit + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        if fits(middle):
+            low = middle
+        else:
+            high = middle
+    return low * multiple_of
+
+
+def _hardware(hardware: Hardware | str | None, device: torch.device) -> Hardware:
+    if hardware is None:
+        return known_hardware(device)
+    if isinstance(hardware, str):
+        return Hardware.named(hardware)
+    if not isinstance(hardware, Hardware):
+        raise UsageError(f"hardware: got {hardware!r:.200}, expected a spillway.Hardware, a name like 'h200', or None")
+    return hardware
+
+
+def _check_profile(profile: object) -> None:
+    if not isinstance(profile, Profile):
+        raise UsageError(f"profile: got {profile!r:.200}, expected a spillway.Profile, as spillway.profile() makes it")
+
+
+def _called(model: Module, batch: Any) -> Any:
+    if isinstance(batch, dict):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, tuple) else model(batch)
+
+
+def _scalar(output: Any, loss: Loss | None) -> torch.Tensor:
+    value: Any
+    if loss is not None:
+        value = loss(output)
+    else:
+        value = getattr(output, "loss", None)
+        if value is None:
+            value = next((leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)), None)
+        if isinstance(value, torch.Tensor) and value.numel() != 1:
+            value = value.float().square().mean()
+    if not isinstance(value, torch.Tensor) or value.numel() != 1:
+        raise UsageError(f"loss: got {value!r:.200}, expected a tensor with one number; give profile(..., loss=...)")
+    number: torch.Tensor = value
+    return number
+
+
+@contextlib.contextmanager
+def _as_it_was(model: Module, batch: Any) -> Iterator[None]:
+    """Gradients, buffers and generators are put back."""
+    inputs = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.is_leaf]
+    gradients = [(leaf, leaf.grad) for leaf in (*model.parameters(), *inputs)]
+    # A forward may write into a buffer, or put another tensor in its place.
+    buffers = [
+        (module, name, buffer, buffer.detach().clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    devices = [] if device.type == "cpu" else [device]
+    for leaf, _ in gradients:
+        leaf.grad = None
+    try:
+        with torch.random.fork_rng(devices, device_type="cuda" if not devices else device.type):
+            yield
+    finally:
+        for leaf, gradient in gradients:
+            leaf.grad = gradient
+        with torch.no_grad():
+            for module, name, buffer, before in buffers:
+                buffer.copy_(before)
+                module._buffers[name] = buffer

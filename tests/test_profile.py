@@ -1,0 +1,260 @@
+"""``spillway.profile`` leaves a model as it was, and says what it cannot do; so do the arguments of a budget."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import spillway
+from budgets import NAMED, attached_to, hardware, one_step, search
+from spillway import BudgetError, Session, UnsupportedError, UsageError
+from spillway.profiling import meter
+from spillway.recomputing import Recompute
+from steps import Block, MiB, assert_nothing_left, failing, small_model
+from support import run_script
+
+
+@pytest.fixture
+def session(tmp_path: Path) -> Iterator[Session]:
+    with Session(spill_directory=tmp_path) as session:
+        yield session
+        assert_nothing_left(session)
+        assert not torch.autograd._profiler_enabled()
+
+
+class Counted(nn.Module):
+    """A block with dropout, batch norm and a buffer that is another tensor after each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm = Block(64), nn.BatchNorm1d(64)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = self.calls + 1
+        return nn.functional.dropout(self.norm(self.inner(x)), 0.1)
+
+
+def counted() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 64), *(Counted() for _ in range(3)))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_model_is_afterwards_what_it_was(fails: bool, session: Session) -> None:
+    model, batch = counted(), torch.randn(512, 64, requires_grad=True)
+    model(batch).sum().backward()
+    kept = [parameter.grad for parameter in (*model.parameters(), batch)]
+    buffers = list(model.buffers())
+    before = [tensor.clone() for tensor in (*model.state_dict().values(), *kept, torch.get_rng_state())]
+
+    def loss(output: Tensor) -> Tensor:
+        if fails:
+            raise KeyError
+        return output.square().mean()
+
+    if fails:
+        failing(KeyError, lambda: spillway.profile(model, batch, loss=loss, session=session))
+    else:
+        assert len(spillway.profile(model, batch, loss=loss, session=session).calls) == 3
+    after = [parameter.grad for parameter in (*model.parameters(), batch)]
+    assert all(ours is theirs for ours, theirs in zip(after, kept, strict=True))
+    assert all(ours is theirs for ours, theirs in zip(model.buffers(), buffers, strict=True))
+    assert all(map(torch.equal, [*model.state_dict().values(), *after, torch.get_rng_state()], before))
+    assert all(module.training for module in model.modules())
+    assert all(module.__dict__.get("_compiled_call_impl") is None for module in model.modules())
+
+
+def test_frozen_blocks_before_the_others_are_left_alone(session: Session) -> None:
+    kind = NAMED["mlp"]
+    model, plain, batch = kind.model(), kind.model(), kind.batch()
+    for each in (model, plain):
+        each[:3].requires_grad_(False)
+    measured = spillway.profile(model, batch, session=session)
+    assert [call.name for call in measured.calls] == ["3", "4"]
+    expected = one_step(plain, batch)
+    with attached_to(model, "8GiB", session) as attached:
+        for _ in range(6):
+            assert all(map(torch.equal, one_step(model, batch), expected))
+        assert attached.stage == "holding"
+        plan = attached.plan
+    assert plan is not None
+    with spillway.attach(model, plan=plan, session=session):
+        assert all(map(torch.equal, one_step(model, batch), expected))
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(64, 64)
+        self.layers = nn.ModuleList(Block(64) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for _ in range(2):
+            for layer in self.layers:
+                x = layer(x)
+        return x
+
+
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Block(64)
+
+    def forward(self, pair: tuple[Tensor, dict[str, Tensor]]) -> tuple[Tensor, dict[str, Tensor]]:
+        x = self.inner(pair[0])
+        return x, {"more": pair[1]["more"] + x.mean()}
+
+
+class OfNested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(64, 64)
+        self.layers = nn.ModuleList(Nested() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        pair = (x, {"more": x.sum()})
+        for layer in self.layers:
+            pair = layer(pair)
+        return pair[0] + pair[1]["more"]
+
+
+def two_kinds() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 64), Block(64), Block(64), nn.Linear(64, 32), Block(32), Block(32))
+
+
+@pytest.mark.parametrize(("build", "kinds", "calls"), [(two_kinds, 2, 4), (Twice, 1, 4), (OfNested, 1, 3)])
+def test_models_of_other_forms_are_profiled_and_trained(
+    build: Callable[[], nn.Module], kinds: int, calls: int, session: Session
+) -> None:
+    torch.manual_seed(0)
+    model, batch = build(), torch.randn(2048, 64)
+    expected = one_step(model, batch)
+    measured = spillway.profile(model, batch, session=session)
+    assert (len(measured.kinds), len(measured.calls)) == (kinds, calls)
+    with attached_to(model, "8GiB", session) as attached:
+        for _ in range(6):
+            assert all(map(torch.equal, one_step(model, batch), expected))
+        assert attached.stage == "holding"
+
+
+def test_what_malloc_keeps_of_freed_memory_is_not_counted() -> None:
+    before = meter._resident()
+    # Below what is mapped on its own; the last one pins the heap's end.
+    freed = [torch.ones(2**14) for _ in range(2000)]
+    pin = [torch.ones(2**10) for _ in range(64)]
+    assert meter._resident() - before > 100 * MiB
+    del freed
+    assert meter._resident() - before < 32 * MiB
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "says"),
+    [
+        (lambda s: spillway.profile(nn.Linear(4, 4), torch.ones(4), session=s), UsageError, "block"),
+        (lambda s: spillway.profile(small_model().eval(), torch.ones(4, 32), session=s), UsageError, "evaluation mode"),
+        (lambda s: spillway.profile(3, torch.ones(4, 32), session=s), UsageError, "torch.nn.Module"),
+        (
+            lambda s: spillway.profile(small_model(), torch.ones(4, 32), loss=lambda y: y, session=s),
+            UsageError,
+            "one number",
+        ),
+        (
+            lambda s: spillway.profile(
+                small_model(), torch.ones(4, 32), loss=lambda y: torch.ones((), requires_grad=True), session=s
+            ),
+            UnsupportedError,
+            "without a backward",
+        ),
+        (lambda s: spillway.plan(3, budget=1), UsageError, "profile: got 3"),
+        (lambda s: spillway.longest(lambda n: None, budget=1, at_least=0), UsageError, "at_least=0"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_profiled_is_an_error_that_says_so(
+    call: Callable[[Session], object], error: type[Exception], says: str, session: Session
+) -> None:
+    failing(error, lambda: call(session), match=says)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"budget": -1}, "budget: got -1"),
+        ({"budget": "many"}, "budget: got 'many'"),
+        ({"budget": True}, "budget: got True"),
+        ({"budget": 1.5}, "budget: got 1.5"),
+        ({"budget": "1GiB", "policy": Recompute()}, "beside a budget"),
+        ({"budget": "1GiB", "groups": {"all": "*"}}, "beside a budget"),
+        ({"budget": "1GiB", "every": 2}, "beside a budget"),
+        ({"budget": "1GiB", "first": 1}, "beside a budget"),
+        ({"budget": "1GiB", "keep_last": 1}, "beside a budget"),
+        ({"budget": "1GiB", "plan": 3}, "one of them"),
+        ({"plan": 3}, "plan: got 3"),
+        ({"budget": "1GiB", "allow": {"magic"}}, "allow: got"),
+        ({"budget": "1GiB", "allow": "disk"}, "allow: got 'disk'"),
+        ({"budget": "1GiB", "allow": []}, "allow: got"),
+        ({"budget": "1GiB", "host_budget": "all"}, "host_budget: got 'all'"),
+        ({"budget": "1GiB", "hardware": "h200"}, "hardware: got 'h200'"),
+        ({"budget": "1GiB", "blocks": ["0", "0.up"]}, "others inside"),
+        ({"allow": {"keep"}}, "without a budget"),
+        ({"host_budget": 1}, "without a budget"),
+    ],
+)
+def test_arguments_of_a_budget_that_cannot_be_meant_are_errors_at_once(options: dict[str, Any], says: str) -> None:
+    model = small_model()
+    options = {"hardware": hardware(), **options} if "budget" in options else options
+    failing(UsageError, lambda: spillway.attach(model, **options), match=says)
+    assert all(module.__dict__.get("_compiled_call_impl") is None for module in model.modules())
+
+
+def test_the_longest_batch_fits_and_a_longer_one_does_not(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meter, "_resident", lambda: 16 * MiB)
+    model = small_model(width=64)
+
+    def step(rows: int) -> tuple[nn.Module, Tensor]:
+        return model, torch.randn(rows, 64)
+
+    found = spillway.longest(step, budget="20MiB", multiple_of=256, hardware=hardware(), session=session)
+    assert found >= 512
+    assert found % 256 == 0
+    spillway.plan(spillway.profile(*step(found), session=session), budget="20MiB", hardware=hardware())
+    with pytest.raises(BudgetError):
+        spillway.plan(spillway.profile(*step(found + 256), session=session), budget="20MiB", hardware=hardware())
+
+
+def test_a_model_under_ddp_has_a_budget(session: Session) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
+    try:
+        kind = NAMED["mlp"]
+        batch = kind.batch()
+        model, plain = (nn.parallel.DistributedDataParallel(kind.model()) for _ in range(2))
+        expected = one_step(plain, batch)
+        with attached_to(model, "8GiB", session) as attached:
+            for _ in range(6):
+                assert all(map(torch.equal, one_step(model, batch), expected))
+            search(model, batch, attached)
+        del model, plain
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_nothing_is_written_to_the_terminal() -> None:
+    result = run_script(
+        """
+        import torch, spillway
+        model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(3)))
+        spillway.profile(model, torch.ones(4, 8))
+        """
+    )
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
