@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -24,8 +26,10 @@ from spillway.demo.model import GPT
 from spillway.demo.records import DemoError, Outcome, Report, Settings, make_row
 from spillway.demo.runner import WayProcess, child_environment
 from spillway.demo.text import Batches, load_text
-from spillway.demo.ways import WAYS, parse_ways, ways_for
-from spillway.errors import UsageError
+from spillway.demo.training import typical_seconds
+from spillway.demo.ways import WAYS, Planned, parse_ways, ways_for
+from spillway.errors import BudgetError, UsageError
+from spillway.profiling.machine import known_hardware
 
 SOURCE = Path(__file__).parents[2] / "src"
 CHILDREN = {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
@@ -72,18 +76,31 @@ def _children(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
 
 
+@pytest.fixture
+def known_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the machine can do is known, and nothing of it is kept in the user's cache."""
+    monkeypatch.setenv("SPILLWAY_CACHE", str(tmp_path / "cache"))
+    known_hardware("cpu", seconds=0.2)
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], dict]:
-    file = tmp_path_factory.mktemp("demo") / "demo.json"
+    folder = tmp_path_factory.mktemp("demo")
+    file, cache = folder / "demo.json", folder / "cache"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SPILLWAY_CACHE", str(cache))
+        known_hardware("cpu", seconds=0.2)
     # Asked for out of order: keep is what the others are compared with, and comes first all the same.
-    done = spillway("demo", *TINY, "--ways", "optimizer,offload,checkpoint,keep", "--json", str(file))
+    ways = "optimizer,planned,offload,checkpoint,keep"
+    arguments = [*TINY, "--steps", "6", "--ways", ways, "--json", str(file)]
+    done = spillway("demo", *arguments, SPILLWAY_CACHE=str(cache))
     assert done.returncode == 0, done.stderr
     return done, json.loads(file.read_text())
 
 
 def test_every_way_has_a_row_with_the_promised_keys_in_the_order_of_the_registry(finished) -> None:
     rows = finished[1]["rows"]
-    assert [row["way"] for row in rows] == list(WAYS) == ["keep", "checkpoint", "offload", "optimizer"]
+    assert [row["way"] for row in rows] == list(WAYS) == ["keep", "checkpoint", "offload", "planned", "optimizer"]
     assert all(row.keys() >= KEYS for row in rows)
     assert all(row["step_seconds"] > 0 and row["tokens_per_second"] > 0 for row in rows)
     assert all(row["peak_bytes"] >= row["activation_peak_bytes"] >= 0 for row in rows)
@@ -93,13 +110,13 @@ def test_hardware_versions_and_settings_stand_beside_the_rows(finished) -> None:
     report = finished[1]
     assert report["versions"]["torch"] == torch.__version__
     assert report["hardware"]["cores"] >= 1
-    assert report["settings"]["steps"] == 3
+    assert report["settings"]["steps"] == 6
     assert report["environment"] == runner.MALLOC
 
 
 def test_every_way_is_bit_for_bit_keep(finished) -> None:
     rows = finished[1]["rows"]
-    assert [row["identical"] for row in rows] == [True, True, True, True]
+    assert [row["identical"] for row in rows] == [True] * 5
     assert len({row["fingerprint"] for row in rows}) == 1
     assert all(row["losses"] == rows[0]["losses"] for row in rows)
 
@@ -112,7 +129,7 @@ def test_the_loss_falls(finished) -> None:
 def test_progress_and_table_show_every_way(finished) -> None:
     out = finished[0].stdout
     for way in WAYS:
-        assert f"{way:<11} step 3/3" in out
+        assert f"{way:<11} step 6/6" in out
     assert "activation" in out
     assert "bit for bit" in out
 
@@ -135,8 +152,72 @@ def test_gradients_that_left_for_the_hosts_optimizer_are_in_the_table(finished) 
 
 
 def test_a_way_that_gains_nothing_on_the_cpu_has_to_be_asked_for_there() -> None:
-    assert ways_for(torch.device("cpu")) == ["keep", "checkpoint", "offload"]
-    assert ways_for(torch.device("cuda")) == list(WAYS)
+    assert ways_for(torch.device("cpu"), 8) == ["keep", "checkpoint", "offload", "planned"]
+    assert ways_for(torch.device("cuda"), 8) == list(WAYS)
+
+
+def test_a_way_for_which_there_are_too_few_steps_does_not_run_unasked() -> None:
+    assert ways_for(torch.device("cpu"), 5) == ways_for(torch.device("cpu"), 1) == ["keep", "checkpoint", "offload"]
+
+
+def test_below_the_table_stand_the_budget_and_its_plan(finished) -> None:
+    row = finished[1]["rows"][3]
+    # So small a model keeps all within what is left to the process.
+    assert re.match(r"planned: a budget of [\d.]+ MiB; 4 steps found the plan. It leaves 2 of 2 blocks ", row["note"])
+    assert row["note"] in " ".join(finished[0].stdout.split())
+    assert [other["note"] for other in finished[1]["rows"] if other is not row] == [""] * 4
+
+
+@pytest.mark.parametrize(
+    ("seconds", "settled", "typical"),
+    [
+        ([9, 1, 2, 3], "yyyy", 2),
+        ([9, 5, 6, 7, 3, 1], "nnnnyy", 1),
+        ([9, 5, 8], "nny", 8),
+        ([9, 4, 6], "nnn", 5),
+        ([9], "y", 9),
+    ],
+)
+def test_steps_in_which_a_plan_is_found_are_not_in_the_median(seconds: list[float], settled: str, typical: int) -> None:
+    assert typical_seconds(seconds, [each == "y" for each in settled]) == typical
+
+
+def test_a_budget_that_is_given_is_the_ways_own(known_machine: None) -> None:
+    way = Planned(tiny_settings(way="planned", budget="2GiB"), GPT(layers=2, width=64, heads=1, sequence=32))
+    assert way.budget == 2**31
+    assert way.note().startswith("planned: a budget of 2.0 GiB, for which 0 steps found no plan")
+    assert not way.is_settled()
+
+
+@pytest.mark.parametrize(
+    ("most", "least", "budget"),
+    [(2**32, 2**30, 5 * 2**29), (2**30 + 2**20, 2**30, 5 * 2**28)],
+    ids=["half-way", "room for what resident bytes do not tell apart"],
+)
+def test_without_a_budget_it_is_half_way_to_the_least_with_the_optimizers_state(
+    most: int, least: int, budget: int, known_machine: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def plan(profile: object, *, budget: int, allow: set[str] | None = None) -> SimpleNamespace:
+        if budget < least:
+            raise BudgetError("", budget=budget, least=least - state)
+        assert allow == {"keep"}
+        return SimpleNamespace(predicted_peak=most - state)
+
+    model = GPT(layers=2, width=64, heads=1, sequence=32)
+    # Two moments of each parameter, which the profile of an optimizer's first step does not have.
+    state = sum(2 * parameter.nbytes for parameter in model.parameters())
+    monkeypatch.setattr("spillway.plan", plan, raising=False)
+    monkeypatch.setattr("spillway.profile", lambda model, batch: None, raising=False)
+    assert Planned(tiny_settings(way="planned"), model).budget == budget
+
+
+def test_a_budget_that_nothing_fits_is_one_sentence_that_names_the_least(known_machine: None) -> None:
+    with WayProcess(tiny_settings(way="planned", budget="1MiB")) as process:
+        process.started()
+        process.step(last=False)
+        process.step(last=False)
+        with pytest.raises(DemoError, match=r"fits .* on the device.*: the smallest peak that .* is "):
+            process.step(last=True)
 
 
 def test_a_way_that_rounds_otherwise_on_an_accelerator_is_not_compared_and_the_table_says_why() -> None:
@@ -167,7 +248,7 @@ def test_one_by_one_gives_the_same_losses_as_in_turn(finished, tmp_path: Path, m
     file = tmp_path / "demo.json"
     assert ended_here(monkeypatch, "demo", *TINY, "--ways", "keep", "--one-by-one", "--json", str(file)) == 0
     rows = json.loads(file.read_text())["rows"]
-    assert [row["losses"] for row in rows] == [finished[1]["rows"][0]["losses"]]
+    assert [row["losses"] for row in rows] == [finished[1]["rows"][0]["losses"][:3]]
 
 
 def test_a_limit_of_time_leaves_three_steps_to_every_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,6 +274,9 @@ def test_a_way_without_keep_is_compared_with_nothing(tmp_path: Path, monkeypatch
         (["--window", "12 parsecs"], "window: got '12 parsecs'"),
         (["--json", "no/such/folder/demo.json"], "json: got no/such/folder/demo.json"),
         (["--steps", "0"], "--steps"),
+        (["--budget", "12 parsecs"], "budget: got '12 parsecs'"),
+        (["--budget", "600MiB"], "budget: got '600MiB' with the ways keep, expected planned among them"),
+        (["--ways", "keep,planned", "--steps", "5"], "steps: got 5 with the way planned, expected at least 6"),
     ],
 )
 def test_a_bad_argument_is_one_sentence_and_exit_code_2(

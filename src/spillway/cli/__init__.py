@@ -1,1 +1,1 @@
-"""The command line: ``spillway demo``, ``spillway version``. One file per command, and ``app`` that holds them."""
+"""The command line: ``spillway demo``, ``spillway doctor`` and so on. One file per command, and ``app`` holds them."""

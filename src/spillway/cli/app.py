@@ -12,6 +12,7 @@ from rich.markup import escape
 
 import spillway
 from spillway.cli.demo import demo
+from spillway.cli.doctor import doctor
 from spillway.errors import SpillwayError, UsageError
 
 USAGE_CODE = 2
@@ -35,6 +36,7 @@ def _root() -> None:
 
 
 app.command()(demo)
+app.command()(doctor)
 
 
 @app.command()

@@ -16,8 +16,9 @@ from spillway.cli.show import Progress, comparison
 from spillway.demo.machine import describe_hardware, describe_versions
 from spillway.demo.records import DemoError, Outcome, Report, Row, Settings, make_row
 from spillway.demo.runner import MALLOC, WayProcess
-from spillway.demo.ways import WAYS, parse_ways, ways_for
+from spillway.demo.ways import WAYS, Planned, parse_ways, ways_for
 from spillway.errors import UsageError
+from spillway.profiling.machine import known_hardware
 from spillway.units import parse_bytes
 
 _CPU_SHAPE = {"layers": 8, "width": 384, "sequence": 512, "batch": 16, "steps": 8}
@@ -25,9 +26,6 @@ _ACCELERATOR_SHAPE = {"layers": 8, "width": 512, "sequence": 2048, "batch": 16, 
 
 _START_SECONDS = 8.0
 """What one way needs beside its steps: imports, text, hashes."""
-
-_FEWEST_STEPS = 3
-"""A limit of time never leaves fewer: one to warm up, two to measure."""
 
 _NARROWEST = 100
 """Columns that the table is given where no terminal says how many there are."""
@@ -57,21 +55,34 @@ def demo(
     ] = None,
     seconds: Annotated[float, typer.Option(min=0, help="Do fewer steps if these take longer; 0: no limit.")] = 165,
     window: Annotated[str | None, typer.Option(help='Bytes in flight at once for offload, as "64MiB".')] = None,
+    budget: Annotated[
+        str | None,
+        typer.Option(help='Bytes that planned may have at most, as "600MiB".', show_default="half-way to the least"),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of the first weights and of the batches.")] = 0,
     json: Annotated[Path | None, typer.Option(help="Write the table to this file, too.")] = None,
 ) -> None:
     """Train a small GPT on real text, each way in its own process; compare time, memory, gradients."""
     names = None if ways is None else parse_ways(ways.split(","))
     where = _parse_device(device)
-    names = names or ways_for(where)
     shape = _CPU_SHAPE if where.type == "cpu" else _ACCELERATOR_SHAPE
     given = {"steps": steps, "layers": layers, "width": width, "sequence": sequence, "batch": batch}
     numbers = {name: given[name] or default for name, default in shape.items()}
     planned = numbers.pop("steps")
+    names = names or ways_for(where, planned)
+    _check_steps(names, planned)
     if window is not None:
         parse_bytes(window, what="window")
+    if budget is not None:
+        _check_budget(names, budget)
     settings = Settings(
-        way="keep", device=str(where), data=None if data is None else str(data), window=window, seed=seed, **numbers
+        way="keep",
+        device=str(where),
+        data=None if data is None else str(data),
+        window=window,
+        budget=budget,
+        seed=seed,
+        **numbers,
     )
     settings.check()
     _check_writable(json)
@@ -79,6 +90,8 @@ def demo(
     console = Console()
     console = console if console.is_terminal else Console(width=max(console.width, _NARROWEST))
     all_at_once = where.type == "cpu" if in_turn is None else in_turn
+    if all_at_once and Planned.name in names:
+        _know_hardware(where, console)
     outcomes = _run_ways(
         [names] if all_at_once else [[name] for name in names], settings, planned, seconds, Progress(console)
     )
@@ -116,12 +129,13 @@ def _run_in_turn(
         processes = [stack.enter_context(WayProcess(replace(settings, way=name))) for name in names]
         for process in processes:
             progress.show(process.way, process.started())
+        fewest = max(WAYS[name].fewest_steps for name in names)
         begin = time.perf_counter()
         for index in range(steps):
             # Another round after this one would take until then, if it takes as long as those before did.
             done = index + 1
             end = (time.perf_counter() - begin) / max(index, 1) * (done + 1)
-            last = done == steps or (limit is not None and done >= _FEWEST_STEPS and end > limit)
+            last = done == steps or (limit is not None and done >= fewest and end > limit)
             for process in processes:
                 progress.show(process.way, process.step(last=last))
             if last:
@@ -165,6 +179,37 @@ def _parse_device(name: str) -> torch.device:
     if device is None or device.type not in known:
         raise UsageError(f"device: got {name!r}, expected auto or one of what this machine has: {', '.join(known)}")
     return device
+
+
+def _check_steps(names: list[str], steps: int) -> None:
+    for name in names:
+        # Of the others, few steps say little, but not nothing.
+        if name == Planned.name and steps < WAYS[name].fewest_steps:
+            raise UsageError(
+                f"steps: got {steps} with the way {name}, expected at least {WAYS[name].fewest_steps}, since the first "
+                f"ones find its plan; give more --steps, or --ways without it"
+            )
+
+
+def _check_budget(names: list[str], budget: str) -> None:
+    parse_bytes(budget, what="budget")
+    if Planned.name not in names:
+        raise UsageError(
+            f"budget: got {budget!r} with the ways {', '.join(names)}, expected {Planned.name} among them, which is "
+            f"the one that has a budget; give it in --ways, and at least {Planned.fewest_steps} --steps"
+        )
+
+
+def _know_hardware(device: torch.device, console: Console) -> None:
+    """Measure the machine, if it never was, before processes start that would disturb it. Planning wants to know."""
+    told: list[str] = []
+
+    def tell(part: str) -> None:
+        if not told:
+            console.print("measuring this machine, once (spillway doctor shows what it can do)", highlight=False)
+        told.append(part)
+
+    known_hardware(device, on_part=tell)
 
 
 def _check_writable(path: Path | None) -> None:

@@ -86,6 +86,7 @@ def comparison(report: Report) -> Iterator[RenderableType]:
         "gradients and optimizer state are in it. step: median of all but the first. moved: bytes that left in one "
         "step. identical: every loss, and all gradients of the first and last step, bit for bit those of keep."
     )
+    yield from (row.note for row in report.rows if row.note)
     for row in report.rows:
         if reference is not None and row.identical is None:
             yield f"{row.way} is not compared: {WAYS[row.way].not_compared}."

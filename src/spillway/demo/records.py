@@ -31,6 +31,8 @@ class Settings:
     """A file or folder to train on; ``None`` is the Python standard library's own source."""
     window: str | None = None
     """Bytes that may be leaving at once, as Spillway is given them; ``None`` leaves it to Spillway."""
+    budget: str | None = None
+    """Bytes that ``planned`` may have at most, as Spillway is given them; ``None``: the middle of most and least."""
 
     @property
     def heads(self) -> int:
@@ -92,7 +94,7 @@ class Outcome:
     """All steps are done."""
 
     step_seconds: float
-    """Median over all steps but the first, in which pools and caches are made."""
+    """Median over all steps but the first, in which pools and caches are made, and those in which a plan is found."""
     all_step_seconds: list[float]
     tokens_per_second: float
     peak_bytes: int
@@ -106,6 +108,8 @@ class Outcome:
     losses: list[float]
     fingerprint: str
     """SHA-256 of the exact bytes of every loss and of all gradients of the first and of the last step."""
+    note: str = ""
+    """A sentence for below the table."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,6 +165,7 @@ class Row:
     baseline_bytes: int
     peak_source: str
     fingerprint: str
+    note: str = ""
 
 
 def make_row(way: str, outcome: Outcome, reference: Outcome | None) -> Row:

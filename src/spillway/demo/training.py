@@ -42,28 +42,45 @@ def train(settings: Settings, say: Callable[[Message], None], hear: Callable[[],
     baseline = meter.start()
     say(Started(parameters=_count_parameters(way.model), text_bytes=len(text)))
 
-    losses, seconds, fingerprint = _run_steps(way, batches, say, hear)
-    middle = statistics.median(seconds[1:] or seconds)
+    losses, seconds, fingerprint, settled = _run_steps(way, batches, say, hear)
+    middle = typical_seconds(seconds, settled)
     say(
         Outcome(
             step_seconds=middle,
             all_step_seconds=seconds,
             tokens_per_second=settings.tokens / middle,
-            peak_bytes=meter.peak(),
+            peak_bytes=max(meter.peak(), way.checked_peak()),
             baseline_bytes=baseline,
             peak_source=meter.source,
             moved_bytes=way.moved_bytes(),
             losses=losses,
             fingerprint=fingerprint,
+            note=way.note(),
         )
     )
 
 
+def typical_seconds(seconds: list[float], settled: list[bool]) -> float:
+    """The median over the steps that were done as all later ones are, but for the first of them.
+
+    That makes pools and caches, or takes leave of what has watched the steps before. If there is none, all steps count,
+    but for the first.
+
+    Args:
+        seconds: of each step; at least one.
+        settled: of each step, whether it was done as all later ones are.
+    """
+    steady = [each for each, is_settled in zip(seconds, settled, strict=True) if is_settled]
+    return statistics.median(steady[1:] or steady or seconds[1:] or seconds)
+
+
 def _run_steps(
     way: Way, batches: Batches, say: Callable[[Message], None], hear: Callable[[], Order]
-) -> tuple[list[float], list[float], str]:
+) -> tuple[list[float], list[float], str, list[bool]]:
+    """Losses, seconds, a fingerprint, and of each step whether it was done as all later ones are."""
     losses: list[float] = []
     seconds: list[float] = []
+    settled: list[bool] = []
     fingerprint = Fingerprint()
     last = False
     while not last:
@@ -72,12 +89,13 @@ def _run_steps(
         before = _now(tokens.device)
         loss = way.step(tokens, targets)
         seconds.append(_now(tokens.device) - before)
+        settled.append(way.is_settled())
         losses.append(loss.item())
         fingerprint.add([loss])
         if last or len(losses) == 1:
             fingerprint.add(way.gradients())
         say(Step(index=len(losses) - 1, loss=losses[-1], seconds=seconds[-1]))
-    return losses, seconds, fingerprint.text()
+    return losses, seconds, fingerprint.text(), settled
 
 
 def _make_model(settings: Settings, device: torch.device) -> GPT:

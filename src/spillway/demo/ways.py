@@ -11,7 +11,8 @@ from torch import Tensor
 import spillway
 from spillway.demo.model import GPT
 from spillway.demo.records import Settings
-from spillway.errors import UsageError
+from spillway.errors import BudgetError, UsageError
+from spillway.units import format_bytes, parse_bytes
 
 
 class Way:
@@ -28,6 +29,8 @@ class Way:
     """Expected step time in that of ``keep``; divides a limit of time among the ways."""
     on_cpu: ClassVar[bool] = True
     """Whether it runs on the CPU unasked."""
+    fewest_steps: ClassVar[int] = 3
+    """Fewer say nothing of it: one to warm up, two to measure."""
     not_compared: ClassVar[str] = ""
     """Why its losses on an accelerator are not compared with those of ``keep``; empty where they are."""
 
@@ -67,6 +70,18 @@ class Way:
         """Bytes that left the device in the last step."""
         return 0
 
+    def is_settled(self) -> bool:
+        """Whether the last step was done as all that follow will be."""
+        return True
+
+    def checked_peak(self) -> int:
+        """The peak, in bytes, that it has measured itself, for whoever it took the allocator's from."""
+        return 0
+
+    def note(self) -> str:
+        """A sentence for below the table; empty: there is nothing to say."""
+        return ""
+
 
 class Checkpoint(Way):
     """``torch.utils.checkpoint`` around every block, non-reentrant: computed again in backward."""
@@ -101,6 +116,87 @@ class Offload(Way):
         return self._offload.stats().offloaded_bytes
 
 
+class Planned(Way):
+    """``spillway.attach(model, budget=...)``: what stays, leaves and is computed again is planned from the first steps.
+
+    NOTE [ A budget for the demo ]
+
+    If none is given, the budget is the middle between the peaks of the plan that keeps all and of the one that keeps
+    least. Both are planned from a profile, so no other way has to run before. The optimizer has no state then: AdamW's
+    is added. On the CPU resident bytes count what measuring and planning hold, too: so much is left above the least.
+    """
+
+    name = "planned"
+    summary = "spillway.attach(budget=...): what stays, leaves and is computed again is planned"
+    cost = 1.3
+    # Four find the plan, one takes leave of what watched them, one is measured.
+    fewest_steps = 6
+
+    budget: int
+    """Bytes."""
+
+    def __init__(self, settings: Settings, model: GPT) -> None:
+        super().__init__(settings, model)
+        self.budget = self._middle() if settings.budget is None else parse_bytes(settings.budget, what="budget")
+        self._attached = spillway.attach(model, budget=self.budget)
+        self._steps = 0
+        self._searched = 0
+
+    def step(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """As ever; the model finds its plan meanwhile."""
+        loss = super().step(tokens, targets)
+        self._steps += 1
+        if not self.is_settled():
+            self._searched = self._steps
+        return loss
+
+    def moved_bytes(self) -> int:
+        """Bytes that left in the last step."""
+        return self._attached.stats().offloaded_bytes
+
+    def is_settled(self) -> bool:
+        """Whether a plan holds."""
+        return self._attached.stage == "holding"
+
+    def checked_peak(self) -> int:
+        """That of the step in which the plan was checked, whose watch has set the allocator's back."""
+        measured = self._attached.measured
+        return 0 if measured is None or self.is_settled() else measured.peak_bytes
+
+    def note(self) -> str:
+        """The budget, and what the plan does."""
+        told = f"{self.name}: a budget of {format_bytes(self.budget)}"
+        plan = self._attached.plan
+        if plan is None or not self.is_settled():
+            return f"{told}, for which {self._steps} steps found no plan that holds; give more --steps."
+        plain = sum(block.plain for block in plan.blocks)
+        return (
+            f"{told}; {self._searched} steps found the plan. It leaves {plain} of {len(plan.blocks)} blocks alone, "
+            f"sends {format_bytes(plan.sent_bytes)} away, and predicts a peak of {format_bytes(plan.predicted_peak)}."
+        )
+
+    def _middle(self) -> int:
+        """See NOTE [ A budget for the demo ]."""
+        device = torch.device(self.settings.device)
+        batch = torch.zeros(self.settings.batch, self.settings.sequence, dtype=torch.int64, device=device)
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type != "cpu"):
+            profile = spillway.profile(self.model, (batch, batch))
+        most = spillway.plan(profile, budget=_ANY, allow={"keep"}).predicted_peak
+        try:
+            least = spillway.plan(profile, budget=1).predicted_peak
+        except BudgetError as error:
+            least = error.least
+        state = 2 * sum(parameter.nbytes for parameter in self.model.parameters())
+        return state + max((most + least) // 2, least + (_UNSTEADY if device.type == "cpu" else 0))
+
+
+_ANY = 1 << 60
+"""A budget that everything is within."""
+
+_UNSTEADY = 256 << 20
+"""Bytes. See NOTE [ A budget for the demo ]."""
+
+
 class HostOptimizer(Way):
     """``spillway.OffloadedOptimizer``: its state is on the host and it steps there, and gradients leave in backward."""
 
@@ -131,13 +227,14 @@ class HostOptimizer(Way):
         return self.optimizer.stats().sent_bytes
 
 
-WAYS: dict[str, type[Way]] = {way.name: way for way in (Way, Checkpoint, Offload, HostOptimizer)}
+WAYS: dict[str, type[Way]] = {way.name: way for way in (Way, Checkpoint, Offload, Planned, HostOptimizer)}
 """By name, in the order in which they run: ``keep`` first, since the others are compared with it."""
 
 
-def ways_for(device: torch.device) -> list[str]:
-    """The names of the ways that run unasked."""
-    return [name for name, way in WAYS.items() if way.on_cpu or device.type != "cpu"]
+def ways_for(device: torch.device, steps: int) -> list[str]:
+    """The names of the ways that run unasked: those of which so many steps, or as many as any way needs, say much."""
+    enough = max(steps, Way.fewest_steps)
+    return [name for name, way in WAYS.items() if (way.on_cpu or device.type != "cpu") and way.fewest_steps <= enough]
 
 
 def parse_ways(names: Iterable[str]) -> list[str]:
