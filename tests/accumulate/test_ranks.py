@@ -31,6 +31,7 @@ from accumulate.loops import (
 from integrations.ranks import RANKS, World
 from integrations.training import Collectives
 from spillway import UsageError
+from support import FailsInBackward
 
 pytestmark = [
     pytest.mark.skipif(not dist.is_available(), reason="a torch without torch.distributed"),
@@ -93,7 +94,8 @@ WAYS: dict[str, Way] = {
     "hsdp of replicas": Way("fsdp", mesh=(2, 1)),
     "hsdp of shards": Way("fsdp", mesh=(1, 2)),
 }
-ways = pytest.mark.parametrize("way", WAYS)
+EVERY = ["ddp", "fsdp", "fsdp, mixed", "hsdp of replicas"]
+"""Those in which what is reduced before the last micro-batch goes a way of its own."""
 some_ways = pytest.mark.parametrize("way", ["ddp", "fsdp"])
 syncs = pytest.mark.parametrize("sync", ["last", "every"])
 
@@ -167,8 +169,13 @@ def written_out_case(way: str, sync: str) -> None:
         assert float(window.last.weight) == sum(int((each[1] != PADDING).sum()) for each in WHOLE[-1])
 
 
-@syncs
-@ways
+@pytest.mark.parametrize(
+    ("way", "sync"),
+    [
+        *((way, "last") for way in WAYS),
+        *((way, "every") if way in EVERY else pytest.param(way, "every", marks=pytest.mark.long) for way in WAYS),
+    ],
+)
 def test_a_window_is_the_loop_that_somebody_writes_out(world: World, way: str, sync: str) -> None:
     world.run(written_out_case, way, sync)
 
@@ -578,16 +585,6 @@ def test_fsdp_must_hold_what_it_holds_in_float32(world: World) -> None:
 # Errors.
 
 
-class Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        raise KeyError("on purpose")
-
-
 class Failing(nn.Module):
     """Fails in the middle, where it is told to."""
 
@@ -600,7 +597,7 @@ class Failing(nn.Module):
         x = self.inner.hidden(self.inner.words(words))
         if self.where == "forward":
             raise KeyError("on purpose")
-        out: Tensor = self.inner.head(Fails.apply(x) if self.where == "backward" else x)
+        out: Tensor = self.inner.head(FailsInBackward.apply(x) if self.where == "backward" else x)
         return out
 
 

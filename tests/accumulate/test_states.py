@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import spillway
 from accumulate.loops import Trace, assert_same, batches, fresh, note, plain, summed, windowed
 from spillway import UsageError
+from support import FailsInBackward
 
 STEPS = 4
 LOADER = batches(3 * STEPS)
@@ -218,16 +219,6 @@ def test_a_window_may_be_stepped_early_in_a_loop() -> None:
 # Errors.
 
 
-class Bad(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        raise KeyError("on purpose")
-
-
 def test_an_error_in_forward_leaves_the_window_without_that_micro_batch() -> None:
     expected = plain(*pair(), [[LOADER[0], *LOADER[2:5]]])
     model, optimizer = pair()
@@ -271,7 +262,7 @@ def test_an_error_in_backward_spoils_the_window_until_it_is_discarded() -> None:
     def run() -> None:
         for batch in window(LOADER):
             loss, words = summed(model, batch)
-            window.backward(Bad.apply(loss) if window.micro_batches == 2 else loss, weight=words)
+            window.backward(FailsInBackward.apply(loss) if window.micro_batches == 2 else loss, weight=words)
 
     with pytest.raises(KeyError):
         run()

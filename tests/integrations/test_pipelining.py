@@ -199,19 +199,28 @@ def runs_of_regions(path: Path) -> None:
 
 
 def two_ranks(path: Path) -> None:
-    all_schedules(PLANS, ["offload", "regions", "both"], path)
-    all_schedules([plan for plan in PLANS if plan.name in ("1F1B", "ZBVZeroBubble")], MORE_WAYS, path)
+    """Every schedule once, and every way in one that splits its backwards."""
+    all_schedules(PLANS, ["both"], path)
+    all_schedules([Plan("ZBVZeroBubble", "v")], [way for way in WAYS if way != "both"], path)
     runs_of_regions(path)
 
 
+def two_ranks_thoroughly(path: Path) -> None:
+    all_schedules(PLANS, ["offload", "regions"], path)
+    all_schedules([plan for plan in PLANS if plan.name in ("1F1B", "ZBVZeroBubble")], MORE_WAYS, path)
+
+
 def four_ranks(path: Path) -> None:
-    plans = [Plan("1F1B", "one", 6), Plan("Interleaved1F1B", "loop"), Plan("ZBVZeroBubble", "v", 8)]
-    all_schedules(plans, ["both"], path)
+    all_schedules([Plan("ZBVZeroBubble", "v", 8)], ["both"], path)
     # From the first rank to the last, evenly.
     stages, _ = Plan("1F1B", "one").make()
     from spillway.integrations.pipelining import _share_of
 
     assert _share_of(stages[0], ("3KiB", 0)) == (3 - dist.get_rank()) * 1024
+
+
+def four_ranks_thoroughly(path: Path) -> None:
+    all_schedules([Plan("1F1B", "one", 6), Plan("Interleaved1F1B", "loop")], ["both"], path)
 
 
 def rank(number: int, ranks: int, folder: str, work: Callable[[Path], None]) -> None:
@@ -234,6 +243,12 @@ def test_every_schedule_on_two_ranks_trains_as_without(tmp_path: Path) -> None:
 
 def test_schedules_on_four_ranks_train_as_without(tmp_path: Path) -> None:
     mp.spawn(rank, args=(4, str(tmp_path), four_ranks), nprocs=4)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("ranks", "work"), [(2, two_ranks_thoroughly), (4, four_ranks_thoroughly)])
+def test_more_schedules_in_more_ways_train_as_without(ranks: int, work: Callable[[Path], None], tmp_path: Path) -> None:
+    mp.spawn(rank, args=(ranks, str(tmp_path), work), nprocs=ranks)
 
 
 def test_the_example_runs_under_torchrun(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from spillway.optim.away import AwayGradient
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 """The classes that have a fused kernel on the CPU."""
 
-MODULES_WITH_CHUNK = ("gradient", "held", "host_step", "rounds")
+MODULES_WITH_CHUNK = ("held", "host_step", "rounds")
 
 Batch = Tensor
 Make = Callable[[Module], Optimizer]

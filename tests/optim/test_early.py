@@ -30,6 +30,7 @@ from optim.support import (
 from spillway import OffloadedOptimizer, UnsupportedError, UsageError
 from spillway.errors import TierFullError
 from spillway.optim import early, traffic
+from spillway.optim.held import Held
 from spillway.runtime.bytes import Bytes
 from spillway.testing import AdversaryBackend
 from support import SlowBackend
@@ -377,41 +378,46 @@ def test_a_gradient_of_what_was_stepped_does_not_outlive_the_optimizer(trained: 
     assert all(held.parameter.grad is None for held in stepped)
 
 
+@pytest.mark.parametrize("rate", [0.1, torch.tensor(0.1)], ids=["number", "tensor"])
 def test_settings_that_change_within_a_backward_are_noticed(
-    cpu_session: spillway.Session, monkeypatch: pytest.MonkeyPatch
+    rate: float | Tensor, cpu_session: spillway.Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(early, "_TOGETHER", 1)
     one, other = (torch.nn.Parameter(torch.ones(4)) for _ in range(2))
-    rate = torch.tensor(0.1)
-    for change in ({"lr": 0.5}, {"lr": rate}):
-        optimizer = OffloadedOptimizer(
-            [one, other], torch.optim.SGD, lr=0.1, session=cpu_session, step_in_backward=True
-        )
-        optimizer.param_groups[0]["lr"] = change.get("lr") if "lr" in change and change["lr"] is rate else 0.1
-        one.sum().backward()
-        if change["lr"] is rate:
-            rate.data.fill_(0.7)
-        else:
-            optimizer.param_groups[0].update(change)
-        with pytest.raises(UsageError, match=r"other settings of group 0 before step\(\) \(lr\)"):
-            other.sum().backward()
-        optimizer.close()
-        one.grad = other.grad = None
+    rate = rate.clone() if isinstance(rate, Tensor) else rate
+    optimizer = OffloadedOptimizer([one, other], torch.optim.SGD, lr=rate, session=cpu_session, step_in_backward=True)
+    one.sum().backward()
+    if isinstance(rate, Tensor):
+        # Leaves no trace in its version.
+        rate.data.fill_(0.7)
+    else:
+        optimizer.param_groups[0]["lr"] = 0.7
+    with pytest.raises(UsageError, match=r"other settings of group 0 before step\(\) \(lr\)"):
+        other.sum().backward()
+    optimizer.close()
 
 
-@pytest.mark.parametrize("fails", ["flush", "prepare"])
+@pytest.mark.parametrize(("fails", "at", "elements"), [("flush", 2, 1), ("prepare", 2, 1), ("check", 5, 1 << 11)])
 def test_what_could_not_be_queued_in_backward_is_stepped_later(
-    fails: str, cpu_session: spillway.Session, monkeypatch: pytest.MonkeyPatch
+    fails: str,
+    at: int,
+    elements: int,
+    cpu_session: spillway.Session,
+    pieces_of: Callable[[int], None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(early, "_TOGETHER", 1)
+    # With many elements some are queued and some are not, when it fails.
+    monkeypatch.setattr(early, "_TOGETHER", elements)
+    pieces_of(64)
     model, plain = wide(), wide()
     optimizer = make(torch.optim.SGD, cpu_session, **SGD)(model)
     (batch,) = batches(1)
-    owner: Any = next(iter(optimizer._shared.values())).traffic if fails == "flush" else optimizer._shelf
+    traffic_of: Any = next(iter(optimizer._shared.values())).traffic
+    owner: Any = {"flush": traffic_of, "prepare": optimizer._shelf, "check": Held}[fails]
     works, calls = getattr(owner, fails), itertools.count()
 
     def fail(*arguments: Any) -> Any:
-        if next(calls) == 2:
+        if next(calls) == at:
             raise TierFullError("host memory: no more")
         return works(*arguments)
 
@@ -420,6 +426,9 @@ def test_what_could_not_be_queued_in_backward_is_stepped_later(
         loss_of(model, batch).backward()
     came = [one.grad is not None for one in model.parameters()]
     assert any(came)
+    if elements > 1:
+        held = optimizer._held.values()
+        assert 0 < len(optimizer._early.stepped) < sum(one.parameter.grad is not None for one in held)
     optimizer.step()
     optimizer.synchronize()
     reference = plainly(torch.optim.SGD, **SGD)(plain)
@@ -440,20 +449,23 @@ def test_a_backward_after_gradients_were_dropped_is_refused(trained: Trained) ->
 
 
 def test_one_may_go_on_after_a_backward_that_failed(late: spillway.Session) -> None:
-    model = wide()
-    optimizer = make(torch.optim.SGD, late, **SGD)(model)
+    models = [wide(), wide()]
+    data = batches(3)
 
     def fail(_: Tensor) -> None:
         raise RuntimeError("no more")
 
-    handle = model.first.weight.register_hook(fail)
-    with pytest.raises(RuntimeError, match="no more"):
-        loss_of(model, batches(1)[0]).backward()
-    handle.remove()
-    optimizer.step()
-    optimizer.zero_grad()
-    train(model, optimizer, batches(2))
-    optimizer.close()
+    for model, given in zip(models, ({"step_in_backward": True}, {}), strict=True):
+        optimizer = offloaded(torch.optim.SGD, late, **SGD, **given)(model)
+        handle = model.blocks[0].up.weight.register_hook(fail)
+        with pytest.raises(RuntimeError, match="no more"):
+            loss_of(model, data[0]).backward()
+        handle.remove()
+        optimizer.step()
+        optimizer.zero_grad()
+        train(model, optimizer, data[1:])
+        optimizer.close()
+    assert_same_values(*models)
     assert late.used_bytes == (0, 0)
 
 

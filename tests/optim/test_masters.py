@@ -21,7 +21,7 @@ CLASSES = pytest.mark.parametrize(
         (torch.optim.AdamW, {"lr": 1e-2}),
         (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
         (torch.optim.Adagrad, {"lr": 0.1}),
-        (torch.optim.RMSprop, {"lr": 1e-2}),
+        pytest.param(torch.optim.RMSprop, {"lr": 1e-2}, marks=pytest.mark.long),
         (torch.optim.NAdam, {"lr": 1e-2}),
     ],
     ids=["AdamW", "SGD", "Adagrad", "RMSprop", "NAdam"],

@@ -12,7 +12,7 @@ import torch
 import spillway
 from spillway import OffloadedOptimizer
 from spillway.optim.away import AwayGradient
-from spillway.optim.gradient import CHUNK
+from spillway.optim.held import CHUNK
 
 PAGE = Path(__file__).parents[2] / "docs" / "optimizer.md"
 ELEMENTS = 1 << 20

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 import spillway
 from optim.support import assert_same_state, same_bits
 from spillway import OffloadedOptimizer
-from spillway.optim import gradient as gradient_module
+from spillway.optim.held import CHUNK
 from spillway.optim.kinds import Kind
 
 LINE = 64
@@ -146,7 +146,7 @@ def test_cuts_elsewhere_give_other_bits() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_size_of_a_piece_is_a_whole_number_of_cache_lines(dtype: torch.dtype) -> None:
-    assert gradient_module.CHUNK * dtype.itemsize % LINE == 0
+    assert CHUNK * dtype.itemsize % LINE == 0
 
 
 @pytest.mark.parametrize(("optimizer_class", "options", "dtype"), [case for case in cases() if "wei" in str(case.id)])

@@ -5,18 +5,17 @@ import __future__
 
 import ast
 import inspect
-import textwrap
-import types
 from collections.abc import Iterator
 
 import pytest
 
 from optim.shelf_scenarios import SCENARIOS
+from removal import Without, parsed
 from spillway.errors import SpillwayError
 from spillway.optim import belt, device_carrier, disk_carrier, disk_shelf, pinned, streamed_shelf, sums
 
 # What waits, and what lets others wait.
-WAITS = ("wait", "synchronize", "host_wait", "expect", "let_go", "_let_go", "settle", "after", "append", "run")
+WAITS = ("wait", "synchronize", "expect", "let_go", "_let_go", "settle", "after", "append", "run")
 
 # Of these, what orders no accesses.
 ELSEWHERE = {
@@ -27,39 +26,14 @@ ELSEWHERE = {
 }
 
 
-class _Without(ast.NodeTransformer):
-    """Takes the n-th statement that waits out of a function."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.found: list[str] = []
-
-    def visit_Expr(self, node: ast.Expr) -> ast.AST:
-        call = node.value
-        if (
-            isinstance(call, ast.Call)
-            and isinstance(call.func, ast.Attribute)
-            and call.func.attr in WAITS
-            and ast.unparse(node) not in ELSEWHERE
-        ):
-            self.found.append(ast.unparse(node))
-            if len(self.found) - 1 == self.number:
-                return ast.Pass()
-        return node
-
-
-def _parsed(function: types.FunctionType) -> ast.Module:
-    return ast.parse(textwrap.dedent(inspect.getsource(function)))
-
-
 def _waits() -> Iterator[tuple[object, str, int, str]]:
     for module in (belt, device_carrier, disk_carrier, pinned, sums, streamed_shelf, disk_shelf):
         owners = [one for one in vars(module).values() if inspect.isclass(one) and one.__module__ == module.__name__]
         for owner in (*owners, module):
             for name, member in vars(owner).items():
                 if inspect.isfunction(member) and member.__code__.co_filename == module.__file__:
-                    finder = _Without(-1)
-                    finder.visit(_parsed(member))
+                    finder = Without(-1, WAITS, ELSEWHERE)
+                    finder.visit(parsed(member))
                     for number, text in enumerate(finder.found):
                         yield owner, name, number, text
 
@@ -92,7 +66,7 @@ def test_without_this_wait_something_fails(
     function = vars(owner)[name]
     module = inspect.getmodule(function)
     assert module is not None
-    tree = ast.fix_missing_locations(_Without(number).visit(_parsed(function)))
+    tree = ast.fix_missing_locations(Without(number, WAITS, ELSEWHERE).visit(parsed(function)))
     namespace = dict(vars(module))
     flags = __future__.annotations.compiler_flag
     exec(compile(tree, str(module.__file__), "exec", flags=flags), namespace)

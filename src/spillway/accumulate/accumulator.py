@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -280,7 +281,8 @@ class Accumulator:
         check_loss(loss)
         weight = self._weight(micro, weight)
         reduces = self._wrappers.reduces(last=micro.last)
-        try:
+        with contextlib.ExitStack() as unless_done:
+            unless_done.callback(self._spoil)
             self._totals.add(loss, weight)
             if micro.last:
                 self._totals.reduce()
@@ -290,9 +292,7 @@ class Accumulator:
             if self._sums is not None:
                 self._sums.after_backward(reduces=reduces)
             self._wrappers.check(last=micro.last)
-        except BaseException:
-            self._state = State.SPOILED
-            raise
+            unless_done.pop_all()
         micro.had_backward = True
         self._count += 1
         self._reduced = self._wrappers.completes(last=micro.last)
@@ -324,17 +324,19 @@ class Accumulator:
                 f"ranks, expected that the last one is known when it begins; open it by window.micro(last=True), or "
                 f"call discard()"
             )
-        try:
-            with label("window_step"):
-                totals = self._totals.finish()
-                record = self._stepper.step(self._parameters(), totals, index=self._index, count=self._count)
-        except BaseException:
-            self._state = State.SPOILED
-            raise
+        with contextlib.ExitStack() as unless_done, label("window_step"):
+            unless_done.callback(self._spoil)
+            totals = self._totals.finish()
+            record = self._stepper.step(self._parameters(), totals, index=self._index, count=self._count)
+            unless_done.pop_all()
         self._last, self._stepped = record, True
         self._index += 1
         self._clear()
         return record
+
+    def _spoil(self) -> None:
+        """Something was raised in the middle: what the window has is neither the whole nor nothing."""
+        self._state = State.SPOILED
 
     def discard(self) -> None:
         """Clear the gradients of the window that is under way, and begin a new one. An open micro-batch is closed.

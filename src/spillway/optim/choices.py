@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -45,9 +46,8 @@ class Choices:
             raise UsageError(f"hold: got {self.hold!r}, expected 'last' or 'first'")
         self._check_fraction()
         self._check_master_dtype()
-        thread_count(self.threads)
-        if self.device_budget is not None:
-            parse_bytes(self.device_budget, what="device_budget")
+        # What is wrong with these is said at once, and they stay what they are now.
+        _ = self.threads_of_step, self.budget
         if self.step_in_backward and not (self.offload_gradients and self.tier == self.step_on == "host"):
             raise UnsupportedError(
                 f"got step_in_backward=True with tier={self.tier!r}, step_on={self.step_on!r}, offload_gradients="
@@ -64,12 +64,12 @@ class Choices:
         """Of all elements, how many are on the host at the beginning."""
         return float(self.fraction) if isinstance(self.fraction, (int, float)) else 1.0
 
-    @property
+    @cached_property
     def budget(self) -> int | None:
         """The device's, in bytes."""
         return None if self.device_budget is None else parse_bytes(self.device_budget, what="device_budget")
 
-    @property
+    @cached_property
     def threads_of_step(self) -> int:
         """How many the host's step computes with."""
         return thread_count(self.threads)

@@ -96,7 +96,7 @@ class DiskCarrier(Carrier):
 
     def wait(self, trip: Trip) -> None:
         if trip.arrived is not None:
-            self._traffic.host_wait(trip.arrived)
+            trip.arrived.synchronize()
 
     def memory(self, nbytes: int) -> Bytes:
         block = self._traffic.pinned(nbytes)
@@ -138,7 +138,7 @@ class DiskCarrier(Carrier):
             at_last.callback(self.drop, trip)
             if trip.left is not None:
                 try:
-                    self._traffic.host_wait(trip.left)
+                    trip.left.synchronize()
                 except TierError:
                     self.stay(trip)
                     raise

@@ -23,9 +23,6 @@ from spillway.optim.traffic import Traffic, Way, is_dense
 from spillway.runtime.backend import Event, finish
 from spillway.runtime.bytes import Cells
 
-CHUNK = 1 << 22
-"""Elements that are worked on at a time: what is between two passes over them stays in the caches."""
-
 
 @dataclass(eq=False, slots=True)
 class Snapshot:

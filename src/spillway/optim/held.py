@@ -10,7 +10,7 @@ from torch.utils.hooks import RemovableHandle
 
 from spillway.errors import UnsupportedError, UsageError
 from spillway.optim.away import AwayGradient
-from spillway.optim.gradient import CHUNK, Gradient, Snapshot
+from spillway.optim.gradient import Gradient, Snapshot
 from spillway.optim.masters import Stamp, take
 from spillway.optim.pinned import Pinned
 from spillway.optim.sharding import local_of
@@ -20,6 +20,8 @@ from spillway.runtime.backend import Event
 from spillway.runtime.bytes import Cells, over
 from spillway.runtime.cpu import anonymous_pages
 
+CHUNK = 1 << 22
+"""Elements that are worked on at a time: what is between two passes over them stays in the caches."""
 _HUGE = 4 << 20
 
 
@@ -204,7 +206,7 @@ class Held:
         assert self.master is None
         shape, strides, *_ = self._known
         self.pinned = Pinned(self.shared.traffic.arena, self.numel * self.work_dtype.itemsize)
-        self._await_copies(self.pinned)
+        self.pinned.synchronize()
         # Who has it in a state dictionary keeps the memory, too.
         storage = self.pinned.alias().untyped_storage()
         self.master = over(storage, self.work_dtype, 0, shape, strides)
@@ -272,7 +274,7 @@ class Held:
     def begin_step(self) -> None:
         """The master is about to be written."""
         if self.pinned is not None:
-            self._await_copies(self.pinned)
+            self.pinned.synchronize()
         self._touch(write=True)
 
     def give_up(self) -> None:
@@ -288,11 +290,6 @@ class Held:
         """See no more gradients."""
         if self.hook is not None:
             self.hook.remove()
-
-    def _await_copies(self, pinned: Pinned) -> None:
-        for event in pinned.before_write():
-            self.shared.traffic.host_wait(event)
-        pinned.synchronize()
 
     def _touch(self, *, write: bool) -> None:
         if self.pinned is not None:

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
-from spillway.optim.gradient import CHUNK, Snapshot
-from spillway.optim.held import Held, Piece, send_back
+from spillway.optim.gradient import Snapshot
+from spillway.optim.held import CHUNK, Held, Piece, send_back
 from spillway.optim.kinds import for_host, step_of, written_by_step
 from spillway.optim.shared import Shared
 from spillway.runtime.backend import Event, HostLane, TaskEnd
@@ -191,7 +191,7 @@ class HostStep:
             if piece.tensor.ndim != 1:
                 gradient = gradient.as_strided(piece.tensor.shape, piece.tensor.stride())
             piece.tensor.grad = gradient
-            used += piece.numel
+            used += 0 if values.stays(held.work_dtype) else piece.numel
         # Fused SGD takes those that have momentum already, or those that have none yet.
         has_state = [bool(self._states.get(piece.tensor)) for _, piece in parts]
         for which in (False, True):

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from spillway.optim.gradient import CHUNK
-from spillway.optim.held import Held
+from spillway.optim.held import CHUNK, Held
 from spillway.optim.layout import Layout, Place, State
 from spillway.runtime.bytes import Bytes
 

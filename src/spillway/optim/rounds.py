@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from spillway.optim.gradient import CHUNK, Snapshot
-from spillway.optim.held import Held
+from spillway.optim.gradient import Snapshot
+from spillway.optim.held import CHUNK, Held
 from spillway.optim.host_step import HostStep, Settings, Share, Turn
 from spillway.optim.shared import Shared
 from spillway.optim.tally import Tally

@@ -7,7 +7,8 @@ from typing import Protocol
 import torch
 
 from spillway.optim.pinned import Pinned
-from spillway.optim.traffic import Traffic, flat
+from spillway.optim.traffic import Traffic
+from spillway.runtime.bytes import Cells
 
 
 class Counted(Protocol):
@@ -41,7 +42,7 @@ class Sum:
             self._memory = held.new_flat_tensor(self.dtype)
         else:
             self.pinned.synchronize()
-            self._memory = flat(self.pinned.block, self.dtype, held.numel)
+            self._memory = Cells(self.pinned.range(0, self.pinned.nbytes), self.dtype).tensor()
 
     @property
     def tensor(self) -> torch.Tensor:

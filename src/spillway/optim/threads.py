@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -66,8 +67,6 @@ def begin_with(threads: int) -> Callable[[], None]:
 
 
 def _restore(threads: int) -> None:
-    from threading import Thread
-
-    thread = Thread(target=torch.set_num_threads, args=(threads,))
+    thread = threading.Thread(target=torch.set_num_threads, args=(threads,))
     thread.start()
     thread.join()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -80,8 +79,6 @@ class Traffic:
         """How long the device waited for gradients to leave, and for parameters."""
         self.sent_bytes = 0
         self.received_bytes = 0
-        self.host_wait_seconds = 0.0
-        """How long the host lane waited, ever."""
 
     def send(self, tensor: torch.Tensor) -> Sent:
         """A dense tensor's bytes leave, in the order in which they lie, behind what computes it.
@@ -125,7 +122,7 @@ class Traffic:
         """What was sent, flat, when it is there; for the host."""
         arrived = sent.parcel.arrived
         assert arrived is not None
-        self.host_wait(arrived)
+        arrived.synchronize()
         return self.host_view(sent.memory, sent.dtype, sent.numel, write=False)
 
     def receive(self, ways: Sequence[Way], after: Event) -> Event:
@@ -152,14 +149,8 @@ class Traffic:
         """Pinned memory that may be written now; for the host."""
         block = self.arena.allocate(max(nbytes, 1))
         for event in block.after:
-            self.host_wait(event)
+            event.synchronize()
         return block
-
-    def host_wait(self, event: Event) -> None:
-        """The host lane waits."""
-        before = time.perf_counter()
-        event.synchronize()
-        self.host_wait_seconds += time.perf_counter() - before
 
     def stage(self, nbytes: int) -> Block:
         """The same, for what is on its way to the device at once; past a few of them the oldest is waited for."""
@@ -239,7 +230,7 @@ class Traffic:
     def host_view(self, memory: Bytes, dtype: torch.dtype, numel: int, *, write: bool) -> torch.Tensor:
         """Pinned memory as a flat tensor, for the host."""
         self.backend.host_access(memory, write=write)
-        return flat(memory, dtype, numel)
+        return Cells(memory.first(numel * dtype.itemsize), dtype).tensor()
 
     def _dispatch_open(self) -> None:
         if self._open is not None:
@@ -282,12 +273,6 @@ def memory_of(tensor: torch.Tensor) -> Bytes:
     """The bytes of a dense tensor, whatever its strides."""
     start = int(tensor.storage_offset()) * tensor.itemsize
     return Bytes(tensor.untyped_storage(), start, tensor.numel() * tensor.itemsize)
-
-
-def flat(block: Bytes, dtype: torch.dtype, numel: int) -> torch.Tensor:
-    """A block's first bytes as a flat tensor."""
-    empty = torch.empty(0, dtype=dtype, device="cpu")
-    return empty.set_(block.storage, block.start // dtype.itemsize, (numel,), (1,))
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
