@@ -148,6 +148,38 @@ def of_optimizers(result: Result) -> list[str]:
     return [conditions, "", *table(heading, *rows)]
 
 
+# pareto.py: one method or one budget a row.
+
+
+def of_budgets(result: Result) -> list[str]:
+    options = result["options"]
+    conditions = (
+        f"{options['layers']} layers of {options['shape']}, {options['seq']} tokens; median of {options['runs']} runs "
+        f"of {options['together']} steps; {where_and_when(result)}"
+    )
+    plain = result["rows"][0]["peak_bytes"]
+    rows = []
+    for row in result["rows"]:
+        if row["failed"]:
+            continue
+        plan = row["plan"]
+        rows.append(
+            [
+                f"plan within {row['asked']}" if plan else f"`{row['way']}`",
+                ranged(row),
+                f"{row['of_keep']:.3f}" if row["of_keep"] else "-",
+                f"{row['of_best']:.3f} of `{row['best']}`" if row["best"] else "-",
+                gib(row["peak_bytes"]),
+                f"{row['peak_bytes'] / plain:.1%}" if plain else "-",
+                gib(row["budget_bytes"]) if plan else "-",
+                f"{plan['predicted_seconds'] * 1e3:.0f} ms, {gib(plan['predicted_peak_bytes'])}" if plan else "-",
+                f"{plan['solving_seconds']:.1f} s, {plan['steps_until_holding']} steps" if plan else "-",
+            ]
+        )
+    heading = ["way", "step", "of keep", "of the best other", "activation peak", "of keep", "budget", "predicted"]
+    return [conditions, "", *table([*heading, "found in"], *rows)]
+
+
 # resnet.py: one ratio a row.
 
 
@@ -177,6 +209,7 @@ KINDS: dict[str, Callable[[Result], list[str]]] = {
     "method": of_steps,
     "part": of_ranks,
     "parameters": of_optimizers,
+    "asked": of_budgets,
     "ratio": of_ratios,
 }
 """By what a row has that those of the other benchmarks have not."""
