@@ -12,6 +12,8 @@ DOCS_READY := $(VENV)/.docs-ready
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 PYTEST := $(BIN)/python -m pytest --timeout=900
+# A process a CPU, each with one thread.
+IN_PARALLEL := -n logical --maxprocesses 8 --dist worksteal
 
 ifneq ($(filter command environment,$(firstword $(origin PYTHON))),)
   DIRECT := PYTHONPATH=src $(PYTHON)
@@ -43,10 +45,10 @@ demo: $(READY)  ## train a small GPT each way and compare time, memory and gradi
 	$(BIN)/spillway demo $(ARGS)
 
 test: $(READY)  ## the tests that every machine can run
-	$(PYTEST) $(ARGS)
+	OMP_NUM_THREADS=1 $(PYTEST) $(IN_PARALLEL) $(ARGS)
 
 test-all: $(READY)  ## these and the long matrices
-	$(PYTEST) -m "not gpu" --timeout=7200 $(ARGS)
+	OMP_NUM_THREADS=1 $(PYTEST) $(IN_PARALLEL) -m "not gpu" --timeout=7200 $(ARGS)
 
 check: $(READY)  ## lint, format, types, import order
 	$(BIN)/ruff check
