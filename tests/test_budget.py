@@ -22,6 +22,7 @@ import spillway
 from budgets import KINDS, NAMED, STAGES, Kind, attached_to, budget_of, hardware, one_step, search, train
 from spillway import BudgetError, Session, UsageError
 from spillway.attaching.budgeted import Limits, pilot_of
+from spillway.attaching.peers import Peers
 from spillway.profiling import meter
 from steps import Block, MiB, assert_nothing_left, failing
 from support import FailsInBackward
@@ -381,7 +382,7 @@ def test_a_plan_sends_no_more_to_the_host_than_the_session_has_room_for() -> Non
             torch.nn.Linear(2, 2), Limits("1TiB", allow={"keep", "host", "recompute"}), None, hardware(), session, None
         )
         assert pilot._planner is not None
-        plan = pilot._planner(profile, 20 << 30)
+        plan = pilot._planner(profile, 20 << 30, Peers())
         assert plan.host_bytes <= 64 << 20
         unlimited = spillway.plan(profile, budget=20 << 30, allow={"keep", "host", "recompute"}, hardware="h200")
         assert unlimited.host_bytes > 64 << 20

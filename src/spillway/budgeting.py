@@ -18,7 +18,7 @@ from spillway.attaching.budgeted import allowed, profiling_pilot
 from spillway.errors import BudgetError, UnsupportedError, UsageError
 from spillway.planning.hardware import Hardware
 from spillway.planning.plan import Plan
-from spillway.planning.planner import make_plan, program_of, usable_rates
+from spillway.planning.planner import divided, make_plan, program_of, usable_rates
 from spillway.planning.profile import Profile
 from spillway.planning.timeline import Timeline, simulate_program
 from spillway.profiling.machine import known_hardware
@@ -146,7 +146,8 @@ def simulate(profile: Profile, plan: Plan, *, hardware: Hardware | str | None = 
     _check_profile(profile)
     found = _hardware(hardware, torch.device(profile.device))
     rates = usable_rates(found, plan.window, active=local_ranks())
-    return simulate_program(program_of(profile, plan), rates, spans=True)
+    part = divided(profile, 1.0 if plan.optimizer_fraction is None else plan.optimizer_fraction, found)
+    return simulate_program(program_of(part, plan), rates, spans=True)
 
 
 def longest(

@@ -238,3 +238,41 @@ def test_a_budget_that_holds_everything_leaves_the_model_alone(device: torch.dev
         assert attached.stage == "holding"
         assert attached.plan is not None and all(block.plain for block in attached.plan.blocks)
         assert abs(training.peak() - kept) <= kept * 0.01
+
+
+def test_how_much_of_an_optimizer_is_on_the_host_is_the_plans_to_say(device: torch.device) -> None:
+    training = Training(CASES["vit"], device)
+    for parameter in training.model.parameters():
+        parameter.grad = None
+
+    def train(optimizer: spillway.OffloadedOptimizer) -> int:
+        torch.accelerator.reset_peak_memory_stats()
+        training.model(training.batch).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.accelerator.synchronize()
+        return torch.accelerator.max_memory_allocated()
+
+    fractions = []
+    for share in (0.35, 0.7, 1.5):
+        with spillway.Session() as session:
+            optimizer = spillway.OffloadedOptimizer(
+                training.model.parameters(), torch.optim.AdamW, lr=1e-6, session=session
+            )
+            kept = max(train(optimizer) for _ in range(2))
+            budget = int(share * kept)
+            how = {"hardware": spillway.Hardware.named("h200"), "session": session}
+            with spillway.attach(training.model, budget=budget, optimizer=optimizer, **how) as attached:
+                steps = 0
+                while attached.stage != "holding":
+                    train(optimizer)
+                    steps += 1
+                    assert steps < MOST_STEPS, attached.explain()
+                # The device's part makes its state in its first step.
+                peaks = [train(optimizer) for _ in range(4)]
+                assert attached.plan is not None
+                fractions.append(attached.plan.optimizer_fraction)
+                assert max(peaks) <= budget, attached.explain()
+            optimizer.close()
+    assert fractions == sorted(fractions, reverse=True)
+    assert fractions[-1] == 0.0

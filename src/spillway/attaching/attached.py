@@ -31,6 +31,7 @@ from spillway.session import Session
 
 if TYPE_CHECKING:
     from spillway.attaching.pilot import Measured, Pilot
+    from spillway.attaching.steering import Divided
     from spillway.planning.hardware import Hardware
     from spillway.planning.plan import Plan
     from spillway.planning.profile import Profile
@@ -52,6 +53,7 @@ def attach(
     host_budget: int | str | None = None,
     disk_budget: int | str | None = None,
     allow: Collection[str] | None = None,
+    optimizer: Divided | None = None,
     session: Session | None = None,
 ) -> Attached:
     """Recompute the blocks of a model, or offload what it saves, without editing it. Call and train it as always.
@@ -97,6 +99,9 @@ def attach(
         disk_budget: with a budget: bytes of disk. ``None``: any.
         allow: with a budget: what may be done, of ``"keep"``, ``"host"``, ``"disk"`` and ``"recompute"``. ``None``: all
             but ``"disk"`` for an accelerator's tensors, all but ``"host"`` for the CPU's.
+        optimizer: with a budget or a plan: the :class:`~spillway.OffloadedOptimizer` of the model's parameters. How
+            much of it is stepped on the host, and how much has its state on the device, is then one of the plan's
+            decisions (:meth:`OffloadedOptimizer.divide <spillway.OffloadedOptimizer.divide>`).
         session: ``None``: the default one.
 
     Returns:
@@ -117,10 +122,15 @@ def attach(
     _check_arguments(model, session, every=every, first=first, keep_last=keep_last)
     if budget is not None or plan is not None:
         _check_planned(policy, groups, plan, budget, every=every, first=first, keep_last=keep_last)
-    elif any(each is not None for each in (hardware, host_budget, disk_budget, allow)):
+    elif any(each is not None for each in (hardware, host_budget, disk_budget, allow, optimizer)):
         raise UsageError(
-            "got hardware, host_budget, disk_budget or allow without a budget, expected one beside them, since they "
-            "say how it is planned for; give budget=..."
+            "got hardware, host_budget, disk_budget, allow or optimizer without a budget, expected one beside them, "
+            "since they say how it is planned for; give budget=..."
+        )
+    if optimizer is not None and not hasattr(optimizer, "divide"):
+        raise UsageError(
+            f"optimizer: got {type(optimizer).__name__}, expected a spillway.OffloadedOptimizer, of which a part can "
+            f"be on the host; leave out any other: its state is counted as it is"
         )
     modules = [Named("", model), *walk(model)]
     refuse_attached(modules)
@@ -159,7 +169,8 @@ def attach(
         # What solves and checks takes a while to import, and is for those who plan.
         from spillway.attaching.budgeted import Limits, pilot_of
 
-        pilot = pilot_of(model, Limits(budget, host_budget, disk_budget, allow), plan, hardware, session, min_bytes)
+        limits = Limits(budget, host_budget, disk_budget, allow)
+        pilot = pilot_of(model, limits, plan, hardware, session, min_bytes, optimizer)
     root = ModelCall(model, calls, around, context, recomputes=isinstance(how, Recompute))
     attached = Attached(root, how)
     if pilot is not None:

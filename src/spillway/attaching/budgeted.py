@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch.nn import Module
 
+from spillway.attaching.peers import Peers
 from spillway.attaching.pilot import Pilot
+from spillway.attaching.steering import Divided
 from spillway.errors import UsageError
 from spillway.planning.hardware import Hardware
 from spillway.planning.plan import Plan
@@ -56,6 +58,7 @@ def pilot_of(
     hardware: Hardware | None,
     session: Session | None,
     min_bytes: int | str | None,
+    optimizer: Divided | None = None,
 ) -> Pilot:
     """A pilot that finds a plan, or has one.
 
@@ -73,24 +76,38 @@ def pilot_of(
     used = session if session is not None else Session.default()
     window = used.runtime(device).mover.window
 
-    def planner(profile: Profile, aim: int) -> Plan:
+    def planner(profile: Profile, aim: int, peers: Peers) -> Plan:
         assert known is not None
+        first = peers.share(lambda: known)[0]
         # What others keep there, as an optimizer does, is taken already.
-        room = used.host_room(device)
+        room = min(peers.share(lambda: used.host_room(device)))
         given = None if limits.host_budget is None else parse_bytes(limits.host_budget, what="host_budget")
-        return make_plan(
-            profile,
-            known,
-            budget=aim,
-            window=window,
-            may_grow=used.window is None,
-            active=local_ranks(),
-            host_budget=room if given is None else min(given, room),
-            disk_budget=limits.disk_budget,
-            allow=allowed(device, limits.allow),
-        )
 
-    return Pilot(type(model).__name__, device, session, min_bytes=least, budget=budget, planner=planner, plan=plan)
+        def solved() -> Plan:
+            return make_plan(
+                profile,
+                first,
+                budget=aim,
+                window=window,
+                may_grow=used.window is None,
+                active=local_ranks(),
+                host_budget=room if given is None else min(given, room),
+                disk_budget=limits.disk_budget,
+                allow=allowed(device, limits.allow),
+            )
+
+        return peers.share(solved)[0]
+
+    return Pilot(
+        type(model).__name__,
+        device,
+        session,
+        min_bytes=least,
+        budget=budget,
+        planner=planner,
+        plan=plan,
+        optimizer=optimizer,
+    )
 
 
 def _check(limits: Limits, hardware: object) -> None:

@@ -59,7 +59,7 @@ class ModelCall(ModuleCall):
             return self.plain(module, args, kwargs)
         self._check()
         if self.pilot is not None:
-            self.pilot.begin(args, kwargs)
+            self.pilot.begin(module, args, kwargs)
         self._here.inside = True
         try:
             with self._pass():

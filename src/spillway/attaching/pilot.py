@@ -21,6 +21,10 @@ Each call of the model in training is a pass, and each pass has a stage:
 
 A pass is looked at when the next one begins, since its step ends there. Passes of another thread than the one that is
 watched are not looked at. Frozen blocks before all others save nothing: they are left alone.
+
+An optimizer that was given steps all of its elements on the host as long as is measured; ``MEASURING`` goes on until
+two of its steps were seen. Its state is moved between two passes. Ranks that share a model go through all this in step:
+see NOTE [ One plan for many ranks ] in ``peers.py``.
 """
 
 from __future__ import annotations
@@ -28,19 +32,20 @@ from __future__ import annotations
 import enum
 import threading
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import Module
 from torch.utils._pytree import tree_leaves
 
-from spillway.attaching.steering import Steered
+from spillway.attaching.peers import Peers, peers_of
+from spillway.attaching.steering import Divided, Steered
 from spillway.blocks import signature
 from spillway.errors import BudgetError, UsageError
 from spillway.operators import Planned
 from spillway.planning.plan import BlockPlan, Plan
-from spillway.planning.profile import Profile
+from spillway.planning.profile import Outside, Profile
 from spillway.profiling.compile import compile_profile
 from spillway.profiling.meter import allocated
 from spillway.profiling.probe import Probe
@@ -58,6 +63,10 @@ LEAST = Recompute(offload="inputs")
 """What takes the least memory: everything is computed again, and inputs are away meanwhile."""
 _MOST_ROUNDS = 8
 _MOST_PROBES = 256
+_MOST_WAITING = 256
+"""Passes for which an optimizer's steps are waited for."""
+_LOOK_EVERY = 64
+"""Passes between two at which ranks tell each other their peaks, while a plan is held."""
 _SLACK = 1 << 20
 _MOST_SLACK = 64 << 20
 
@@ -93,9 +102,10 @@ class Pilot:
         device: where it computes.
         session: ``None``: the default one.
         min_bytes: what is smaller does not leave.
-        budget: bytes that may be allocated on the device. ``None``: profile, and plan nothing.
-        planner: makes the plan of a profile within a budget.
+        budget: bytes that may be allocated on the device. ``None``: profile, and plan nothing, and ask nobody.
+        planner: makes the plan of a profile within a budget, for some ranks.
         plan: a plan that there is already: it is held, and nothing is measured.
+        optimizer: whose fraction on the host the plan says.
     """
 
     def __init__(
@@ -106,8 +116,9 @@ class Pilot:
         *,
         min_bytes: int,
         budget: int | None,
-        planner: Callable[[Profile, int], Plan] | None,
+        planner: Callable[[Profile, int, Peers], Plan] | None,
         plan: Plan | None = None,
+        optimizer: Divided | None = None,
     ) -> None:
         self._model = model
         self._device = device
@@ -115,6 +126,13 @@ class Pilot:
         self._min_bytes = min_bytes
         self._budget = budget
         self._planner = planner
+        self._optimizer = optimizer
+        self._waited = 0
+        """Passes in which an optimizer had not yet stepped often enough."""
+        self._peers: Peers | None = None if planner is not None else Peers()
+        """``None``: the model was not called yet."""
+        self._calls = 0
+        """Passes since ranks have told each other of their peaks."""
         self._blocks: Sequence[RegionCall] = ()
         self._probes: dict[Hashable, Probe] = {}
         self._watch: Watch | None = None
@@ -151,13 +169,20 @@ class Pilot:
             block.how = LEAST
         if self.plan is not None:
             self.apply(self.plan)
+        elif self._optimizer is not None:
+            self._optimizer.divide(1.0)
 
-    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def begin(self, model: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The model is called: the step before has ended."""
         if self._watch is not None and self._is_strange(self._watch) and self._watch.thread.is_alive():
             return
+        if self._peers is None:
+            self._peers = peers_of(model)
+        if not self._is_looked_at():
+            return
         self._advance(self._finish())
-        nbytes = sum(leaf.nbytes for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+        mine = sum(leaf.nbytes for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+        nbytes = max(self._peers.share(lambda: mine))
         if self.stage in (Stage.TRACING, Stage.MEASURING):
             # Those that the profile will be of.
             self._inputs = nbytes
@@ -234,21 +259,29 @@ class Pilot:
     def _is_strange(watch: Watch) -> bool:
         return watch.thread is not threading.current_thread()
 
+    def _is_looked_at(self) -> bool:
+        """Ranks that hold a plan talk only now and then."""
+        assert self._peers is not None
+        if self.stage is not Stage.HOLDING or self._peers.alone:
+            return True
+        self._calls = (self._calls + 1) % _LOOK_EVERY
+        return self._calls == 0
+
     def _advance(self, watched: Watched | None) -> None:
         """What the pass before has shown."""
+        assert self._peers is not None
         if self.stage is Stage.HOLDING:
             self._hold()
-        elif watched is None:
-            # The first pass of all, or one without a backward.
             return
-        elif self.stage is Stage.TRACING:
+        # Not so in the first pass of all, or one without a backward.
+        has_ended = watched is not None and (self.stage is not Stage.MEASURING or self._is_measured())
+        if not all(self._peers.share(lambda: has_ended)):
+            return
+        assert watched is not None
+        if self.stage is Stage.TRACING:
             self.stage = Stage.MEASURING
         elif self.stage is Stage.MEASURING:
-            if self._has_traced:
-                return
-            self.profile = compile_profile(
-                watched, self._probes, model=self._model, device=self._device, min_bytes=self._min_bytes
-            )
+            self.profile = _of_all(self._peers.share(lambda: self._compiled(watched)))
             # They have all that they saw; the profile says it shorter.
             self._probes.clear()
             self._replan()
@@ -257,17 +290,37 @@ class Pilot:
         else:
             self._check(watched)
 
+    def _is_measured(self) -> bool:
+        """Whether the pass that has ended shows all that a plan is made from."""
+        if self._has_traced:
+            return False
+        if self._optimizer is None or self._optimizer.profile() is not None:
+            return True
+        self._waited += 1
+        if self._waited < _MOST_WAITING:
+            return False
+        self._note(f"the optimizer took no two steps in {_MOST_WAITING} calls of the model: all of it is on the host")
+        self._optimizer = None
+        return True
+
+    def _compiled(self, watched: Watched) -> Profile:
+        profile = compile_profile(
+            watched, self._probes, model=self._model, device=self._device, min_bytes=self._min_bytes
+        )
+        return profile if self._optimizer is None else replace(profile, optimizer=self._optimizer.profile())
+
     def _replan(self) -> None:
         if self._planner is None or self._aim is None:
             return
         assert self.profile is not None
-        self.plan = self._planner(self.profile, self._aim)
+        self.plan = self._planner(self.profile, self._aim, self._known_peers)
         self.apply(self.plan)
         self.stage = Stage.TRYING
 
     def _check(self, watched: Watched) -> None:
         assert self._budget is not None
-        peak = max(reading.peak for reading in watched.readings.values())
+        mine = max(reading.peak for reading in watched.readings.values())
+        peak = max(self._known_peers.share(lambda: mine))
         self.measured = Measured(peak, watched.seconds(("begin", 0), ("done", 0)))
         if peak <= self._budget:
             self.stage = Stage.HOLDING
@@ -276,7 +329,7 @@ class Pilot:
         self._back_off(peak)
 
     def _hold(self) -> None:
-        peak = self._peak()
+        peak = max(self._known_peers.share(self._peak))
         if self._budget is not None and peak > self._budget:
             self._note(f"a step had a peak of {format_bytes(peak)}, over the budget of {format_bytes(self._budget)}")
             self._back_off(peak)
@@ -312,8 +365,11 @@ class Pilot:
         self._probes.clear()
         self._rounds = 0
         self._aim = None if self._budget is None else _aim(self._budget)
+        self._waited = 0
         for block in self._blocks:
             block.how = LEAST
+        if self._optimizer is not None:
+            self._optimizer.divide(1.0)
         self._give_window_back()
 
     def _give_window_back(self) -> None:
@@ -340,6 +396,13 @@ class Pilot:
         for call in self._blocks:
             call.how = None if call.name in frozen else how_of(known[call.name])
         self._mover().resize(plan.window)
+        if self._optimizer is not None and plan.optimizer_fraction is not None:
+            self._optimizer.divide(plan.optimizer_fraction)
+
+    @property
+    def _known_peers(self) -> Peers:
+        assert self._peers is not None
+        return self._peers
 
     # What is asked of the device.
 
@@ -360,6 +423,27 @@ class Pilot:
 
     def _note(self, what: str) -> None:
         self.notes.append(what)
+
+
+def _of_all(profiles: Sequence[Profile]) -> Profile:
+    """One for all ranks. See NOTE [ One plan for many ranks ] in ``peers.py``."""
+    largest = max(profiles, key=lambda profile: profile.saved_bytes)
+
+    return replace(
+        largest,
+        static_bytes=max(profile.static_bytes for profile in profiles),
+        before=_fullest(largest.before, [profile.before for profile in profiles]),
+        middle=_fullest(largest.middle, [profile.middle for profile in profiles]),
+        after=_fullest(largest.after, [profile.after for profile in profiles]),
+    )
+
+
+def _fullest(part: Outside, parts: Sequence[Outside]) -> Outside:
+    return replace(
+        part,
+        peak_bytes=max(each.peak_bytes for each in parts),
+        change_bytes=max(each.change_bytes for each in parts),
+    )
 
 
 def _is_frozen(call: RegionCall) -> bool:

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from torch.nn import Module
 
+from spillway.planning.profile import OptimizerProfile
 from spillway.regions.observer import Observer
 
 
@@ -35,4 +36,16 @@ class Steers(Protocol):
 
     def rerun_ended(self, number: int) -> None:
         """That is over."""
+        ...
+
+
+class Divided(Protocol):
+    """An optimizer that steps a part of its elements on the host, to who says which part."""
+
+    def divide(self, fraction: float) -> None:
+        """From the next step on, so many of all elements are stepped on the host."""
+        ...
+
+    def profile(self) -> OptimizerProfile | None:
+        """What it costs to step all of them there; ``None``: not enough steps were seen."""
         ...

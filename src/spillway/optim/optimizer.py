@@ -30,6 +30,7 @@ from spillway.optim.shelves import make_shelf
 from spillway.optim.states import Hook, Saved, check_shapes
 from spillway.optim.threads import begin_with, hands_of
 from spillway.optim.traffic import Traffic
+from spillway.planning.profile import OptimizerProfile
 from spillway.records import OptimizerStats
 from spillway.runtime.backend import Event, HostLane
 from spillway.runtime.device import DeviceRuntime
@@ -327,6 +328,58 @@ class OffloadedOptimizer(Optimizer):
         """Whether a parameter's state and step are on the host."""
         return parameter in self._held
 
+    def divide(self, fraction: float) -> None:
+        """From the next step on, so many of all elements are stepped on the host: state moves there, or back.
+
+        ``spillway.attach(model, budget=..., optimizer=...)`` calls it with what the plan says. In a process group, all
+        ranks have to call it with the same number, between two steps.
+
+        Args:
+            fraction: from 0 to 1, as for the constructor.
+
+        Raises:
+            UsageError: for another number; with ``fraction="auto"``, a ``device_budget`` or ``step_in_backward=True``,
+                which say it, too.
+
+        Example:
+            >>> optimizer.divide(0.5)  # doctest: +SKIP
+        """
+        self._check_usable()
+        if self._balance is not None or self._budget is not None or self._early is not None:
+            raise UsageError(
+                "divide: got an optimizer with fraction='auto', a device_budget or step_in_backward=True, expected one "
+                "with a number, or no fraction at all; leave that out"
+            )
+        if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 <= fraction <= 1:
+            raise UsageError(f"fraction: got {fraction!r}, expected a number from 0 (none on the host) to 1 (all)")
+        self.synchronize()
+        self._divide(float(fraction))
+        # What was seen of steps was seen of others.
+        self._older = self._last = self._now = self._shelf.tally()
+
+    def profile(self) -> OptimizerProfile | None:
+        """What it costs to step all of the elements on the host, and to have them on the device; for planning.
+
+        ``None`` until the last of two steps was one in which all were stepped on the host. Waits for the device.
+        """
+        self.synchronize()
+        stats = self._last.stats()
+        if self._older is self._last or self._held.keys() < set(self._counted()) or not self._older.on_host:
+            return None
+        parts = {parameter: local_of(parameter) for parameter in self._counted()}
+        of_group = {parameter: index for index, parameter in self._parameters()}
+        return OptimizerProfile(
+            state_bytes=sum(self._state_bytes(of_group[parameter], parameter) for parameter in parts),
+            gradient_bytes=sum(part.nbytes for part in parts.values()),
+            step_bytes=sum(
+                part.numel() * self._choices.work_dtype(parameter).itemsize
+                for parameter, part in parts.items()
+                if self._choices.work_dtype(parameter) != part.dtype
+            ),
+            host_seconds=stats.host_seconds,
+            stall_seconds=stats.stall_seconds,
+        )
+
     # State.
 
     def refresh_masters(self) -> None:
@@ -513,10 +566,29 @@ class OffloadedOptimizer(Optimizer):
         chosen = balance.note(self._older.seen(), self.fraction)
         if chosen is None:
             return
+        self._divide(chosen)
+
+    def _counted(self) -> list[torch.Tensor]:
+        """Those of which a fraction may stay on the device, in the order of the groups."""
         parameters = [parameter for _, parameter in self._parameters()]
-        for parameter, on_the_host in zip(parameters, self._on_the_host(parameters, chosen), strict=True):
-            if not on_the_host and parameter in self._held:
-                self._move_to_device(self._held[parameter])
+        may_stay = counted([local_of(parameter).device for parameter in parameters])
+        return [parameter for parameter, may in zip(parameters, may_stay, strict=True) if may]
+
+    def _divide(self, fraction: float) -> None:
+        parameters = list(self._parameters())
+        on_the_host = self._on_the_host([parameter for _, parameter in parameters], fraction)
+        for (group, parameter), here in zip(parameters, on_the_host, strict=True):
+            held = self._held.get(parameter)
+            if here and held is None:
+                self._move_to_host(group, parameter)
+            elif not here and held is not None:
+                self._move_to_device(held)
+
+    def _move_to_host(self, group: int, parameter: torch.Tensor) -> None:
+        held = self._made(group, parameter)
+        self._hold(held)
+        self._shelf.put([Loading(held, self._device.discard(parameter))])
+        self._show(parameter, self._shelf.shown(held))
 
     def _move_to_device(self, held: Held) -> None:
         (state,), parameter = self._shelf.whole([held]), held.parameter

@@ -90,6 +90,9 @@ class Plan:
     """How it was found."""
     bound_seconds: Seconds | None = None
     """What no plan can be faster than, if that is known."""
+    optimizer_fraction: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Of the elements of an ``OffloadedOptimizer``, how many are stepped on the host; ``None``: it is not the plan's
+    to say."""
     schema: int = SCHEMA
 
     def to_json(self) -> str:
@@ -134,6 +137,8 @@ class Plan:
             f"{format_seconds(self.predicted_seconds)}: {format_bytes(self.sent_bytes)} leave, "
             f"{format_seconds(self.rerun_seconds)} are computed again, {format_seconds(self.stall_seconds)} waited for"
         ]
+        if self.optimizer_fraction is not None:
+            lines.append(f"  optimizer: {self.optimizer_fraction:.0%} of it on the host")
         lines += [f"  {block}" for block in self.blocks]
         return "\n".join(lines)
 

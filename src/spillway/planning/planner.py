@@ -1,8 +1,17 @@
-"""From a profile and a budget to a plan."""
+"""From a profile and a budget to a plan.
+
+NOTE [ How much of an optimizer is on the host ]
+
+Where a profile has an optimizer, each fraction of it makes another profile: the part on the device adds its state to
+what is always there, its gradients from the end of its blocks' backward to the step, and takes its step's time of the
+device's memory; the part on the host is waited for as far as it takes longer than what hides it. What hides it is what
+hid it when all of it was there. All, none and some parts of it are solved for, and the fastest step counts.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import contextlib
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from spillway.errors import BudgetError, UsageError
@@ -20,6 +29,8 @@ _USABLE = 0.95
 """A plan that needs all of a link waits for each irregularity: this share of it is planned with."""
 _SECONDS = 0.6
 """What solving may take, of work, for each window."""
+_PARTS = 4
+"""Of an optimizer, so many parts are on the host or not."""
 MIN_WINDOW = 32 << 20
 
 
@@ -54,7 +65,6 @@ def make_plan(
         UsageError: for arguments that cannot be meant.
     """
     most = parse_bytes(window, what="window")
-    best: Plan | None = None
     tried = problem_of(
         profile,
         usable_rates(hardware, most, active=active),
@@ -63,11 +73,78 @@ def make_plan(
         disk_budget=None if disk_budget is None else parse_bytes(disk_budget, what="disk_budget"),
         allow=allow,
     )
+    windows = _windows(profile, most, may_grow=may_grow)
+
+    def best_with(fraction: float, windows: Sequence[int], seconds: float) -> Plan:
+        part = divided(profile, fraction, hardware)
+        problem = _divided_problem(tried, profile, part)
+        found = _best_window(part, problem, hardware, windows, active, seconds)
+        return replace(found, optimizer_fraction=fraction if profile.optimizer is not None else None)
+
+    # With all of it on the host a step takes the least memory: if that does not fit, nothing does.
+    best = best_with(1.0, windows, _SECONDS)
+    fractions = [] if profile.optimizer is None else [0.0, *(part / _PARTS for part in range(1, _PARTS))]
+    for fraction in fractions:
+        with contextlib.suppress(BudgetError):
+            found = best_with(fraction, [best.window], _SECONDS / 2)
+            best = min(best, found, key=lambda plan: plan.predicted_seconds)
+    return best
+
+
+def divided(profile: Profile, fraction: float, hardware: Hardware) -> Profile:
+    """The profile of a step in which so much of the optimizer is stepped on the host.
+
+    See NOTE [ How much of an optimizer is on the host ].
+    """
+    optimizer = profile.optimizer
+    if optimizer is None:
+        return profile
+    here = 1 - fraction
+    state, gradients = int(here * optimizer.state_bytes), int(here * optimizer.gradient_bytes)
+    hidden = optimizer.host_seconds - optimizer.stall_seconds
+    waited = max(0.0, fraction * optimizer.host_seconds - max(0.0, hidden))
+    # State is read and written, gradients are read, and parameters are as large as these.
+    stepped = (2 * state + 3 * gradients) / hardware.memory_rate
+    each = gradients // max(1, len(profile.calls))
+    return replace(
+        profile,
+        static_bytes=profile.static_bytes + state,
+        kinds=tuple(replace(kind, backward_change_bytes=kind.backward_change_bytes + each) for kind in profile.kinds),
+        after=Outside(
+            seconds=max(0.0, profile.after.seconds - optimizer.stall_seconds) + waited + stepped,
+            peak_bytes=profile.after.peak_bytes + int(here * optimizer.step_bytes),
+            change_bytes=profile.after.change_bytes - each * len(profile.calls),
+        ),
+    )
+
+
+def _divided_problem(problem: Problem, profile: Profile, part: Profile) -> Problem:
+    """The problem of a profile, for the same with another part of the optimizer: the ways to treat blocks are those."""
+    more = part.kinds[0].backward_change_bytes - profile.kinds[0].backward_change_bytes
+    changed = {id(options): tuple(_with_change(option, more) for option in options) for options in problem.options}
+    return replace(
+        problem,
+        static_bytes=part.static_bytes,
+        options=tuple(changed[id(options)] for options in problem.options),
+        after=(_outside("after the blocks", part.after),),
+    )
+
+
+def _with_change(option: Option, nbytes: int) -> Option:
+    *before, last = option.backward
+    return replace(option, backward=(*before, replace(last, change_bytes=last.change_bytes + nbytes)))
+
+
+def _best_window(
+    profile: Profile, tried: Problem, hardware: Hardware, windows: Sequence[int], active: int, seconds: float
+) -> Plan:
+    """The fastest of the plans in some windows."""
+    best: Plan | None = None
     refused: BudgetError | None = None
-    for size in _windows(profile, most, may_grow=may_grow):
+    for size in windows:
         problem = replace(tried, rates=usable_rates(hardware, size, active=active))
         try:
-            found = plan_of(profile, problem, solve(problem, seconds=_SECONDS))
+            found = plan_of(profile, problem, solve(problem, seconds=seconds))
         except BudgetError as error:
             refused = error if refused is None or error.least < refused.least else refused
             continue
@@ -162,7 +239,7 @@ def plan_of(profile: Profile, problem: Problem, solution: Solution) -> Plan:
 
 
 def program_of(profile: Profile, plan: Plan) -> Program:
-    """The step that a plan makes of a profile.
+    """The step that a plan makes of a profile, :func:`divided` where it has an optimizer.
 
     Raises:
         UsageError: if the plan is of another model.

@@ -108,6 +108,24 @@ class Outside:
 
 
 @dataclass(frozen=True, slots=True)
+class OptimizerProfile:
+    """An optimizer that can step any fraction of its elements on the host: all of them, where this was measured."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    state_bytes: Count
+    """Of all elements, were they stepped on the device: masters, too."""
+    gradient_bytes: Count
+    """Of all elements: on the device they stay until the step."""
+    step_bytes: Count
+    """Allocated while all are stepped on the device, beyond that."""
+    host_seconds: Seconds
+    """What the host's step takes."""
+    stall_seconds: Seconds
+    """Of these, what the device waited for."""
+
+
+@dataclass(frozen=True, slots=True)
 class BlockCall:
     """One call of a block in a step."""
 
@@ -141,6 +159,8 @@ class Profile:
     """From the end of the first block's backward to the begin of the next step: the optimizer."""
     min_bytes: Count
     """What is smaller does not leave."""
+    optimizer: OptimizerProfile | None = None
+    """If the plan is to say how much of it is on the host."""
     schema: int = SCHEMA
 
     def to_json(self) -> str:

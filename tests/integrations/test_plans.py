@@ -1,0 +1,162 @@
+"""A budget on two ranks: one plan, the bits and collectives of plain PyTorch, and the same errors."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+
+import spillway
+from integrations.ranks import World
+from integrations.training import TOKENS, WIDTH, Block, Collectives, Model, local
+from spillway import BudgetError, Hardware, UnsupportedError
+from spillway.attaching.peers import Peers, peers_of
+from spillway.profiling import meter
+from support import assert_nothing_left
+
+pytestmark = [
+    pytest.mark.skipif(not dist.is_available(), reason="a torch without torch.distributed"),
+    pytest.mark.timeout(240),
+]
+STEPS, LENGTH = 8, 64
+BUDGET = "6MiB"
+
+
+def plain(model: Model) -> nn.Module:
+    return model
+
+
+def sharded(model: Model) -> nn.Module:
+    from torch.distributed.fsdp import fully_shard
+
+    for block in model.blocks:
+        # What is sharded in a block is gathered once more by whoever computes it again.
+        fully_shard(block.up)
+        fully_shard(block)
+    fully_shard(model)
+    return model
+
+
+def replicated(model: Model) -> nn.Module:
+    return nn.parallel.DistributedDataParallel(model)
+
+
+WRAPS: dict[str, Callable[[Model], nn.Module]] = {"ddp": replicated, "fsdp": sharded, "plain": plain}
+
+
+def steps(module: nn.Module, rows: int, count: int) -> tuple[list[torch.Tensor], Any]:
+    """Losses, gradients and weights of steps with a rank's own tokens, and the collectives of the last."""
+    torch.manual_seed(1 + dist.get_rank())
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    found: list[torch.Tensor] = []
+    for _ in range(count):
+        tokens = torch.randint(TOKENS, (rows, LENGTH))
+        with Collectives() as collectives:
+            loss = functional.cross_entropy(module(tokens).flatten(0, 1), tokens.flatten())
+            loss.backward()
+        found += [loss.detach(), *(local(each.grad).clone() for each in module.parameters() if each.grad is not None)]
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*found, *(local(parameter).detach().clone() for parameter in module.parameters())], collectives.counts
+
+
+def budget_case(wrap: str, rows: tuple[int, int], attaches_first: bool) -> tuple[str, int]:
+    """Gives the plan as JSON, and bytes that leave or are computed again."""
+    meter._resident = lambda: 0
+    mine = rows[dist.get_rank()]
+    torch.manual_seed(0)
+    expected, said = steps(WRAPS[wrap](Model()), mine, STEPS)
+    with spillway.Session() as session:
+        torch.manual_seed(0)
+        model = Model()
+        how: dict[str, Any] = {"budget": BUDGET, "hardware": Hardware.named("h200"), "session": session}
+        if attaches_first:
+            attached = spillway.attach(model, min_bytes="4KiB", blocks=Block, **how)
+            module = WRAPS[wrap](model)
+        else:
+            module = WRAPS[wrap](model)
+            # The class of a block that was sharded is another one.
+            attached = spillway.attach(module, min_bytes="4KiB", blocks=lambda _, each: isinstance(each, Block), **how)
+        found, collectives = steps(module, mine, STEPS)
+        assert attached.stage == "holding", attached.stage
+        assert attached.plan is not None
+        plan = attached.plan
+        attached.remove()
+        del module, model, attached
+        gc.collect()
+        assert_nothing_left(session)
+    assert len(found) == len(expected)
+    assert all(map(torch.equal, found, expected)), "other bits than plain PyTorch's"
+    assert collectives == said, "other collectives than plain PyTorch's"
+    return plan.to_json(), plan.sent_bytes + int(1e9 * plan.rerun_seconds)
+
+
+@pytest.mark.parametrize("attaches_first", [False, True], ids=["wrapped, attached", "attached, wrapped"])
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
+def test_ranks_with_unequal_batches_find_one_plan(world: World, wrap: str, attaches_first: bool) -> None:
+    answers = world.run(budget_case, wrap, (24, 40), attaches_first)
+    assert answers[0] == answers[1]
+    assert answers[0][1], "the plan does nothing: this proves nothing"
+
+
+def test_ranks_that_share_nothing_find_their_own(world: World) -> None:
+    (first, _), (second, _) = world.run(budget_case, "plain", (24, 40), False)
+    assert first != second
+
+
+def too_small_case() -> None:
+    meter._resident = lambda: 0
+    model = nn.parallel.DistributedDataParallel(Model())
+    with spillway.Session() as session:
+        how = {"hardware": Hardware.named("h200"), "session": session}
+        with spillway.attach(model, budget="10KiB", blocks=Block, **how), pytest.raises(BudgetError):  # type: ignore[arg-type]
+            steps(model, 8, STEPS)
+
+
+def test_a_budget_that_nothing_fits_is_an_error_on_each_rank(world: World) -> None:
+    world.run(too_small_case)
+
+
+def sharing_case() -> None:
+    peers = Peers([dist.group.WORLD])
+    assert not peers.alone
+    assert peers.share(lambda: dist.get_rank()) == [0, 1]
+
+    def fails_on_one() -> int:
+        if dist.get_rank() == 1:
+            raise spillway.UsageError("got this, expected that")
+        return 0
+
+    kind = spillway.UsageError if dist.get_rank() == 1 else UnsupportedError
+    with pytest.raises(kind, match="got this, expected that"):
+        peers.share(fails_on_one)
+    assert peers.share(lambda: dist.get_rank()) == [0, 1], "all of them are still in step"
+
+
+def test_what_fails_on_one_rank_is_known_to_all(world: World) -> None:
+    world.run(sharing_case)
+
+
+def mesh_case() -> list[int]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+    model = nn.Linear(WIDTH, WIDTH)
+    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Shard(0), Shard(0)]))
+    return peers_of(model).share(dist.get_rank)
+
+
+def test_those_on_a_mesh_are_peers_in_each_of_its_dimensions(world: World) -> None:
+    assert world.run(mesh_case) == [[0, 1], [0, 1]]
+
+
+def test_without_a_process_group_a_model_has_no_peers() -> None:
+    assert peers_of(nn.Linear(2, 2)).alone
+    assert peers_of(nn.Linear(2, 2)).share(lambda: 3) == [3]
