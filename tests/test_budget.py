@@ -244,7 +244,7 @@ def test_a_budget_that_nothing_fits_names_the_least_and_leaves_the_model_usable(
     del caught
     attached.remove()
     assert all(map(torch.equal, one_step(model, batch), plain))
-    with attached_to(model, least + MiB // 2, session) as attached:
+    with attached_to(model, least + ROOM, session) as attached:
         search(model, batch, attached)
 
 

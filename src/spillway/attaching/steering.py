@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch.nn import Module
 
-from spillway.planning.profile import OptimizerProfile
 from spillway.regions.observer import Observer
+
+if TYPE_CHECKING:
+    from spillway.planning.profile import OptimizerProfile
 
 
 class Steered(Protocol):

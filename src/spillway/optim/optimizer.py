@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
@@ -30,12 +30,14 @@ from spillway.optim.shelves import make_shelf
 from spillway.optim.states import Hook, Saved, check_shapes
 from spillway.optim.threads import begin_with, hands_of
 from spillway.optim.traffic import Traffic
-from spillway.planning.profile import OptimizerProfile
 from spillway.records import OptimizerStats
 from spillway.runtime.backend import Event, HostLane
 from spillway.runtime.device import DeviceRuntime
 from spillway.runtime.labels import label
 from spillway.session import Session
+
+if TYPE_CHECKING:
+    from spillway.planning.profile import OptimizerProfile
 
 
 class OffloadedOptimizer(Optimizer):
@@ -362,6 +364,9 @@ class OffloadedOptimizer(Optimizer):
 
         ``None`` until the last of two steps was one in which all were stepped on the host. Waits for the device.
         """
+        # What is for planning takes a while to import.
+        from spillway.planning.profile import OptimizerProfile
+
         self.synchronize()
         stats = self._last.stats()
         if self._older is self._last or self._held.keys() < set(self._counted()) or not self._older.on_host:
