@@ -11,6 +11,7 @@ algorithms).
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
 import os
@@ -46,6 +47,8 @@ class Training:
     stack: Stack
     step: Callable[[], None]
     stats: Callable[[], spillway.StepStats]
+    attached: spillway.Attached | None = None
+    """Of a way that plans: it is warm when the plan is held."""
 
 
 @dataclass
@@ -59,6 +62,8 @@ class Row:
     step_max: float
     peak_bytes: int
     """Of rank 0, above weights, gradients and inputs."""
+    whole_bytes: int
+    """All that was allocated at the peak of the fullest rank."""
     digest: str = ""
     stats: list[dict[str, Any]] = field(default_factory=list)
     """Spillway's own, of each rank."""
@@ -126,23 +131,34 @@ FSDP: dict[str, Callable[[Stack], Any]] = {
 }
 
 
+PLANNED = {"planned, checkpointing's peak": "checkpoint", "planned, half of keep's peak": "keep"}
+"""Ways to plan for a budget, and by whose peak it is set."""
+MOST_WARMUP = 24
+
+
 def sharded(options: argparse.Namespace, way: str, device: torch.device, *, layers: int, seq: int) -> Training:
     stack = make_stack(options.shape, layers, seq, device, torch.bfloat16)
     hidden = stack.layers[0].shape.hidden
     for layer in stack.layers:
         fully_shard(layer)
     fully_shard(stack)
-    FSDP[way](stack)
+    attached = None
+    if way in PLANNED:
+        # In a smaller stack, of which all would fit, nothing stays that can leave or be computed again.
+        small = {"allow": {"host", "disk", "recompute"}} if layers != options.layers else {}
+        attached = spillway.attach(stack, budget=options.budgets[way], blocks="layers.*", **small)
+    else:
+        FSDP[way](stack)
     context = spillway.offload(policy=spillway.policies.Keep())
     torch.manual_seed(dist.get_rank())
     x = torch.randn(1, seq, hidden, device=device, dtype=torch.bfloat16, requires_grad=True)
 
     def step() -> None:
-        with context:
+        with context if attached is None else contextlib.nullcontext():
             loss = stack(x).float().square().mean()
         loss.backward()
 
-    return Training(stack, step, context.stats)
+    return Training(stack, step, context.stats if attached is None else attached.stats, attached)
 
 
 def gradients_there(stack: Stack) -> None:
@@ -152,7 +168,7 @@ def gradients_there(stack: Stack) -> None:
 
 PARTS: dict[str, tuple[list[str], Callable[..., Training]]] = {
     "pipeline": (list(PIPELINE), pipeline),
-    "fsdp": (list(FSDP), sharded),
+    "fsdp": ([*FSDP, *PLANNED], sharded),
 }
 
 
@@ -160,8 +176,7 @@ def measure(options: argparse.Namespace, part: str, way: str, device: torch.devi
     session = spillway.Session(window=options.window)
     session.use_as_default()
     training = PARTS[part][1](options, way, device, layers=options.layers, seq=options.seq)
-    for _ in range(options.warmup):
-        training.step()
+    warm(training, options.warmup)
     base = allocated(device, reset=True)
     times = []
     for _ in range(options.steps):
@@ -170,15 +185,32 @@ def measure(options: argparse.Namespace, part: str, way: str, device: torch.devi
         begin = time.perf_counter()
         training.step()
         synchronize(device)
-        times.append(slowest(time.perf_counter() - begin))
-    peak = 0 if device.type == "cpu" else int(torch.accelerator.max_memory_allocated(device)) - base
+        times.append(most(time.perf_counter() - begin))
+    whole = 0 if device.type == "cpu" else int(torch.accelerator.max_memory_allocated(device))
     stats: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(stats, asdict(training.stats()))
+    if training.attached is not None and dist.get_rank() == 0:
+        print(training.attached.explain().partition("\n")[0], flush=True)
     del training
     session.close()
-    row = Row(part, way, statistics.median(times), min(times), max(times), peak, stats=stats)
+    row = Row(
+        part, way, statistics.median(times), min(times), max(times), max(whole - base, 0), most(whole), stats=stats
+    )
+    for planned, other in PLANNED.items():
+        if way == other:
+            room = row.whole_bytes if way == "checkpoint" else row.whole_bytes - row.peak_bytes // 2
+            options.budgets[planned] = room if device.type != "cpu" else "1TiB"
     row.digest = digest(options, part, way, device)
     return row
+
+
+def warm(training: Training, least: int) -> None:
+    done = 0
+    while done < least or (training.attached is not None and training.attached.stage != "holding"):
+        training.step()
+        done += 1
+        if done > MOST_WARMUP:
+            raise SystemExit(f"no plan is held after {MOST_WARMUP} steps")
 
 
 def digest(options: argparse.Namespace, part: str, way: str, device: torch.device) -> str:
@@ -187,6 +219,9 @@ def digest(options: argparse.Namespace, part: str, way: str, device: torch.devic
     session = spillway.Session(window=options.window)
     session.use_as_default()
     training = PARTS[part][1](options, way, device, layers=2, seq=min(options.seq, 2048))
+    warm(training, 3)
+    for parameter in training.stack.parameters():
+        parameter.grad = None
     for _ in range(3):
         training.step()
     sums = hashlib.blake2b(digest_size=16)
@@ -225,10 +260,11 @@ def links(device: torch.device) -> dict[int, list[tuple[float, float]]]:
     return rates
 
 
-def slowest(seconds: float) -> float:
+def most(mine: Any) -> Any:
+    """Of all ranks."""
     found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, seconds)
-    return float(max(found))
+    dist.all_gather_object(found, mine)
+    return max(found)
 
 
 def synchronize(device: torch.device) -> None:
@@ -263,6 +299,7 @@ def rank_main(rank: int, options: argparse.Namespace, store: str) -> None:
                     flush=True,
                 )
     for part, (ways, _) in PARTS.items():
+        options.budgets = {}
         rows = [measure(options, part, way, device) for way in ways if part in options.parts and chosen(options, way)]
         for row in rows if rank == 0 else []:
             print(line(row, rows[0]), flush=True)
@@ -274,7 +311,8 @@ def rank_main(rank: int, options: argparse.Namespace, store: str) -> None:
 
 
 def chosen(options: argparse.Namespace, way: str) -> bool:
-    return way == "keep" or not options.ways or way in options.ways
+    needed = {PLANNED.get(each) for each in options.ways}
+    return way == "keep" or not options.ways or way in options.ways or way in needed
 
 
 def line(row: Row, plain: Row) -> str:
@@ -292,7 +330,7 @@ def line(row: Row, plain: Row) -> str:
 
 def write(options: argparse.Namespace, result: dict[str, Any]) -> None:
     name = "cpu" if options.device == "cpu" else torch.cuda.get_device_name(0)
-    given = {each: value for each, value in vars(options).items() if each != "json"}
+    given = {each: value for each, value in vars(options).items() if each not in ("json", "budgets")}
     header = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "spillway": spillway.__version__},
