@@ -26,6 +26,7 @@ SERVICES = ENGINE | {
     "profiling",
     "summarizing",
     "budgeting",
+    "sizes",
     "testing",
 }
 LIBRARY = SERVICES | {"optim", "accumulate"}
@@ -57,6 +58,7 @@ ALLOWED: dict[str, set[str]] = {
     "profiling": ENGINE | {"session", "offloading"},
     "summarizing": ENGINE,
     "budgeting": ENGINE | {"session", "attaching", "profiling"},
+    "sizes": ENGINE | {"session", "attaching", "profiling", "budgeting"},
     "doctor": ENGINE | {"requirements", "session"},
     "optim": SERVICES - {"testing"},
     "accumulate": SERVICES - {"testing"},

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import spillway
 from budgets import NAMED, attached_to, hardware, one_step, search
-from spillway import BudgetError, Session, UnsupportedError, UsageError
+from spillway import BudgetError, Session, UnsupportedError, UsageError, sizes
 from spillway.profiling import meter
 from spillway.recomputing import Recompute
 from steps import Block, MiB, assert_nothing_left, failing, small_model
@@ -218,17 +218,56 @@ def test_arguments_of_a_budget_that_cannot_be_meant_are_errors_at_once(options: 
 def test_the_longest_batch_fits_and_a_longer_one_does_not(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meter, "_resident", lambda: 16 * MiB)
     model = small_model(width=64)
+    ran: list[int] = []
 
     def step(rows: int) -> tuple[nn.Module, Tensor]:
+        ran.append(rows)
         return model, torch.randn(rows, 64)
 
-    found = spillway.longest(step, budget="20MiB", multiple_of=256, hardware=hardware(), session=session)
+    how = {"hardware": hardware(), "session": session}
+    found = spillway.longest(step, budget="20MiB", multiple_of=256, **how)
     assert found >= 512
     assert found % 256 == 0
+    assert len(set(ran)) <= 8
     # What is on its way to the disk when a peak is read is not the same in two runs.
     spillway.plan(spillway.profile(*step(found), session=session), budget="22MiB", hardware=hardware())
     with pytest.raises(BudgetError):
-        spillway.plan(spillway.profile(*step(found + 256), session=session), budget="20MiB", hardware=hardware())
+        spillway.plan(spillway.profile(*step(3 * found // 2), session=session), budget="20MiB", hardware=hardware())
+    assert spillway.longest(step, budget="1GiB", multiple_of=256, most=1024, **how) == 1024
+    with pytest.raises(BudgetError):
+        spillway.longest(step, budget="10MiB", **how)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+class Truth(sizes._Sizes):
+    """Up to a size, all fit; what is foreseen may be another one."""
+
+    def __init__(self, fitting: int, foreseen: int | None) -> None:
+        self.fitting, self.foreseen, self.ran = fitting, foreseen, []
+        self.profiles = {}
+
+    def fits(self, size: int) -> bool:
+        assert size not in self.ran
+        self.ran.append(size)
+        self.profiles[size] = None
+        return size <= self.fitting
+
+    def _foresees(self, size: int) -> bool | None:
+        return None if self.foreseen is None or len(self.profiles) < 2 else size <= self.foreseen
+
+
+@pytest.mark.parametrize("fitting", [1, 2, 3, 17, 1000])
+@pytest.mark.parametrize("share", [None, 0.5, 0.97, 1.0, 1.03, 3.0])
+@pytest.mark.parametrize("limit", [None, 5, 2000])
+def test_the_search_for_a_size_ends_at_what_fits(fitting: int, share: float | None, limit: int | None) -> None:
+    truth = Truth(fitting, None if share is None else int(fitting * share))
+    assert truth.fits(1)
+    found = truth.largest(1, limit)
+    most = min(fitting, limit or fitting)
+    # Where less is foreseen than would fit, and the next one is not tried, it ends there.
+    assert found == most or (share is not None and share < 1 and int(fitting * share) <= found <= most)
+    assert len(truth.ran) <= (14 if share == 1.0 else 24)
+    assert share != 1.0 or limit is not None or len(truth.ran) <= 9
 
 
 def test_a_model_under_ddp_has_a_budget(session: Session) -> None:

@@ -47,12 +47,13 @@ from spillway.summarizing import summary
 
 if TYPE_CHECKING:
     from spillway.accumulate import Accumulator, DeviceNumber, WindowStep, split_equals_whole
-    from spillway.budgeting import longest, plan, profile, simulate
+    from spillway.budgeting import plan, profile, simulate
     from spillway.optim.optimizer import OffloadedOptimizer
     from spillway.planning.hardware import Hardware
     from spillway.planning.plan import Plan
     from spillway.planning.profile import Profile
     from spillway.planning.timeline import Timeline
+    from spillway.sizes import longest
 
 __version__ = "0.1.0.dev0"
 
@@ -122,7 +123,8 @@ __all__ = [
 _LATER = {
     **dict.fromkeys(["Accumulator", "DeviceNumber", "WindowStep", "split_equals_whole"], "spillway.accumulate"),
     "OffloadedOptimizer": "spillway.optim.optimizer",
-    **dict.fromkeys(["longest", "plan", "profile", "simulate"], "spillway.budgeting"),
+    **dict.fromkeys(["plan", "profile", "simulate"], "spillway.budgeting"),
+    "longest": "spillway.sizes",
     "Hardware": "spillway.planning.hardware",
     "Plan": "spillway.planning.plan",
     "Profile": "spillway.planning.profile",

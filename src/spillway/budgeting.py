@@ -1,6 +1,6 @@
 """The public calls of planning: a profile of a step, a plan within a budget, the step that it is predicted to be.
 
-Each is a function of the one before; only :func:`profile` and :func:`longest` run anything.
+Each is a function of the one before; only :func:`profile` runs anything.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from spillway.attaching import attach
 from spillway.attaching.budgeted import allowed, profiling_pilot
-from spillway.errors import BudgetError, UnsupportedError, UsageError
+from spillway.errors import UnsupportedError, UsageError
 from spillway.planning.hardware import Hardware
 from spillway.planning.plan import Plan
 from spillway.planning.planner import divided, make_plan, program_of, usable_rates
@@ -66,10 +66,10 @@ def profile(
     if not model.training:
         raise UsageError("model: got one in evaluation mode, expected one in training mode; call model.train()")
     pilot = profiling_pilot(model, session)
-    with _as_it_was(model, batch), attach(model, blocks=blocks, session=session) as attached:
+    with as_it_was(model, batch), attach(model, blocks=blocks, session=session) as attached:
         attached.follow(pilot)
         for _ in range(_MOST_STEPS):
-            _scalar(_called(model, batch), loss).backward()  # type: ignore[no-untyped-call]
+            scalar_of(call(model, batch), loss).backward()  # type: ignore[no-untyped-call]
             model.zero_grad(set_to_none=True)
             pilot.finish()
             if pilot.profile is not None:
@@ -118,7 +118,7 @@ def plan(
     device = torch.device(profile.device)
     return make_plan(
         profile,
-        _hardware(hardware, device),
+        hardware_of(hardware, device),
         budget=budget,
         window=_WINDOW if window is None else window,
         may_grow=window is None,
@@ -144,79 +144,14 @@ def simulate(profile: Profile, plan: Plan, *, hardware: Hardware | str | None = 
         >>> spillway.simulate(profile, plan).stall_seconds  # doctest: +SKIP
     """
     _check_profile(profile)
-    found = _hardware(hardware, torch.device(profile.device))
+    found = hardware_of(hardware, torch.device(profile.device))
     rates = usable_rates(found, plan.window, active=local_ranks())
     part = divided(profile, 1.0 if plan.optimizer_fraction is None else plan.optimizer_fraction, found)
     return simulate_program(program_of(part, plan), rates, spans=True)
 
 
-def longest(
-    step: Callable[[int], tuple[Module, Any]],
-    *,
-    budget: int | str,
-    loss: Loss | None = None,
-    at_least: int = 1,
-    multiple_of: int = 1,
-    most: int | None = None,
-    hardware: Hardware | str | None = None,
-    session: Session | None = None,
-) -> int:
-    """The largest size, of a sequence or a batch, with which a step fits a budget.
-
-    Sizes are doubled as long as a plan of their profile fits, and then halved between the last that did and the first
-    that did not. What is found was profiled at that very size, in the least memory there is.
-
-    Args:
-        step: from a size to a model and a batch of that size, as for :func:`profile`.
-        budget: as for :func:`plan`.
-        loss: as for :func:`profile`.
-        at_least: a size that is known to fit.
-        multiple_of: sizes are multiples of this.
-        most: the largest size to try. ``None``: any.
-        hardware: as for :func:`plan`.
-        session: ``None``: the default one.
-
-    Raises:
-        BudgetError: if not even ``at_least`` fits.
-
-    Example:
-        >>> spillway.longest(lambda n: (model, tokens(n)), budget="40GiB", multiple_of=1024)  # doctest: +SKIP
-    """
-    if at_least < 1 or multiple_of < 1 or (most is not None and most < at_least):
-        raise UsageError(
-            f"got at_least={at_least!r}, multiple_of={multiple_of!r} and most={most!r}, expected whole numbers of at "
-            f"least 1, and most not below at_least"
-        )
-
-    def fits(units: int) -> bool:
-        model, batch = step(units * multiple_of)
-        try:
-            measured = profile(model, batch, loss=loss, session=session)
-            plan(measured, budget=budget, hardware=hardware)
-        except (BudgetError, torch.OutOfMemoryError):
-            return False
-        return True
-
-    low = -(-at_least // multiple_of)
-    if not fits(low):
-        model, batch = step(low * multiple_of)
-        plan(profile(model, batch, loss=loss, session=session), budget=budget, hardware=hardware)
-    limit = None if most is None else most // multiple_of
-    high = low * 2
-    while (limit is None or high <= limit) and fits(high):
-        low, high = high, high * 2
-    if limit is not None:
-        high = min(high, limit + 1)
-    while high - low > 1:
-        middle = (low + high) // 2
-        if fits(middle):
-            low = middle
-        else:
-            high = middle
-    return low * multiple_of
-
-
-def _hardware(hardware: Hardware | str | None, device: torch.device) -> Hardware:
+def hardware_of(hardware: Hardware | str | None, device: torch.device) -> Hardware:
+    """What is meant, or what was measured of this machine."""
     if hardware is None:
         return known_hardware(device)
     if isinstance(hardware, str):
@@ -231,13 +166,15 @@ def _check_profile(profile: object) -> None:
         raise UsageError(f"profile: got {profile!r:.200}, expected a spillway.Profile, as spillway.profile() makes it")
 
 
-def _called(model: Module, batch: Any) -> Any:
+def call(model: Module, batch: Any) -> Any:
+    """Call a model with a batch, as :func:`profile` is given it."""
     if isinstance(batch, dict):
         return model(**batch)
     return model(*batch) if isinstance(batch, tuple) else model(batch)
 
 
-def _scalar(output: Any, loss: Loss | None) -> torch.Tensor:
+def scalar_of(output: Any, loss: Loss | None) -> torch.Tensor:
+    """What backward begins with."""
     value: Any
     if loss is not None:
         value = loss(output)
@@ -254,7 +191,7 @@ def _scalar(output: Any, loss: Loss | None) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def _as_it_was(model: Module, batch: Any) -> Iterator[None]:
+def as_it_was(model: Module, batch: Any) -> Iterator[None]:
     """Gradients, buffers and generators are put back."""
     inputs = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.is_leaf]
     gradients = [(leaf, leaf.grad) for leaf in (*model.parameters(), *inputs)]

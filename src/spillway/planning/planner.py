@@ -19,7 +19,7 @@ from spillway.planning.hardware import Hardware
 from spillway.planning.menu import ALL, menu
 from spillway.planning.plan import BlockPlan, Plan, planned_block
 from spillway.planning.profile import BlockProfile, Outside, Profile
-from spillway.planning.solver import Solution, solve
+from spillway.planning.solver import Solution, least, solve
 from spillway.planning.tasks import Option, Phase, Problem, Program, Rates, Task
 from spillway.planning.treatment import treat
 from spillway.records import Decision
@@ -89,6 +89,36 @@ def make_plan(
             found = best_with(fraction, [best.window], _SECONDS / 2)
             best = min(best, found, key=lambda plan: plan.predicted_seconds)
     return best
+
+
+def fits(
+    profile: Profile,
+    hardware: Hardware,
+    *,
+    budget: int | str,
+    window: int | str,
+    host_budget: int | str | None = None,
+    disk_budget: int | str | None = None,
+    allow: Collection[str] = ALL,
+    active: int = 1,
+) -> bool:
+    """Whether any plan is within the budgets: that which takes the least memory. Arguments as of :func:`make_plan`."""
+    size = min(_windows(profile, parse_bytes(window, what="window"), may_grow=False))
+    problem = problem_of(
+        profile,
+        usable_rates(hardware, size, active=active),
+        budget=parse_bytes(budget, what="budget"),
+        host_budget=None if host_budget is None else parse_bytes(host_budget, what="host_budget"),
+        disk_budget=None if disk_budget is None else parse_bytes(disk_budget, what="disk_budget"),
+        allow=allow,
+    )
+    found = least(problem, seconds=_SECONDS).timeline
+    limits = (
+        (found.peak_bytes, problem.budget),
+        (found.host_bytes, problem.host_budget),
+        (found.disk_bytes, problem.disk_budget),
+    )
+    return all(limit is None or nbytes <= limit for nbytes, limit in limits)
 
 
 def divided(profile: Profile, fraction: float, hardware: Hardware) -> Profile:

@@ -1,0 +1,202 @@
+"""The sizes of a sequence or a batch with which a step fits a budget, and the largest of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.nn import Module
+
+from spillway.attaching import attach
+from spillway.attaching.budgeted import allowed
+from spillway.budgeting import Loss, as_it_was, call, hardware_of, plan, profile, scalar_of
+from spillway.errors import BudgetError, UsageError
+from spillway.planning.hardware import Hardware
+from spillway.planning.plan import Plan
+from spillway.planning.planner import fits
+from spillway.planning.profile import Profile
+from spillway.planning.scaling import scaled
+from spillway.profiling.meter import allocated
+from spillway.runtime.host_memory import local_ranks
+from spillway.session import Session
+
+_WINDOW = 512 << 20
+_FARTHEST = 64
+"""How many times the largest size that was run is foreseen at most."""
+
+
+def longest(
+    step: Callable[[int], tuple[Module, Any]],
+    *,
+    budget: int | str,
+    host_budget: int | str | None = None,
+    disk_budget: int | str | None = None,
+    allow: Collection[str] | None = None,
+    loss: Loss | None = None,
+    at_least: int = 1,
+    multiple_of: int = 1,
+    most: int | None = None,
+    hardware: Hardware | str | None = None,
+    session: Session | None = None,
+) -> int:
+    """The largest size, of a sequence or a batch, with which a step fits a budget.
+
+    Two sizes are profiled, in the least memory there is, and tell what larger ones need (``planning/scaling.py``). The
+    largest that fits by that is profiled itself; where it was too much or too little, the search goes on between, or
+    beyond. What is found was profiled at that very size, and trained for two steps with its plan, on an accelerator
+    within the budget.
+
+    Args:
+        step: from a size to a model and a batch of that size, as for :func:`spillway.profile`.
+        budget: as for :func:`spillway.plan`.
+        host_budget: as for :func:`spillway.plan`. ``None``: what the session has room for.
+        disk_budget: as for :func:`spillway.plan`.
+        allow: as for :func:`spillway.plan`.
+        loss: as for :func:`spillway.profile`.
+        at_least: a size that is known to fit.
+        multiple_of: sizes are multiples of this.
+        most: the largest size to try. ``None``: any.
+        hardware: as for :func:`spillway.plan`.
+        session: ``None``: the default one.
+
+    Raises:
+        BudgetError: if not even ``at_least`` fits.
+        UsageError: for arguments that cannot be meant.
+
+    Example:
+        >>> spillway.longest(lambda n: (model, tokens(n)), budget="40GiB", multiple_of=1024)  # doctest: +SKIP
+    """
+    if at_least < 1 or multiple_of < 1 or (most is not None and most < at_least):
+        raise UsageError(
+            f"got at_least={at_least!r}, multiple_of={multiple_of!r} and most={most!r}, expected whole numbers of at "
+            f"least 1, and most not below at_least"
+        )
+    sizes = _Sizes(
+        step=lambda units: step(units * multiple_of),
+        budget=budget,
+        host_budget=host_budget,
+        disk_budget=disk_budget,
+        allow=allow,
+        loss=loss,
+        hardware=hardware,
+        session=session,
+    )
+    first = -(-at_least // multiple_of)
+    if not sizes.fits(first):
+        # Said with the least that there is.
+        sizes.plan(sizes.profile(first))
+        raise UsageError(
+            f"at_least: got {at_least}, with which a step has a plan within the budget, and does not keep to it, "
+            f"expected a size that fits; give a smaller one, or a larger budget"
+        )
+    return multiple_of * sizes.largest(first, None if most is None else max(most // multiple_of, first))
+
+
+@dataclass
+class _Sizes:
+    """What was found out of some sizes."""
+
+    step: Callable[[int], tuple[Module, Any]]
+    budget: int | str
+    host_budget: int | str | None
+    disk_budget: int | str | None
+    allow: Collection[str] | None
+    loss: Loss | None
+    hardware: Hardware | str | None
+    session: Session | None
+    profiles: dict[int, Profile] = field(default_factory=dict)
+
+    def largest(self, low: int, limit: int | None) -> int:
+        """From a size that fits on, up to a limit."""
+        high = None if limit is None else limit + 1
+        while high is None or high - low > 1:
+            size = self._next(low, high)
+            if self.fits(size):
+                low = size
+                if self._foresees(low + 1) is False:
+                    break
+            else:
+                high = size
+        return low
+
+    def fits(self, size: int) -> bool:
+        """Whether one does, by a profile, and by two steps with its plan."""
+        try:
+            return self._trains(size, self.plan(self.profile(size)))
+        except (BudgetError, torch.OutOfMemoryError):
+            return False
+
+    def profile(self, size: int) -> Profile:
+        """Of a step of this size, which is run."""
+        model, batch = self.step(size)
+        self.profiles[size] = found = profile(model, batch, loss=self.loss, session=self.session)
+        return found
+
+    def plan(self, profile: Profile) -> Plan:
+        """For a profile."""
+        return plan(
+            profile,
+            budget=self.budget,
+            host_budget=self._room(profile),
+            disk_budget=self.disk_budget,
+            allow=self.allow,
+            hardware=self.hardware,
+        )
+
+    def _next(self, low: int, high: int | None) -> int:
+        """Which size to run next, above one that fits and below one that does not."""
+        farthest = _FARTHEST * max(self.profiles)
+        foreseen, beyond = low, farthest if high is None else min(high, farthest)
+        while beyond - foreseen > 1:
+            middle = min(2 * foreseen, beyond - 1) if beyond == farthest else (foreseen + beyond) // 2
+            fits = self._foresees(middle)
+            if fits is None:
+                break
+            if fits:
+                foreseen = middle
+            else:
+                beyond = middle
+        if low < foreseen and (high is None or foreseen < high - 1):
+            return foreseen
+        # Nothing was foreseen, or it was another thing than what came.
+        return 2 * low if high is None else (low + high) // 2
+
+    def _foresees(self, size: int) -> bool | None:
+        """Whether a size fits, by what is known of two others; ``None``: too little is."""
+        if len(self.profiles) < 2:
+            return None
+        one, other = sorted(self.profiles)[-2:]
+        found = scaled(self.profiles[one], self.profiles[other], (one, other), size)
+        if found is None:
+            return None
+        device = torch.device(found.device)
+        return fits(
+            found,
+            hardware_of(self.hardware, device),
+            budget=self.budget,
+            host_budget=self._room(found),
+            disk_budget=self.disk_budget,
+            allow=allowed(device, self.allow),
+            window=_WINDOW,
+            active=local_ranks(),
+        )
+
+    def _room(self, profile: Profile) -> int | str:
+        if self.host_budget is not None:
+            return self.host_budget
+        session = self.session if self.session is not None else Session.default()
+        return session.host_room(torch.device(profile.device))
+
+    def _trains(self, size: int, plan: Plan) -> bool:
+        """Whether two steps with the plan are within the budget. The first tries its regions."""
+        model, batch = self.step(size)
+        device = torch.device(plan.device)
+        with as_it_was(model, batch), attach(model, plan=plan, session=self.session):
+            for _ in range(2):
+                if device.type != "cpu":
+                    torch.accelerator.reset_peak_memory_stats(device)
+                scalar_of(call(model, batch), self.loss).backward()  # type: ignore[no-untyped-call]
+                model.zero_grad(set_to_none=True)
+        return device.type == "cpu" or allocated(device)[1] <= plan.budget
