@@ -147,6 +147,8 @@ class _Sizes:
 
     def _next(self, low: int, high: int | None) -> int:
         """Which size to run next, above one that fits and below one that does not."""
+        if len(self.profiles) < 2 and (high is None or 2 * low < high):
+            return 2 * low
         farthest = _FARTHEST * max(self.profiles)
         foreseen, beyond = low, farthest if high is None else min(high, farthest)
         while beyond - foreseen > 1:
