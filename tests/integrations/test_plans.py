@@ -126,7 +126,7 @@ def test_a_budget_that_nothing_fits_is_an_error_on_each_rank(world: World) -> No
 def sharing_case() -> None:
     peers = Peers([dist.group.WORLD])
     assert not peers.alone
-    assert peers.share(lambda: dist.get_rank()) == [0, 1]
+    assert peers.share("rank", dist.get_rank) == [0, 1]
 
     def fails_on_one() -> int:
         if dist.get_rank() == 1:
@@ -135,8 +135,10 @@ def sharing_case() -> None:
 
     kind = spillway.UsageError if dist.get_rank() == 1 else UnsupportedError
     with pytest.raises(kind, match="got this, expected that"):
-        peers.share(fails_on_one)
-    assert peers.share(lambda: dist.get_rank()) == [0, 1], "all of them are still in step"
+        peers.share("this", fails_on_one)
+    assert peers.share("rank", dist.get_rank) == [0, 1], "all of them are still in step"
+    with pytest.raises(spillway.UsageError, match="different places of its training"):
+        peers.share(f"step {dist.get_rank()}", lambda: 0)
 
 
 def test_what_fails_on_one_rank_is_known_to_all(world: World) -> None:
@@ -150,7 +152,7 @@ def mesh_case() -> list[int]:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
     model = nn.Linear(WIDTH, WIDTH)
     model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Shard(0), Shard(0)]))
-    return peers_of(model).share(dist.get_rank)
+    return peers_of(model).share("rank", dist.get_rank)
 
 
 def test_those_on_a_mesh_are_peers_in_each_of_its_dimensions(world: World) -> None:
@@ -159,4 +161,4 @@ def test_those_on_a_mesh_are_peers_in_each_of_its_dimensions(world: World) -> No
 
 def test_without_a_process_group_a_model_has_no_peers() -> None:
     assert peers_of(nn.Linear(2, 2)).alone
-    assert peers_of(nn.Linear(2, 2)).share(lambda: 3) == [3]
+    assert peers_of(nn.Linear(2, 2)).share("three", lambda: 3) == [3]

@@ -78,9 +78,9 @@ def pilot_of(
 
     def planner(profile: Profile, aim: int, peers: Peers) -> Plan:
         assert known is not None
-        first = peers.share(lambda: known)[0]
+        first = peers.share("hardware", lambda: known)[0]
         # What others keep there, as an optimizer does, is taken already.
-        room = min(peers.share(lambda: used.host_room(device)))
+        room = min(peers.share("room", lambda: used.host_room(device)))
         given = None if limits.host_budget is None else parse_bytes(limits.host_budget, what="host_budget")
 
         def solved() -> Plan:
@@ -96,7 +96,7 @@ def pilot_of(
                 allow=allowed(device, limits.allow),
             )
 
-        return peers.share(solved)[0]
+        return peers.share("plan", solved)[0]
 
     return Pilot(
         type(model).__name__,

@@ -21,11 +21,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakKeyDictionary
 
 from torch.nn import Module
 
 from spillway.blocks import is_a
-from spillway.errors import SpillwayError, UnsupportedError
+from spillway.errors import SpillwayError, UnsupportedError, UsageError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -51,38 +52,74 @@ class Peers:
         """Whether there are no others."""
         return not self._groups
 
-    def share(self, make: Callable[[], T]) -> list[T]:
+    def share(self, what: str, make: Callable[[], T]) -> list[T]:
         """Make something on each rank, and give all ranks what all have made, in one order. All have to call it.
+
+        Args:
+            what: it is, the same on all ranks.
+            make: makes it.
 
         Raises:
             SpillwayError: what ``make`` raises here. On the ranks where it raises nothing:
             UnsupportedError: with the words of the first that did.
+            UsageError: where ranks do not share the same.
         """
         if not self._groups:
             return [make()]
         failure: SpillwayError | None = None
-        mine: list[tuple[str | None, T | None]]
+        mine: list[tuple[str, str | None, T | None]]
         try:
-            mine = [(None, make())]
+            mine = [(what, None, make())]
         except SpillwayError as error:
-            failure, mine = error, [(str(error), None)]
+            failure, mine = error, [(what, str(error), None)]
         for group in self._groups:
             mine = [each for part in _gathered(mine, group) for each in part]
         if failure is not None:
             raise failure
-        other = next((text for text, _ in mine if text is not None), None)
+        if len({said for said, _, _ in mine}) > 1:
+            raise UsageError(
+                f"got ranks of one model that are at different places of its training ({what} here), expected that all "
+                f"train it for as many calls; let them, or give each one the same plan: attach(model, plan=...)"
+            )
+        other = next((text for _, text, _ in mine if text is not None), None)
         if other is not None:
             raise UnsupportedError(f"got an error on another rank of this model, expected none: {other}")
-        return [value for _, value in mine]  # type: ignore[misc]
+        return [value for _, _, value in mine]  # type: ignore[misc]
 
 
 def peers_of(model: Module | None) -> Peers:
-    """Who trains a model together with this process. To be asked while the model is called."""
-    distributed = sys.modules.get("torch.distributed")
-    if model is None or distributed is None or not distributed.is_available() or not distributed.is_initialized():
+    """Who trains a model together with this process. To be asked while the model is called, on all of its ranks.
+
+    They get groups of their own, which talk by way of the host: what they say meets no collective of the model's, waits
+    for no device, and takes none of its memory.
+    """
+    if model is None or not _is_initialized():
         return Peers()
-    found = {id(group): group for group in _groups_of(model)}
-    return Peers([group for group in found.values() if group.size() > 1])
+    import torch.distributed
+
+    found = {tuple(torch.distributed.get_process_group_ranks(group)): None for group in _groups_of(model)}
+    return Peers([_group_of(ranks) for ranks in found if len(ranks) > 1])
+
+
+_GROUPS: WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], ProcessGroup]] = WeakKeyDictionary()
+"""Of each world, those that were made: torch cannot make one anew of the same ranks where another one was destroyed."""
+
+
+def _group_of(ranks: tuple[int, ...]) -> ProcessGroup:
+    import torch.distributed
+
+    world: Any = torch.distributed.group.WORLD
+    known = _GROUPS.setdefault(world, {})
+    if ranks not in known:
+        known[ranks] = torch.distributed.new_group(
+            list(ranks), backend="gloo", use_local_synchronization=True, group_desc="spillway plan"
+        )
+    return known[ranks]
+
+
+def _is_initialized() -> bool:
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and bool(distributed.is_available() and distributed.is_initialized())
 
 
 def _groups_of(model: Module) -> Iterator[ProcessGroup]:

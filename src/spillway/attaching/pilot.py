@@ -182,7 +182,7 @@ class Pilot:
             return
         self._advance(self._finish())
         mine = sum(leaf.nbytes for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
-        nbytes = max(self._peers.share(lambda: mine))
+        nbytes = max(self._peers.share("inputs", lambda: mine))
         if self.stage in (Stage.TRACING, Stage.MEASURING):
             # Those that the profile will be of.
             self._inputs = nbytes
@@ -275,13 +275,13 @@ class Pilot:
             return
         # Not so in the first pass of all, or one without a backward.
         has_ended = watched is not None and (self.stage is not Stage.MEASURING or self._is_measured())
-        if not all(self._peers.share(lambda: has_ended)):
+        if not all(self._peers.share(self.stage.value, lambda: has_ended)):
             return
         assert watched is not None
         if self.stage is Stage.TRACING:
             self.stage = Stage.MEASURING
         elif self.stage is Stage.MEASURING:
-            self.profile = _of_all(self._peers.share(lambda: self._compiled(watched)))
+            self.profile = _of_all(self._peers.share("profile", lambda: self._compiled(watched)))
             # They have all that they saw; the profile says it shorter.
             self._probes.clear()
             self._replan()
@@ -320,7 +320,7 @@ class Pilot:
     def _check(self, watched: Watched) -> None:
         assert self._budget is not None
         mine = max(reading.peak for reading in watched.readings.values())
-        peak = max(self._known_peers.share(lambda: mine))
+        peak = max(self._known_peers.share("checked", lambda: mine))
         self.measured = Measured(peak, watched.seconds(("begin", 0), ("done", 0)))
         if peak <= self._budget:
             self.stage = Stage.HOLDING
@@ -329,7 +329,7 @@ class Pilot:
         self._back_off(peak)
 
     def _hold(self) -> None:
-        peak = max(self._known_peers.share(self._peak))
+        peak = max(self._known_peers.share("holding", self._peak))
         if self._budget is not None and peak > self._budget:
             self._note(f"a step had a peak of {format_bytes(peak)}, over the budget of {format_bytes(self._budget)}")
             self._back_off(peak)
