@@ -212,8 +212,8 @@ def of_ratios(result: Result) -> list[str]:
 def of_ways(result: Result) -> list[str]:
     settings = result["settings"]
     conditions = (
-        f"{settings['layers']} layers of width {settings['width']}, {settings['batch']} x {settings['sequence']} tokens; "
-        f"{settings['steps']} steps; {where_and_when(result)}"
+        f"{settings['layers']} layers of width {settings['width']}, {settings['batch']} x {settings['sequence']} "
+        f"tokens; {settings['steps']} steps; {where_and_when(result)}"
     )
     plain = result["rows"][0]
     rows = [
