@@ -14,7 +14,7 @@ TITLED = re.compile(r":(?:py:)?(?:class|func|meth|attr|data|exc|mod|obj):`(?P<ti
 LITERAL = re.compile(r"^(?P<indent> *)(?P<words>[^\n]*)::\n\n(?P<code>(?:(?P=indent) +[^\n]*\n|[ ]*\n)+)", re.MULTILINE)
 EXAMPLE = re.compile(r"^( *)Example:$", re.MULTILINE)
 FLAGS = re.compile(r" *# doctest: \+\w+$", re.MULTILINE)
-DOUBLE = re.compile(r"``([^`]+)``")
+DOUBLE = re.compile(r"(?<!`)``([^`]+)``(?!`)")
 
 
 def linked(title: str, target: str) -> str:
