@@ -64,8 +64,9 @@ gpu: $(DIRECT_NEEDS)  ## the tests that need an accelerator (PYTHON=python3 for 
 bench: $(DIRECT_NEEDS)  ## the benchmarks
 	@for script in benchmarks/[a-z]*.py; do echo "== $$script"; $(DIRECT) $$script $(ARGS) || exit 1; done
 
+# Not --quiet, which hides warnings from --strict, too.
 docs: $(DOCS_READY)  ## the documentation, into build/docs
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo "build/docs/index.html"
 
 clean:  ## remove what was made here, .venv too
