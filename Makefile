@@ -66,9 +66,10 @@ gpu: $(DIRECT_NEEDS)  ## the tests that need an accelerator (PYTHON=python3 for 
 bench: $(DIRECT_NEEDS)  ## the benchmarks
 	@for script in benchmarks/[a-z]*.py; do echo "== $$script"; $(DIRECT) $$script $(ARGS) || exit 1; done
 
-docs: $(DOCS_READY)  ## the documentation, into docs/_build
-	$(BIN)/python -m sphinx -W -q -b html docs docs/_build
-	@echo "docs/_build/index.html"
+# Not --quiet, which hides warnings from --strict, too.
+docs: $(DOCS_READY)  ## the documentation, into build/docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	@echo "build/docs/index.html"
 
 clean:  ## remove what was made here, .venv too
-	rm -rf $(VENV) docs/_build build dist .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache

@@ -49,7 +49,8 @@ def table(*rows: list[str]) -> list[str]:
 
 def where_and_when(result: Result) -> str:
     torch = result["versions"]["torch"].partition("+")[0]
-    return f"{result['hardware']['device']}, torch {torch}; {result['date'][:10]}:"
+    when = f"; {result['date'][:10]}" if "date" in result else ""
+    return f"{result['hardware']['device']}, torch {torch}{when}:"
 
 
 # step.py: one method a row.
@@ -205,7 +206,37 @@ def of_ratios(result: Result) -> list[str]:
     return [conditions, "", *table(["ratio", "step", "of plain", "peak", "of plain", "left", "identical"], *rows)]
 
 
+# spillway demo: one way a row.
+
+
+def of_ways(result: Result) -> list[str]:
+    settings = result["settings"]
+    conditions = (
+        f"{settings['layers']} layers of width {settings['width']}, {settings['batch']} x {settings['sequence']} "
+        f"tokens; {settings['steps']} steps; {where_and_when(result)}"
+    )
+    plain = result["rows"][0]
+    rows = [
+        [
+            row["way"],
+            f"{row['step_seconds'] * 1e3:.0f} ms",
+            f"{row['step_seconds'] / plain['step_seconds']:.2f}",
+            gib(row["activation_peak_bytes"]),
+            f"{row['activation_peak_bytes'] / plain['activation_peak_bytes']:.0%}",
+            gib(row["moved_bytes"]) if row["moved_bytes"] else "-",
+            {True: "yes", False: "NO", None: "not compared"}[row["identical"]],
+        ]
+        for row in result["rows"]
+    ]
+    return [
+        conditions,
+        "",
+        *table(["way", "step", "of keep", "activation peak", "of keep", "moved", "identical"], *rows),
+    ]
+
+
 KINDS: dict[str, Callable[[Result], list[str]]] = {
+    "activation_peak_bytes": of_ways,
     "method": of_steps,
     "part": of_ranks,
     "parameters": of_optimizers,

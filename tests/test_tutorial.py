@@ -193,7 +193,18 @@ def test_the_budget_of_the_example_is_between_keeping_all_and_keeping_least(know
     assert refused.value.least < found == (refused.value.least + most) // 2 < most
 
 
-@pytest.mark.parametrize("page", ["accumulation.md", "optimizer.md", "planning.md", "recompute.md", "tutorial.md"])
+@pytest.mark.parametrize(
+    "page",
+    [
+        "compat/checkpoint.md",
+        "start.md",
+        "accumulation.md",
+        "optimizer.md",
+        "planning.md",
+        "recompute.md",
+        "tutorial.md",
+    ],
+)
 def test_the_snippets_of_a_page_run_one_after_the_other(page: str, tmp_path: Path, known_machine: None) -> None:
     text = (PAGES / page).read_text(encoding="utf-8")
     snippets = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
