@@ -146,13 +146,16 @@ def _refuse(args: TrainingArguments, *, recomputes: bool) -> None:
     if not recomputes:
         return
     fsdp = args.fsdp_config if isinstance(args.fsdp_config, dict) else {}
-    given = [name for name in ("activation_checkpointing", "gradient_checkpointing") if getattr(args, name, False)]
-    given += [f"fsdp_config[{name!r}]" for name in ("activation_checkpointing",) if fsdp.get(name) in (True, "true")]
+    # The first is what the second is called since transformers 5.
+    given = [
+        name for name in ("activation_checkpointing", "gradient_checkpointing") if getattr(args, name, False) is True
+    ][:1]
+    given += ["fsdp_config['activation_checkpointing']"] if fsdp.get("activation_checkpointing") else []
     if given:
         raise UsageError(
             f"got {' and '.join(given)} in the trainer's arguments, expected no checkpointing but Spillway's, or "
-            f"blocks would be computed a third time; say gradient_checkpointing=False, which TRL's trainers do not "
-            f"have by default, or give SpillwayCallback an offload policy, which recomputes nothing"
+            f"blocks would be computed a third time; say gradient_checkpointing=False, which is not the default of "
+            f"TRL's trainers, or give SpillwayCallback an offload policy, which recomputes nothing"
         )
 
 
