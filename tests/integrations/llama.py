@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -62,3 +64,12 @@ def weights(model: nn.Module) -> list[Tensor]:
 def same(left: list[Tensor], right: list[Tensor]) -> bool:
     """Bit for bit."""
     return len(left) == len(right) > 0 and all(map(torch.equal, left, right))
+
+
+def pairs(*axes: Any, usual: Any) -> list[Any]:
+    """Each value of each axis, with all that there is of the others: long, but for those with the usual values."""
+    found = []
+    for each in itertools.product(*axes):
+        odd = sum(value != normal for value, normal in zip(each, usual, strict=True))
+        found.append(pytest.param(*each, marks=[pytest.mark.long] if odd > 1 else []))
+    return found

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import spillway
-from integrations.llama import BUDGET, HARDWARE, WAYS, llama, same, sentences
+from integrations.llama import BUDGET, HARDWARE, WAYS, llama, pairs, same, sentences
 from spillway import Recompute, Session
 from spillway.attaching import attached_to
 from support import assert_nothing_left
@@ -82,15 +82,16 @@ BUILDS: dict[str, Build] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("build", BUILDS)
+@pytest.mark.parametrize(("build", "way"), pairs(BUILDS, WAYS, usual=("all layers", "saved_by")))
 def test_adapters_have_the_bits_of_plain_training(build: str, way: str) -> None:
     attached = compare(BUILDS[build], WAYS[way])
     if isinstance(WAYS[way].get("policy"), Recompute):
         assert attached.blocks == tuple(f"base_model.model.model.layers.{number}" for number in range(3))
 
 
-@pytest.mark.parametrize("build", BUILDS)
+@pytest.mark.parametrize(
+    "build", [pytest.param(each, marks=[] if "input" in each else pytest.mark.long) for each in BUILDS]
+)
 def test_a_budget_for_adapters(build: str) -> None:
     attached = compare(BUILDS[build], {"budget": BUDGET, "hardware": HARDWARE}, steps=6)
     assert attached.stage == "holding"
@@ -147,12 +148,12 @@ QUANTISED: dict[str, Build] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("base", QUANTISED)
+@pytest.mark.parametrize(("base", "way"), pairs(QUANTISED, WAYS, usual=("torchao int8", "saved_by")))
 def test_adapters_on_a_quantised_base(base: str, way: str) -> None:
     compare(QUANTISED[base], WAYS[way])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("base", QUANTISED)
 def test_a_budget_for_adapters_on_a_quantised_base(base: str) -> None:
     assert compare(QUANTISED[base], {"budget": BUDGET, "hardware": HARDWARE}, steps=6).stage == "holding"

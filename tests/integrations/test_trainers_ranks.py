@@ -73,7 +73,7 @@ def test_a_trainer_over_ddp(world: World, tmp_path: Path, way: str, options: dic
 
 def call_them_gpus() -> None:
     """So that accelerate shards over CPUs, too: it has FSDP2 for accelerators only, by the same code."""
-    from accelerate.state import AcceleratorState, GradientState, PartialState
+    from accelerate.state import PartialState
     from accelerate.utils import DistributedType
 
     forget_accelerators()
@@ -164,8 +164,14 @@ def trainer_over_fsdp(folder: str, callback: Any) -> list[Tensor]:
     wrap = {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"], "reshard_after_forward": True}
     arguments = transformers.TrainingArguments(
         folder,
-        **{"max_steps": 4, "per_device_train_batch_size": 1, "report_to": "none", "save_strategy": "no"},
-        **{"use_cpu": True, "disable_tqdm": True, "dataloader_pin_memory": False, "logging_steps": 1},
+        max_steps=4,
+        per_device_train_batch_size=1,
+        report_to="none",
+        save_strategy="no",
+        use_cpu=True,
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        logging_steps=1,
         gradient_accumulation_steps=2,
         fsdp=True,
         fsdp_config=wrap,

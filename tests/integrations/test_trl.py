@@ -82,7 +82,6 @@ def test_supervised_tuning_is_that_of_the_trainer_without(tmp_path: Path) -> Non
 @pytest.mark.parametrize("options", [{}, {"bf16": True}, {"packing": True, "max_length": 16}, {"loss_type": "dft"}])
 @pytest.mark.parametrize("way", WAYS)
 def test_each_way_of_supervised_tuning(tmp_path: Path, way: str, options: dict[str, Any]) -> None:
-    # Packing says that it wants a kernel which knows where a sentence ends.
     compare(tmp_path, way, **options)
 
 

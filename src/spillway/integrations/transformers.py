@@ -150,7 +150,11 @@ def _refuse(args: TrainingArguments, *, recomputes: bool) -> None:
     given = [
         name for name in ("activation_checkpointing", "gradient_checkpointing") if getattr(args, name, False) is True
     ][:1]
-    given += ["fsdp_config['activation_checkpointing']"] if fsdp.get("activation_checkpointing") else []
+    given += (
+        ["fsdp_config['activation_checkpointing']"]
+        if str(fsdp.get("activation_checkpointing")).lower() == "true"
+        else []
+    )
     if given:
         raise UsageError(
             f"got {' and '.join(given)} in the trainer's arguments, expected no checkpointing but Spillway's, or "
