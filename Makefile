@@ -34,7 +34,7 @@ setup: $(READY)  ## make .venv with the package, its tests' and its developers' 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) torch
-	$(PIP) --editable '.[report,test,dev]'
+	$(PIP) --editable '.[report,trainers,test,dev]'
 	touch $@
 
 $(DOCS_READY): $(READY)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import spillway
 from spillway import Recompute, Session, UsageError
+from spillway.attaching import attached_to
 from spillway.blocks import find_blocks, signature
 from spillway.policies import Keep, Offload
 from steps import Block, KiB, MiB, Residual, Result, assert_no_hook, assert_nothing_left, failing, small_batch, step
@@ -674,3 +677,30 @@ def test_a_model_of_transformers_that_checkpoints_already_is_refused(session: Se
         model.activation_checkpointing_enable()  # type: ignore[operator]
         failing(UsageError, lambda: language_step(model), match="gradient_checkpointing_disable()")
         assert_no_hook()
+
+
+def test_a_model_says_what_is_attached_to_it_and_how_often_it_was_called(session: Session) -> None:
+    model = nn.Sequential(Block(8), Block(8))
+    assert attached_to(model) is None
+    # Nobody has to keep what attach gave back.
+    spillway.attach(model, session=session)
+    attached = attached_to(model)
+    assert attached is not None and attached.passes == 0
+    assert attached_to(model[0]) is None
+    # Of these, one has the same dictionary's content.
+    assert attached_to(copy.deepcopy(model)) is None
+    shared = copy.copy(model)
+    shared.__dict__.update(model.__dict__)
+    assert attached_to(shared) is None
+    for number in range(2):
+        model(torch.randn(2, 8)).sum().backward()
+        assert attached.passes == number + 1
+    with torch.no_grad():
+        model(torch.randn(2, 8))
+    model.eval()(torch.randn(2, 8))
+    assert attached.passes == 2
+    attached.remove()
+    assert attached_to(model) is None
+    gone = weakref.ref(attached)
+    del attached
+    assert gone() is None

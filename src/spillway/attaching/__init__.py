@@ -6,5 +6,6 @@ cannot be attached to.
 """
 
 from spillway.attaching.attached import Attached, attach
+from spillway.attaching.model import attached_to
 
-__all__ = ["Attached", "attach"]
+__all__ = ["Attached", "attach", "attached_to"]

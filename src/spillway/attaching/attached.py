@@ -264,6 +264,7 @@ class Attached:
 
     def __init__(self, root: ModelCall, policy: Recompute | Policy) -> None:
         self._root = root
+        self._root.attached = self
         self._policy = policy
         self._removed = False
 
@@ -271,6 +272,11 @@ class Attached:
     def blocks(self) -> tuple[str, ...]:
         """Names of the recomputed blocks, in the order in which the model has them."""
         return tuple(call.name for call in self._root.blocks if isinstance(call, RegionCall))
+
+    @property
+    def passes(self) -> int:
+        """How often the model was called in training since it was attached."""
+        return self._root.passes
 
     def follow(self, pilot: Pilot) -> None:
         """From the next call of the model on, blocks do as a pilot says. For those who plan and measure."""
@@ -340,6 +346,7 @@ class Attached:
         if self._removed:
             return
         self._removed = True
+        self._root.attached = None
         if self._root.pilot is not None:
             self._root.pilot.drop()
         strangers = [call for call in (self._root, *self._root.blocks) if not call.give_back()]
