@@ -138,12 +138,7 @@ class Pilot:
 
     def take(self, blocks: Sequence[RegionCall]) -> None:
         """These are the blocks."""
-        inner = next((block.name for block in blocks if block.has_inner), None)
-        if inner is not None and self.plan is None:
-            raise UsageError(
-                f"blocks: got {inner!r}, which has others inside, with a budget, expected blocks one after the other; "
-                f"name the outer ones or the inner ones"
-            )
+        self._check_blocks(blocks)
         self._blocks = blocks
         self._window = self._mover().window
         for block in blocks:
@@ -151,6 +146,14 @@ class Pilot:
             block.how = LEAST
         if self.plan is not None:
             self.apply(self.plan)
+
+    def _check_blocks(self, blocks: Sequence[RegionCall]) -> None:
+        inner = next((block.name for block in blocks if block.has_inner), None)
+        if inner is not None and self.plan is None:
+            raise UsageError(
+                f"blocks: got {inner!r}, which has others inside, with a budget, expected blocks one after the other; "
+                f"name the outer ones or the inner ones"
+            )
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The model is called: the step before has ended."""
@@ -168,7 +171,7 @@ class Pilot:
             self._inputs = nbytes
         if self.stage is not Stage.HOLDING:
             self._has_traced = False
-            self._watch = Watch(self._device, self._carried)
+            self._watch = self._new_watch()
 
     def finish(self) -> None:
         """The step has ended, though no other one begins yet."""
@@ -190,7 +193,7 @@ class Pilot:
             self._has_traced = True
             if len(self._probes) >= _MOST_PROBES:
                 self._probes.clear()
-            call.observer = self._probes[kind] = Probe(self._device)
+            call.observer = self._probes[kind] = self._new_probe()
         return self._watch.block_begins(call.name, kind, (args, kwargs))
 
     def block_ended(self, number: int, output: Any) -> None:
@@ -342,6 +345,12 @@ class Pilot:
         self._mover().resize(plan.window)
 
     # What is asked of the device.
+
+    def _new_probe(self) -> Probe:
+        return Probe(self._device)
+
+    def _new_watch(self) -> Watch:
+        return Watch(self._device, self._carried)
 
     def _mover(self) -> Mover:
         session = self._session if self._session is not None else Session.default()
