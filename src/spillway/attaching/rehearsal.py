@@ -7,8 +7,8 @@ a block saves is let go of when it is saved, and is there again, as new storages
 of the block's output is. So the fake device holds at each instant what a device would, and the same watch and the same
 probes write the same profile.
 
-As for a real region, what is saved of parameters, and of what other code holds, stays; inputs are away, and are used
-again where somebody still holds them.
+As for a real region, what is saved of parameters, and of what other code holds, stays. Inputs are away as soon as the
+block is called, whoever still holds them (then they are on their way, and lanes carry them), unless they are small.
 """
 
 from __future__ import annotations
@@ -59,7 +59,6 @@ class Rehearsal(Pilot):
         self.stage = Stage.MEASURING
         self._fake = device
         self._regions: dict[int, FakeRegion] = {}
-        self._running: list[FakeRegion] = []
 
     @property
     def is_plain(self) -> bool:
@@ -76,16 +75,19 @@ class Rehearsal(Pilot):
 
     def block_ended(self, number: int, output: Any) -> None:
         super().block_ended(number, output)
-        region = self._regions.pop(number, None)
         tensor = next((each for each in tree_leaves(output) if _needs_grad(each)), None)
-        if region is not None and tensor is not None:
+        if tensor is None:
+            self._regions.pop(number, None)
+        else:
             # After the watch's own hook, which has marked that the block's backward begins.
-            tensor.register_hook(lambda _: self._again(number, region))
+            tensor.register_hook(lambda _: self._again(number))
 
-    def _again(self, number: int, region: FakeRegion) -> None:
-        self.rerun_begins(number)
-        region.come_back()
-        self.rerun_ended(number)
+    def _again(self, number: int) -> None:
+        region = self._regions.pop(number, None)
+        if region is not None:
+            self.rerun_begins(number)
+            region.come_back()
+            self.rerun_ended(number)
 
     def _run(
         self,
@@ -97,7 +99,7 @@ class Rehearsal(Pilot):
         observer: Observer | None,
     ) -> Any:
         assert self._watch is not None
-        region = self._regions[self._watch.count - 1] = FakeRegion(self._fake)
+        region = self._regions[self._watch.count - 1] = FakeRegion(self._fake, self._min_bytes)
         return region.run(function, args, kwargs, observer)
 
     def _new_probe(self) -> Probe:
@@ -126,10 +128,14 @@ class FakeRegion:
 
     Args:
         device: the fake one.
+        min_bytes: inputs that are smaller stay.
     """
 
-    def __init__(self, device: FakeDevice) -> None:
+    def __init__(self, device: FakeDevice, min_bytes: int) -> None:
         self._device = device
+        self._min_bytes = min_bytes
+        self._small: list[torch.UntypedStorage] = []
+        """Inputs that stay for as long as anything is saved of the block: a region would hold them."""
         self._first = device.count
         self._inputs: set[int] = set()
         self._handles: weakref.WeakSet[AwayHandle] = weakref.WeakSet()
@@ -144,7 +150,13 @@ class FakeRegion:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         self._inputs = {self._device.number_of(tensor) for tensor in tensors}
         self._first = self._device.count
-        del tensors
+        # What was there before the step, as a table in a buffer, does not move.
+        storages = [tensor.untyped_storage() for tensor in tensors if self._device.number_of(tensor) > 0]
+        self._small = [storage for storage in storages if storage.nbytes() < self._min_bytes]
+        for storage in storages:
+            if storage.nbytes() >= self._min_bytes:
+                self._device.send_away(storage)
+        del tensors, storages
         with ExitStack() as around:
             around.enter_context(saved_tensors_hooks(self._pack, unpack))
             if observer is None:
@@ -217,7 +229,11 @@ class AwayHandle:
         """There is a storage again: that of the input if somebody holds it, or one for all handles of the same."""
         if self._number not in storages:
             original = None if self._original is None else self._original()
-            storages[self._number] = device.allocate(self._nbytes) if original is None else original
+            if original is None:
+                storages[self._number] = device.allocate(self._nbytes)
+            else:
+                device.fetch(original)
+                storages[self._number] = original
         self._storage = storages[self._number]
 
     def unpack(self) -> torch.Tensor:

@@ -46,9 +46,9 @@ _SHARES = {
     # 5.34 ms in the block for 3.57e12 operations, where 780e12 a second would take 4.58.
     Work.PRODUCT: 0.86,
     # 1.15 ms in the block for 0.55e12 operations.
-    Work.ATTENTION: 0.61,
+    Work.ATTENTION: 0.67,
     # What is left of a plain step's backward when all else is taken off.
-    Work.ATTENTION_BACKWARD: 0.55,
+    Work.ATTENTION_BACKWARD: 0.62,
     # Of a plain step of ResNet-50, likewise.
     Work.CONVOLUTION: 0.55,
     Work.MEMORY: 1.0,

@@ -49,6 +49,8 @@ class _Storage:
     number: int
     """Of those that were there before: below 0."""
     reference: weakref.ref[torch.UntypedStorage]
+    counted: int = 0
+    """Bytes that the level has of it."""
 
 
 class FakeDevice(TorchDispatchMode):
@@ -116,6 +118,18 @@ class FakeDevice(TorchDispatchMode):
         self._find(storage, is_new=True)
         return storage
 
+    def send_away(self, storage: torch.UntypedStorage) -> None:
+        """It is not counted from now on, though somebody may hold it: lanes carry it."""
+        found = self._find(storage, is_new=False)
+        self._level -= found.counted
+        found.counted = 0
+
+    def fetch(self, storage: torch.UntypedStorage) -> None:
+        """It is counted again."""
+        found = self._find(storage, is_new=False)
+        if found.number > 0:
+            self._count(found, storage)
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -149,9 +163,8 @@ class FakeDevice(TorchDispatchMode):
         effort = effort_of(func, facts, args, kwargs, output)
         if effort is not None:
             self.seconds += seconds_of(effort, self._hardware)
-        if self.device.type != "cpu":
-            self.workspace = sum(map(self.rounded, workspace_of(func, args, kwargs)))
-            self._peak = max(self._peak, self._level + self.workspace)
+        self.workspace = sum(map(self.rounded, workspace_of(self.device, func, args, kwargs, output)))
+        self._peak = max(self._peak, self._level + self.workspace)
 
     def _find(self, storage: torch.UntypedStorage, *, is_new: bool) -> _Storage:
         key = storage._cdata
@@ -159,28 +172,31 @@ class FakeDevice(TorchDispatchMode):
         # An address is handed out again when it is free.
         if known is not None and known.reference() is storage:
             return known
-        nbytes = self.rounded(storage.nbytes())
-        if not is_new:
-            self._before += nbytes
-            reference = weakref.ref(storage)
-        else:
-            self._level += nbytes
-            self._peak = max(self._peak, self._level)
-            reference = weakref.ref(storage, self._gone(key, nbytes))
         self.count += 1
-        known = self._known[key] = _Storage(self.count if is_new else -self.count, reference)
-        return known
+        if is_new:
+            found = _Storage(self.count, weakref.ref(storage, self._gone(key)))
+            self._count(found, storage)
+        else:
+            found = _Storage(-self.count, weakref.ref(storage))
+            self._before += self.rounded(storage.nbytes())
+        self._known[key] = found
+        return found
 
-    def _gone(self, key: int, nbytes: int) -> Callable[[weakref.ref[torch.UntypedStorage]], None]:
-        here = weakref.ref(self)
+    def _count(self, found: _Storage, storage: torch.UntypedStorage) -> None:
+        nbytes = self.rounded(storage.nbytes())
+        self._level += nbytes - found.counted
+        self._peak = max(self._peak, self._level)
+        found.counted = nbytes
+
+    def _gone(self, key: int) -> Callable[[weakref.ref[torch.UntypedStorage]], None]:
+        known, here = self._known, weakref.ref(self)
 
         def gone(reference: weakref.ref[torch.UntypedStorage]) -> None:
-            device = here()
-            if device is not None:
-                device._level -= nbytes
-                known = device._known.get(key)
-                if known is not None and known.reference is reference:
-                    del device._known[key]
+            found, device = known.get(key), here()
+            if found is not None and found.reference is reference:
+                del known[key]
+                if device is not None:
+                    device._level -= found.counted
 
         return gone
 
@@ -254,7 +270,8 @@ class FakeProbe(Probe):
         return self._fake.seconds
 
     def allocated(self) -> tuple[int, int]:
-        return 0, self._fake.workspace
+        # A CPU tells nobody of it.
+        return 0, 0 if self._fake.device.type == "cpu" else self._fake.workspace
 
     def _wait(self) -> None:
         """There is nothing to wait for."""

@@ -135,9 +135,14 @@ def _overload(name: str) -> Any:
 def _stand_in(name: str) -> Kernel:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         chosen = None if _here.chosen is None else _here.chosen.get(name)
-        return _overload(name).decompose(*args, **kwargs) if chosen is None else chosen(*args, **kwargs)
+        return _torchs(name, *args, **kwargs) if chosen is None else chosen(*args, **kwargs)
 
     return kernel
+
+
+def _torchs(name: str, *args: Any, **kwargs: Any) -> Any:
+    """What torch has for all devices. (``decompose`` would take one that is written for compilers.)"""
+    return _overload(name)._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
 
 _NAMES = (
@@ -275,7 +280,7 @@ def _attention_on_cpu(
 def _dropout(input: torch.Tensor, p: float, train: bool) -> Any:  # noqa: A002  (torch's name)
     if p == 0 or not train or not input.numel():
         return input
-    return aten.native_dropout(input, p, train)[0] if p < 1 else aten.dropout.default.decompose(input, p, train)
+    return aten.native_dropout(input, p, train)[0] if p < 1 else _torchs("dropout", input, p, train)
 
 
 def _batch_norm(
@@ -294,7 +299,7 @@ def _batch_norm(
     wide = input.dtype is not torch.bfloat16 and input.dim() >= 3 and input.shape[0] <= _MOST_IMAGES
     tracked = (mean is None) is (variance is None) and (mean is not None or training)
     if not (weighted and wide and tracked and cudnn and training):
-        return aten.batch_norm.default.decompose(*args, cudnn)
+        return _torchs("batch_norm", *args, cudnn)
     return aten.cudnn_batch_norm(*args)[0]
 
 

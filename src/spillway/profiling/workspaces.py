@@ -1,7 +1,8 @@
-"""What kernels of CUDA take for themselves while they run, where it is known and large.
+"""What kernels take for themselves while they run, where it is known and large.
 
-What is not here is taken to need nothing: convolutions (cuDNN chooses, up to what it is given), sorts, reductions.
-Products take their workspace once, for good: :func:`standing_workspace`.
+What is not here is taken to need nothing: on CUDA convolutions (cuDNN chooses, up to what it is given), sorts and
+reductions. Products take their workspace once, for good: :func:`standing_workspace`. On the CPU, a convolution computes
+in a layout of its own, and what it gives is a copy.
 """
 
 from __future__ import annotations
@@ -27,9 +28,16 @@ def standing_workspace(device: torch.device, hardware: Hardware) -> int:
     return _LARGE_BYTES if any(name in hardware.name for name in _LARGE) else _BYTES
 
 
-def workspace_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
+def workspace_of(
+    device: torch.device, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+) -> tuple[int, ...]:
     """Bytes of each allocation that an operator has while it runs, and gives back."""
     name = func._schema.name
+    if device.type == "cpu":
+        if name not in ("aten::convolution", "aten::convolution_backward"):
+            return ()
+        first = output[0] if isinstance(output, (list, tuple)) else output
+        return () if first is None else (first.nbytes,)
     if name == "aten::_scaled_dot_product_cudnn_attention":
         # As it was measured (``tests/planning/llama_8b_block.json``).
         return (512,)
