@@ -18,8 +18,9 @@ from spillway.attaching.rehearsal import Rehearsal
 from spillway.errors import UnsupportedError, UsageError
 from spillway.planning.hardware import Hardware
 from spillway.planning.profile import Profile
+from spillway.profiling.attentions import first_attention
 from spillway.profiling.fakes import META, FakeDevice
-from spillway.profiling.kernels import first_attention, kernels_of
+from spillway.profiling.kernels import kernels_of
 from spillway.profiling.standins import OptimizerOf, StandIns, state_sizes
 from spillway.profiling.workspaces import standing_workspace
 from spillway.session import MIN_BYTES
@@ -47,7 +48,7 @@ class Target:
         if device is not None and device not in _DEVICES:
             raise UsageError(f"device: got {device!r}, expected one of {', '.join(map(repr, _DEVICES))}, or None")
         number = isinstance(optimizer, (int, float)) and not isinstance(optimizer, bool)
-        given = optimizer is None or (number and 0 <= optimizer and math.isfinite(optimizer))
+        given = optimizer is None or (number and optimizer >= 0 and math.isfinite(optimizer))
         if isinstance(optimizer, torch.optim.Optimizer) or not (given or callable(optimizer)):
             raise UsageError(
                 f"optimizer: got {optimizer!r:.200}, expected a class such as torch.optim.AdamW, a function from a "

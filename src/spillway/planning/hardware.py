@@ -233,7 +233,9 @@ def _from_data_sheet(
         host_bytes=None,
         disk_bytes=None,
         date=_DAY,
-        source=f"{_DATA_SHEET}: compute and memory at their peaks; link: an estimate for {bus}; disk: as beside the h200",
+        source=(
+            f"{_DATA_SHEET}: compute and memory at their peaks; link: an estimate for {bus}; disk: as beside the h200"
+        ),
     )
 
 

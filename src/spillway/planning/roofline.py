@@ -4,10 +4,10 @@ NOTE [ Roofline ]
 
 An operator takes as long as its arithmetic at the rate that such operators reach, or as its bytes at the memory's
 rate, whichever is longer, and no less than a launch (Williams, Waterman and Patterson 2009). The shares below are of
-the rate of a large product of matrices as :class:`Hardware` has it, and were read off two measurements of an H200, of
-which tests hold the figures: the operators of a block of Llama-8B (``tests/planning/llama_8b_block.json``), and plain
-steps of 16 of them (``benchmarks/results/2026-11-20-step-8b-16-layers-h200.json``). Other devices are taken to reach
-the same shares. What a data sheet promises is first cut down to what an H200 reaches of its own.
+the rate of a large product of matrices as :class:`Hardware` has it. They were read off measurements of an H200, of
+which tests hold the figures: the operators of a block of Llama-8B (``tests/planning/llama_8b_block.json``), plain steps
+of such blocks with 8192 and with 32768 tokens, and of ResNet-50 (``benchmarks/results/``). Other devices are taken to
+reach the same shares. What a data sheet promises is first cut down to what an H200 reaches of its own.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class Precision(enum.Enum):
 _SHARES = {
     # 5.34 ms in the block for 3.57e12 operations, where 780e12 a second would take 4.58.
     Work.PRODUCT: 0.86,
-    # 1.15 ms in the block for 0.55e12 operations.
+    # 0.61 in the block; what is left of the forward of longer ones, when all else is taken off, comes to 0.74.
     Work.ATTENTION: 0.67,
-    # What is left of a plain step's backward when all else is taken off.
+    # What is left of the two backwards, in between.
     Work.ATTENTION_BACKWARD: 0.62,
-    # Of a plain step of ResNet-50, likewise.
-    Work.CONVOLUTION: 0.55,
+    # Of a step of ResNet-50 in float32, rounded for tensor cores, with channels first: a slow case, and the only one.
+    Work.CONVOLUTION: 0.2,
     Work.MEMORY: 1.0,
 }
 """Of the rate of products, what such operators reach."""

@@ -278,5 +278,3 @@ class FakeProbe(Probe):
 
     def _between(self, start: Any, end: Any) -> float:
         return float(end - start)
-
-
