@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib.util
 import json
-import resource
 import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +19,13 @@ from torch.nn import functional
 
 import spillway
 from budgets import NAMED, Kind, budget_of
-from spillway import BudgetError, Hardware, Profile, Session, UnsupportedError, UsageError
+from spillway import Hardware, Profile, Session
 from spillway.planning.profile import BlockProfile
 from spillway.profiling import meter
 from spillway.profiling.allocations import Listener
 from spillway.profiling.fakes import FakeDevice
 from spillway.profiling.kernels import kernels_of
-from steps import MiB, assert_nothing_left, failing
+from steps import assert_nothing_left
 
 ROOT = Path(__file__).parent.parent.parent
 MEASURED = Profile.load(ROOT / "tests" / "planning" / "llama_8b_block.json")
@@ -107,7 +106,7 @@ def test_what_is_around_the_blocks_has_the_bytes_that_were_measured_on_an_h200()
 
 def test_times_of_a_block_are_near_those_that_were_measured_on_an_h200() -> None:
     ours, theirs = rehearsed(16, 8192)[0].kinds[0], MEASURED.kinds[0]
-    assert ours.forward_seconds == pytest.approx(theirs.forward_seconds, rel=0.15)
+    assert ours.forward_seconds == pytest.approx(theirs.forward_seconds, rel=0.1)
     assert ours.backward_seconds == pytest.approx(theirs.backward_seconds, rel=0.15)
     # Shorter ones were measured by the host, which launched them one by one.
     pairs = [(a.seconds, b.seconds) for a, b in zip(ours.operators, theirs.operators, strict=True) if a.seconds > 11e-5]
@@ -137,8 +136,6 @@ def test_plain_steps_are_near_those_that_were_measured_on_an_h200(file: str, lay
 
 
 def test_a_plain_step_of_resnet_50_is_near_what_was_measured_on_an_h200() -> None:
-    import contextlib
-
     file = ROOT / "benchmarks" / "results" / "2026-11-21-resnet50-256-images-h200.json"
     plain = next(row for row in json.loads(file.read_text())["rows"] if row["ratio"] == "plain")
     with META:
@@ -196,8 +193,10 @@ KINDS = [
     Kind("pictures", Pictures, lambda: torch.randn(8, 3, 64, 64)),
     Kind("tiny llama", Tiny, lambda: torch.randn(2, 256, 256, dtype=torch.bfloat16)),
 ]
-LOOSE = {"convolution": 0.1}
-"""Where a plan counts a block's output twice: for the block that saves it, and for the next."""
+LOOSE = {"convolution": 0.1, "dropout": 0.05}
+"""Peaks that differ by more than 2 %. When a re-run ends, its frames still hold what was not saved, and a measured
+profile takes that off the peak of the backward that follows. (Of ``dropout`` a plain step shows that this is too much.)
+What convolutions of the CPU take while they run is known in part."""
 
 
 def without_times(block: BlockProfile) -> list[Any]:
@@ -236,12 +235,14 @@ def test_a_profile_for_the_cpu_is_the_one_that_is_measured_there(
     assert ours.middle.change_bytes == theirs.middle.change_bytes
     # Both know as much of what is always there.
     there = dataclasses.replace(theirs, static_bytes=ours.static_bytes)
-    near = LOOSE.get(kind.name, 0.02)
     budget = budget_of(there, 0.5)
     plan = spillway.plan(there, budget=budget, hardware="h200")
     for each in (plan, spillway.plan(there, budget="1TiB", hardware="h200")):
         peaks = [spillway.simulate(profile, each, hardware="h200").peak_bytes for profile in (ours, there)]
-        assert peaks[0] == pytest.approx(peaks[1], rel=max(near, 0.06))
-    # What is measured of a whole step.
+        assert peaks[0] == pytest.approx(peaks[1], rel=LOOSE.get(kind.name, 0.02))
+    # What is measured of a whole plain step, to the byte. Of convolutions, the output of a block is counted twice, for
+    # the block that saves it and for the next.
     keep = spillway.plan(ours, budget="1TiB", hardware="h200").predicted_peak - ours.static_bytes
-    assert keep == pytest.approx(plain_peak(model, batch), rel=near)
+    assert keep == pytest.approx(
+        plain_peak(model, batch), rel=LOOSE["convolution"] if kind.name == "convolution" else 0
+    )
