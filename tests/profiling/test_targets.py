@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 import spillway
@@ -270,6 +271,21 @@ def test_the_longest_sequence_is_found_where_nothing_runs() -> None:
     spillway.plan(spillway.profile(*step(found), **options), budget="96MiB", hardware="h100")
     with pytest.raises(BudgetError):
         spillway.plan(spillway.profile(*step(found + 256), **options), budget="96MiB", hardware="h100")
+
+
+def test_a_model_of_fake_tensors_has_the_profile_of_one_on_meta() -> None:
+    with FakeTensorMode():
+        model, batch = nn.Sequential(*(Block(64) for _ in range(3))), torch.empty(4, 64)
+    with META:
+        other, there = nn.Sequential(*(Block(64) for _ in range(3))), torch.empty(4, 64)
+    assert spillway.profile(model, batch, hardware="a100") == spillway.profile(other, there, hardware="a100")
+
+
+def test_autocast_is_refused_since_it_would_do_nothing() -> None:
+    with META:
+        model, batch = nn.Sequential(*(Block(64) for _ in range(3))), torch.empty(4, 64)
+    with torch.autocast("cpu", torch.bfloat16):
+        failing(UnsupportedError, lambda: spillway.profile(model, batch, hardware="a100"), match=r"torch\.autocast")
 
 
 class Chosen(nn.Module):

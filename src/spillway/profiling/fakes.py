@@ -140,6 +140,7 @@ class FakeDevice(TorchDispatchMode):
             return func(*args, **kwargs)
         facts = facts_of(func)
         self._refuse(func)
+        self._refuse_autocast()
         if len(tensors) > 1 and not all(tensor.device == META for tensor in tensors):
             args, kwargs = tree_map(self._moved, (args, kwargs))
             tensors, _ = split(args, kwargs)
@@ -214,6 +215,13 @@ class FakeDevice(TorchDispatchMode):
         """What the host, or a shape, hangs on."""
         if isinstance(func, torch._ops.OpOverload) and any(tag in func.tags for tag in _TAGS):
             raise _not_without(func, "whose outcome hangs on the content of tensors")
+
+    def _refuse_autocast(self) -> None:
+        if torch.is_autocast_enabled(self.device.type) or torch.is_autocast_enabled("cpu"):
+            raise UnsupportedError(
+                "profile: got torch.autocast without the hardware, which does nothing to tensors that stand for the "
+                "model's, expected none; cast the model itself (model.to(torch.bfloat16)), or profile it on the device"
+            )
 
 
 def _makes(kwargs: dict[str, Any]) -> bool:
