@@ -25,7 +25,7 @@ from spillway.profiling import meter
 from spillway.profiling.allocations import Listener
 from spillway.profiling.fakes import FakeDevice
 from spillway.profiling.kernels import kernels_of
-from steps import assert_nothing_left
+from steps import Block, assert_nothing_left
 
 ROOT = Path(__file__).parent.parent.parent
 MEASURED = Profile.load(ROOT / "tests" / "planning" / "llama_8b_block.json")
@@ -188,7 +188,22 @@ class Tiny(nn.Module):
         return self.stack(x * self.ones)
 
 
+class Skipping(nn.Module):
+    """What the first block is given is held until the end, and its input is more than what stays for being small."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.blocks = nn.Linear(64, 64), nn.ModuleList(Block(64) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = first = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return torch.sigmoid(first) * x
+
+
 KINDS = [
+    Kind("skipping", Skipping, lambda: torch.randn(8192, 64)),
     *(NAMED[name] for name in ("mlp", "attention", "convolution", "dropout")),
     Kind("pictures", Pictures, lambda: torch.randn(8, 3, 64, 64)),
     Kind("tiny llama", Tiny, lambda: torch.randn(2, 256, 256, dtype=torch.bfloat16)),

@@ -19,9 +19,12 @@ import spillway
 from budgets import NAMED, stack
 from spillway import BudgetError, Hardware, Profile, UnsupportedError, UsageError
 from spillway.planning.roofline import Effort, Precision, Work, seconds_of
+from spillway.profiling.fakes import FakeDevice
 from spillway.profiling.kernels import kernels_of
+from spillway.profiling.standins import StandIns
 from steps import Block, failing
 
+MACHINE = dataclasses.replace(Hardware.named("h200"), name="Machine", flops=1e12, memory_rate=1e12)
 META, CUDA = torch.device("meta"), torch.device("cuda")
 B, H, L, D = 2, 4, 128, 32
 WIDTH = H * D
@@ -373,9 +376,71 @@ def test_a_loss_that_hangs_on_no_block_is_refused() -> None:
     )
 
 
-# The roofline.
+# The fake device.
 
-MACHINE = dataclasses.replace(Hardware.named("h200"), name="Machine", flops=1e12, memory_rate=1e12)
+
+@pytest.mark.parametrize("heads", [H, 1])
+def test_what_attention_takes_for_its_backward_counts_for_the_peak(heads: int) -> None:
+    fake = FakeDevice(CUDA, Hardware.named("a100"))
+    q, k, v = (torch.empty(B, n, 100, D, dtype=torch.bfloat16, device=META) for n in (H, heads, heads))
+    out = torch.empty_like(q)
+    sums, seeds = torch.empty(B, H, 100, device=META), torch.empty(2, dtype=torch.uint64, device=META)
+    for tensor in (q, k, v, out, sums, seeds):
+        fake.number_of(tensor)
+    with fake:
+        found = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            out, q, k, v, out, sums, None, None, 100, 100, 0.0, True, seeds, seeds
+        )
+    made = sum(tensor.nbytes for tensor in found)
+    # Sums of the gradients of queries and a number for each row, in float32, of lengths rounded up to 128; and, where
+    # heads share keys and values, their gradients for each head.
+    rows = B * H * 128
+    shared = 2 * (B * H * 100 * D * 2) if heads != H else 0
+    assert (fake.level, fake.take_peak()) == (made, made + 4 * rows * D + 4 * rows + shared)
+    assert fake.take_peak() == made
+
+
+def test_a_storage_counts_until_it_dies_whoever_holds_it_meanwhile() -> None:
+    fake = FakeDevice(CUDA, Hardware.named("a100"))
+    with fake:
+        x = torch.empty(1000, device=META)
+        view = x[:10]
+        assert fake.level == 4096
+        fake.send_away(x.untyped_storage())
+        assert fake.level == 0
+        fake.fetch(x.untyped_storage())
+        fake.fetch(view.untyped_storage())
+        assert fake.level == 4096
+        del x
+        assert fake.level == 4096
+        del view
+        assert fake.level == 0
+    assert fake.take_peak() == 4096
+    assert fake.before == 0
+
+
+def test_a_table_that_is_looked_up_in_is_not_read_as_a_whole() -> None:
+    fake = FakeDevice(CUDA, MACHINE)
+    table, numbers = torch.empty(1 << 20, 1024, device=META), torch.empty(1000, dtype=torch.int64, device=META)
+    with fake:
+        functional.embedding(numbers, table)
+    assert fake.seconds == pytest.approx((2 * 1000 * 1024 * 4 + 8 * 1000) / 1e12)
+
+
+def test_parameters_that_lie_in_one_storage_stand_in_one_storage() -> None:
+    class Flat(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            flat = torch.empty(2048)
+            self.parts = nn.ParameterList(flat[start : start + 1024] for start in (0, 1024))
+
+    state = list(StandIns().state(Flat()).values())
+    assert state[0].untyped_storage() is state[1].untyped_storage()
+    assert [each.storage_offset() for each in state] == [0, 1024]
+    assert all(isinstance(each, nn.Parameter) and each.device == META for each in state)
+
+
+# The roofline.
 
 
 def test_an_operator_takes_as_long_as_its_arithmetic_or_its_bytes_and_no_less_than_a_launch() -> None:
