@@ -199,7 +199,7 @@ class Skipping(nn.Module):
         x = first = self.stem(x)
         for block in self.blocks:
             x = block(x)
-        return torch.sigmoid(first) * x
+        return first * x
 
 
 KINDS = [
