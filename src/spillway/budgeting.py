@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from spillway.attaching import attach
 from spillway.attaching.budgeted import allowed, profiling_pilot
+from spillway.attaching.rehearsing import Target, is_elsewhere, rehearse
 from spillway.errors import UnsupportedError, UsageError
 from spillway.planning.hardware import Hardware
 from spillway.planning.plan import Plan
@@ -22,6 +23,7 @@ from spillway.planning.planner import divided, make_plan, program_of, usable_rat
 from spillway.planning.profile import Profile
 from spillway.planning.timeline import Timeline, simulate_program
 from spillway.profiling.machine import known_hardware
+from spillway.profiling.standins import OptimizerOf
 from spillway.runtime.host_memory import local_ranks
 from spillway.session import Session
 
@@ -39,11 +41,20 @@ def profile(
     loss: Loss | None = None,
     blocks: Any = None,
     session: Session | None = None,
+    hardware: Hardware | str | None = None,
+    device: str | None = None,
+    attention: str | None = None,
+    optimizer: OptimizerOf | float | None = None,
 ) -> Profile:
     """Measure what a step of a model does, in little memory: a step that is recomputed and whose inputs are away.
 
     Two forwards and backwards are run, without an optimizer. Parameters, gradients, buffers and random generators are
     afterwards what they were.
+
+    With ``hardware``, nothing is measured: the step is worked out for hardware that need not be there. The model may be
+    on ``meta``, or anywhere; tensors on ``meta`` stand for its own, nothing is computed, no memory is allocated and no
+    generator is moved. Bytes and lifetimes are those of the kernels that the target would run, times are estimates
+    (``docs/planning.md`` says of what, and how near).
 
     Args:
         model: in training mode.
@@ -52,19 +63,36 @@ def profile(
             mean of its squares if that is no scalar.
         blocks: which modules are blocks, as for :func:`spillway.attach`.
         session: ``None``: the default one.
+        hardware: what the target can do, or a name: ``"h200"``, ``"h100"``, ``"a100"``, ``"rtx4090"``. ``None``: the
+            step is measured where the model is.
+        device: with hardware: the target's type, ``"cuda"`` or ``"cpu"``. ``None``: ``"cuda"``.
+        attention: with hardware: which of torch's kernels of attention is tried first on a CUDA device: ``"flash"``,
+            ``"cudnn"``, ``"efficient"`` or ``"math"``. ``None``: as torch does on it.
+        optimizer: with hardware: whose state is there when a step begins: a class such as ``torch.optim.AdamW``, a
+            function from a list of parameters to an optimizer, or bytes for each element of a trained parameter.
+            ``None``: no state.
 
     Raises:
         UsageError: for a model in evaluation mode, or arguments that cannot be meant.
-        UnsupportedError: where no backward came through the blocks.
+        UnsupportedError: where no backward came through the blocks; with hardware, for operators that hang on the
+            content of tensors, or whose kernels are not modelled.
 
     Example:
         >>> profile = spillway.profile(model, tokens, loss=lambda logits: logits.mean())  # doctest: +SKIP
         >>> print(spillway.plan(profile, budget="20GiB"))  # doctest: +SKIP
+        >>> profile = spillway.profile(model, tokens, hardware="h100", optimizer=torch.optim.AdamW)  # doctest: +SKIP
     """
     if not isinstance(model, Module):
         raise UsageError(f"model: got {model!r:.200}, expected a torch.nn.Module")
     if not model.training:
         raise UsageError("model: got one in evaluation mode, expected one in training mode; call model.train()")
+    if hardware is not None:
+        target = Target.of(_known(hardware), device, attention, optimizer)
+        found = rehearse(model, batch, lambda model, batch: scalar_of(call(model, batch), loss), blocks, target)
+        if found is None:
+            raise _without_backward(model, 1)
+        return found
+    _check_measured(model, batch, device=device, attention=attention, optimizer=optimizer)
     pilot = profiling_pilot(model, session)
     with as_it_was(model, batch), attach(model, blocks=blocks, session=session) as attached:
         attached.follow(pilot)
@@ -74,10 +102,7 @@ def profile(
             pilot.finish()
             if pilot.profile is not None:
                 return pilot.profile
-    raise UnsupportedError(
-        f"profile: got {_MOST_STEPS} steps of {type(model).__name__} without a backward through its blocks, expected "
-        f"one; give a loss that depends on all blocks"
-    )
+    raise _without_backward(model, _MOST_STEPS)
 
 
 def plan(
@@ -150,10 +175,34 @@ def simulate(profile: Profile, plan: Plan, *, hardware: Hardware | str | None = 
     return simulate_program(program_of(part, plan), rates, spans=True)
 
 
+def _check_measured(model: Module, batch: Any, **options: Any) -> None:
+    """That there is something to measure, and nothing is said of a target."""
+    given = [name for name, option in options.items() if option is not None]
+    if given:
+        raise UsageError(
+            f"got {', '.join(given)} without hardware, expected them beside it, since a step that is measured has its "
+            f"own; give hardware=..."
+        )
+    if is_elsewhere(model, batch):
+        raise UsageError(
+            "got a model or a batch on the meta device, which has no memory to measure, expected one on a device that "
+            "computes; say what it would run on: hardware='h100'"
+        )
+
+
+def _without_backward(model: Module, steps: int) -> UnsupportedError:
+    return UnsupportedError(
+        f"profile: got {steps} step{'s' if steps > 1 else ''} of {type(model).__name__} without a backward through its "
+        f"blocks, expected one; give a loss that depends on all blocks"
+    )
+
+
 def hardware_of(hardware: Hardware | str | None, device: torch.device) -> Hardware:
     """What is meant, or what was measured of this machine."""
-    if hardware is None:
-        return known_hardware(device)
+    return known_hardware(device) if hardware is None else _known(hardware)
+
+
+def _known(hardware: Hardware | str) -> Hardware:
     if isinstance(hardware, str):
         return Hardware.named(hardware)
     if not isinstance(hardware, Hardware):

@@ -11,6 +11,7 @@ from torch.nn import Module
 
 from spillway.attaching import attach
 from spillway.attaching.budgeted import allowed
+from spillway.attaching.rehearsing import is_elsewhere
 from spillway.budgeting import Loss, as_it_was, call, hardware_of, plan, profile, scalar_of
 from spillway.errors import BudgetError, UsageError
 from spillway.planning.hardware import Hardware
@@ -19,6 +20,7 @@ from spillway.planning.planner import fits
 from spillway.planning.profile import Profile
 from spillway.planning.scaling import scaled
 from spillway.profiling.meter import allocated
+from spillway.profiling.standins import OptimizerOf
 from spillway.runtime.host_memory import local_ranks
 from spillway.session import Session
 
@@ -40,6 +42,8 @@ def longest(
     most: int | None = None,
     hardware: Hardware | str | None = None,
     session: Session | None = None,
+    attention: str | None = None,
+    optimizer: OptimizerOf | float | None = None,
 ) -> int:
     """The largest size, of a sequence or a batch, with which a step fits a budget.
 
@@ -58,8 +62,11 @@ def longest(
         at_least: a size that is known to fit.
         multiple_of: sizes are multiples of this.
         most: the largest size to try. ``None``: any.
-        hardware: as for :func:`spillway.plan`.
+        hardware: as for :func:`spillway.plan`. With a model on ``meta``, also as for :func:`spillway.profile`: then
+            nothing is run, and nothing trained.
         session: ``None``: the default one.
+        attention: of a model on ``meta``, as for :func:`spillway.profile`.
+        optimizer: of a model on ``meta``, as for :func:`spillway.profile`.
 
     Raises:
         BudgetError: if not even ``at_least`` fits.
@@ -82,6 +89,7 @@ def longest(
         loss=loss,
         hardware=hardware,
         session=session,
+        target={"hardware": hardware, "attention": attention, "optimizer": optimizer},
     )
     first = -(-at_least // multiple_of)
     if not sizes.fits(first):
@@ -106,6 +114,10 @@ class _Sizes:
     loss: Loss | None
     hardware: Hardware | str | None
     session: Session | None
+    target: dict[str, Any]
+    """What a model on ``meta`` would run on."""
+    is_elsewhere: bool = False
+    """Whether steps are worked out, and not run."""
     profiles: dict[int, Profile] = field(default_factory=dict)
 
     def largest(self, low: int, limit: int | None) -> int:
@@ -131,7 +143,9 @@ class _Sizes:
     def profile(self, size: int) -> Profile:
         """Of a step of this size, which is run."""
         model, batch = self.step(size)
-        self.profiles[size] = found = profile(model, batch, loss=self.loss, session=self.session)
+        self.is_elsewhere = is_elsewhere(model, batch)
+        target = self.target if self.is_elsewhere else {}
+        self.profiles[size] = found = profile(model, batch, loss=self.loss, session=self.session, **target)
         return found
 
     def plan(self, profile: Profile) -> Plan:
@@ -185,8 +199,8 @@ class _Sizes:
             active=local_ranks(),
         )
 
-    def _room(self, profile: Profile) -> int | str:
-        if self.host_budget is not None:
+    def _room(self, profile: Profile) -> int | str | None:
+        if self.host_budget is not None or self.is_elsewhere:
             return self.host_budget
         session = self.session if self.session is not None else Session.default()
         return session.host_room(torch.device(profile.device))
@@ -194,6 +208,8 @@ class _Sizes:
     def _trains(self, size: int, plan: Plan) -> bool:
         """Whether two steps with the plan are within the budget. The first tries its regions."""
         model, batch = self.step(size)
+        if self.is_elsewhere:
+            return True
         device = torch.device(plan.device)
         with as_it_was(model, batch), attach(model, plan=plan, session=self.session):
             for _ in range(2):

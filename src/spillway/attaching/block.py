@@ -49,6 +49,8 @@ class RegionCall(ModuleCall):
         self.pilot: Steers | None = None
         """Who says how, if somebody does, and wants to know of each call."""
         self.observer: Observer | None = None
+        self.runner: Callable[..., Any] = call_region
+        """What runs it as a region."""
         inside = {id(module) for module in named.module.modules()} - {id(named.module)}
         self.has_inner = any(id(other.module) in inside for other in others)
         """Whether there are regions inside."""
@@ -94,7 +96,7 @@ class RegionCall(ModuleCall):
         if how is None:
             return forward(*args, **kwargs)
         run = _Run(self, module, forward, how, self._number.now)
-        return call_region(how, run, args, kwargs, self._session, self.observer)
+        return self.runner(how, run, args, kwargs, self._session, self.observer)
 
 
 class _Run:

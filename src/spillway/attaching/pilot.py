@@ -156,12 +156,7 @@ class Pilot:
 
     def take(self, blocks: Sequence[RegionCall]) -> None:
         """These are the blocks."""
-        inner = next((block.name for block in blocks if block.has_inner), None)
-        if inner is not None and self.plan is None:
-            raise UsageError(
-                f"blocks: got {inner!r}, which has others inside, with a budget, expected blocks one after the other; "
-                f"name the outer ones or the inner ones"
-            )
+        self._check_blocks(blocks)
         self._blocks = blocks
         self._window = self._mover().window
         for block in blocks:
@@ -171,6 +166,14 @@ class Pilot:
             self.apply(self.plan)
         elif self._optimizer is not None:
             self._optimizer.divide(1.0)
+
+    def _check_blocks(self, blocks: Sequence[RegionCall]) -> None:
+        inner = next((block.name for block in blocks if block.has_inner), None)
+        if inner is not None and self.plan is None:
+            raise UsageError(
+                f"blocks: got {inner!r}, which has others inside, with a budget, expected blocks one after the other; "
+                f"name the outer ones or the inner ones"
+            )
 
     def begin(self, model: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The model is called: the step before has ended."""
@@ -193,7 +196,7 @@ class Pilot:
             self._inputs = nbytes
         if self.stage is not Stage.HOLDING:
             self._has_traced = False
-            self._watch = Watch(self._device, self._carried)
+            self._watch = self._new_watch()
 
     def finish(self) -> None:
         """The step has ended, though no other one begins yet."""
@@ -215,7 +218,7 @@ class Pilot:
             self._has_traced = True
             if len(self._probes) >= _MOST_PROBES:
                 self._probes.clear()
-            call.observer = self._probes[kind] = Probe(self._device)
+            call.observer = self._probes[kind] = self._new_probe()
         return self._watch.block_begins(call.name, kind, (args, kwargs))
 
     def block_ended(self, number: int, output: Any) -> None:
@@ -405,6 +408,12 @@ class Pilot:
         return self._peers
 
     # What is asked of the device.
+
+    def _new_probe(self) -> Probe:
+        return Probe(self._device)
+
+    def _new_watch(self) -> Watch:
+        return Watch(self._device, self._carried)
 
     def _mover(self) -> Mover:
         session = self._session if self._session is not None else Session.default()

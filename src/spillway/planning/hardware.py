@@ -24,6 +24,8 @@ from spillway.planning.tasks import Rates
 _NO_DISK = 1.0
 """Bytes in a second: a plan that used a disk that is not there would take for ever, and nobody divides by nothing."""
 
+_DATA_SHEET = "data sheet"
+"""How the source of a promise begins."""
 _DAY = datetime.date(2026, 11, 22)
 _DISK_WRITE, _DISK_READ = 3.4e9, 3.7e9
 
@@ -103,6 +105,11 @@ class Hardware:
             size = getattr(self, name)
             if size is not None and size < 0:
                 raise UsageError(f"{name}: got {size}, expected at least 0 bytes")
+
+    @property
+    def is_promised(self) -> bool:
+        """Whether compute and memory are a data sheet's, which promises more than is reached."""
+        return self.source.startswith(_DATA_SHEET)
 
     @classmethod
     def named(cls, name: str) -> Hardware:
@@ -226,7 +233,9 @@ def _from_data_sheet(
         host_bytes=None,
         disk_bytes=None,
         date=_DAY,
-        source=f"data sheet: compute and memory at their peaks; link: an estimate for {bus}; disk: as beside the h200",
+        source=(
+            f"{_DATA_SHEET}: compute and memory at their peaks; link: an estimate for {bus}; disk: as beside the h200"
+        ),
     )
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -72,8 +72,11 @@ class Probe:
     def watching(self, trace: Trace) -> Iterator[None]:
         if self._device.type != "cpu":
             _keep_busy(self._device)
-        with _Watch(self, trace):
+        with self._watch(trace):
             yield
+
+    def _watch(self, trace: Trace) -> AbstractContextManager[object]:
+        return _Watch(self, trace)
 
     def ended(self, trace: Trace, packs: Packs) -> None:
         count = len(trace.calls)
@@ -116,8 +119,7 @@ class Probe:
             replace(value, is_input=False, saved_at=None) if number in others else value
             for number, value in enumerate(values)
         )
-        if self._device.type != "cpu":
-            torch.accelerator.synchronize(self._device)
+        self._wait()
         self.operators = tuple(
             OperatorProfile(
                 name=full_name(call.func),
@@ -133,11 +135,18 @@ class Probe:
 
     def _seconds(self, place: int) -> float:
         note = self._notes.get(place)
-        if note is None:
-            return 0.0
+        return 0.0 if note is None else self._between(note.start, note.end)
+
+    # By the device's clock.
+
+    def _wait(self) -> None:
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)
+
+    def _between(self, start: Any, end: Any) -> float:
         if self._device.type == "cpu":
-            return float(note.end - note.start)
-        return float(note.start.elapsed_time(note.end)) / 1e3
+            return float(end - start)
+        return float(start.elapsed_time(end)) / 1e3
 
     def _may_leave(self, trace: Trace, number: int) -> bool:
         outside = trace.outside[number]

@@ -61,10 +61,11 @@ class Watch:
     Args:
         device: where the model computes.
         carried: bytes that are on their way, now.
+        meter: that reads the instants. ``None``: the device's.
     """
 
-    def __init__(self, device: torch.device, carried: Callable[[], int]) -> None:
-        self._meter: Meter = meter_of(device)
+    def __init__(self, device: torch.device, carried: Callable[[], int], meter: Meter | None = None) -> None:
+        self._meter = meter_of(device) if meter is None else meter
         self._carried = carried
         self._calls: list[WatchedCall] = []
         self._order: list[Place] = []

@@ -53,6 +53,9 @@ class Values:
     def shares(self, tensor: torch.Tensor, value: int) -> bool:
         """Whether another storage that is known begins, or ends, in the tensor's."""
         memory = self._memory(tensor)
+        if memory.device.type == "meta":
+            # There is no memory, and all addresses are 0.
+            return False
         start, end = memory.data_ptr(), memory.data_ptr() + memory.nbytes()
         for reference, other in self._known.values():
             storage = reference() if other != value else None
