@@ -24,6 +24,7 @@ from spillway.planning.timeline import Timeline, simulate_program
 from spillway.profiling.machine import known_hardware
 from spillway.runtime.host_memory import local_ranks
 from spillway.session import Session
+from spillway.units import parse_bytes
 
 Loss = Callable[[Any], torch.Tensor]
 """From what the model gave to a number."""
@@ -38,6 +39,7 @@ def profile(
     *,
     loss: Loss | None = None,
     blocks: Any = None,
+    optimizer: torch.optim.Optimizer | None = None,
     session: Session | None = None,
 ) -> Profile:
     """Measure what a step of a model does, in little memory: a step that is recomputed and whose inputs are away.
@@ -51,6 +53,8 @@ def profile(
         loss: from what the model gives to a scalar. ``None``: the model's ``loss`` attribute or first output, or the
             mean of its squares if that is no scalar.
         blocks: which modules are blocks, as for :func:`spillway.attach`.
+        optimizer: whose state :attr:`Profile.static` tells apart. It makes no step. ``None``: its state is in what is
+            not told apart.
         session: ``None``: the default one.
 
     Raises:
@@ -65,7 +69,9 @@ def profile(
         raise UsageError(f"model: got {model!r:.200}, expected a torch.nn.Module")
     if not model.training:
         raise UsageError("model: got one in evaluation mode, expected one in training mode; call model.train()")
-    pilot = profiling_pilot(model, session)
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise UsageError(f"optimizer: got {optimizer!r:.200}, expected a torch.optim.Optimizer or None")
+    pilot = profiling_pilot(model, session, optimizer)
     with _as_it_was(model, batch), attach(model, blocks=blocks, session=session) as attached:
         attached.follow(pilot)
         for _ in range(_MOST_STEPS):
@@ -83,7 +89,7 @@ def profile(
 def plan(
     profile: Profile,
     *,
-    budget: int | str,
+    budget: int | float | str,
     host_budget: int | str | None = None,
     disk_budget: int | str | None = None,
     allow: Collection[str] | None = None,
@@ -98,7 +104,9 @@ def plan(
 
     Args:
         profile: of a step, by :func:`profile` or :attr:`Attached.profile <spillway.Attached.profile>`.
-        budget: bytes that a step may have allocated on the device, all included, or a size like ``"40GiB"``.
+        budget: bytes that a step may have allocated on the device, all included, or a size like ``"40GiB"``. Or a
+            share, ``0.5`` or ``"50%"``: what is there when the step begins, and this share of what a step that keeps
+            everything has beyond that at its peak.
         host_budget: bytes of host memory that may be used. ``None``: any.
         disk_budget: bytes of disk. ``None``: any.
         allow: what may be done, of ``"keep"``, ``"host"``, ``"disk"`` and ``"recompute"``. ``None``: all but
@@ -167,7 +175,7 @@ def longest(
 
     Args:
         step: from a size to a model and a batch of that size, as for :func:`profile`.
-        budget: as for :func:`plan`.
+        budget: bytes, or a size, as for :func:`plan`. No share: all sizes are within a share of themselves.
         loss: as for :func:`profile`.
         at_least: a size that is known to fit.
         multiple_of: sizes are multiples of this.
@@ -181,6 +189,7 @@ def longest(
     Example:
         >>> spillway.longest(lambda n: (model, tokens(n)), budget="40GiB", multiple_of=1024)  # doctest: +SKIP
     """
+    parse_bytes(budget, what="budget")
     if at_least < 1 or multiple_of < 1 or (most is not None and most < at_least):
         raise UsageError(
             f"got at_least={at_least!r}, multiple_of={multiple_of!r} and most={most!r}, expected whole numbers of at "

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import weakref
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,7 @@ from spillway.planning.plan import Plan
 from spillway.planning.planner import check_allow, make_plan
 from spillway.planning.profile import Profile
 from spillway.profiling.machine import known_hardware
+from spillway.profiling.statics import Known, known_bytes
 from spillway.runtime.host_memory import local_ranks
 from spillway.session import MIN_BYTES, Session
 from spillway.units import parse_bytes
@@ -90,7 +92,17 @@ def pilot_of(
             allow=allowed(device, limits.allow),
         )
 
-    return Pilot(type(model).__name__, device, session, min_bytes=least, budget=budget, planner=planner, plan=plan)
+    return Pilot(
+        type(model).__name__,
+        device,
+        session,
+        min_bytes=least,
+        budget=budget,
+        planner=planner,
+        plan=plan,
+        hardware=known,
+        known=_known_of(model, device),
+    )
 
 
 def _check(limits: Limits, hardware: object) -> None:
@@ -107,6 +119,30 @@ def _check(limits: Limits, hardware: object) -> None:
         )
 
 
-def profiling_pilot(model: Module, session: Session | None) -> Pilot:
+def profiling_pilot(model: Module, session: Session | None, optimizer: torch.optim.Optimizer | None = None) -> Pilot:
     """A pilot that measures, and plans nothing."""
-    return Pilot(type(model).__name__, device_of(model), session, min_bytes=MIN_BYTES, budget=None, planner=None)
+    device = device_of(model)
+    return Pilot(
+        type(model).__name__,
+        device,
+        session,
+        min_bytes=MIN_BYTES,
+        budget=None,
+        planner=None,
+        known=_known_of(model, device, optimizer),
+    )
+
+
+def _known_of(
+    model: Module, device: torch.device, optimizer: torch.optim.Optimizer | None = None
+) -> Callable[[], Known]:
+    """What can be told of the device's bytes when it is called. It does not keep the model alive."""
+    reference = weakref.ref(model)
+
+    def known() -> Known:
+        found = reference()
+        # It is asked within a call of the model.
+        assert found is not None
+        return known_bytes(found, device, optimizer)
+
+    return known

@@ -53,6 +53,8 @@ from spillway.units import format_bytes
 
 if TYPE_CHECKING:
     from spillway.attaching.block import RegionCall
+    from spillway.planning.hardware import Hardware
+    from spillway.profiling.statics import Known
 
 LEAST = Recompute(offload="inputs")
 """What takes the least memory: everything is computed again, and inputs are away meanwhile."""
@@ -96,6 +98,8 @@ class Pilot:
         budget: bytes that may be allocated on the device. ``None``: profile, and plan nothing.
         planner: makes the plan of a profile within a budget.
         plan: a plan that there is already: it is held, and nothing is measured.
+        hardware: what a plan is made for. ``None``: not known.
+        known: what of the device's bytes can be told, now.
     """
 
     def __init__(
@@ -108,6 +112,8 @@ class Pilot:
         budget: int | None,
         planner: Callable[[Profile, int], Plan] | None,
         plan: Plan | None = None,
+        hardware: Hardware | None = None,
+        known: Callable[[], Known] | None = None,
     ) -> None:
         self._model = model
         self._device = device
@@ -115,6 +121,9 @@ class Pilot:
         self._min_bytes = min_bytes
         self._budget = budget
         self._planner = planner
+        self._tell = known
+        self._known: Known | None = None
+        """As it was when the step began that is measured."""
         self._blocks: Sequence[RegionCall] = ()
         self._probes: dict[Hashable, Probe] = {}
         self._watch: Watch | None = None
@@ -127,6 +136,7 @@ class Pilot:
         """What the device had before."""
         self.stage = Stage.TRACING if plan is None else Stage.HOLDING
         self.profile: Profile | None = None
+        self.hardware = hardware
         self.plan = plan
         self.measured: Measured | None = None
         self.notes: list[str] = []
@@ -166,6 +176,8 @@ class Pilot:
                 self._note(f"inputs of {format_bytes(nbytes)} came where there had been {format_bytes(self._inputs)}")
                 self._start_anew()
             self._inputs = nbytes
+        if self.stage is Stage.MEASURING and self._tell is not None:
+            self._known = self._tell()
         if self.stage is not Stage.HOLDING:
             self._has_traced = False
             self._watch = Watch(self._device, self._carried)
@@ -247,7 +259,12 @@ class Pilot:
             if self._has_traced:
                 return
             self.profile = compile_profile(
-                watched, self._probes, model=self._model, device=self._device, min_bytes=self._min_bytes
+                watched,
+                self._probes,
+                model=self._model,
+                device=self._device,
+                min_bytes=self._min_bytes,
+                known=self._known,
             )
             # They have all that they saw; the profile says it shorter.
             self._probes.clear()
