@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from spillway.attaching import attach
 from spillway.attaching.budgeted import allowed, profiling_pilot
 from spillway.errors import BudgetError, UnsupportedError, UsageError
+from spillway.planning.curve import POINTS, Curve, make_curve
 from spillway.planning.hardware import Hardware
 from spillway.planning.plan import Plan
 from spillway.planning.planner import make_plan, program_of, usable_rates
@@ -134,6 +135,42 @@ def plan(
         disk_budget=disk_budget,
         allow=allowed(device, allow),
         active=local_ranks(),
+    )
+
+
+def sweep(
+    profile: Profile,
+    *,
+    allow: Collection[str] | None = None,
+    hardware: Hardware | str | None = None,
+    window: int | str | None = None,
+    points: int = POINTS,
+    on_point: Callable[[int, int], None] | None = None,
+) -> Curve:
+    """Plans for several budgets: what a step takes over the most that it has on the device.
+
+    Args:
+        profile: as for :func:`plan`, and so are the next three.
+        allow: what may be done.
+        hardware: what the machine can do.
+        window: bytes that may be on their way at once.
+        points: how many budgets, each of which takes as long as a plan does.
+        on_point: is told how many plans have been made, and of how many, after each.
+
+    Raises:
+        UsageError: for arguments that cannot be meant.
+    """
+    _check_profile(profile)
+    device = torch.device(profile.device)
+    return make_curve(
+        profile,
+        _hardware(hardware, device),
+        window=_WINDOW if window is None else window,
+        may_grow=window is None,
+        allow=allowed(device, allow),
+        active=local_ranks(),
+        points=points,
+        on_point=on_point,
     )
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn import Module
 
 from spillway.attaching.pilot import Pilot
 from spillway.errors import UsageError
+from spillway.planning.curve import Curve, make_curve
 from spillway.planning.hardware import Hardware
 from spillway.planning.plan import Plan
 from spillway.planning.planner import check_allow, make_plan
@@ -75,22 +77,25 @@ def pilot_of(
     used = session if session is not None else Session.default()
     window = used.runtime(device).mover.window
 
-    def planner(profile: Profile, aim: int) -> Plan:
-        assert known is not None
+    def terms() -> dict[str, Any]:
         # What others keep there, as an optimizer does, is taken already.
         room = used.host_room(device)
         given = None if limits.host_budget is None else parse_bytes(limits.host_budget, what="host_budget")
-        return make_plan(
-            profile,
-            known,
-            budget=aim,
-            window=window,
-            may_grow=used.window is None,
-            active=local_ranks(),
-            host_budget=room if given is None else min(given, room),
-            disk_budget=limits.disk_budget,
-            allow=allowed(device, limits.allow),
-        )
+        return {
+            "hardware": known,
+            "window": window,
+            "may_grow": used.window is None,
+            "active": local_ranks(),
+            "host_budget": room if given is None else min(given, room),
+            "disk_budget": limits.disk_budget,
+            "allow": allowed(device, limits.allow),
+        }
+
+    def planner(profile: Profile, aim: int) -> Plan:
+        return make_plan(profile, budget=aim, **terms())
+
+    def sweep(profile: Profile) -> Curve:
+        return make_curve(profile, **terms())
 
     return Pilot(
         type(model).__name__,
@@ -100,6 +105,7 @@ def pilot_of(
         budget=budget,
         planner=planner,
         plan=plan,
+        sweep=sweep,
         hardware=known,
         known=_known_of(model, device),
     )

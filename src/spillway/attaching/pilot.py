@@ -53,6 +53,7 @@ from spillway.units import format_bytes
 
 if TYPE_CHECKING:
     from spillway.attaching.block import RegionCall
+    from spillway.planning.curve import Curve
     from spillway.planning.hardware import Hardware
     from spillway.profiling.statics import Known
 
@@ -98,6 +99,7 @@ class Pilot:
         budget: bytes that may be allocated on the device. ``None``: profile, and plan nothing.
         planner: makes the plan of a profile within a budget.
         plan: a plan that there is already: it is held, and nothing is measured.
+        sweep: plans for several budgets.
         hardware: what a plan is made for. ``None``: not known.
         known: what of the device's bytes can be told, now.
     """
@@ -112,6 +114,7 @@ class Pilot:
         budget: int | None,
         planner: Callable[[Profile, int], Plan] | None,
         plan: Plan | None = None,
+        sweep: Callable[[Profile], Curve] | None = None,
         hardware: Hardware | None = None,
         known: Callable[[], Known] | None = None,
     ) -> None:
@@ -136,6 +139,7 @@ class Pilot:
         """What the device had before."""
         self.stage = Stage.TRACING if plan is None else Stage.HOLDING
         self.profile: Profile | None = None
+        self.sweep = sweep
         self.hardware = hardware
         self.plan = plan
         self.measured: Measured | None = None

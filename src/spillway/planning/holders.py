@@ -8,13 +8,13 @@ block's are counted apart. What a block sends is kept until its copy is queued, 
 copied. While a task runs, all that it allocates is being worked on, also what it will leave behind.
 
 Who frees something need not be who allocated it: a block lets go of its input, which the block before it has counted.
-So the count of one holder may fall below zero while the sum is right: see :meth:`Holders.settled`.
+So the count of one holder may fall below zero while the sum is right: see :func:`settled`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Self
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
 
 from spillway.planning.tasks import Phase, Task
 
@@ -45,23 +45,26 @@ class Holders:
     @property
     def total(self) -> int:
         """What the device has."""
-        return sum(getattr(self, field.name) for field in fields(self))
+        return sum(astuple(self))
 
-    def settled(self) -> Self:
-        """The same sum with no share below zero: what one holder lacks is taken off the one before it.
 
-        Example:
-            >>> Holders(static=10, outside=4, kept=-1).settled()  # doctest: +ELLIPSIS
-            Holders(static=10, gradients=0, outside=3, kept=0, ...
-        """
-        found: dict[str, int] = {}
-        lacking = 0
-        for field in reversed(fields(self)):
-            nbytes = getattr(self, field.name) + lacking
-            # All that there is cannot be negative, so the last of them, which is static, has enough.
-            lacking = min(nbytes, 0) if field.name != "static" else 0
-            found[field.name] = nbytes - lacking
-        return type(self)(**found)
+def settled(shares: Sequence[int]) -> list[int]:
+    """The same sum with no share below zero: what one lacks is taken off the one before it.
+
+    Args:
+        shares: bytes of holders, in an order in which each may take from those before. The first takes what is left
+            over, and may stay below zero.
+
+    Example:
+        >>> settled([10, 4, -1, 2])
+        [10, 3, 0, 2]
+    """
+    found = list(shares)
+    for place in range(len(found) - 1, 0, -1):
+        if found[place] < 0:
+            found[place - 1] += found[place]
+            found[place] = 0
+    return found
 
 
 class Tally:
