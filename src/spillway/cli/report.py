@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from spillway.planning.profile import Profile
 
 
-class Open(str, enum.Enum):
+class Open(enum.StrEnum):
     """Whether the page is shown."""
 
     AUTO = "auto"

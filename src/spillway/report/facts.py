@@ -106,13 +106,17 @@ class Facts:
     def figures(self) -> tuple[tuple[str, str], ...]:
         """The plan in a few figures, each with its name."""
         plan, timeline = self.plan, self.timeline
-        bound = f"; no plan takes less than {format_seconds(plan.bound_seconds)}" if plan.bound_seconds else ""
+        # A plan may be looked at with the rates of another machine.
+        elsewhere = abs(timeline.seconds - plan.predicted_seconds) > _SAME * plan.predicted_seconds
+        then = f"; where it was made, {format_seconds(plan.predicted_seconds)}" if elsewhere else ""
+        known = plan.bound_seconds and not elsewhere
+        bound = f"; no plan takes less than {format_seconds(plan.bound_seconds or 0)}" if known else ""
         found = {"exact": "counting: there is none better", "search": "a search: none better was found"}
-        again = self.plan.rerun_seconds
+        again = plan.rerun_seconds
         return (
             ("budget", format_bytes(plan.budget)),
             ("peak", f"{format_bytes(timeline.peak_bytes)}, in {timeline.peak_task or 'no task'}"),
-            ("step", f"{format_seconds(timeline.seconds)} on {self.hardware}"),
+            ("step", f"{format_seconds(timeline.seconds)} on {self.hardware}{then}"),
             ("computed again", f"{format_seconds(again)}, {_share(again, timeline.seconds)} of the step"),
             ("waits", f"{format_seconds(timeline.stall_seconds)}, {_share(timeline.stall_seconds, timeline.seconds)}"),
             ("sent away", format_bytes(plan.sent_bytes)),
@@ -136,6 +140,9 @@ class Facts:
             f"It is made of {made_of or 'nothing'}.",
         )
 
+
+_SAME = 1e-6
+"""Times that differ by less, of a whole, are the same."""
 
 WAITS = {
     "out": "for room in the window: what leaves has not left yet",
@@ -239,7 +246,7 @@ def _instants(timeline: Timeline) -> tuple[list[int], tuple[float, ...]]:
     """Which levels are shown, and when.
 
     At one moment there may be many, in the order of the program, of which the last one lasts. It is shown, and so is
-    the highest one before it, a millionth of the step earlier, which nobody sees.
+    the highest one before it. Of two that are shown, the later one comes a millionth of the step later: nobody sees it.
     """
     levels, places = timeline.levels, []
     first = 0

@@ -168,7 +168,8 @@ def _cell(text: str, value: float | str) -> str:
 
 
 def _template(name: str, operators: tuple[OperatorRow, ...]) -> str:
-    return f'<template id="{name}"><tr class="operators"><td colspan="{len(_HEADINGS)}">{_operators(operators)}</td></tr></template>'
+    cell = f'<td colspan="{len(_HEADINGS)}"><p class="why"></p>{_operators(operators)}</td>'
+    return f'<template id="{name}"><tr class="operators">{cell}</tr></template>'
 
 
 def _operators(operators: tuple[OperatorRow, ...]) -> str:

@@ -160,9 +160,9 @@ def aligned(columns: list[list[str]], width: int) -> list[str]:
 
     Args:
         columns: the cells of each, its heading first; as many in each.
-        width: characters of a line. The first column has half of them at most, and is cut.
+        width: characters of a line. No heading has more than half of them.
     """
-    first, *others = ([_cut(column[0], width // 2), *column[1:]] for column in columns)
+    first, *others = ([cut(column[0], width // 2), *column[1:]] for column in columns)
     left = [cell.ljust(_width(first)) for cell in first]
     blocks: list[list[str]] = []
     for column in others:
@@ -179,5 +179,6 @@ def _width(cells: Sequence[str]) -> int:
     return max(map(len, cells))
 
 
-def _cut(text: str, width: int) -> str:
+def cut(text: str, width: int) -> str:
+    """A text with no more than so many characters, of which the last ones say so if there were more."""
     return text if len(text) <= width else text[: width - 3] + "..."

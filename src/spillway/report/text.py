@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterator
 
 from spillway.report.facts import Facts, grouped
-from spillway.report.table import aligned
+from spillway.report.table import aligned, cut
 from spillway.units import format_bytes, format_seconds
 
 WIDTH = 80
@@ -55,9 +55,11 @@ def _wrapped(name: str, value: str, width: int) -> list[str]:
 def _blocks(facts: Facts, width: int) -> list[str]:
     """Equal blocks in one line: what stays, what leaves, what is computed again, and in what time."""
     columns: list[list[str]] = [["blocks"], ["kept"], ["sent"], ["again"], ["time"]]
+    # As many as leave room for four figures of the widest sort.
+    most = width - 4 * len(" 1023.9 MiB") - len(" (9999)")
     for names, row, count in grouped(facts.rows):
         cells = (
-            names if count == 1 else f"{names} ({count})",
+            cut(names, most) if count == 1 else f"{cut(names, most)} ({count})",
             format_bytes(row.kept_bytes),
             format_bytes(row.sent_bytes),
             format_bytes(row.recomputed_bytes),

@@ -123,6 +123,7 @@
       return;
     }
     body.append(document.getElementById(button.dataset.operators).content.cloneNode(true));
+    body.rows[1].querySelector(".why").textContent = body.rows[0].lastElementChild.dataset.value;
     body.rows[1].id = button.getAttribute("aria-controls");
   });
 
