@@ -9,6 +9,9 @@
   const config = {
     responsive: true,
     displaylogo: false,
+    // Plotly would send a figure to its maker's server, and this page sends nothing to anybody.
+    showSendToCloud: false,
+    plotlyServerURL: "",
     displayModeBar: narrow.matches ? false : "hover",
     modeBarButtonsToRemove: ["lasso2d", "select2d"],
   };
