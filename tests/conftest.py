@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 
+# Here, and not at the end of a run: what its plugins register (trio's, where selenium is installed) must not be frozen.
+import hypothesis  # noqa: F401
 import pytest
 import torch
 

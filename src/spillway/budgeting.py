@@ -17,6 +17,7 @@ from spillway.attaching import attach
 from spillway.attaching.budgeted import allowed, profiling_pilot
 from spillway.attaching.rehearsing import Target, is_elsewhere, rehearse
 from spillway.errors import UnsupportedError, UsageError
+from spillway.planning.curve import POINTS, Curve, make_curve
 from spillway.planning.hardware import Hardware
 from spillway.planning.plan import Plan
 from spillway.planning.planner import divided, make_plan, program_of, usable_rates
@@ -44,7 +45,7 @@ def profile(
     hardware: Hardware | str | None = None,
     device: str | None = None,
     attention: str | None = None,
-    optimizer: OptimizerOf | float | None = None,
+    optimizer: torch.optim.Optimizer | OptimizerOf | float | None = None,
 ) -> Profile:
     """Measure what a step of a model does, in little memory: a step that is recomputed and whose inputs are away.
 
@@ -68,9 +69,10 @@ def profile(
         device: with hardware: the target's type, ``"cuda"`` or ``"cpu"``. ``None``: ``"cuda"``.
         attention: with hardware: which of torch's kernels of attention is tried first on a CUDA device: ``"flash"``,
             ``"cudnn"``, ``"efficient"`` or ``"math"``. ``None``: as torch does on it.
-        optimizer: with hardware: whose state is there when a step begins: a class such as ``torch.optim.AdamW``, a
-            function from a list of parameters to an optimizer, or bytes for each element of a trained parameter.
-            ``None``: no state.
+        optimizer: the optimizer, whose state :attr:`Profile.static` then tells apart; it makes no step. ``None``: its
+            state is in what is not told apart. With hardware: whose state is there when a step begins, a class such as
+            ``torch.optim.AdamW``, a function from a list of parameters to an optimizer, or bytes for each element of a
+            trained parameter; ``None``: no state.
 
     Raises:
         UsageError: for a model in evaluation mode, or arguments that cannot be meant.
@@ -92,8 +94,13 @@ def profile(
         if found is None:
             raise _without_backward(model, 1)
         return found
-    _check_measured(model, batch, device=device, attention=attention, optimizer=optimizer)
-    pilot = profiling_pilot(model, session)
+    _check_measured(model, batch, device=device, attention=attention)
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise UsageError(
+            f"optimizer: got {optimizer!r:.200}, expected the torch.optim.Optimizer of the model, or None; a class, or "
+            f"bytes an element, is for hardware that is not there: give hardware=... beside it"
+        )
+    pilot = profiling_pilot(model, session, optimizer)
     with as_it_was(model, batch), attach(model, blocks=blocks, session=session) as attached:
         attached.follow(pilot)
         for _ in range(_MOST_STEPS):
@@ -108,7 +115,7 @@ def profile(
 def plan(
     profile: Profile,
     *,
-    budget: int | str,
+    budget: int | float | str,
     host_budget: int | str | None = None,
     disk_budget: int | str | None = None,
     allow: Collection[str] | None = None,
@@ -123,7 +130,9 @@ def plan(
 
     Args:
         profile: of a step, by :func:`profile` or :attr:`Attached.profile <spillway.Attached.profile>`.
-        budget: bytes that a step may have allocated on the device, all included, or a size like ``"40GiB"``.
+        budget: bytes that a step may have allocated on the device, all included, or a size like ``"40GiB"``. Or a
+            share, ``0.5`` or ``"50%"``: what is there when the step begins, and this share of what a step that keeps
+            everything has beyond that at its peak.
         host_budget: bytes of host memory that may be used. ``None``: any.
         disk_budget: bytes of disk. ``None``: any.
         allow: what may be done, of ``"keep"``, ``"host"``, ``"disk"`` and ``"recompute"``. ``None``: all but
@@ -151,6 +160,42 @@ def plan(
         disk_budget=disk_budget,
         allow=allowed(device, allow),
         active=local_ranks(),
+    )
+
+
+def sweep(
+    profile: Profile,
+    *,
+    allow: Collection[str] | None = None,
+    hardware: Hardware | str | None = None,
+    window: int | str | None = None,
+    points: int = POINTS,
+    on_point: Callable[[int, int], None] | None = None,
+) -> Curve:
+    """Plans for several budgets: what a step takes over the most that it has on the device.
+
+    Args:
+        profile: as for :func:`plan`, and so are the next three.
+        allow: what may be done.
+        hardware: what the machine can do.
+        window: bytes that may be on their way at once.
+        points: how many budgets, each of which takes as long as a plan does.
+        on_point: is told how many plans have been made, and of how many, after each.
+
+    Raises:
+        UsageError: for arguments that cannot be meant.
+    """
+    _check_profile(profile)
+    device = torch.device(profile.device)
+    return make_curve(
+        profile,
+        hardware_of(hardware, device),
+        window=_WINDOW if window is None else window,
+        may_grow=window is None,
+        allow=allowed(device, allow),
+        active=local_ranks(),
+        points=points,
+        on_point=on_point,
     )
 
 

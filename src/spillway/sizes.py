@@ -23,6 +23,7 @@ from spillway.profiling.meter import allocated
 from spillway.profiling.standins import OptimizerOf
 from spillway.runtime.host_memory import local_ranks
 from spillway.session import Session
+from spillway.units import parse_bytes
 
 _WINDOW = 512 << 20
 _FARTHEST = 64
@@ -54,7 +55,7 @@ def longest(
 
     Args:
         step: from a size to a model and a batch of that size, as for :func:`spillway.profile`.
-        budget: as for :func:`spillway.plan`.
+        budget: bytes, or a size, as for :func:`spillway.plan`. No share: all sizes are within a share of themselves.
         host_budget: as for :func:`spillway.plan`. ``None``: what the session has room for.
         disk_budget: as for :func:`spillway.plan`.
         allow: as for :func:`spillway.plan`.
@@ -80,6 +81,7 @@ def longest(
             f"got at_least={at_least!r}, multiple_of={multiple_of!r} and most={most!r}, expected whole numbers of at "
             f"least 1, and most not below at_least"
         )
+    parse_bytes(budget, what="budget")
     sizes = _Sizes(
         step=lambda units: step(units * multiple_of),
         budget=budget,

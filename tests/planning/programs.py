@@ -5,6 +5,7 @@ What these hold are small numbers, so that windows are often full.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import strategies as st
@@ -87,4 +88,7 @@ def _task(
     drops: tuple[int, ...] = (),
 ) -> Task:
     change = sum(sent.nbytes for sent in sends) + draw(st.integers(-3, 5))
-    return Task(name, phase, draw(_seconds), draw(st.integers(0, 12)), change, sends, takes, drops)
+    task = Task(name, phase, draw(_seconds), draw(st.integers(0, 12)), change, sends, takes, drops)
+    if draw(st.booleans()):
+        return task
+    return replace(task, gradient_bytes=draw(st.integers(-3, 5)), recomputed_bytes=draw(st.integers(-3, 5)))

@@ -102,8 +102,11 @@ def test_a_changed_file_is_read_as_it_stands_or_refused(record: Profile | Plan, 
         said = str(error)
         assert "got" in said and "expected" in said and "make it anew" in said
         return
-    # Numbers are the same with and without a point.
-    assert json.loads(read.to_json()) == found
+    if isinstance(read, Profile):
+        # Files of an earlier time do not have it.
+        found.setdefault("static", None)
+    # Numbers are the same with and without a point, however large.
+    assert json.loads(read.to_json(), parse_int=float) == json.loads(json.dumps(found), parse_int=float)
     if isinstance(read, Profile):
         # Whoever reads it finds what its numbers stand for.
         assert read.saved_bytes >= 0 and str(read)

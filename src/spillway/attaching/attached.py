@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from types import TracebackType
@@ -328,6 +329,29 @@ class Attached:
             f"{each.operator} (operator {each.place}, {each.nbytes} bytes) {each.reason}" for each in found[0].operators
         ]
         return "\n".join([str(found[0]), *lines])
+
+    def report(
+        self, path: str | os.PathLike[str], *, trace: str | os.PathLike[str] | None = None, curve: bool = False
+    ) -> None:
+        """Write the plan as one HTML file, which is opened without a network. ``docs/report.md`` tells what is in it.
+
+        Args:
+            path: of the file. One that is there is written anew.
+            trace: of another file: the simulated step, for Chrome and Perfetto.
+            curve: also plan for other budgets, and draw what a step takes for each. That takes as long as some ten
+                plans do.
+
+        Raises:
+            UsageError: where there is no plan, or nothing was measured, since a plan was given; where plotly is not
+                installed; if there can be no such file.
+
+        Example:
+            >>> attached.report("plan.html", trace="step.json")  # doctest: +SKIP
+        """
+        # What draws takes a while to import, and is for those who look.
+        from spillway.attaching.reporting import write_report
+
+        write_report(self._root.pilot, path, trace, curve=curve)
 
     def stats(self) -> StepStats:
         """Bytes and seconds of the last pass through the model that has ended, as far as its backward has come.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import weakref
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn import Module
@@ -12,11 +14,13 @@ from spillway.attaching.peers import Peers
 from spillway.attaching.pilot import Pilot
 from spillway.attaching.steering import Divided
 from spillway.errors import UsageError
+from spillway.planning.curve import Curve, make_curve
 from spillway.planning.hardware import Hardware
 from spillway.planning.plan import Plan
 from spillway.planning.planner import check_allow, make_plan
 from spillway.planning.profile import Profile
 from spillway.profiling.machine import known_hardware
+from spillway.profiling.statics import Known, known_bytes
 from spillway.runtime.host_memory import local_ranks
 from spillway.session import MIN_BYTES, Session
 from spillway.units import parse_bytes
@@ -76,27 +80,26 @@ def pilot_of(
     used = session if session is not None else Session.default()
     window = used.runtime(device).mover.window
 
+    def terms(hardware: Hardware | None, room: int) -> dict[str, Any]:
+        given = None if limits.host_budget is None else parse_bytes(limits.host_budget, what="host_budget")
+        return {
+            "hardware": hardware,
+            "window": window,
+            "may_grow": used.window is None,
+            "active": local_ranks(),
+            "host_budget": room if given is None else min(given, room),
+            "disk_budget": limits.disk_budget,
+            "allow": allowed(device, limits.allow),
+        }
+
     def planner(profile: Profile, aim: int, peers: Peers) -> Plan:
-        assert known is not None
-        first = peers.share("hardware", lambda: known)[0]
         # What others keep there, as an optimizer does, is taken already.
         room = min(peers.share("room", lambda: used.host_room(device)))
-        given = None if limits.host_budget is None else parse_bytes(limits.host_budget, what="host_budget")
+        first = peers.share("hardware", lambda: known)[0]
+        return peers.share("plan", lambda: make_plan(profile, budget=aim, **terms(first, room)))[0]
 
-        def solved() -> Plan:
-            return make_plan(
-                profile,
-                first,
-                budget=aim,
-                window=window,
-                may_grow=used.window is None,
-                active=local_ranks(),
-                host_budget=room if given is None else min(given, room),
-                disk_budget=limits.disk_budget,
-                allow=allowed(device, limits.allow),
-            )
-
-        return peers.share("plan", solved)[0]
+    def sweep(profile: Profile) -> Curve:
+        return make_curve(profile, **terms(known, used.host_room(device)))
 
     return Pilot(
         type(model).__name__,
@@ -107,6 +110,9 @@ def pilot_of(
         planner=planner,
         plan=plan,
         optimizer=optimizer,
+        sweep=sweep,
+        hardware=known,
+        known=_known_of(model, device),
     )
 
 
@@ -124,6 +130,30 @@ def _check(limits: Limits, hardware: object) -> None:
         )
 
 
-def profiling_pilot(model: Module, session: Session | None) -> Pilot:
+def profiling_pilot(model: Module, session: Session | None, optimizer: torch.optim.Optimizer | None = None) -> Pilot:
     """A pilot that measures, and plans nothing."""
-    return Pilot(type(model).__name__, device_of(model), session, min_bytes=MIN_BYTES, budget=None, planner=None)
+    device = device_of(model)
+    return Pilot(
+        type(model).__name__,
+        device,
+        session,
+        min_bytes=MIN_BYTES,
+        budget=None,
+        planner=None,
+        known=_known_of(model, device, optimizer),
+    )
+
+
+def _known_of(
+    model: Module, device: torch.device, optimizer: torch.optim.Optimizer | None = None
+) -> Callable[[], Known]:
+    """What can be told of the device's bytes when it is called. It does not keep the model alive."""
+    reference = weakref.ref(model)
+
+    def known() -> Known:
+        found = reference()
+        # It is asked within a call of the model.
+        assert found is not None
+        return known_bytes(found, device, optimizer)
+
+    return known

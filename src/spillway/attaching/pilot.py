@@ -58,6 +58,9 @@ from spillway.units import format_bytes
 
 if TYPE_CHECKING:
     from spillway.attaching.block import RegionCall
+    from spillway.planning.curve import Curve
+    from spillway.planning.hardware import Hardware
+    from spillway.profiling.statics import Known
 
 LEAST = Recompute(offload="inputs")
 """What takes the least memory: everything is computed again, and inputs are away meanwhile."""
@@ -106,6 +109,9 @@ class Pilot:
         planner: makes the plan of a profile within a budget, for some ranks.
         plan: a plan that there is already: it is held, and nothing is measured.
         optimizer: whose fraction on the host the plan says.
+        sweep: plans for several budgets.
+        hardware: what a plan is made for. ``None``: not known.
+        known: what of the device's bytes can be told, now.
     """
 
     def __init__(
@@ -119,6 +125,9 @@ class Pilot:
         planner: Callable[[Profile, int, Peers], Plan] | None,
         plan: Plan | None = None,
         optimizer: Divided | None = None,
+        sweep: Callable[[Profile], Curve] | None = None,
+        hardware: Hardware | None = None,
+        known: Callable[[], Known] | None = None,
     ) -> None:
         self._model = model
         self._device = device
@@ -133,6 +142,9 @@ class Pilot:
         """``None``: the model was not called yet."""
         self._calls = 0
         """Passes since ranks have told each other of their peaks."""
+        self._tell = known
+        self._known: Known | None = None
+        """As it was when the step began that is measured."""
         self._blocks: Sequence[RegionCall] = ()
         self._probes: dict[Hashable, Probe] = {}
         self._watch: Watch | None = None
@@ -145,6 +157,8 @@ class Pilot:
         """What the device had before."""
         self.stage = Stage.TRACING if plan is None else Stage.HOLDING
         self.profile: Profile | None = None
+        self.sweep = sweep
+        self.hardware = hardware
         self.plan = plan
         self.measured: Measured | None = None
         self.notes: list[str] = []
@@ -194,6 +208,8 @@ class Pilot:
                 self._note(f"inputs of {format_bytes(nbytes)} came where there had been {format_bytes(self._inputs)}")
                 self._start_anew()
             self._inputs = nbytes
+        if self.stage is Stage.MEASURING and self._tell is not None:
+            self._known = self._tell()
         if self.stage is not Stage.HOLDING:
             self._has_traced = False
             self._watch = self._new_watch()
@@ -308,7 +324,12 @@ class Pilot:
 
     def _compiled(self, watched: Watched) -> Profile:
         profile = compile_profile(
-            watched, self._probes, model=self._model, device=self._device, min_bytes=self._min_bytes
+            watched,
+            self._probes,
+            model=self._model,
+            device=self._device,
+            min_bytes=self._min_bytes,
+            known=self._known,
         )
         return profile if self._optimizer is None else replace(profile, optimizer=self._optimizer.profile())
 
@@ -437,10 +458,11 @@ class Pilot:
 def _of_all(profiles: Sequence[Profile]) -> Profile:
     """One for all ranks. See NOTE [ One plan for many ranks ] in ``peers.py``."""
     largest = max(profiles, key=lambda profile: profile.saved_bytes)
-
+    fullest = max(profiles, key=lambda profile: profile.static_bytes)
     return replace(
         largest,
-        static_bytes=max(profile.static_bytes for profile in profiles),
+        static_bytes=fullest.static_bytes,
+        static=fullest.static,
         before=_fullest(largest.before, [profile.before for profile in profiles]),
         middle=_fullest(largest.middle, [profile.middle for profile in profiles]),
         after=_fullest(largest.after, [profile.after for profile in profiles]),

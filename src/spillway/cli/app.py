@@ -13,6 +13,8 @@ from rich.markup import escape
 import spillway
 from spillway.cli.demo import demo
 from spillway.cli.doctor import doctor
+from spillway.cli.plan import plan
+from spillway.cli.report import report
 from spillway.errors import SpillwayError, UsageError
 
 USAGE_CODE = 2
@@ -37,6 +39,8 @@ def _root() -> None:
 
 app.command()(demo)
 app.command()(doctor)
+app.command()(plan)
+app.command()(report)
 
 
 @app.command()

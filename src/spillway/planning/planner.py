@@ -11,19 +11,22 @@ hid it when all of it was there. All, none and some parts of it are solved for, 
 from __future__ import annotations
 
 import contextlib
+import math
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from spillway.errors import BudgetError, UsageError
+from spillway.errors import BudgetError, SizeError, UsageError
 from spillway.planning.hardware import Hardware
 from spillway.planning.menu import ALL, menu
 from spillway.planning.plan import BlockPlan, Plan, planned_block
 from spillway.planning.profile import BlockProfile, Outside, Profile
 from spillway.planning.solver import Solution, least, solve
 from spillway.planning.tasks import Option, Phase, Problem, Program, Rates, Task
+from spillway.planning.timeline import simulate_program
 from spillway.planning.treatment import treat
 from spillway.records import Decision
-from spillway.units import parse_bytes
+from spillway.units import parse_bytes, parse_share
 
 _USABLE = 0.95
 """A plan that needs all of a link waits for each irregularity: this share of it is planned with."""
@@ -32,13 +35,17 @@ _SECONDS = 0.6
 _PARTS = 4
 """Of an optimizer, so many parts are on the host or not."""
 MIN_WINDOW = 32 << 20
+_MOST_SHARE = 10.0
+"""Of what a step needs that keeps everything. A larger one was meant as something else."""
+_FRACTION = re.compile(r"\s*(\d+\.\d*|\.\d+)\s*")
+"""A number that is no whole one, with no unit."""
 
 
 def make_plan(
     profile: Profile,
     hardware: Hardware,
     *,
-    budget: int | str,
+    budget: int | float | str,
     window: int | str,
     may_grow: bool = False,
     host_budget: int | str | None = None,
@@ -54,7 +61,8 @@ def make_plan(
         window: bytes that may be on their way at once, at most. A smaller window leaves more to other things, and may
             be better: a half and a quarter of it are tried, too.
         may_grow: whether twice and four times the window are tried, where single tensors are so large.
-        budget: bytes that may be allocated on the device, or a size like ``"40GiB"``.
+        budget: bytes that may be allocated on the device, or a size like ``"40GiB"``, or a share: see
+            :func:`parse_budget`.
         host_budget: bytes of host memory that may be used. ``None``: any.
         disk_budget: bytes of disk. ``None``: any.
         allow: what may be done with what is saved.
@@ -68,7 +76,7 @@ def make_plan(
     tried = problem_of(
         profile,
         usable_rates(hardware, most, active=active),
-        budget=parse_bytes(budget, what="budget"),
+        budget=parse_budget(budget, profile),
         host_budget=None if host_budget is None else parse_bytes(host_budget, what="host_budget"),
         disk_budget=None if disk_budget is None else parse_bytes(disk_budget, what="disk_budget"),
         allow=allow,
@@ -139,6 +147,7 @@ def divided(profile: Profile, fraction: float, hardware: Hardware) -> Profile:
     return replace(
         profile,
         static_bytes=profile.static_bytes + state,
+        static=None if profile.static is None else replace(profile.static, optimizer=profile.static.optimizer + state),
         kinds=tuple(replace(kind, backward_change_bytes=kind.backward_change_bytes + each) for kind in profile.kinds),
         after=Outside(
             seconds=max(0.0, profile.after.seconds - optimizer.stall_seconds) + waited + stepped,
@@ -212,6 +221,46 @@ def usable_rates(hardware: Hardware, window: int, *, active: int = 1) -> Rates:
     )
 
 
+def parse_budget(budget: int | float | str, profile: Profile) -> int:
+    """A budget as a number of bytes.
+
+    Args:
+        budget: bytes, or a size like ``"40GiB"``. Or a share of what a step that keeps everything has at its peak
+            beyond what is there when it begins: a float, a percentage like ``"50%"``, or a string like ``"0.5"``. What
+            is there when the step begins comes on top.
+        profile: of the step.
+
+    Raises:
+        SizeError: for anything else, and for a float above 10: bytes are whole numbers.
+
+    Example:
+        >>> parse_budget("50%", profile) == parse_budget(0.5, profile)  # doctest: +SKIP
+        True
+    """
+    share = budget
+    if isinstance(share, str):
+        share = float(share) if _FRACTION.fullmatch(share) else parse_share(share, what="budget")
+    if not isinstance(share, float):
+        return parse_bytes(share, what="budget")
+    if not 0 <= share <= _MOST_SHARE:
+        raise SizeError(
+            f"budget: got {budget!r}, expected a share between 0 and {_MOST_SHARE:.0f} of what a step needs that keeps "
+            f"everything, or bytes as an int"
+        )
+    most = simulate_program(kept_program(profile), _ANY_RATES).peak_bytes
+    return profile.static_bytes + math.ceil(share * (most - profile.static_bytes))
+
+
+def kept_program(profile: Profile) -> Program:
+    """The step that keeps everything."""
+    return _uniform(profile, inputs=Decision.KEEP, others=Decision.KEEP)
+
+
+def checkpointed_program(profile: Profile) -> Program:
+    """The step that keeps the inputs of blocks, and computes all else again."""
+    return _uniform(profile, inputs=Decision.KEEP, others=Decision.RECOMPUTE)
+
+
 def check_allow(allow: object) -> None:
     """Raise :class:`~spillway.errors.UsageError` for what does not say what may be done."""
     if isinstance(allow, str) or not isinstance(allow, Collection) or not allow or not set(allow) <= ALL:
@@ -274,18 +323,40 @@ def program_of(profile: Profile, plan: Plan) -> Program:
     Raises:
         UsageError: if the plan is of another model.
     """
+    return _program_of(profile, options_of(profile, plan))
+
+
+def options_of(profile: Profile, plan: Plan) -> tuple[Option, ...]:
+    """What a plan does with each call of a block.
+
+    Raises:
+        UsageError: if the plan is of another model.
+    """
     if [block.name for block in plan.blocks] != [call.name for call in profile.calls]:
         raise UsageError(
             f"plan: got one for {plan.model} with {len(plan.blocks)} blocks, expected the {len(profile.calls)} of the "
             f"profile of {profile.model}; make a plan of this profile"
         )
-    options = tuple(
-        (treat(profile.kinds[call.kind], _decisions(profile.kinds[call.kind], block), min_bytes=profile.min_bytes),)
+    return tuple(
+        treat(profile.kinds[call.kind], _decisions(profile.kinds[call.kind], block), min_bytes=profile.min_bytes)
         for call, block in zip(profile.calls, plan.blocks, strict=True)
     )
-    problem = replace(_EMPTY, names=tuple(call.name for call in profile.calls), options=options)
+
+
+def _uniform(profile: Profile, *, inputs: Decision, others: Decision) -> Program:
+    """The step that does one thing with all inputs of blocks, and one with all that they make."""
+    kinds = [
+        treat(kind, [inputs if value.is_input else others for value in kind.values], min_bytes=profile.min_bytes)
+        for kind in profile.kinds
+    ]
+    return _program_of(profile, [kinds[call.kind] for call in profile.calls])
+
+
+def _program_of(profile: Profile, options: Sequence[Option]) -> Program:
     return replace(
-        problem,
+        _EMPTY,
+        names=tuple(call.name for call in profile.calls),
+        options=tuple((option,) for option in options),
         static_bytes=profile.static_bytes,
         before=(_outside("before the blocks", profile.before),),
         middle=(_outside("head and loss", profile.middle),),
@@ -293,7 +364,9 @@ def program_of(profile: Profile, plan: Plan) -> Program:
     ).program([0] * len(options))
 
 
-_EMPTY = Problem(0, (), (), (), (), (), Rates(1.0, 1.0, 1.0, 1.0, 1), 0)
+_ANY_RATES = Rates(1.0, 1.0, 1.0, 1.0, 1)
+"""Of steps in which nothing leaves."""
+_EMPTY = Problem(0, (), (), (), (), (), _ANY_RATES, 0)
 
 
 def _decisions(block: BlockProfile, planned: BlockPlan) -> list[Decision]:

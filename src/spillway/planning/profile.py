@@ -138,6 +138,27 @@ class BlockCall:
 
 
 @dataclass(frozen=True, slots=True)
+class Static:
+    """What is allocated when a step begins, by what it is. The shares add up to :attr:`Profile.static_bytes`."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    weights: Count
+    """Parameters of the model."""
+    gradients: Count
+    """Of these parameters, where they are there when the step begins."""
+    optimizer: Count
+    """State of an optimizer that was known when the profile was made. Of any other, it is in ``other``."""
+    other: Count
+    """The rest: buffers, an optimizer's state that nobody told of, what else the process has there."""
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.weights + self.gradients + self.optimizer + self.other
+
+
+@dataclass(frozen=True, slots=True)
 class Profile:
     """What one step was measured to do."""
 
@@ -161,6 +182,8 @@ class Profile:
     """What is smaller does not leave."""
     optimizer: OptimizerProfile | None = None
     """If the plan is to say how much of it is on the host."""
+    static: Static | None = None
+    """What ``static_bytes`` are made of; ``None``: that is not known."""
     schema: int = SCHEMA
 
     def to_json(self) -> str:
@@ -174,7 +197,11 @@ class Profile:
         Raises:
             UsageError: for anything else.
         """
-        found: Self = read_json(_PROFILE, text, "profile", SCHEMA)
+        found: Self = read_json(_PROFILE, text, "profile", SCHEMA, later=("static",))
+        if found.static is not None and found.static.total != found.static_bytes:
+            raise is_none(
+                "profile", "static", f"{found.static.total} bytes, where static_bytes are {found.static_bytes}", SCHEMA
+            )
         for place, kind in enumerate(found.kinds):
             _check_numbers(kind, f"kinds.{place}")
         for place, call in enumerate(found.calls):

@@ -62,6 +62,10 @@ class Task:
     again later on."""
     drops: tuple[int, ...] = ()
     """Keys that nobody wants any more when it has ended."""
+    gradient_bytes: int = 0
+    """Of ``change_bytes``, gradients of parameters."""
+    recomputed_bytes: int = 0
+    """Of ``change_bytes``, what was computed again; below 0 where that is let go of."""
 
     def shifted(self, prefix: str, by: int) -> Task:
         """The same task of another block: names begin with ``prefix``, keys are counted from ``by`` on."""

@@ -29,6 +29,7 @@ from typing import Any
 
 from spillway.errors import UsageError
 from spillway.planning.fates import NEVER, Fates
+from spillway.planning.holders import Holders, Tally
 from spillway.planning.tasks import Program, Rates, Task
 
 
@@ -82,9 +83,11 @@ class Timeline:
     """Of all lanes, by their start. Only where asked for."""
     levels: tuple[Level, ...] = ()
     """Only where asked for."""
+    holders: tuple[Holders, ...] = ()
+    """What holds the device's bytes at each of ``levels``. Only where asked for."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Its figures, without spans and levels."""
+        """Its figures, without spans, levels and holders."""
         names = ("seconds", "stall_seconds", "peak_bytes", "peak_task", "host_bytes", "disk_bytes")
         return {name: getattr(self, name) for name in names}
 
@@ -99,8 +102,8 @@ def simulate_program(program: Program, rates: Rates, *, spans: bool = False) -> 
     Args:
         program: the step.
         rates: what the lanes carry, and the window.
-        spans: also say what each lane does when, and what each tier holds when. While a task runs, its level is the
-            most that it needs.
+        spans: also say what each lane does when, what each tier holds when, and for what the device holds it. While a
+            task runs, its level is the most that it needs.
 
     Raises:
         UsageError: if a rate or the window is not positive, or the program is none: see :meth:`Fates.of`.
@@ -164,8 +167,11 @@ class _Walk:
         self._wanted: list[int] = []
         """A heap: turns of what is AWAY with no copy back queued, and will be taken."""
         self._returning_bytes = 0
-        self._levels: list[Level] | None = [] if spans else None
-        self._note_level()
+        self._tally = Tally(static_bytes) if spans else None
+        self._levels: list[Level] = []
+        self._holders: list[Holders] = []
+        if self._tally is not None:
+            self._note_level(self._tally)
 
     def visit(self, task: Task) -> None:
         """One task, with all that comes before and after it."""
@@ -178,10 +184,12 @@ class _Walk:
         most = before + max(task.peak_bytes, task.change_bytes)
         if most > self._peak or self._peak_task is None:
             self._peak, self._peak_task = most, task.name
-        if self._levels is not None and self._spans is not None:
+        if self._tally is not None and self._spans is not None:
             self._levels.append(Level(begin, before + task.peak_bytes, self._host, self._stored))
+            self._holders.append(self._tally.now(working=task.peak_bytes))
             self._spans.append(Span(Lane.COMPUTE, task.name, begin, end))
-            self._note_level()
+            self._tally.end(task)
+            self._note_level(self._tally)
         for _ in task.sends:
             self._send(end, task.name)
         for key in task.drops:
@@ -199,7 +207,8 @@ class _Walk:
             disk_bytes=self._most_stored,
             # What a lane does at one instant stays in order.
             spans=tuple(sorted(self._spans or (), key=attrgetter("start"))),
-            levels=tuple(self._levels or ()),
+            levels=tuple(self._levels),
+            holders=tuple(self._holders),
         )
 
     def _take(self, number: int, task: str) -> None:
@@ -213,6 +222,8 @@ class _Walk:
             self._wait(back_at, "disk" if sent.on_disk else "back", task)
             self._away[number] = False
             self._returning_bytes -= sent.nbytes
+            if self._tally is not None:
+                self._tally.take(sent.nbytes)
         wanted, fates = self._wanted, self._fates
         while wanted:
             ahead = fates.taken[wanted[0]]
@@ -229,7 +240,9 @@ class _Walk:
         self._back_at[number] = back_at = self._back.run(name, ready, sent.nbytes / self._rates.back)
         self._returning_bytes += sent.nbytes
         self._device += sent.nbytes
-        self._note_level()
+        if self._tally is not None:
+            self._tally.fetch(sent.nbytes)
+            self._note_level(self._tally)
         return back_at
 
     def _send(self, ready: float, task: str) -> None:
@@ -242,7 +255,9 @@ class _Walk:
             if fates.turns[oldest] != NEVER:
                 heapq.heappush(self._wanted, fates.turns[oldest])
             self._device -= fates.sent[oldest].nbytes
-            self._note_level()
+            if self._tally is not None:
+                self._tally.let_go(fates.sent[oldest].nbytes)
+                self._note_level(self._tally)
         sent = fates.sent[number]
         self._numbers[sent.key] = number
         if fates.reused[number]:
@@ -252,15 +267,21 @@ class _Walk:
             left_at = self._disk.run(task, left_at, sent.nbytes / self._rates.disk_write)
         self._left_at[number] = left_at
         self._count(number, sent.nbytes)
-        self._note_level()
+        if self._tally is not None:
+            self._tally.queue(sent.nbytes)
+            self._note_level(self._tally)
 
     def _drop(self, number: int) -> None:
         nbytes = self._fates.sent[number].nbytes
+        reused = self._fates.reused[number]
         if not self._away[number]:
             self._device -= nbytes
-        if not self._fates.reused[number]:
+        if not reused:
             self._count(number, -nbytes)
-        self._note_level()
+        if self._tally is not None:
+            if not self._away[number]:
+                self._tally.drop(nbytes, reused=reused, returned=self._back_at[number] is not None)
+            self._note_level(self._tally)
 
     def _count(self, number: int, nbytes: int) -> None:
         """So many bytes more where the storage goes."""
@@ -278,6 +299,6 @@ class _Walk:
                 self._spans.append(Span(Lane.COMPUTE, task, self._now, until, reason))
             self._now = until
 
-    def _note_level(self) -> None:
-        if self._levels is not None:
-            self._levels.append(Level(self._now, self._device, self._host, self._stored))
+    def _note_level(self, tally: Tally) -> None:
+        self._levels.append(Level(self._now, self._device, self._host, self._stored))
+        self._holders.append(tally.now())

@@ -164,15 +164,18 @@ def _backward(block: BlockProfile, outcome: Outcome) -> tuple[Task, ...]:
         }
         freed |= over
         change = -sum(values[number].nbytes for number in over if number not in outcome.leaves)
+        gradients = block.backward_change_bytes if end == 0 else 0
         tasks.append(
             Task(
                 "backward",
                 Phase.BACKWARD,
                 seconds=block.backward_seconds * ((done[start] - done[end]) / done[-1] if count else 1.0),
                 peak_bytes=block.backward_peak_bytes,
-                change_bytes=change + (block.backward_change_bytes if end == 0 else 0),
+                change_bytes=change + gradients,
                 takes=takes,
                 drops=tuple(number for number in outcome.leaves if number in over),
+                gradient_bytes=gradients,
+                recomputed_bytes=-sum(values[number].nbytes for number in over & outcome.again),
             )
         )
     return tuple(tasks)
@@ -181,11 +184,13 @@ def _backward(block: BlockProfile, outcome: Outcome) -> tuple[Task, ...]:
 def _rerun(block: BlockProfile, outcome: Outcome) -> Task:
     values, seconds = block.values, _seconds(block)
     _, peaks = _levels(block, outcome.again, outcome.given, outcome.runs, outcome.reach)
+    made = sum(values[number].nbytes for number in outcome.again)
     return Task(
         "again",
         Phase.RERUN,
         seconds=block.rerun_factor * sum(seconds[place] for place in sorted(outcome.runs)),
         peak_bytes=max(peaks, default=0),
-        change_bytes=sum(values[number].nbytes for number in outcome.again),
+        change_bytes=made,
         takes=tuple(number for number in outcome.leaves if number in outcome.given),
+        recomputed_bytes=made,
     )

@@ -12,12 +12,19 @@ from spillway.errors import UnsupportedError
 from spillway.planning.profile import BlockCall, BlockProfile, Outside, Profile
 from spillway.planning.treatment import treat
 from spillway.profiling.probe import Probe
+from spillway.profiling.statics import Known
 from spillway.profiling.watch import Place, Watched
 from spillway.records import Decision
 
 
 def compile_profile(
-    watched: Watched, probes: Mapping[Hashable, Probe], *, model: str, device: torch.device, min_bytes: int
+    watched: Watched,
+    probes: Mapping[Hashable, Probe],
+    *,
+    model: str,
+    device: torch.device,
+    min_bytes: int,
+    known: Known | None = None,
 ) -> Profile:
     """The profile of a step.
 
@@ -27,6 +34,7 @@ def compile_profile(
         model: its class.
         device: where it computed.
         min_bytes: what was smaller did not leave.
+        known: what of the bytes that were there when the step began can be told.
 
     Raises:
         UnsupportedError: where no backward came through the blocks one after the other.
@@ -42,16 +50,18 @@ def compile_profile(
         )
     last = len(watched.calls) - 1
     end = ("first", 0) if ("first", 0) in watched.readings else ("done", 0)
+    static_bytes = watched.level(("begin", 0))
     return Profile(
         model=model,
         device=str(device),
         kinds=tuple(_kind(watched, probes[kind], numbers, end) for kind, numbers in kinds.items()),
         calls=tuple(BlockCall(call.name, list(kinds).index(call.kind)) for call in watched.calls),
-        static_bytes=watched.level(("begin", 0)),
+        static_bytes=static_bytes,
         before=_outside(watched, ("begin", 0), ("forward", 0)),
         middle=_outside(watched, ("end", last), ("back", last)),
         after=_outside(watched, end, ("done", 0)),
         min_bytes=min_bytes,
+        static=None if known is None else known.within(static_bytes),
     )
 
 

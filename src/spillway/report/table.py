@@ -141,7 +141,7 @@ class Summary:
 def _table(title: str, columns: Iterable[list[str]], width: int) -> str:
     if type(width) is not int or width < _LEAST_WIDTH:
         raise UsageError(f"width: got {width!r}, expected a whole number of at least {_LEAST_WIDTH} characters")
-    return "\n".join([title, *_lines(list(columns), width)])
+    return "\n".join([title, *aligned(list(columns), width)])
 
 
 def _column(name: str, counts: Sequence[int | None]) -> list[str]:
@@ -153,9 +153,16 @@ def _rate(bytes_per_second: float | None) -> str:
     return "-" if bytes_per_second is None else f"{bytes_per_second / _GB:.2f}"
 
 
-def _lines(columns: list[list[str]], width: int) -> list[str]:
-    """The first column on the left, and as many of the others beside it as a line holds; the rest goes on below."""
-    first, *others = ([_cut(column[0], width // 2), *column[1:]] for column in columns)
+def aligned(columns: list[list[str]], width: int) -> list[str]:
+    """Lines of a table: the first column on the left, and as many of the others beside it as a line holds.
+
+    The rest goes on below, with the first column again.
+
+    Args:
+        columns: the cells of each, its heading first; as many in each.
+        width: characters of a line. No heading has more than half of them.
+    """
+    first, *others = ([cut(column[0], width // 2), *column[1:]] for column in columns)
     left = [cell.ljust(_width(first)) for cell in first]
     blocks: list[list[str]] = []
     for column in others:
@@ -172,5 +179,6 @@ def _width(cells: Sequence[str]) -> int:
     return max(map(len, cells))
 
 
-def _cut(text: str, width: int) -> str:
+def cut(text: str, width: int) -> str:
+    """A text with no more than so many characters, of which the last ones say so if there were more."""
     return text if len(text) <= width else text[: width - 3] + "..."

@@ -1,0 +1,108 @@
+"""``spillway report``: a plan as a page, as a trace, or in the terminal."""
+
+from __future__ import annotations
+
+import enum
+import os
+import sys
+import webbrowser
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import torch
+import typer
+
+from spillway.errors import UsageError
+
+if TYPE_CHECKING:
+    from spillway.planning.plan import Plan
+    from spillway.planning.profile import Profile
+
+
+class Open(enum.StrEnum):
+    """Whether the page is shown."""
+
+    AUTO = "auto"
+    """Where somebody sits before it: a terminal, and a screen."""
+    YES = "yes"
+    NO = "no"
+
+
+def report(
+    profile: Annotated[Path, typer.Argument(help="A file of Profile.save().", show_default=False)],
+    plan: Annotated[Path, typer.Argument(help="A file of Plan.save(), of this profile.", show_default=False)],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write the page to this file.", show_default="report.html")
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Also write the simulated step to this file, for Chrome and Perfetto.", show_default=False),
+    ] = None,
+    hardware: Annotated[
+        str | None,
+        typer.Option(help="h200, h100, a100, rtx4090, or a file of Hardware.save().", show_default="this machine"),
+    ] = None,
+    curve: Annotated[
+        bool, typer.Option("--curve/--no-curve", help="Also plan for other budgets, which takes a minute.")
+    ] = True,
+    text: Annotated[bool, typer.Option("--text", help="Say it here; write a page only where -o names one.")] = False,
+    show: Annotated[
+        Open, typer.Option("--open", help="Whether to open the page in a browser; auto: if there is a screen.")
+    ] = Open.AUTO,
+) -> None:
+    """Write what a plan does to one HTML file, which is opened without a network."""
+    # What plans takes a while to import, and `spillway --help` does without.
+    import spillway
+    from spillway.budgeting import sweep
+    from spillway.cli.machines import counting, hardware_of
+    from spillway.planning.files import write_file
+    from spillway.report.facts import facts_of
+    from spillway.report.figures import graph_objects
+    from spillway.report.page import to_page
+    from spillway.report.text import to_text
+    from spillway.report.trace import to_trace
+    from spillway.runtime.host_memory import local_ranks
+
+    page = output if output is not None or text else Path("report.html")
+    for file in (page, trace):
+        _check_writable(file)
+    if page is not None:
+        # Before what takes long, and not after it.
+        graph_objects()
+    measured, found = spillway.Profile.load(profile), spillway.Plan.load(plan)
+    machine = hardware_of(hardware, measured.device)
+    facts = facts_of(measured, found, machine, active=local_ranks())
+    if text:
+        typer.echo(to_text(facts), nl=False)
+    if page is not None:
+        if curve:
+            with counting("other budgets") as tell:
+                drawn = sweep(measured, allow=_allowed(measured, found), hardware=machine, on_point=tell)
+            facts = facts_of(measured, found, machine, active=local_ranks(), curve=drawn)
+        write_file(page, to_page(facts))
+        typer.echo(f"wrote {page}", err=text)
+    if trace is not None:
+        write_file(trace, to_trace(facts))
+        typer.echo(f"wrote {trace}", err=text)
+    if page is not None and (show is Open.YES or (show is Open.AUTO and _has_screen())):
+        webbrowser.open(page.absolute().as_uri())
+
+
+def _allowed(profile: Profile, plan: Plan) -> set[str]:
+    """What may be done by default, and what the plan does beside that."""
+    from spillway.attaching.budgeted import allowed
+
+    tiers = {"host": plan.host_bytes, "disk": plan.disk_bytes}
+    return {*allowed(torch.device(profile.device), None), *(tier for tier, nbytes in tiers.items() if nbytes)}
+
+
+def _has_screen() -> bool:
+    if not sys.stdout.isatty():
+        return False
+    # Elsewhere a browser of the terminal's would take it over.
+    return sys.platform in ("darwin", "win32") or any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY"))
+
+
+def _check_writable(path: Path | None) -> None:
+    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+        raise UsageError(f"output: got {str(path)!r}, expected the name of a file in a folder that exists")

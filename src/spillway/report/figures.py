@@ -1,0 +1,257 @@
+"""The pictures of the page, as plotly's figures: memory over the step, the lanes, and the curve of budgets.
+
+Figures are dictionaries. Colours of traces are such that they can be told on light and on dark ground; those of text,
+axes and grid are the page's, which sets them when it is opened and when it is switched.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+from spillway.errors import UsageError
+from spillway.planning.curve import Point
+from spillway.planning.tasks import Phase
+from spillway.planning.timeline import Lane, Span
+from spillway.report.facts import WAITS, Facts
+from spillway.units import format_bytes, format_seconds
+
+COLOURS = {
+    "static": "#64748b",
+    "weights": "#64748b",
+    "optimizer": "#8a94a6",
+    "other": "#a9b1bd",
+    "gradients": "#8b7cc4",
+    "outside": "#b08d57",
+    "kept": "#3f83c8",
+    "leaving": "#e08a3c",
+    "returning": "#e9b949",
+    "returned": "#c9a227",
+    "recomputed": "#3fa37c",
+    "working": "#d0605f",
+}
+"""Of layers, by their keys."""
+
+_PHASES = {
+    Phase.FORWARD: ("forward", "#3f83c8"),
+    Phase.BACKWARD: ("backward", "#8b7cc4"),
+    Phase.RERUN: ("computed again", "#3fa37c"),
+    Phase.OUTSIDE: ("outside of blocks", "#b08d57"),
+}
+_COPIES = {Lane.OUT: ("copies out", "#e08a3c"), Lane.BACK: ("copies back", "#c9a227"), Lane.DISK: ("disk", "#64748b")}
+_WAIT = "#d0303a"
+_BUDGET = "#d0303a"
+_ROWS = [Lane.COMPUTE.value, Lane.OUT.value, Lane.BACK.value, Lane.DISK.value]
+
+
+_ORDER = [
+    *(name for name, _ in _PHASES.values()),
+    *(f"waits for {reason}" for reason in WAITS),
+    *(name for name, _ in _COPIES.values()),
+]
+"""Of sorts of bars, in a legend."""
+
+
+def graph_objects() -> ModuleType:
+    """Plotly's figures.
+
+    Raises:
+        UsageError: where plotly is not installed.
+    """
+    try:
+        import plotly.graph_objects as found
+    except ModuleNotFoundError as error:
+        if error.name is None or not error.name.startswith("plotly"):
+            raise
+        raise UsageError(
+            "got a report to write without plotly, expected it to be installed: pip install 'spillway[report]'"
+        ) from error
+    module: ModuleType = found
+    return module
+
+
+def memory_figure(facts: Facts) -> dict[str, Any]:
+    """What the device has over the step, stacked by what holds it, the budget, and the peak."""
+    go = graph_objects()
+    scale, unit = _byte_scale(max(facts.timeline.peak_bytes, 1))
+    times, time_unit = _times(facts, facts.instants)
+    figure = go.Figure()
+    for layer in facts.layers:
+        figure.add_scatter(
+            x=times,
+            y=[_short(nbytes / scale) for nbytes in layer.nbytes],
+            name=layer.name,
+            stackgroup="device",
+            mode="lines",
+            line={"width": 0.5, "shape": "hv", "color": COLOURS[layer.key]},
+            fillcolor=COLOURS[layer.key],
+            hovertemplate=f"%{{y:.2f}} {unit}",
+        )
+    top = facts.timeline.peak_bytes / scale
+    budget = facts.plan.budget / scale
+    shown = budget <= 1.5 * top
+    if shown:
+        figure.add_scatter(
+            x=[times[0], times[-1]],
+            y=[budget, budget],
+            name="budget",
+            mode="lines",
+            line={"color": _BUDGET, "width": 2, "dash": "dash"},
+            hovertemplate=f"%{{y:.2f}} {unit}",
+        )
+    figure.add_scatter(
+        x=[times[facts.peak.place]],
+        y=[top],
+        name="peak",
+        mode="markers",
+        marker={"color": _BUDGET, "size": 10, "symbol": "triangle-down", "line": {"color": "white", "width": 1}},
+        hovertemplate=f"%{{y:.2f}} {unit} in {_safe(facts.peak.task)}",
+    )
+    figure.update_layout(
+        template="none",
+        hovermode="x unified",
+        xaxis={"title": {"text": f"time, {time_unit}"}, "range": [0, times[-1]]},
+        yaxis={
+            "title": {"text": f"device, {unit}"},
+            "range": [0, 1.06 * max(top, budget if shown else 0)],
+            "tickformat": "~g",
+        },
+        legend=_LEGEND,
+        # From where on bytes come and go.
+        meta={"ground": facts.profile.static_bytes / scale},
+    )
+    return _plain(figure)
+
+
+def lanes_figure(facts: Facts) -> dict[str, Any]:
+    """What each lane does when, and why compute waits."""
+    go = graph_objects()
+    figure = go.Figure()
+    scale, time_unit = _time_scale(facts.timeline.seconds)
+    sorts: dict[tuple[str, str, str], list[Span]] = {}
+    for span in facts.timeline.spans:
+        if span.end > span.start:
+            sorts.setdefault(_sort(facts, span), []).append(span)
+    for (name, colour, pattern), spans in sorted(sorts.items(), key=lambda sort: _ORDER.index(sort[0][0])):
+        figure.add_bar(
+            orientation="h",
+            name=name,
+            y=[span.lane.value for span in spans],
+            base=[_short(span.start * scale) for span in spans],
+            x=[_short((span.end - span.start) * scale) for span in spans],
+            hovertext=[_told(span) for span in spans],
+            hoverinfo="text",
+            marker={"color": colour, "pattern": {"shape": pattern, "size": 6}, "line": {"width": 0}},
+        )
+    figure.update_layout(
+        template="none",
+        barmode="overlay",
+        bargap=0.25,
+        hovermode="closest",
+        xaxis={"title": {"text": f"time, {time_unit}"}, "range": [0, facts.timeline.seconds * scale]},
+        yaxis={"categoryorder": "array", "categoryarray": _ROWS, "autorange": "reversed", "fixedrange": True},
+        legend=_LEGEND,
+    )
+    return _plain(figure)
+
+
+def curve_figure(facts: Facts) -> dict[str, Any] | None:
+    """Predicted seconds over predicted peaks, with this plan among them; ``None`` without a curve."""
+    if facts.curve is None:
+        return None
+    go = graph_objects()
+    curve, plan = facts.curve, Point(facts.timeline.peak_bytes, facts.timeline.seconds)
+    scale, unit = _byte_scale(max(curve.keep.peak_bytes, plan.peak_bytes, 1))
+    faster, time_unit = _time_scale(max(plan.seconds, *(point.seconds for point in curve.points)))
+
+    def add(name: str, points: Sequence[Point], **looks: Any) -> None:
+        figure.add_scatter(
+            name=name,
+            x=[_short(point.peak_bytes / scale) for point in points],
+            y=[_short(point.seconds * faster) for point in points],
+            hovertext=[
+                f"{name}: {format_bytes(point.peak_bytes)}, {format_seconds(point.seconds)}" for point in points
+            ],
+            hoverinfo="text",
+            **looks,
+        )
+
+    figure = go.Figure()
+    add("plans", curve.points, mode="lines+markers", line={"color": "#3f83c8", "width": 2}, marker={"size": 6})
+    for name, point, symbol, colour in (
+        ("keep everything", curve.keep, "square", "#64748b"),
+        ("full checkpointing", curve.checkpoint, "diamond", "#3fa37c"),
+        ("this plan", plan, "star", "#d0303a"),
+        ("measured", facts.measured, "x", "#e08a3c"),
+    ):
+        if point is not None:
+            marker = {"symbol": symbol, "size": 13, "color": colour, "line": {"color": "white", "width": 1}}
+            add(name, [point], mode="markers", marker=marker)
+    figure.update_layout(
+        template="none",
+        hovermode="closest",
+        xaxis={"title": {"text": f"peak on the device, {unit}"}},
+        yaxis={"title": {"text": f"step, {time_unit}"}, "rangemode": "tozero"},
+        legend=_LEGEND,
+    )
+    return _plain(figure)
+
+
+_LEGEND = {
+    "orientation": "h",
+    "traceorder": "normal",
+    "yref": "container",
+    "yanchor": "bottom",
+    "y": 0,
+    "xanchor": "left",
+    "x": 0,
+}
+
+
+def _plain(figure: Any) -> dict[str, Any]:
+    found: dict[str, Any] = figure.to_plotly_json()
+    return found
+
+
+def _sort(facts: Facts, span: Span) -> tuple[str, str, str]:
+    """Name, colour and pattern of a bar."""
+    if span.reason:
+        return f"waits for {span.reason}", _WAIT, "/"
+    if span.lane is Lane.COMPUTE:
+        return (*_PHASES[facts.phases[span.name]], "")
+    return (*_COPIES[span.lane], "")
+
+
+def _told(span: Span) -> str:
+    when = f"{format_seconds(span.start)} to {format_seconds(span.end)}, {format_seconds(span.end - span.start)}"
+    if span.reason:
+        return f"Before {_safe(span.name)} compute waits<br>{WAITS[span.reason]}<br>{when}"
+    return f"{_safe(span.name)}<br>{when}"
+
+
+def _times(facts: Facts, seconds: Sequence[float]) -> tuple[list[float], str]:
+    scale, unit = _time_scale(facts.timeline.seconds)
+    return [each * scale for each in seconds], unit
+
+
+def _time_scale(seconds: float) -> tuple[float, str]:
+    return (1.0, "s") if seconds >= 10 else (1e3, "ms") if seconds >= 1e-2 else (1e6, "us")
+
+
+def _byte_scale(nbytes: int) -> tuple[int, str]:
+    for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if nbytes >= 1 << power:
+            return 1 << power, unit
+    return 1, "B"
+
+
+def _short(value: float) -> float:
+    """With as many digits as anyone sees: the page is smaller for it."""
+    return float(f"{value:.9g}")
+
+
+def _safe(name: str) -> str:
+    # Plotly understands some of HTML, and what it shows here was in a file.
+    return html.escape(name, quote=False)

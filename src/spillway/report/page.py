@@ -1,0 +1,197 @@
+"""A plan as one HTML file, which is opened without a network and asks for nothing.
+
+NOTE [ What the page may do ]
+
+Its policy names the two scripts that may run, by their hashes, and forbids everything else: no request, no frame, no
+form, no script that something brought in. Styles may be set by scripts, since plotly does; no picture or font can come
+from elsewhere, so nothing can be told by them either. What comes from profiles and plans is text, and is escaped.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from html import escape
+from importlib import resources
+from string import Template
+
+from spillway.report.facts import Facts
+from spillway.report.figures import curve_figure, graph_objects, lanes_figure, memory_figure
+from spillway.report.rows import OperatorRow, Row
+from spillway.units import format_bytes, format_seconds
+
+
+def to_page(facts: Facts) -> str:
+    """The page. See NOTE [ What the page may do ].
+
+    Args:
+        facts: of a plan.
+
+    Raises:
+        UsageError: where plotly is not installed.
+    """
+    graph_objects()
+    from plotly.offline import get_plotlyjs
+
+    # A parser of HTML reads line ends as one newline, and the hash is of what it has read.
+    plotly = get_plotlyjs().replace("\r\n", "\n").replace("\r", "\n")
+    script = _asset("page.js")
+    templates: dict[tuple[OperatorRow, ...], str] = {}
+    plan = facts.plan
+    return Template(_asset("page.html")).substitute(
+        policy=_policy(plotly, script),
+        title=f"A plan for {escape(plan.model)}",
+        subtitle=escape(
+            f"{len(facts.rows)} blocks on {plan.device}, within {format_bytes(plan.budget)}; rates of {facts.hardware}"
+        ),
+        style=_asset("page.css"),
+        figures="\n".join(f"<div>{_term(name, value)}</div>" for name, value in facts.figures),
+        compared=_compared(facts),
+        notes=_list("Notes", facts.notes),
+        peak=_paragraphs(facts.peak_sentences),
+        layers="\n".join(_term(layer.name, layer.meaning) for layer in facts.layers),
+        stalls=_stalls(facts),
+        headings="\n".join(_heading(name, number) for name, number in _HEADINGS),
+        blocks="\n".join(_block(row, place, templates) for place, row in enumerate(facts.rows)),
+        templates="\n".join(_template(name, operators) for operators, name in templates.items()),
+        curve="" if facts.curve is None else _CURVE,
+        data=_data(facts),
+        plotly=plotly,
+        script=script,
+    )
+
+
+_HEADINGS = (
+    ("Block", False),
+    ("Decision", False),
+    ("Kept", True),
+    ("Sent", True),
+    ("Recomputed", True),
+    ("Time again", True),
+    ("Why", False),
+)
+
+_CURVE = """<section aria-labelledby="curve-heading">
+<h2 id="curve-heading">Other budgets</h2>
+<p>What a step is predicted to take, over the most that it is predicted to have on the device: plans for several
+budgets, a step that keeps everything, one that keeps the inputs of blocks and computes all else again (full
+checkpointing), and this plan.</p>
+<div class="figure" id="curve" role="img" aria-labelledby="curve-heading"></div>
+</section>"""
+
+
+def _asset(name: str) -> str:
+    return resources.files("spillway.report").joinpath("assets", name).read_text(encoding="utf-8")
+
+
+def _policy(*scripts: str) -> str:
+    hashes = " ".join(
+        f"'sha256-{base64.b64encode(hashlib.sha256(each.encode()).digest()).decode()}'" for each in scripts
+    )
+    return (
+        f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; "
+        f"form-action 'none'"
+    )
+
+
+def _data(facts: Facts) -> str:
+    """The figures, as JSON that no parser of HTML takes for an end of it."""
+    figures = {"memory": memory_figure(facts), "lanes": lanes_figure(facts), "curve": curve_figure(facts)}
+    text = json.dumps({name: figure for name, figure in figures.items() if figure is not None}, allow_nan=False)
+    return text.replace("<", "\\u003c")
+
+
+def _term(name: str, value: str) -> str:
+    return f"<dt>{escape(name.capitalize())}</dt><dd>{escape(value)}</dd>"
+
+
+def _paragraphs(sentences: Iterable[str]) -> str:
+    return "\n".join(f"<p>{escape(each)}</p>" for each in sentences)
+
+
+def _list(heading: str, items: Iterable[str]) -> str:
+    lines = "\n".join(f"<li>{escape(each)}</li>" for each in items)
+    return f"<h3>{escape(heading)}</h3>\n<ul>\n{lines}\n</ul>" if lines else ""
+
+
+def _stalls(facts: Facts) -> str:
+    if not facts.stalls:
+        return "<p>Compute never waits for a lane.</p>"
+    items = [f"{format_seconds(seconds)} {what}" for what, seconds in facts.stalls]
+    return _list(f"Compute waits {format_seconds(facts.timeline.stall_seconds)}", items)
+
+
+def _compared(facts: Facts) -> str:
+    if not facts.compared:
+        return ""
+    rows = "\n".join(
+        f'<tr><th scope="row">{escape(what.capitalize())}</th>'
+        + "".join(f'<td class="number">{escape(each)}</td>' for each in figures)
+        + "</tr>"
+        for what, *figures in facts.compared
+    )
+    headings = "".join(
+        f'<th scope="col" class="number">{name}</th>' for name in ("Predicted", "Measured", "Difference")
+    )
+    return (
+        f'<h3>Predicted and measured</h3>\n<table class="compared">\n<thead><tr><th scope="col"></th>{headings}</tr>'
+        f"</thead>\n<tbody>\n{rows}\n</tbody>\n</table>"
+    )
+
+
+def _heading(name: str, number: bool) -> str:
+    kind = ' class="number"' if number else ""
+    return f'<th scope="col"{kind}><button type="button">{name}</button></th>'
+
+
+def _block(row: Row, place: int, templates: dict[tuple[OperatorRow, ...], str]) -> str:
+    """A block's row. Equal blocks share what opens."""
+    template = templates.setdefault(row.operators, f"operators-{len(templates)}")
+    name = escape(row.name)
+    cells = (
+        _cell(row.decision, row.decision),
+        *(_cell(format_bytes(nbytes), nbytes) for nbytes in (row.kept_bytes, row.sent_bytes, row.recomputed_bytes)),
+        _cell(format_seconds(row.rerun_seconds), row.rerun_seconds),
+        f'<td class="reason" data-value="{escape(row.reason)}">{escape(row.reason)}</td>',
+    )
+    return (
+        f'<tbody><tr><th scope="row" data-value="{name}"><button type="button" aria-expanded="false" '
+        f'aria-controls="opened-{place}" data-operators="{template}">{name}</button></th>{"".join(cells)}</tr></tbody>'
+    )
+
+
+def _cell(text: str, value: float | str) -> str:
+    kind = "" if isinstance(value, str) else ' class="number"'
+    return f'<td{kind} data-value="{escape(str(value))}">{escape(text)}</td>'
+
+
+def _template(name: str, operators: tuple[OperatorRow, ...]) -> str:
+    cell = f'<td colspan="{len(_HEADINGS)}"><p class="why"></p>{_operators(operators)}</td>'
+    return f'<template id="{name}"><tr class="operators">{cell}</tr></template>'
+
+
+def _operators(operators: tuple[OperatorRow, ...]) -> str:
+    if not operators:
+        return "No operator of this block makes anything."
+    headings = "".join(
+        f'<th scope="col"{kind}>{text}</th>'
+        for text, kind in (
+            ("Operator", ""),
+            ("Decision", ""),
+            ("Makes", ' class="number"'),
+            ("Takes", ' class="number"'),
+            ("Why", ""),
+        )
+    )
+    return f"<table><thead><tr>{headings}</tr></thead><tbody>{''.join(_operator_rows(operators))}</tbody></table>"
+
+
+def _operator_rows(operators: Iterable[OperatorRow]) -> Iterator[str]:
+    for each in operators:
+        yield (
+            f"<tr><td>{each.place} <code>{escape(each.operator)}</code></td><td>{escape(each.decision)}</td>"
+            f'<td class="number">{format_bytes(each.nbytes)}</td><td class="number">{format_seconds(each.seconds)}</td>'
+            f"<td>{escape(each.reason)}</td></tr>"
+        )

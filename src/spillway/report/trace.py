@@ -1,0 +1,75 @@
+"""The simulated step as a trace that Chrome (``chrome://tracing``) and Perfetto (https://ui.perfetto.dev) read.
+
+Lanes are threads, and waits of the compute lane are there too, with what they wait for. Bytes are counters: of the
+device by what holds them, of host memory, and of the disk. Times are microseconds from the begin of the step, as the
+format has it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from spillway.planning.timeline import Lane
+from spillway.report.facts import WAITS, Facts
+
+_PROCESS = 1
+_MICRO = 1e6
+_NAMES = {Lane.COMPUTE: "compute", Lane.OUT: "out", Lane.BACK: "back", Lane.DISK: "disk"}
+_THREADS = {lane: number for number, lane in enumerate(_NAMES, 1)}
+
+
+def to_trace(facts: Facts) -> str:
+    """The step as JSON in the Trace Event Format.
+
+    Args:
+        facts: of a plan.
+
+    Example:
+        >>> Path("step.json").write_text(to_trace(facts), encoding="utf-8")  # doctest: +SKIP
+    """
+    events = [*_named(facts), *_spans(facts), *_counters(facts)]
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, allow_nan=False)
+
+
+def _named(facts: Facts) -> Iterator[dict[str, Any]]:
+    yield _meta("process_name", None, name=f"{facts.plan.model} on {facts.hardware}, simulated")
+    for lane, name in _NAMES.items():
+        yield _meta("thread_name", lane, name=name)
+        yield _meta("thread_sort_index", lane, sort_index=_THREADS[lane])
+
+
+def _meta(kind: str, lane: Lane | None, **args: object) -> dict[str, Any]:
+    event: dict[str, Any] = {"ph": "M", "pid": _PROCESS, "name": kind, "args": args}
+    return event if lane is None else {**event, "tid": _THREADS[lane]}
+
+
+def _spans(facts: Facts) -> Iterator[dict[str, Any]]:
+    for span in facts.timeline.spans:
+        if span.reason:
+            category, args = "wait", {"task": span.name, "waits": WAITS[span.reason]}
+        elif span.lane is Lane.COMPUTE:
+            category, args = facts.phases[span.name].value, {}
+        else:
+            category, args = span.lane.value, {}
+        yield {
+            "ph": "X",
+            "pid": _PROCESS,
+            "tid": _THREADS[span.lane],
+            "name": f"wait: {span.reason}" if span.reason else span.name,
+            "cat": category,
+            "ts": span.start * _MICRO,
+            "dur": (span.end - span.start) * _MICRO,
+            "args": args,
+        }
+
+
+def _counters(facts: Facts) -> Iterator[dict[str, Any]]:
+    for place, seconds in enumerate(facts.instants):
+        for name, args in (
+            ("device", {layer.name: layer.nbytes[place] for layer in facts.layers}),
+            ("host memory", {"bytes": facts.host_bytes[place]}),
+            ("disk", {"bytes": facts.disk_bytes[place]}),
+        ):
+            yield {"ph": "C", "pid": _PROCESS, "name": name, "ts": seconds * _MICRO, "args": args}

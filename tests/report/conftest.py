@@ -1,0 +1,51 @@
+"""Plans of blocks as they were measured on an H200, for tests of what is shown of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from spillway.planning.curve import Curve, Point
+from spillway.planning.hardware import Hardware, Link
+from spillway.planning.planner import make_plan
+from spillway.planning.profile import Profile, Static
+from spillway.report.facts import Facts, facts_of
+
+LLAMA = Profile.load(Path(__file__).parents[1] / "planning" / "llama_8b_block.json")
+GIB = 1 << 30
+H200 = Hardware.named("h200")
+SLOW = replace(H200, name="a slow link", links=(Link(active=1, out=3e9, back=3e9, both=6e9),))
+
+
+@cache
+def made(gib: int = 15, slow: bool = False, told: bool = True) -> Facts:
+    """Facts of a plan for six blocks.
+
+    Args:
+        gib: its budget.
+        slow: whether its link is slow, so that compute waits.
+        told: whether the profile says what its static bytes are.
+    """
+    static = Static(8 * GIB, GIB, GIB, LLAMA.static_bytes - 10 * GIB) if told else None
+    kinds = tuple(replace(kind, backward_change_bytes=64 << 20) for kind in LLAMA.kinds)
+    # The optimizer lets go of all gradients in the end.
+    after = replace(LLAMA.after, change_bytes=-(6 * 64 << 20) - GIB)
+    profile = replace(LLAMA, kinds=kinds, calls=LLAMA.calls[:6], static=static, after=after)
+    plan = make_plan(profile, H200, budget=gib * GIB, window=256 << 20, allow={"keep", "host", "recompute"})
+    return facts_of(
+        profile,
+        plan,
+        SLOW if slow else H200,
+        measured=Point(plan.predicted_peak + GIB, plan.predicted_seconds * 1.5),
+        notes=["planned anew for 15.0 GiB"],
+        curve=Curve((Point(14 * GIB, 0.3), Point(18 * GIB, 0.2)), Point(18 * GIB, 0.2), Point(15 * GIB, 0.25)),
+    )
+
+
+@pytest.fixture(scope="session")
+def facts() -> Callable[..., Facts]:
+    return made

@@ -1,0 +1,175 @@
+"""The numbers that page, trace and terminal share: that they are those of the simulation, and add up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import groupby, pairwise
+
+import pytest
+
+from spillway import UsageError
+from spillway.planning.hardware import Hardware
+from spillway.planning.outcome import Outcome
+from spillway.planning.plan import Plan
+from spillway.planning.planner import options_of
+from spillway.planning.profile import Profile
+from spillway.records import Decision
+from spillway.report.facts import Facts, facts_of, grouped, names_of
+from spillway.report.rows import Row
+from spillway.units import format_bytes
+
+Made = Callable[..., Facts]
+
+
+@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize("slow", [False, True])
+def test_layers_add_up_to_what_the_simulation_has_and_none_is_below_zero(facts: Made, slow: bool, told: bool) -> None:
+    found = facts(slow=slow, told=told)
+    totals = [sum(each) for each in zip(*(layer.nbytes for layer in found.layers), strict=True)]
+    # Of the levels at one moment the last one is shown, and before it the highest one, if that is higher.
+    expected = []
+    for _, levels in groupby(found.timeline.levels, key=lambda level: level.seconds):
+        there = [level.device for level in levels]
+        expected += [max(there), there[-1]] if max(there) > there[-1] else there[-1:]
+    assert totals == expected
+    assert max(totals) == found.timeline.peak_bytes
+    assert all(nbytes >= 0 for layer in found.layers for nbytes in layer.nbytes)
+    assert all(one < other for one, other in pairwise(found.instants))
+    assert found.instants[-1] == pytest.approx(found.timeline.seconds, rel=1e-3)
+    assert len(found.host_bytes) == len(found.disk_bytes) == len(found.instants)
+    assert max(found.host_bytes) == found.timeline.host_bytes
+
+
+def test_static_bytes_are_told_apart_where_the_profile_tells_them(facts: Made) -> None:
+    layers = {layer.key: layer for layer in facts().layers}
+    static = facts().profile.static
+    assert static is not None
+    assert set(layers["weights"].nbytes) == {static.weights} and set(layers["optimizer"].nbytes) == {static.optimizer}
+    gradients = layers["gradients"].nbytes
+    # There from the begin on, more of them in backward, and next to none in the end.
+    assert gradients[0] == static.gradients and gradients[-1] < 1 << 20
+    assert max(gradients) == static.gradients + (6 * 64 << 20)
+    assert facts(told=False).layers[0].key == "static"
+    assert not {"weights", "optimizer", "other"} & {layer.key for layer in facts(told=False).layers}
+
+
+def test_state_of_an_unknown_optimizer_is_said_to_be_among_the_rest(facts: Made) -> None:
+    found = facts()
+    assert found.profile.static is not None
+    static = replace(found.profile.static, optimizer=0, other=found.profile.static.other + (1 << 30))
+    again = facts_of(replace(found.profile, static=static), found.plan, Hardware.named("h200"))
+    names = [layer.name for layer in again.layers]
+    assert "optimizer state and other" in names and "optimizer state" not in names
+    assert "other static bytes" in [layer.name for layer in found.layers]
+
+
+def test_the_peak_is_told_in_words_that_add_up(facts: Made) -> None:
+    found = facts()
+    assert sum(nbytes for _, nbytes in found.peak.shares) == found.timeline.peak_bytes
+    assert found.peak.task == found.timeline.peak_task
+    first, second, third = found.peak_sentences
+    room = format_bytes(found.plan.budget - found.timeline.peak_bytes)
+    assert first == f"The peak is {format_bytes(found.timeline.peak_bytes)}, {room} below the budget."
+    assert repr(found.peak.task) in second
+    assert all(name in third and format_bytes(nbytes) in third for name, nbytes in found.peak.shares)
+    over = replace(found, plan=replace(found.plan, budget=0))
+    assert "above the budget" in over.peak_sentences[0]
+
+
+def test_rows_say_what_becomes_of_what_a_block_saves(facts: Made) -> None:
+    found = facts()
+    options = options_of(found.profile, found.plan)
+    kind = found.profile.kinds[0]
+    for row, block, option in zip(found.rows, found.plan.blocks, options, strict=True):
+        assert (row.name, row.sent_bytes, row.rerun_seconds) == (block.name, block.sent_bytes, block.rerun_seconds)
+        outcome = Outcome.of(kind, option.decisions, found.profile.min_bytes)
+        assert row.recomputed_bytes == sum(kind.values[number].nbytes for number in outcome.again)
+        assert row.kept_bytes == sum(kind.values[number].nbytes for number in outcome.stays)
+        planned = {each.place: each for each in block.operators}
+        told = {each.place: each for each in row.operators}
+        assert planned.keys() <= told.keys() == {place for place, each in enumerate(kind.operators) if each.makes}
+        for place, each in planned.items():
+            assert told[place].reason == each.reason and told[place].nbytes == each.nbytes
+            assert told[place].decision.startswith("keep" if each.decision is Decision.KEEP else "offload")
+        assert {place for place in told if told[place].decision == "recompute"} <= outcome.runs
+        assert ("recompute" in row.decision) == bool(outcome.again)
+        assert ("offload" in row.decision) == bool(outcome.leaves)
+    assert any("recompute" in row.decision for row in found.rows)
+
+
+def test_a_block_that_is_left_alone_keeps_all(facts: Made) -> None:
+    found = facts(gib=200)
+    assert {row.decision for row in found.rows} == {"keep"}
+    assert {each.decision for row in found.rows for each in row.operators} == {"keep"}
+    assert found.rows[0].reason == "There is room for all of it: nothing leaves, and nothing runs again."
+    assert found.stalls == () and found.plan.sent_bytes == 0
+
+
+def test_waits_are_added_up_by_what_they_are_for(facts: Made) -> None:
+    found = facts(slow=True)
+    assert sum(seconds for _, seconds in found.stalls) == pytest.approx(found.timeline.stall_seconds)
+    assert {what.split()[1] for what, _ in found.stalls} == {"room", "what"}
+    assert found.stalls[0][1] >= found.stalls[-1][1] > 0
+
+
+def test_what_was_measured_stands_beside_what_was_predicted(facts: Made) -> None:
+    found = facts()
+    (peak, *peaks), (step, *steps) = found.compared
+    assert (peak, step) == ("peak", "step")
+    assert found.measured is not None
+    assert peaks[:2] == [format_bytes(found.timeline.peak_bytes), format_bytes(found.measured.peak_bytes)]
+    assert steps[2] == "+50.0%"
+    assert replace(found, measured=None).compared == ()
+
+
+def test_another_machine_is_said_to_be_one(facts: Made) -> None:
+    assert "where it was made" not in dict(facts().figures)["step"]
+    slow = dict(facts(slow=True).figures)
+    assert "on a slow link; where it was made" in slow["step"]
+    assert "no plan takes less" not in slow["found by"]
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["layers.0"], "layers.0"),
+        (["layers.0", "layers.1", "layers.2"], "layers.0 to 2"),
+        (["layers.0", "layers.1", "layers.3"], "layers.0, 1, 3"),
+        (["h.8", "h.9", "h.10", "g.11", "g.13", "h.11"], "h.8 to 10, g.11, 13, h.11"),
+        (["stem", "h.0", "h.1", "head"], "stem, h.0, 1, head"),
+        (["0", "1", "2", "3"], "0 to 3"),
+        (["a.0", "a.0"], "a.0, 0"),
+        ([], ""),
+    ],
+)
+def test_names_are_told_in_short(names: list[str], expected: str) -> None:
+    assert names_of(names) == expected
+
+
+def test_equal_blocks_are_one_group_wherever_they_stand(facts: Made) -> None:
+    rows = facts().rows
+    kinds: tuple[Row, ...] = (rows[0], replace(rows[0], name="layers.9"), replace(rows[0], sent_bytes=1, name="x"))
+    assert [(names, count) for names, _, count in grouped(kinds)] == [("layers.0, 9", 2), ("x", 1)]
+    assert sum(count for *_, count in grouped(rows)) == len(rows)
+
+
+def test_a_plan_of_another_model_is_refused(facts: Made) -> None:
+    found = facts()
+    with pytest.raises(UsageError, match="expected the 5 of the profile"):
+        facts_of(replace(found.profile, calls=found.profile.calls[1:]), found.plan, Hardware.named("h200"))
+
+
+def test_a_step_of_no_time_is_shown_too(facts: Made) -> None:
+    profile: Profile = facts().profile
+    still = replace(
+        profile,
+        kinds=tuple(replace(kind, forward_seconds=0.0, backward_seconds=0.0) for kind in profile.kinds),
+        before=replace(profile.before, seconds=0.0),
+        middle=replace(profile.middle, seconds=0.0),
+        after=replace(profile.after, seconds=0.0),
+    )
+    plan: Plan = facts(gib=200).plan
+    found = facts_of(still, plan, Hardware.named("h200"))
+    assert found.timeline.seconds == 0
+    assert dict(found.figures)["waits"] == "0.00 s, -"

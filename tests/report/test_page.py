@@ -1,0 +1,240 @@
+"""The page as text: what it may do, what is in it, and that nothing of a file becomes a part of it."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+
+from spillway import UsageError
+from spillway.planning.tasks import Phase
+from spillway.report.facts import Facts
+from spillway.report.figures import curve_figure, lanes_figure, memory_figure
+from spillway.report.page import to_page
+
+pytest.importorskip("plotly", reason="the page is drawn by plotly")
+
+Made = Callable[..., Facts]
+EVIL = "</script><script>alert(1)</script><img src=x onerror='alert(2)'>\"&"
+
+
+class Reader(HTMLParser):
+    """What a page is made of."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.scripts: list[str] = []
+        self.words: list[str] = []
+        self.open: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag == "script":
+            self.scripts.append("")
+        if tag not in ("meta", "link", "br", "img"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag, f"{tag} ends where it did not begin"
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] == "script":
+            self.scripts[-1] += data
+        elif data.strip():
+            self.words.append(data)
+
+    def of(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.tags if name == tag]
+
+
+@pytest.fixture(scope="module")
+def page(facts: Made) -> str:
+    return to_page(facts())
+
+
+@pytest.fixture(scope="module")
+def reader(page: str) -> Reader:
+    return Reader(page)
+
+
+def test_the_policy_lets_only_the_two_scripts_of_the_page_run(reader: Reader) -> None:
+    [policy] = [each["content"] for each in reader.of("meta") if each.get("http-equiv") == "Content-Security-Policy"]
+    assert policy is not None
+    rules = dict(rule.strip().split(" ", 1) for rule in policy.split(";"))
+    assert rules["default-src"] == rules["base-uri"] == rules["form-action"] == "'none'"
+    running = [
+        script
+        for script, attributes in zip(reader.scripts, reader.of("script"), strict=True)
+        if attributes.get("type") != "application/json"
+    ]
+    digests = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in running]
+    assert rules["script-src"].split() == [f"'sha256-{digest}'" for digest in digests]
+    assert len(digests) == 2
+    # Nothing can be asked for: not by a picture, a font, a style, a frame or a connection.
+    assert rules.keys() == {"default-src", "script-src", "style-src", "img-src", "base-uri", "form-action"}
+    assert (rules["img-src"], rules["style-src"]) == ("data: blob:", "'unsafe-inline'")
+    names = [name for name, _ in reader.tags]
+    assert names.index("meta") < names.index("script")
+
+
+def test_the_page_is_one_file_with_plotly_in_it_once(page: str, reader: Reader) -> None:
+    assert page.count("* plotly.js v") == 1
+    for tag, attributes in reader.tags:
+        for name in ("src", "href", "action", "srcset", "data"):
+            value = attributes.get(name)
+            assert value is None or value.startswith(("#", "data:")), (tag, attributes)
+        assert not [name for name in attributes if name.startswith("on")]
+    assert "url(" not in page.split("</style>")[0]
+    assert not reader.open
+
+
+def test_the_page_has_a_language_headings_and_names_for_what_it_shows(reader: Reader) -> None:
+    assert reader.of("html") == [{"lang": "en"}]
+    assert len(reader.of("h1")) == len(reader.of("main")) == len(reader.of("title")) == 1
+    headings = [tag for tag, _ in reader.tags if re.fullmatch(r"h\d", tag)]
+    assert headings[0] == "h1" and set(headings) == {"h1", "h2", "h3"} and headings[1] == "h2"
+    identities = {attributes["id"] for _, attributes in reader.tags if attributes.get("id")}
+    for _, attributes in reader.tags:
+        for name in ("aria-labelledby", "aria-describedby"):
+            assert attributes.get(name) is None or attributes[name] in identities
+    assert {"memory", "lanes", "curve", "blocks"} <= identities
+
+
+def test_all_that_there_is_to_say_is_on_the_page(facts: Made, reader: Reader) -> None:
+    found, said = facts(), " ".join(" ".join(reader.words).split())
+    for name, value in found.figures:
+        assert name.capitalize() in said and value in said
+    for sentence in found.peak_sentences:
+        assert sentence in said
+    for what, _ in found.stalls:
+        assert what in said
+    for row in found.rows:
+        assert row.name in said and row.reason.replace("&", "&amp;") in said
+        assert all(each.operator in said and each.reason in said for each in row.operators)
+    assert all(note in said for note in found.notes)
+    assert all(figure in said for line in found.compared for figure in line[1:])
+    assert all(layer.name.capitalize() in said and layer.meaning in said for layer in found.layers)
+
+
+def test_equal_blocks_share_what_is_told_of_their_operators(facts: Made, reader: Reader) -> None:
+    rows = facts().rows
+    assert len(reader.of("template")) == len({row.operators for row in rows})
+    opened = [each["data-operators"] for each in reader.of("button") if each.get("data-operators")]
+    assert len(opened) == len(rows)
+    assert set(opened) == {each["id"] for each in reader.of("template")}
+
+
+def test_without_a_curve_a_measurement_and_notes_nothing_is_said_of_them(facts: Made) -> None:
+    found = Reader(to_page(replace(facts(), curve=None, measured=None, notes=())))
+    said = " ".join(found.words)
+    assert "Other budgets" not in said and "Measured" not in said and "Notes" not in said
+    data = json.loads(found.scripts[0])
+    assert data.keys() == {"memory", "lanes"}
+
+
+def test_names_from_files_stay_text(facts: Made, reader: Reader) -> None:
+    found = facts()
+    names = {f"{row.name} ": f"{EVIL}{row.name} " for row in found.rows}
+
+    def evil(name: str) -> str:
+        return next((new + name.removeprefix(old) for old, new in names.items() if name.startswith(old)), name)
+
+    row = found.rows[0]
+    operators = (replace(row.operators[0], operator=EVIL, reason=EVIL, decision=EVIL), *row.operators[1:])
+    timeline = replace(
+        found.timeline, spans=tuple(replace(span, name=evil(span.name)) for span in found.timeline.spans)
+    )
+    spoilt = replace(
+        found,
+        plan=replace(found.plan, model=EVIL, device=EVIL),
+        profile=replace(found.profile, model=EVIL),
+        hardware=EVIL,
+        notes=(EVIL,),
+        timeline=timeline,
+        phases={evil(name): phase for name, phase in found.phases.items()},
+        peak=replace(found.peak, task=EVIL),
+        rows=(replace(row, name=EVIL, reason=EVIL, decision=EVIL, operators=operators), *found.rows[1:]),
+    )
+    page = Reader(to_page(spoilt))
+    assert [tag for tag, _ in page.tags] == [tag for tag, _ in reader.tags]
+    assert sum(EVIL in word for word in page.words) >= 6
+    # What plotly shows is HTML to it.
+    data = json.loads(page.scripts[0])
+    for trace in data["lanes"]["data"]:
+        assert not any("<script" in told or "<img" in told for told in trace["hovertext"])
+    assert not any("<script" in trace["hovertemplate"] for trace in data["memory"]["data"])
+
+
+def test_a_page_without_plotly_says_how_to_get_it(facts: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)
+    with pytest.raises(UsageError, match=r"pip install 'spillway\[report\]'"):
+        to_page(facts())
+
+
+# Figures
+
+
+def named(figure: dict[str, Any] | None) -> dict[str, dict[str, Any]]:
+    assert figure is not None
+    return {trace["name"]: trace for trace in figure["data"]}
+
+
+def test_the_picture_of_memory_has_each_layer_the_budget_and_the_peak(facts: Made) -> None:
+    found = facts()
+    traces = named(memory_figure(found))
+    assert list(traces) == [*(layer.name for layer in found.layers), "budget", "peak"]
+    gib = 1 << 30
+    for layer in found.layers:
+        assert traces[layer.name]["y"] == pytest.approx([nbytes / gib for nbytes in layer.nbytes])
+        assert traces[layer.name]["stackgroup"] == "device"
+    assert traces["budget"]["y"] == [found.plan.budget / gib] * 2
+    assert traces["peak"]["x"] == [pytest.approx(found.peak.seconds * 1e3)]
+    assert traces["peak"]["y"] == [pytest.approx(found.timeline.peak_bytes / gib)]
+
+
+def test_a_budget_far_above_all_is_not_drawn(facts: Made) -> None:
+    found = facts()
+    figure = memory_figure(replace(found, plan=replace(found.plan, budget=100 * found.plan.budget)))
+    assert "budget" not in named(figure)
+    top = found.timeline.peak_bytes / (1 << 30)
+    assert figure["layout"]["yaxis"]["range"][1] < 1.2 * top
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_the_picture_of_lanes_has_a_bar_for_whatever_takes_time(facts: Made, slow: bool) -> None:
+    found = facts(slow=slow)
+    traces = named(lanes_figure(found))
+    spans = [span for span in found.timeline.spans if span.end > span.start]
+    assert sum(len(trace["x"]) for trace in traces.values()) == len(spans)
+    waits = [name for name in traces if name.startswith("waits for")]
+    scale = 1e3 if found.timeline.seconds < 10 else 1
+    assert sum(sum(traces[name]["x"]) for name in waits) == pytest.approx(found.timeline.stall_seconds * scale)
+    again = sum(
+        span.end - span.start
+        for span in spans
+        if found.phases.get(span.name) is Phase.RERUN and span.lane.value == "compute" and not span.reason
+    )
+    assert sum(traces["computed again"]["x"]) == pytest.approx(again * scale)
+    assert all(set(traces[name]["y"]) == {"compute"} for name in waits)
+    assert set(traces["copies out"]["y"]) == {"out"} and set(traces["copies back"]["y"]) == {"back"}
+    assert all("compute waits<br>for" in told for name in waits for told in traces[name]["hovertext"])
+
+
+def test_the_curve_marks_this_plan_and_what_needs_no_plan(facts: Made) -> None:
+    found = facts()
+    traces = named(curve_figure(found))
+    assert list(traces) == ["plans", "keep everything", "full checkpointing", "this plan", "measured"]
+    assert traces["this plan"]["x"] == [pytest.approx(found.timeline.peak_bytes / (1 << 30))]
+    assert traces["full checkpointing"]["y"] == [pytest.approx(250)]
+    assert len(traces["plans"]["x"]) == 2
+    assert curve_figure(replace(found, curve=None)) is None

@@ -1,0 +1,52 @@
+"""A plan in a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from spillway.report.facts import Facts
+from spillway.report.text import to_text
+from spillway.units import format_bytes
+
+Made = Callable[..., Facts]
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+@pytest.mark.parametrize("gib", [15, 200])
+def test_no_line_is_longer_than_the_terminal_and_all_figures_are_there(facts: Made, gib: int, width: int) -> None:
+    found = facts(gib=gib)
+    text = to_text(found, width=width)
+    assert max(map(len, text.splitlines())) <= width
+    flat = " ".join(text.split())
+    for name, value in found.figures:
+        assert f"{name} {value}" in flat
+    assert all(sentence in flat for sentence in found.peak_sentences)
+    assert "Note: planned anew for 15.0 GiB." in flat
+    assert "predicted" in flat and "+50.0%" in flat
+    assert ("Compute waits" in flat) == bool(found.stalls) == (gib == 15)
+
+
+def test_equal_blocks_stand_in_one_line(facts: Made) -> None:
+    found = facts()
+    same = replace(found, rows=tuple(replace(found.rows[0], name=f"layers.{number}") for number in range(12)))
+    lines = [line for line in to_text(same).splitlines() if line.startswith("layers.")]
+    assert len(lines) == 1
+    row = found.rows[0]
+    assert lines[0].split("(12)")[0].strip() == "layers.0 to 11"
+    assert [format_bytes(nbytes) in lines[0] for nbytes in (row.kept_bytes, row.sent_bytes, row.recomputed_bytes)]
+
+
+def test_names_without_end_are_cut(facts: Made) -> None:
+    found = facts()
+    rows = tuple(replace(row, name="deep." * 40 + str(place), kept_bytes=place) for place, row in enumerate(found.rows))
+    text = to_text(replace(found, rows=rows))
+    assert max(map(len, text.splitlines())) <= 80
+    assert "deep.deep" in text
+
+
+def test_without_a_measurement_none_is_told(facts: Made) -> None:
+    text = to_text(replace(facts(), measured=None, notes=()))
+    assert "predicted" not in text and "Note" not in text
