@@ -66,7 +66,8 @@ class SpillwayCallback(Callback):
     Raises:
         UsageError: here, for an option that ``attach`` does not have. In a fit: for what ``attach`` refuses, in the
             first step; after the first batch, if it called nothing that can be attached to; after the first epoch, if
-            it never called ``model``; if there are two models, with a budget or a plan.
+            ``model`` was not called; where a budget or a plan meets two models; for several of these callbacks, unless
+            each has a ``model``, and one of them at most a budget.
 
     Example:
         >>> trainer = Trainer(callbacks=[SpillwayCallback(budget="40GiB")])  # doctest: +SKIP
@@ -98,16 +99,19 @@ class SpillwayCallback(Callback):
         """
         return MappingProxyType(self._attached)
 
+    @property
+    def _has_budget(self) -> bool:
+        return self._options.get("budget") is not None
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._remove()
         self._attached = {}
         self._batches = 0
         options = dict(self._options)
-        if options.get("budget") is not None:
-            _refuse_second(self, trainer)
-            if options.get("hardware") is None:
-                # Now, and not in the middle of the first step.
-                options["hardware"] = known_hardware(trainer.strategy.root_device)
+        _refuse_others(self, trainer)
+        if self._has_budget and options.get("hardware") is None:
+            # Now, and not in the middle of the first step.
+            options["hardware"] = known_hardware(trainer.strategy.root_device)
         self._search = _Search(pl_module, self._model, options, self._attached)
 
     def on_train_batch_end(
@@ -159,23 +163,20 @@ class _Search:
         self._refused: dict[str, str] = {}
         """What was called and is not attached to, in the order of the calls, and why."""
         self._finders: dict[int, _Finder] = {}
-        modules = [Named("", root), *walk(root)]
-        if name is not None and all(each.name != name for each in modules):
+        modules = [each for each in (Named("", root), *walk(root)) if is_called(each.module)]
+        wanted = [each for each in modules if each.name == name or (name is None and _has_parameters(each.module))]
+        if name is not None and not wanted:
             known = ", ".join(repr(each.name) for each in modules[1 : _SHOWN + 1])
             raise UsageError(f"model: got {name!r}, expected the name of a module of {self._kind}: {known}, ...")
-        for each in modules:
-            wanted = each.name == name or (id(each.module) not in self._finders and _has_parameters(each.module))
-            if wanted and is_called(each.module):
-                self._finders[id(each.module)] = _Finder(each, self)
+        for each in wanted:
+            self._finders.setdefault(id(each.module), _Finder(each, self))
         for finder in self._finders.values():
             finder.take()
 
     def is_wanted(self, finder: _Finder, module: Module, inputs: tuple[Any, ...]) -> bool:
         """Whether to attach to a module that is called."""
         if self._name is not None:
-            if finder.name != self._name:
-                self._refused.setdefault(finder.name, "it is not what was asked for")
-            return finder.name == self._name
+            return True
         trained = any(parameter.requires_grad for parameter in module.parameters())
         if not trained and not any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in inputs):
             # Frozen, maybe for now: as whoever trains a GAN does with one of its models while the other has its turn.
@@ -209,13 +210,14 @@ class _Search:
         """
         if self._attached:
             return
-        called = list(self._refused)[:_SHOWN]
-        names = ", ".join(repr(name) if name else "itself" for name in called) or "no module with parameters"
         if self._name is not None:
             raise UsageError(
                 f"model: got {self._name!r}, which no training_step of {self._kind} has called, expected a module that "
-                f"it calls in training mode and with gradients; it called {names}"
+                f"it calls in training mode and with gradients; name the one that it calls, or leave out model, and "
+                f"it is found"
             )
+        called = list(self._refused)[:_SHOWN]
+        names = ", ".join(repr(name) if name else "itself" for name in called) or "no module with parameters"
         raise UsageError(
             f"got a training_step of {self._kind} that called {names}, expected a call of a module with blocks in it; "
             f"move the loop over the blocks into a module's forward, say blocks=..., or give an offload policy, which "
@@ -278,15 +280,18 @@ def _has_parameters(module: Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
-def _refuse_second(callback: SpillwayCallback, trainer: Trainer) -> None:
-    """Two searches for a plan would each set back the peak that the other one measures."""
-    others = [
-        each
-        for each in trainer.callbacks  # type: ignore[attr-defined, unused-ignore]
-        if isinstance(each, SpillwayCallback) and each is not callback and each._options.get("budget") is not None
-    ]
-    if others:
+def _refuse_others(callback: SpillwayCallback, trainer: Trainer) -> None:
+    """What other callbacks of this class cannot be beside this one."""
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined, unused-ignore]
+    ours = [each for each in callbacks if isinstance(each, SpillwayCallback)]
+    if len(ours) > 1 and callback._model is None:
         raise UsageError(
-            f"got {len(others) + 1} callbacks with a budget, expected one, since each would measure the other's steps; "
-            f"give the others a plan or a policy"
+            f"got {len(ours)} SpillwayCallbacks, of which one has no model, expected a name in each, since two cannot "
+            f"look for the same; say SpillwayCallback(model=..., ...)"
+        )
+    # Each would set back the peak that the other one measures.
+    if callback._has_budget and sum(each._has_budget for each in ours) > 1:
+        raise UsageError(
+            f"got {len(ours)} SpillwayCallbacks, of which several have a budget, expected it in one, since each would "
+            f"measure the steps of the others; give the others a plan or a policy"
         )
