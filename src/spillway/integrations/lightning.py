@@ -4,8 +4,7 @@ NOTE [ What a step calls ]
 
 ``attach`` is given a module whose call is a step's forward. A ``LightningModule``'s ``training_step`` is no call of a
 module: it calls ``self``, or modules that ``self`` holds, or modules within these. Which, only a step can tell. So when
-training starts a :class:`_Finder` stands in the place of each module's call, where ``attach`` itself takes a call over
-(NOTE [ How a module's call is taken over ] in ``attaching/call.py``). The outermost module that is called to be
+training starts a :class:`FirstCall` waits in the place of each module's call. The outermost module that is called to be
 trained, and that has blocks, is attached right there, and then called: so nothing of the first step goes past it.
 
 DDP and FSDP are called in place of the ``LightningModule``, whose ``forward`` is for that moment the whole step. That
@@ -18,6 +17,7 @@ import inspect
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -26,10 +26,10 @@ from torch.nn import Module
 from torch.utils._pytree import tree_leaves
 
 from spillway.attaching import Attached, attach
-from spillway.attaching.call import ModuleCall
 from spillway.blocks import Named, find_blocks, is_called, walk
 from spillway.errors import UsageError
 from spillway.groups import Groups
+from spillway.integrations.first_call import FirstCall
 from spillway.profiling.machine import known_hardware
 from spillway.recomputing import Recompute
 
@@ -162,45 +162,52 @@ class _Search:
         self._attached = attached
         self._refused: dict[str, str] = {}
         """What was called and is not attached to, in the order of the calls, and why."""
-        self._finders: dict[int, _Finder] = {}
+        self._waiting: dict[int, FirstCall] = {}
+        self._forward = root.__dict__.get("forward")
         modules = [each for each in (Named("", root), *walk(root)) if is_called(each.module)]
         wanted = [each for each in modules if each.name == name or (name is None and _has_parameters(each.module))]
         if name is not None and not wanted:
             known = ", ".join(repr(each.name) for each in modules[1 : _SHOWN + 1])
             raise UsageError(f"model: got {name!r}, expected the name of a module of {self._kind}: {known}, ...")
         for each in wanted:
-            self._finders.setdefault(id(each.module), _Finder(each, self))
-        for finder in self._finders.values():
-            finder.take()
+            self._waiting.setdefault(id(each.module), FirstCall(each, partial(self._called, each.name)))
+        for call in self._waiting.values():
+            call.take()
 
-    def is_wanted(self, finder: _Finder, module: Module, inputs: tuple[Any, ...]) -> bool:
-        """Whether to attach to a module that is called."""
-        if self._name is not None:
-            return True
-        trained = any(parameter.requires_grad for parameter in module.parameters())
-        if not trained and not any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in inputs):
+    def _called(self, name: str, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """A module is called to be trained. Whether it was attached."""
+        # The forward of an instance that is there since the search began stands for a whole step: see the note above.
+        if not name and module.__dict__.get("forward") is not self._forward:
+            return False
+        if self._name is None and not self._is_wanted(name, module, args, kwargs):
+            return False
+        if self._attached and any(self._options.get(each) is not None for each in ("budget", "plan")):
+            first = next(iter(self._attached))
+            raise UsageError(
+                f"got a training_step of {self._kind} that calls {first!r} and {name!r}, with a budget or a plan, "
+                f"expected one model, since the plan is of the pass through one; say which by "
+                f"SpillwayCallback(model={first!r}, ...), or call both in the forward of one module"
+            )
+        self._give_back(module)
+        self._attached[name] = attach(module, **self._options)
+        return True
+
+    def _is_wanted(self, name: str, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether it has something to train, and what the options are about."""
+        if not any(
+            isinstance(leaf, torch.Tensor) and leaf.requires_grad
+            for leaf in (*module.parameters(), *tree_leaves((args, kwargs)))
+        ):
             # Frozen, maybe for now: as whoever trains a GAN does with one of its models while the other has its turn.
             return False
         try:
             _find_parts(module, self._options)
         except UsageError as error:
             # Not the error itself, which holds on to the arguments of the call.
-            self._refused[finder.name] = str(error)
-            finder.give_back()
+            self._refused[name] = str(error)
+            self._waiting.pop(id(module)).give_back()
             return False
         return True
-
-    def attach(self, finder: _Finder, module: Module) -> None:
-        """Attach to this one, and leave the modules in it and around it alone."""
-        if self._attached and any(self._options.get(each) is not None for each in ("budget", "plan")):
-            first = next(iter(self._attached))
-            raise UsageError(
-                f"got a training_step of {self._kind} that calls {first!r} and {finder.name!r}, with a budget or a "
-                f"plan, expected one model, since the plan is of the pass through one; say which by "
-                f"SpillwayCallback(model={first!r}, ...), or call both in the forward of one module"
-            )
-        self._give_back(module)
-        self._attached[finder.name] = attach(module, **self._options)
 
     def check(self) -> None:
         """That something was found.
@@ -226,9 +233,9 @@ class _Search:
 
     def remove(self) -> None:
         """Nothing is left on the modules."""
-        for finder in self._finders.values():
-            finder.give_back()
-        self._finders.clear()
+        for call in self._waiting.values():
+            call.give_back()
+        self._waiting.clear()
         wrong: UsageError | None = None
         for attached in self._attached.values():
             try:
@@ -241,28 +248,11 @@ class _Search:
     def _give_back(self, module: Module) -> None:
         """Nobody waits for a module any more, nor for what is in it or around it."""
         inside = {id(each) for each in module.modules()}
-        for key, finder in list(self._finders.items()):
-            waiting = finder.module()
-            if waiting is None or key in inside or any(each is module for each in waiting.modules()):
-                finder.give_back()
-                del self._finders[key]
-
-
-class _Finder(ModuleCall):
-    """A module's call, until it is known whether a step calls it."""
-
-    def __init__(self, named: Named, search: _Search) -> None:
-        super().__init__(named)
-        self._search = search
-        self._forward = named.module.__dict__.get("forward")
-
-    def run(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # An instance's forward that is there since then stands for a whole step: see the note at the top.
-        redirected = module.__dict__.get("forward") is not self._forward and not self.name
-        if redirected or not self._search.is_wanted(self, module, tuple(tree_leaves((args, kwargs)))):
-            return self.plain(module, args, kwargs)
-        self._search.attach(self, module)
-        return module(*args, **kwargs)
+        for key, call in list(self._waiting.items()):
+            other = call.module()
+            if other is None or key in inside or any(each is module for each in other.modules()):
+                call.give_back()
+                del self._waiting[key]
 
 
 def _find_parts(module: Module, options: Mapping[str, Any]) -> None:
