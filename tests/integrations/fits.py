@@ -12,9 +12,19 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
+import spillway
+from budgets import hardware
+from integrations.training import local
+from spillway.attaching.call import PLACE
 from steps import Block
 
 WIDTH, FEATURES, ROWS, BATCH = 32, 8, 64, 16
+
+WAYS: dict[str, dict[str, Any]] = {
+    "regions": {"policy": spillway.Recompute(offload="inputs")},
+    "offload": {"policy": spillway.policies.Ratio(1)},
+    "budget": {"budget": "1TiB", "hardware": hardware()},
+}
 
 
 class Net(nn.Module):
@@ -61,7 +71,7 @@ class Recorded(LightningModule):
         self.seen.append(self.predicted(batch).sum().detach())
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.seen += [each.grad.detach().clone() for each in self.parameters() if each.grad is not None]
+        self.seen += [local(each.grad).detach().clone() for each in self.parameters() if each.grad is not None]
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
@@ -186,5 +196,10 @@ def fit(make: Callable[[], Recorded], *callbacks: Callback, ckpt_path: str | Non
     module = make()
     trainer = trainer_of(*callbacks, **options)
     trainer.fit(module, loader(), loader(BATCH), ckpt_path=ckpt_path)
-    weights = [each.detach().clone() for each in module.state_dict().values()]
+    weights = [local(each).detach().clone() for each in module.state_dict().values()]
     return Course(module, trainer, [*module.seen, *weights])
+
+
+def assert_untouched(module: nn.Module) -> None:
+    """No call of a module in it is taken over."""
+    assert not [name for name, each in module.named_modules() if PLACE in each.__dict__]

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 pytest.importorskip("lightning")
 
@@ -26,6 +25,7 @@ from budgets import budget_of, hardware
 from integrations.fits import (
     BATCH,
     FEATURES,
+    WAYS,
     Gan,
     Looping,
     Net,
@@ -33,6 +33,7 @@ from integrations.fits import (
     Pair,
     Recorded,
     Within,
+    assert_untouched,
     fit,
     loader,
     trainer_of,
@@ -49,12 +50,6 @@ pytestmark = [
     pytest.mark.timeout(240),
 ]
 
-WAYS: dict[str, dict[str, Any]] = {
-    "regions": {"policy": spillway.Recompute(offload="inputs")},
-    "offload": {"policy": spillway.policies.Ratio(1)},
-    "budget": {"budget": "1TiB", "hardware": hardware()},
-}
-
 
 @pytest.fixture
 def session() -> Iterator[spillway.Session]:
@@ -66,11 +61,6 @@ def session() -> Iterator[spillway.Session]:
 
 def callback(way: str, session: spillway.Session, **options: Any) -> SpillwayCallback:
     return SpillwayCallback(session=session, min_bytes=0, **{**WAYS[way], **options})
-
-
-def assert_untouched(module: nn.Module) -> None:
-    """No call of a module in it is taken over."""
-    assert not [name for name, each in module.named_modules() if PLACE in each.__dict__]
 
 
 @pytest.mark.parametrize("way", WAYS)

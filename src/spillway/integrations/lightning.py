@@ -7,15 +7,15 @@ module: it calls ``self``, or modules that ``self`` holds, or modules within the
 training starts a :class:`FirstCall` waits in the place of each module's call. The outermost module that is called to be
 trained, and that has blocks, is attached right there, and then called: so nothing of the first step goes past it.
 
-DDP and FSDP are called in place of the ``LightningModule``, whose ``forward`` is for that moment the whole step. That
-call tells nothing of what the step calls, and is let through.
+DDP and FSDP are called in place of the ``LightningModule``, whose ``forward`` is for that moment the whole step, with
+its backward, if the step does that by hand. That call is no forward of a model, and goes past what is attached.
 """
 
 from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from types import MappingProxyType
@@ -26,6 +26,7 @@ from torch.nn import Module
 from torch.utils._pytree import tree_leaves
 
 from spillway.attaching import Attached, attach
+from spillway.attaching.call import ModuleCall
 from spillway.blocks import Named, find_blocks, is_called, walk
 from spillway.errors import UsageError
 from spillway.groups import Groups
@@ -163,7 +164,8 @@ class _Search:
         self._refused: dict[str, str] = {}
         """What was called and is not attached to, in the order of the calls, and why."""
         self._waiting: dict[int, FirstCall] = {}
-        self._forward = root.__dict__.get("forward")
+        self._own = root.__dict__.get("forward")
+        self._past: _Past | None = None
         modules = [each for each in (Named("", root), *walk(root)) if is_called(each.module)]
         wanted = [each for each in modules if each.name == name or (name is None and _has_parameters(each.module))]
         if name is not None and not wanted:
@@ -176,8 +178,7 @@ class _Search:
 
     def _called(self, name: str, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """A module is called to be trained. Whether it was attached."""
-        # The forward of an instance that is there since the search began stands for a whole step: see the note above.
-        if not name and module.__dict__.get("forward") is not self._forward:
+        if not name and _is_step(module, self._own):
             return False
         if self._name is None and not self._is_wanted(name, module, args, kwargs):
             return False
@@ -190,6 +191,9 @@ class _Search:
             )
         self._give_back(module)
         self._attached[name] = attach(module, **self._options)
+        if not name:
+            self._past = _Past(module, self._own)
+            self._past.take()
         return True
 
     def _is_wanted(self, name: str, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -236,6 +240,8 @@ class _Search:
         for call in self._waiting.values():
             call.give_back()
         self._waiting.clear()
+        if self._past is not None:
+            self._past.give_back()
         wrong: UsageError | None = None
         for attached in self._attached.values():
             try:
@@ -253,6 +259,32 @@ class _Search:
             if other is None or key in inside or any(each is module for each in other.modules()):
                 call.give_back()
                 del self._waiting[key]
+
+
+class _Past(ModuleCall):
+    """In front of what is attached to a ``LightningModule``: a call that stands for a whole step goes past that.
+
+    Args:
+        root: the ``LightningModule``.
+        own: the forward of the instance, if it has one of its own.
+    """
+
+    def __init__(self, root: Module, own: object) -> None:
+        super().__init__(Named("", root))
+        self._own = own
+
+    def run(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not _is_step(module, self._own):
+            return self.plain(module, args, kwargs)
+        call: Callable[..., Any] = module._call_impl
+        return call(*args, **kwargs)
+
+
+def _is_step(root: Module, own: object) -> bool:
+    """Whether the forward of a ``LightningModule`` is for now a step: see NOTE [ What a step calls ]."""
+    forward = root.__dict__.get("forward")
+    # What Lightning puts back is the class's, bound to the instance, whether the instance had one before or not.
+    return forward is not own and getattr(forward, "__func__", None) is not type(root).forward
 
 
 def _find_parts(module: Module, options: Mapping[str, Any]) -> None:
