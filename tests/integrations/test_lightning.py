@@ -143,6 +143,19 @@ def test_a_plan_that_was_made_before_is_held_from_the_first_step(session: spillw
     assert ours.attached["net"].stats().recomputed_bytes > 0
 
 
+def test_what_is_around_an_attached_model_may_be_called_too(session: spillway.Session) -> None:
+    class Around(Recorded):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.net(x)
+
+        def predicted(self, x: torch.Tensor) -> torch.Tensor:
+            return self.net(x) - self(2 * x)
+
+    ours = callback("regions", session)
+    assert fit(Around, ours) == fit(Around)
+    assert list(ours.attached) == ["net"]
+
+
 def test_an_optimizer_that_asks_again_gets_the_same(session: spillway.Session) -> None:
     class Asking(Recorded):
         def configure_optimizers(self) -> Any:
@@ -305,6 +318,7 @@ def test_a_model_that_no_step_calls_is_named(session: spillway.Session) -> None:
     module = Within()
     module.outer["spare"] = Net()
     refused(module, callback("regions", session, model="outer.spare"), match=r"'outer.spare', which no .* of Within")
+    assert module.global_step == len(loader())
     refused(
         Within(), callback("regions", session, model="inner"), match=r"got 'inner', expected the name .*'outer.inner'"
     )

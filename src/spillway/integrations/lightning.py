@@ -128,10 +128,7 @@ class SpillwayCallback(Callback):
             self._search.check()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        search = self._search
         self._remove()
-        if self._batches and search is not None:
-            search.check()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         # What is wrong with the model was told by the exception, or is less than it.
