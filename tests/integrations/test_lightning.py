@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+import re
 import runpy
 import subprocess
 import sys
+import textwrap
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -373,6 +375,17 @@ def test_it_is_a_callback_of_the_package_that_is_there(monkeypatch: pytest.Monke
         again = runpy.run_module("spillway.integrations.lightning")
     assert again["SpillwayCallback"].__mro__[1] is other.Callback  # type: ignore[attr-defined]
     assert SpillwayCallback.__mro__[1] is Callback
+
+
+def test_the_snippets_of_its_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = Path(__file__).parents[2] / "docs" / "integrations" / "lightning.md"
+    snippets = re.findall(r"^( *)```python\n(.*?)^ *```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    assert len(snippets) == 3
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"__name__": "snippets"}
+    for _, snippet in snippets:
+        exec(textwrap.dedent(snippet), names)
+    assert [each._options.get("budget") for each in names["callbacks"]] == ["40GiB", None]
 
 
 WITH_THE_OTHER = """
