@@ -221,6 +221,28 @@ def test_larger_inputs_start_anew_and_smaller_ones_do_not(session: Session) -> N
         assert "inputs of 1.0 MiB came where there had been 512.0 KiB" in attached.explain()
 
 
+def test_a_model_that_is_called_twice_before_a_backward_finds_a_plan_too(session: Session) -> None:
+    kind = NAMED["mlp"]
+    torch.manual_seed(1)
+    batch = kind.batch()
+
+    def steps(model: nn.Module) -> list[Tensor]:
+        found = []
+        for _ in range(6):
+            loss = model(batch).square().mean() - model(batch.flip(0)).sin().mean()
+            loss.backward()
+            found += [loss.detach(), *(each.grad.clone() for each in model.parameters() if each.grad is not None)]
+            model.zero_grad()
+        return found
+
+    model = kind.model()
+    with attached_to(model, "1TiB", session) as attached:
+        course = steps(model)
+        assert attached.stage == "holding"
+        assert attached.profile is not None and len(attached.profile.calls) == 4
+    assert all(map(torch.equal, course, steps(kind.model())))
+
+
 def test_sizes_that_alternate_are_all_traced_before_one_is_measured(session: Session) -> None:
     kind = NAMED["mlp"]
     model, batch = kind.model(), kind.batch()

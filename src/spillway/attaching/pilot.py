@@ -148,6 +148,8 @@ class Pilot:
         self._blocks: Sequence[RegionCall] = ()
         self._probes: dict[Hashable, Probe] = {}
         self._watch: Watch | None = None
+        self._first = 0
+        """Number of the first call of a block in this pass: re-runs of an earlier pass have smaller ones."""
         self._has_traced = False
         """Whether a block of the pass is watched operator by operator."""
         self._rounds = 0
@@ -235,22 +237,22 @@ class Pilot:
             if len(self._probes) >= _MOST_PROBES:
                 self._probes.clear()
             call.observer = self._probes[kind] = self._new_probe()
-        return self._watch.block_begins(call.name, kind, (args, kwargs))
+        return self._first + self._watch.block_begins(call.name, kind, (args, kwargs))
 
     def block_ended(self, number: int, output: Any) -> None:
         """It has returned."""
-        if self._watch is not None and number >= 0:
-            self._watch.block_ended(number, output)
+        if self._watch is not None and number >= self._first:
+            self._watch.block_ended(number - self._first, output)
 
     def rerun_begins(self, number: int) -> None:
         """A block runs again."""
-        if self._watch is not None and number >= 0:
-            self._watch.rerun_begins(number)
+        if self._watch is not None and number >= self._first:
+            self._watch.rerun_begins(number - self._first)
 
     def rerun_ended(self, number: int) -> None:
         """That is over."""
-        if self._watch is not None and number >= 0:
-            self._watch.rerun_ended(number)
+        if self._watch is not None and number >= self._first:
+            self._watch.rerun_ended(number - self._first)
 
     def drop(self) -> None:
         """Nothing is measured any more."""
@@ -266,6 +268,7 @@ class Pilot:
         watch, self._watch = self._watch, None
         if watch is None:
             return None
+        self._first += watch.count
         if not watch.has_backward:
             watch.close()
             return None
