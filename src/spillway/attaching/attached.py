@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ from spillway.attaching.refusals import (
     refuse_unmatched,
 )
 from spillway.blocks import Blocks, Named, above, find_blocks, walk
-from spillway.errors import UsageError
+from spillway.errors import SpillwayError, UsageError
 from spillway.groups import Groups
 from spillway.policies import Keep, Offload, Policy
 from spillway.recomputing import Recompute
@@ -265,6 +265,14 @@ class Attached:
         """From the next call of the model on, blocks do as a pilot says. For those who plan and measure."""
         self._root.pilot = pilot
         pilot.take([call for call in self._root.blocks if isinstance(call, RegionCall)])
+
+    def tell(self, told: Callable[[SpillwayError], None]) -> None:
+        """Of what is refused in a call later on, tell somebody, and let the call go on as if nothing were attached.
+
+        For those who attach to a model whose code is not theirs. What they raise then is raised in the call.
+        """
+        for call in (self._root, *self._root.blocks):
+            call.told = told
 
     @property
     def plan(self) -> Plan | None:
