@@ -102,7 +102,9 @@ def test_a_hundred_steps_are_those_of_the_class_on_the_cpu(
     compare(given, dtype, 100, session)
 
 
-@pytest.mark.parametrize("info", [info for info in optim_db if info.optim_cls in REFUSED], ids=lambda info: info.optim_cls.__name__)
+@pytest.mark.parametrize(
+    "info", [info for info in optim_db if info.optim_cls in REFUSED], ids=lambda info: info.optim_cls.__name__
+)
 def test_what_cannot_be_served_is_refused_by_name(info: Any) -> None:
     name = info.optim_cls.__name__
     with pytest.raises(UnsupportedError, match=rf"optimizer_class: got {name}, expected another: .*; use it as it is"):

@@ -297,6 +297,11 @@ class Attached:
         """What the step took in which the plan was checked; ``None`` before."""
         return None if self._root.pilot is None else self._root.pilot.measured
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What happened while a plan was looked for and held; none without a budget."""
+        return () if self._root.pilot is None else tuple(self._root.pilot.notes)
+
     def explain(self, name: str | None = None) -> str:
         """Why what is done is done.
 

@@ -74,7 +74,7 @@ class ModuleCall:
         if self.removed or not (module.training and torch.is_grad_enabled()):
             return self.plain(module, args, kwargs)
         # First: where something is compiled, Python that is called from here is traced.
-        if _callback() not in (None, False):
+        if is_compiled_around():
             self.refuse(
                 UnsupportedError(
                     f"got {self.named(module)}, which is attached, inside of torch.compile, expected it outside, since "
@@ -83,7 +83,7 @@ class ModuleCall:
                 )
             )
             return self.plain(module, args, kwargs)
-        if _is_traced():
+        if is_traced():
             return self.plain(module, args, kwargs)
         if self.group is None:
             return self.run(module, args, kwargs)
@@ -165,7 +165,12 @@ def is_attached(module: Module) -> bool:
     return isinstance(module.__dict__.get(PLACE), ModuleCall)
 
 
-def _is_traced() -> bool:
+def is_compiled_around() -> bool:
+    """Whether the calling code runs inside of something compiled: what Python is called from there is traced."""
+    return _callback() not in (None, False)
+
+
+def is_traced() -> bool:
     """Whether the call is written down rather than made: by ``torch.jit.trace``, by ``torch.fx``, or for export."""
     return (
         torch._C._get_tracing_state() is not None

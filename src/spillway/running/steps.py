@@ -1,0 +1,141 @@
+"""Sees each step of each optimizer: counts and times them, and says when nobody need look at calls any more.
+
+NOTE [ When nobody looks ]
+
+Calls of modules are looked at until all parameters of all optimizers belong to somebody: to a root, or to a module that
+was given up. From then on an optimizer's step costs two comparisons, and a call nothing. They are looked at again when
+an optimizer steps parameters that belong to nobody. Those that no module was seen with, though
+somebody looked, are given up with the module that has them (one that is compiled, say), or are nobody's. Of parameters
+without a gradient nothing is known yet: their first step tells.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import statistics
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from spillway.running.roots import Roots
+
+_PATIENCE = 8
+"""Steps for which somebody looks for a call with parameters that have no gradient yet."""
+_TRIES = 2
+"""Steps after which parameters that have one, and were not seen with a call, are given up."""
+_MOST_TIMES = 32
+
+
+@dataclass(slots=True)
+class _Settled:
+    """An optimizer of which all is known."""
+
+    count: int
+    sleeping: list[Tensor]
+    """Those of nobody's that had no gradient so far."""
+
+
+class Steps:
+    """Sees the steps of optimizers. See NOTE [ When nobody looks ].
+
+    Args:
+        roots: whom parameters belong to, and who looks.
+        told: called after each step that counts, with how many there were.
+    """
+
+    def __init__(self, roots: Roots, told: Callable[[int], None] | None = None) -> None:
+        self._roots = roots
+        self._told = told
+        self._lock = threading.RLock()
+        self._settled: weakref.WeakKeyDictionary[Optimizer, _Settled] = weakref.WeakKeyDictionary()
+        self._looks: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._nobodys: dict[int, weakref.ref[Tensor]] = {}
+        self._first: weakref.ref[Optimizer] | None = None
+        self._times: deque[float] = deque(maxlen=_MOST_TIMES)
+        self._hook = register_optimizer_step_post_hook(self._stepped)
+        self.count = 0
+        """Steps of the optimizer that stepped first: of two that take turns, one says what a step is."""
+
+    @property
+    def nobodys(self) -> int:
+        """How many parameters were stepped that are in no module."""
+        return len(self._nobodys)
+
+    @property
+    def seconds(self) -> float | None:
+        """Median of the time between the last steps; ``None`` as long as there were not two."""
+        times = list(self._times)
+        return statistics.median(b - a for a, b in itertools.pairwise(times)) if len(times) > 1 else None
+
+    def close(self) -> None:
+        """See no steps any more. Of a script with few steps, this is the last moment to say who was not seen."""
+        self._hook.remove()
+        if self._roots.calls.on:
+            owned = self._roots.parameters()
+            for optimizer in _optimizers():
+                self._give_up([each for each in self._left(optimizer, owned) if each.grad is not None])
+
+    def _stepped(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        settled = self._settled.get(optimizer)
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        is_known = settled is not None and settled.count == count
+        wakes = settled is not None and any(each.grad is not None for each in settled.sleeping)
+        if not is_known or wakes or self._roots.calls.on:
+            with self._lock:
+                self._look(optimizer, count)
+        first = None if self._first is None else self._first()
+        if first is None:
+            self._first = weakref.ref(optimizer)
+        if first is None or first is optimizer:
+            self.count += 1
+            self._times.append(time.perf_counter())
+            if self._told is not None:
+                self._told(self.count)
+
+    def _look(self, optimizer: Optimizer, count: int) -> None:
+        """Whether all that is stepped belongs to somebody. See NOTE [ When nobody looks ]."""
+        calls, owned = self._roots.calls, self._roots.parameters()
+        left = self._left(optimizer, owned)
+        stepped = [each for each in left if each.grad is not None]
+        looks = self._looks[optimizer] = self._looks.get(optimizer, 0) + 1
+        if stepped and not calls.on:
+            self._looks[optimizer] = 0
+            calls.start()
+        if stepped and looks >= _TRIES and self._looks[optimizer]:
+            self._give_up(stepped)
+            left = [each for each in left if each.grad is None]
+            stepped = []
+        if stepped or (left and looks <= _PATIENCE):
+            self._roots.look_again()
+            return
+        self._settled[optimizer] = _Settled(count, left)
+        owned = self._roots.parameters()
+        if looks > _PATIENCE or not any(self._left(other, owned) for other in _optimizers()):
+            calls.stop()
+
+    def _give_up(self, parameters: list[Tensor]) -> None:
+        bare = self._roots.give_up_unseen(parameters)
+        self._nobodys.update({id(each): weakref.ref(each) for each in bare})
+
+    def _left(self, optimizer: Optimizer, owned: set[int]) -> list[Tensor]:
+        """Parameters that belong to nobody, and are not known for that."""
+        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        return [each for each in parameters if id(each) not in owned and not self._is_nobodys(each)]
+
+    def _is_nobodys(self, parameter: Tensor) -> bool:
+        known = self._nobodys.get(id(parameter))
+        return known is not None and known() is parameter
+
+
+def _optimizers() -> list[Optimizer]:
+    """All that there are: one that has not stepped yet may belong to a model that was not called yet."""
+    return [each for each in gc.get_objects() if issubclass(type(each), Optimizer)]
