@@ -48,10 +48,13 @@ class Calls:
         self._lock = threading.Lock()
         self.on = False
         """Whether somebody looks."""
+        self.starts = 0
+        """How often somebody began to."""
 
     def start(self) -> None:
         """See calls from now on."""
         with self._lock:
+            self.starts += 1
             if not self.on:
                 setattr(Module, PLACE, self._function())
                 self.on = True

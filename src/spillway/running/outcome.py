@@ -13,7 +13,7 @@ from spillway.running.roots import Root, Roots
 from spillway.running.steps import Steps
 
 SCHEMA = 1
-NO_MODULE = "are in no module"
+NO_MODULE = "in no module"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -107,7 +107,8 @@ class Roots:
 
     def parameters(self) -> set[int]:
         """Ids of the parameters that belong to a root, or to a module that was given up."""
-        modules = [each.module() for each in (*self.attached, *self.given_up)]
+        references = [*(each.module for each in self.attached), *(each.module for each in self.given_up)]
+        modules = [reference() for reference in references]
         return {id(parameter) for module in modules if module is not None for parameter in module.parameters()}
 
     def look_again(self) -> None:
@@ -137,6 +138,14 @@ class Roots:
             for key in found:
                 left.pop(key, None)
         return list(left.values())
+
+    def check(self) -> None:
+        """See whether what was attached is still there: who compiles a model as a whole takes its place."""
+        for root in list(self.attached):
+            module = root.module()
+            if module is not None and not is_attached(module):
+                self._take_off(root)
+                self.give_up(module, COMPILED)
 
     def close(self) -> None:
         """See no calls any more, and take off what was attached."""
@@ -209,11 +218,8 @@ class Roots:
             raise error
         model = root.module()
         with self._lock:
-            with suppress(UsageError):
-                root.attached.remove()
-            if root not in self.attached or model is None:
+            if not self._take_off(root) or model is None:
                 return
-            self.attached.remove(root)
             known = self._known.get(id(model))
             tries = 1 + (known.tries if known is not None else 0)
             self._know(model, Seen.PASSED, tries, str(error))
@@ -221,6 +227,14 @@ class Roots:
                 self.give_up(model, str(error))
         self.look_again()
         self.calls.start()
+
+    def _take_off(self, root: Root) -> bool:
+        with suppress(UsageError):
+            root.attached.remove()
+        is_there = root in self.attached
+        if is_there:
+            self.attached.remove(root)
+        return is_there
 
     def _know(self, module: Module, seen: Seen, tries: int = 0, why: str = "") -> Seen:
         self._known[id(module)] = _Known(weakref.ref(module), seen, tries, why)

@@ -58,6 +58,9 @@ class Steps:
         self._lock = threading.RLock()
         self._settled: weakref.WeakKeyDictionary[Optimizer, _Settled] = weakref.WeakKeyDictionary()
         self._looks: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._starts = 0
+        self._unseen: list[weakref.ref[Tensor]] = []
+        """What the last step that was looked at stepped, and nobody was seen with."""
         self._nobodys: dict[int, weakref.ref[Tensor]] = {}
         self._first: weakref.ref[Optimizer] | None = None
         self._times: deque[float] = deque(maxlen=_MOST_TIMES)
@@ -81,10 +84,11 @@ class Steps:
         self._hook.remove()
         if self._roots.calls.on:
             owned = self._roots.parameters()
-            for optimizer in _optimizers():
-                self._give_up([each for each in self._left(optimizer, owned) if each.grad is not None])
+            alive = [parameter for each in self._unseen if (parameter := each()) is not None]
+            self._give_up([each for each in alive if id(each) not in owned and not self._is_nobodys(each)])
 
     def _stepped(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._roots.check()
         settled = self._settled.get(optimizer)
         count = sum(len(group["params"]) for group in optimizer.param_groups)
         is_known = settled is not None and settled.count == count
@@ -106,11 +110,14 @@ class Steps:
         calls, owned = self._roots.calls, self._roots.parameters()
         left = self._left(optimizer, owned)
         stepped = [each for each in left if each.grad is not None]
+        if self._starts != calls.starts:
+            self._starts = calls.starts
+            self._looks.clear()
         looks = self._looks[optimizer] = self._looks.get(optimizer, 0) + 1
+        self._unseen = [weakref.ref(each) for each in stepped]
         if stepped and not calls.on:
-            self._looks[optimizer] = 0
             calls.start()
-        if stepped and looks >= _TRIES and self._looks[optimizer]:
+        elif stepped and looks >= _TRIES:
             self._give_up(stepped)
             left = [each for each in left if each.grad is None]
             stepped = []

@@ -30,6 +30,7 @@ def _lines(outcome: RunOutcome) -> Iterator[str]:
         yield ""
         yield from _wrapped(f"{_counted(each.kind, each.count)} not attached: {each.reason}", "  ")
     if not outcome.roots and not outcome.not_attached:
+        yield ""
         yield from _wrapped(
             "No module was called in training with gradients on, in this process; what processes that it starts do is "
             "not seen: start each of them with spillway run, as torchrun does.",
