@@ -18,6 +18,7 @@ from spillway.demo.runner import child_environment
 from spillway.errors import UsageError
 from spillway.running.measured import ANSWER, ORDER, Answer, Order
 from spillway.running.script import Script
+from spillway.running.table import wrapped
 from spillway.running.ways import PLAIN, Way
 from spillway.units import format_bytes, format_seconds
 
@@ -68,10 +69,10 @@ class Bench:
         lines = ["{:<18}{:>10}{:>10}{:>10}{:>9}{:>11}{:>9}".format(*_HEADINGS)]
         lines += ["{:<18}{:>10}{:>10}{:>10}{:>9}{:>11}{:>9}".format(*_cells(row, plain)) for row in self.rows]
         sources = {row.answer.peak_source for row in self.rows if row.answer.peak_source}
-        lines += ["", "step: median between optimizer steps; from, to: quartiles. Losses are not compared."]
-        lines += [f"peak: {source}" for source in sorted(sources)]
-        lines += [f"{row.way}: {row.answer.error}" for row in self.rows if row.answer.error]
-        return "\n".join(lines)
+        said = ["step: median between optimizer steps; from, to: quartiles. Losses are not compared."]
+        said += [f"peak: {source}" for source in sorted(sources)]
+        said += [f"{row.way}: {row.answer.error}" for row in self.rows if row.answer.error]
+        return "\n".join([*lines, "", *(line for text in said for line in wrapped(text))])
 
 
 def run_bench(script: Script, ways: Sequence[Way], *, steps: int, told: Callable[[str], None]) -> Bench:

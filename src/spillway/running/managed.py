@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import sys
 from collections.abc import Iterator
@@ -13,10 +14,9 @@ from typing import Any
 from spillway.errors import SpillwayError, UsageError
 from spillway.running.asked import Asked
 from spillway.running.files import check_writable, numbered, rank_of
-from spillway.running.outcome import outcome_of
-from spillway.running.roots import Root, Roots
-from spillway.running.script import Script
-from spillway.running.steps import Steps
+from spillway.running.roots import Root
+from spillway.running.script import Script, is_of_script
+from spillway.running.seeing import Seeing
 from spillway.running.table import table
 
 
@@ -56,22 +56,26 @@ def run_managed(script: Script, asked: Asked, files: Files, *, quiet: bool) -> N
             "got --profile without a budget, expected --budget beside it, since without one nothing is measured; "
             "spillway profile measures alone"
         )
-    roots = Roots(asked.attach)
-    steps = Steps(roots)
-    atexit.register(_finish, os.getpid(), roots, steps, files, rank, quiet)
-    os.register_at_fork(after_in_child=roots.calls.stop)
-    roots.calls.start()
-    script.run()
+    seen = Seeing(asked.attach)
+    finish = functools.partial(_finish, os.getpid(), seen, files, rank, quiet)
+    atexit.register(finish)
+    try:
+        script.run()
+    except UsageError as error:
+        if not is_of_script(error):
+            atexit.unregister(finish)
+        raise
+    roots = seen.roots
     if roots.fatal is not None:
         # The script has caught it, and went on without its model.
         raise roots.fatal
 
 
-def _finish(process: int, roots: Roots, steps: Steps, files: Files, rank: int, quiet: bool) -> None:
+def _finish(process: int, seen: Seeing, files: Files, rank: int, quiet: bool) -> None:
     if os.getpid() != process:
         return
-    steps.close()
-    outcome = outcome_of(roots, steps, rank=rank)
+    roots = seen.roots
+    outcome = seen.end(rank)
     said = [] if quiet or rank else [table(outcome)]
     try:
         if files.json is not None:
@@ -81,7 +85,7 @@ def _finish(process: int, roots: Roots, steps: Steps, files: Files, rank: int, q
     except (SpillwayError, OSError) as error:
         # Nobody is there any more who could catch it.
         said.append(f"error: {error}")
-    roots.close()
+    seen.close()
     if said and sys.__stderr__ is not None:
         sys.__stderr__.write("\n" + "\n".join(said) + "\n")
 

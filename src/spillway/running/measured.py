@@ -5,7 +5,6 @@ Run as ``python -m spillway.running.measured ORDER``, with an :class:`Order` as 
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from dataclasses import dataclass
@@ -16,13 +15,14 @@ import torch
 from pydantic import TypeAdapter
 from torch.nn import Module
 
+from spillway.attaching import Attached
 from spillway.demo.measure import Meter, meter_for
 from spillway.errors import BudgetError, SpillwayError
 from spillway.running.asked import Treated
-from spillway.running.outcome import RunOutcome, outcome_of
-from spillway.running.roots import Roots
+from spillway.running.clock import Clock
+from spillway.running.outcome import RunOutcome
 from spillway.running.script import Ended, Script
-from spillway.running.steps import Steps
+from spillway.running.seeing import Seeing
 from spillway.running.ways import Way
 
 
@@ -61,21 +61,23 @@ class Stopwatch:
 
     Args:
         order: how many.
-        roots: whose plans have to be held first.
     """
 
-    def __init__(self, order: Order, roots: Roots) -> None:
+    def __init__(self, order: Order) -> None:
         self._order = order
-        self._roots = roots
+        self.attached: list[Attached] = []
+        """Whose plans have to be held first."""
         self._last: float | None = None
         self.meter: Meter | None = None
         self.seconds: list[float] = []
+        self.count = 0
 
     def stepped(self, count: int) -> None:
         """An optimizer has made a step."""
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
         now = time.perf_counter()
+        self.count = count
         if self._last is not None:
             self.seconds.append(now - self._last)
         elif count >= self._order.warm_up and self._is_steady():
@@ -88,23 +90,23 @@ class Stopwatch:
             raise Ended
 
     def _is_steady(self) -> bool:
-        return all(root.attached.stage in (None, "holding") for root in self._roots.attached)
+        return all(each.stage in (None, "holding") for each in self.attached)
 
 
 def measure(order: Order) -> Answer:
     """Run the script. What it raises goes on."""
     asked = order.way.asked
+    stopwatch = Stopwatch(order)
 
     def treat(model: Module) -> Treated:
         assert asked is not None
-        return asked.attach(model)
+        treated = asked.attach(model)
+        stopwatch.attached.append(treated.attached)
+        return treated
 
-    roots = Roots(treat)
-    stopwatch = Stopwatch(order, roots)
-    steps = Steps(roots, stopwatch.stepped)
-    os.register_at_fork(after_in_child=roots.calls.stop)
-    if asked is not None:
-        roots.calls.start()
+    # A plain way is only timed.
+    clock = Clock(stopwatch.stepped) if asked is None else None
+    seen = None if asked is None else Seeing(treat, stopwatch.stepped)
     try:
         order.script.run()
     except Ended:
@@ -115,15 +117,18 @@ def measure(order: Order) -> Answer:
     except BudgetError as error:
         return Answer(error=str(error))
     peak = None if stopwatch.meter is None else stopwatch.meter.peak()
-    steps.close()
-    outcome = outcome_of(roots, steps, rank=0)
-    roots.close()
-    if asked is not None and not outcome.roots:
+    outcome = None
+    if clock is not None:
+        clock.close()
+    if seen is not None:
+        outcome = seen.end(rank=0)
+        seen.close()
+    if outcome is not None and not outcome.roots:
         reasons = "; ".join(f"{each.kind} {each.reason}" for each in outcome.not_attached)
         return Answer(error=f"nothing was attached: {reasons or 'no module was called in training'}", outcome=outcome)
     if not stopwatch.seconds:
         return Answer(
-            error=f"no step was measured in {steps.count} optimizer steps: the first {order.warm_up} are not, nor "
+            error=f"no step was measured in {stopwatch.count} optimizer steps: the first {order.warm_up} are not, nor "
             f"those in which a plan is looked for; give more --steps, or a script that has as many",
             outcome=outcome,
         )

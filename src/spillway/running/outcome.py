@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from spillway.records import StepStats
+from spillway.running.clock import Clock
 from spillway.running.roots import Root, Roots
 from spillway.running.steps import Steps
 
@@ -70,7 +71,7 @@ class RunOutcome:
         return text.decode()
 
 
-def outcome_of(roots: Roots, steps: Steps, *, rank: int) -> RunOutcome:
+def outcome_of(roots: Roots, steps: Steps, clock: Clock, *, rank: int) -> RunOutcome:
     """What came of it so far."""
     reasons = Counter((each.kind, each.reason) for each in roots.given_up)
     not_attached = [NotAttached(kind, count, reason) for (kind, reason), count in reasons.items()]
@@ -78,8 +79,8 @@ def outcome_of(roots: Roots, steps: Steps, *, rank: int) -> RunOutcome:
         not_attached.append(NotAttached("Parameter", steps.nobodys, NO_MODULE))
     return RunOutcome(
         rank=rank,
-        steps=steps.count,
-        seconds=steps.seconds,
+        steps=clock.count,
+        seconds=clock.seconds,
         roots=tuple(map(_of_root, roots.attached)),
         not_attached=tuple(not_attached),
     )

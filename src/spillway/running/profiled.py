@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,9 @@ from spillway.errors import UnsupportedError
 from spillway.planning.profile import Profile
 from spillway.running.asked import Treated
 from spillway.running.files import check_writable, numbered, rank_of
-from spillway.running.outcome import outcome_of
-from spillway.running.roots import Roots
 from spillway.running.script import Ended, Script
-from spillway.running.steps import Steps
+from spillway.running.seeing import Seeing
+from spillway.running.table import wrapped
 from spillway.session import MIN_BYTES
 from spillway.units import format_bytes, format_seconds
 
@@ -54,10 +52,7 @@ def run_profiled(script: Script, path: Path, *, steps: int) -> Profile:
         if count >= steps and not found:
             raise Ended
 
-    roots = Roots(treat)
-    clock = Steps(roots, stepped)
-    os.register_at_fork(after_in_child=roots.calls.stop)
-    roots.calls.start()
+    seen = Seeing(treat, stepped)
     try:
         script.run()
     except Ended:
@@ -65,18 +60,17 @@ def run_profiled(script: Script, path: Path, *, steps: int) -> Profile:
     except SystemExit as ended:
         if ended.code:
             raise
-    clock.close()
+    outcome = seen.end(rank)
     for pilot in pilots:
         if not found:
             # The last step has ended with the script.
             pilot.finish()
             pilot.give()
-    outcome = outcome_of(roots, clock, rank=rank)
-    roots.close()
+    seen.close()
     if not found:
         reasons = "; ".join(f"{each.kind} {each.reason}" for each in outcome.not_attached)
         raise UnsupportedError(
-            f"got {clock.count} optimizer steps without a profile of a model, expected two passes through one, forward "
+            f"got no profile of a model in {outcome.steps} optimizer steps, expected two passes through one, forward "
             f"and backward; {reasons or 'run a script that trains in this process, or give more --steps'}"
         )
     found[0].save(numbered(path, "rank", rank))
@@ -86,13 +80,14 @@ def run_profiled(script: Script, path: Path, *, steps: int) -> Profile:
 
 
 def summary(profile: Profile) -> list[str]:
-    """A profile in lines of at most 80 columns or so: kinds of blocks, what they save, what lies outside."""
-    lines = [str(profile)]
+    """A profile in lines of at most 80 columns: kinds of blocks, what they save, what lies outside."""
+    lines = wrapped(str(profile))
     for number, kind in enumerate(profile.kinds):
         calls = sum(call.kind == number for call in profile.calls)
-        lines.append(
-            f"  {calls} x {kind.kind}: {len(kind.operators)} operators save {format_bytes(kind.saved_bytes)}; forward "
-            f"{format_seconds(kind.forward_seconds)}, backward {format_seconds(kind.backward_seconds)}"
+        lines += wrapped(
+            f"{calls} like {kind.kind}: {len(kind.operators)} operators save {format_bytes(kind.saved_bytes)}; forward "
+            f"{format_seconds(kind.forward_seconds)}, backward {format_seconds(kind.backward_seconds)}",
+            "  ",
         )
     for name, part in (("before", profile.before), ("between", profile.middle), ("after", profile.after)):
         lines.append(

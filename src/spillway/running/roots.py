@@ -140,7 +140,7 @@ class Roots:
         return list(left.values())
 
     def check(self) -> None:
-        """See whether what was attached is still there: who compiles a model as a whole takes its place."""
+        """See whether what was attached is still there: whoever compiles a model as a whole takes its place."""
         for root in list(self.attached):
             module = root.module()
             if module is not None and not is_attached(module):

@@ -55,8 +55,11 @@ class Script:
         """
         main = ModuleType("__main__")
         before, sys.modules["__main__"] = sys.modules["__main__"], main
-        # What is running now is in it: it is kept, as long as the process.
+        # By this name, which was given when multiprocessing was imported, children send what the script defines.
+        if "__mp_main__" in sys.modules:
+            sys.modules["__mp_main__"] = main
         main.__dict__["__builtins__"] = sys.modules["builtins"]
+        # What is running now is in it.
         _kept.append(before)
         sys.argv = [self.target, *self.arguments]
         try:
@@ -83,7 +86,7 @@ class Script:
         importer = pkgutil.get_importer(self.target)
         if importer is not None:
             # A folder, or an archive.
-            _put_first(self.target)
+            _put_first(os.path.abspath(self.target))
             spec = importer.find_spec("__main__", None)
             code = None if spec is None else _code_of(spec)
             if spec is None or code is None:
@@ -98,6 +101,7 @@ class Script:
 
 
 _kept: list[ModuleType] = []
+"""What was ``__main__`` before, for as long as the process."""
 
 
 def _put_first(folder: str) -> None:

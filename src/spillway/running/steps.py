@@ -1,24 +1,19 @@
-"""Sees each step of each optimizer: counts and times them, and says when nobody need look at calls any more.
+"""Sees whose parameters each optimizer steps, and says when nobody need look at calls any more.
 
 NOTE [ When nobody looks ]
 
 Calls of modules are looked at until all parameters of all optimizers belong to somebody: to a root, or to a module that
 was given up. From then on an optimizer's step costs two comparisons, and a call nothing. They are looked at again when
-an optimizer steps parameters that belong to nobody. Those that no module was seen with, though
-somebody looked, are given up with the module that has them (one that is compiled, say), or are nobody's. Of parameters
-without a gradient nothing is known yet: their first step tells.
+an optimizer steps parameters that belong to nobody. Those that no module was seen with, though somebody looked, are
+given up with the module that has them (one that is compiled, say), or are nobody's. Of parameters without a gradient
+nothing is known yet: their first step tells.
 """
 
 from __future__ import annotations
 
 import gc
-import itertools
-import statistics
 import threading
-import time
 import weakref
-from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +27,6 @@ _PATIENCE = 8
 """Steps for which somebody looks for a call with parameters that have no gradient yet."""
 _TRIES = 2
 """Steps after which parameters that have one, and were not seen with a call, are given up."""
-_MOST_TIMES = 32
 
 
 @dataclass(slots=True)
@@ -49,12 +43,10 @@ class Steps:
 
     Args:
         roots: whom parameters belong to, and who looks.
-        told: called after each step that counts, with how many there were.
     """
 
-    def __init__(self, roots: Roots, told: Callable[[int], None] | None = None) -> None:
+    def __init__(self, roots: Roots) -> None:
         self._roots = roots
-        self._told = told
         self._lock = threading.RLock()
         self._settled: weakref.WeakKeyDictionary[Optimizer, _Settled] = weakref.WeakKeyDictionary()
         self._looks: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
@@ -62,26 +54,20 @@ class Steps:
         self._unseen: list[weakref.ref[Tensor]] = []
         """What the last step that was looked at stepped, and nobody was seen with."""
         self._nobodys: dict[int, weakref.ref[Tensor]] = {}
-        self._first: weakref.ref[Optimizer] | None = None
-        self._times: deque[float] = deque(maxlen=_MOST_TIMES)
         self._hook = register_optimizer_step_post_hook(self._stepped)
-        self.count = 0
-        """Steps of the optimizer that stepped first: of two that take turns, one says what a step is."""
 
     @property
     def nobodys(self) -> int:
         """How many parameters were stepped that are in no module."""
         return len(self._nobodys)
 
-    @property
-    def seconds(self) -> float | None:
-        """Median of the time between the last steps; ``None`` as long as there were not two."""
-        times = list(self._times)
-        return statistics.median(b - a for a, b in itertools.pairwise(times)) if len(times) > 1 else None
+    def forsake(self) -> None:
+        """See no more steps."""
+        self._hook.remove()
 
     def close(self) -> None:
-        """See no steps any more. Of a script with few steps, this is the last moment to say who was not seen."""
-        self._hook.remove()
+        """The same in the end. Of a script with few steps, this is the last moment to say who was not seen."""
+        self.forsake()
         if self._roots.calls.on:
             owned = self._roots.parameters()
             alive = [parameter for each in self._unseen if (parameter := each()) is not None]
@@ -96,14 +82,6 @@ class Steps:
         if not is_known or wakes or self._roots.calls.on:
             with self._lock:
                 self._look(optimizer, count)
-        first = None if self._first is None else self._first()
-        if first is None:
-            self._first = weakref.ref(optimizer)
-        if first is None or first is optimizer:
-            self.count += 1
-            self._times.append(time.perf_counter())
-            if self._told is not None:
-                self._told(self.count)
 
     def _look(self, optimizer: Optimizer, count: int) -> None:
         """Whether all that is stepped belongs to somebody. See NOTE [ When nobody looks ]."""

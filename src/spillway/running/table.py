@@ -28,10 +28,10 @@ def _lines(outcome: RunOutcome) -> Iterator[str]:
         yield from _of_root(root, outcome.seconds)
     for each in outcome.not_attached:
         yield ""
-        yield from _wrapped(f"{_counted(each.kind, each.count)} not attached: {each.reason}", "  ")
+        yield from wrapped(f"{_counted(each.kind, each.count)} not attached: {each.reason}", "  ")
     if not outcome.roots and not outcome.not_attached:
         yield ""
-        yield from _wrapped(
+        yield from wrapped(
             "No module was called in training with gradients on, in this process; what processes that it starts do is "
             "not seen: start each of them with spillway run, as torchrun does.",
             "",
@@ -41,7 +41,7 @@ def _lines(outcome: RunOutcome) -> Iterator[str]:
 def _of_root(root: RootOutcome, seconds: float | None) -> Iterator[str]:
     budget = "" if root.budget is None else f" of {format_bytes(root.budget)}"
     stage = "" if root.stage is None else f", {root.stage}"
-    yield from _wrapped(f"{root.kind}: {root.blocks} blocks, {root.way}{budget}{stage}", "  ")
+    yield from wrapped(f"{root.kind}: {root.blocks} blocks, {root.way}{budget}{stage}", "  ")
     yield _row(_HEADINGS)
     stats = root.stats
     if root.predicted_seconds is not None and root.predicted_peak is not None:
@@ -66,7 +66,7 @@ def _of_root(root: RootOutcome, seconds: float | None) -> Iterator[str]:
         )
     )
     for note in root.notes:
-        yield from _wrapped(f"note: {note}", "  ")
+        yield from wrapped(f"note: {note}", "  ")
 
 
 def _counted(kind: str, count: int) -> str:
@@ -82,5 +82,6 @@ def _row(cells: tuple[str, ...]) -> str:
     return f"  {first:<9}" + "".join(f"{cell:>{_COLUMN}}" for cell in others)
 
 
-def _wrapped(text: str, indent: str) -> list[str]:
+def wrapped(text: str, indent: str = "") -> list[str]:
+    """A sentence as lines of at most :data:`WIDEST` columns."""
     return textwrap.wrap(text, WIDEST, subsequent_indent=indent + "  ", initial_indent=indent) or [""]
