@@ -57,7 +57,7 @@ model = GPT()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 try:
     for step in range(int(sys.argv[1])):
-        loss = model(torch.randint(64, (16, 256)))
+        loss = model(torch.randint(64, (4, 64)))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
