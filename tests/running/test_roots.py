@@ -358,11 +358,28 @@ def test_a_model_that_is_compiled_as_a_whole_later_is_said(seeing: Seeing) -> No
     assert seeing.roots.attached == []
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_a_model_that_is_called_inside_of_something_compiled_later_is_taken_off_and_said(seeing: Seeing) -> None:
+    def course(model: nn.Module) -> list[Tensor]:
+        optimizer = sgd(model)
+        return [*train(model, optimizer, 2), *train(torch.compile(model, backend="eager"), optimizer, 3)]
+
+    model = net()
+    losses = course(model)
+    assert PLACE not in model.__dict__
+    assert [kind for kind, _ in reasons(seeing)] == ["OptimizedModule"]
+    seeing.close()
+    assert all(map(torch.equal, losses, course(net())))
+
+
 class Cache:
     """What a transformer is given to write keys and values to."""
 
+    def __init__(self) -> None:
+        self.writes = 0
+
     def get_seq_length(self) -> int:
-        return 0
+        return self.writes
 
 
 class Caching(nn.Module):
@@ -371,10 +388,11 @@ class Caching(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Cached() for _ in range(3))
+        self.cache = Cache()
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
-            x = block(x, cache=Cache())
+            x = block(x, cache=self.cache)
         return x
 
 
@@ -382,7 +400,8 @@ class Cached(Block):
     def __init__(self) -> None:
         super().__init__(WIDTH)
 
-    def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
+    def forward(self, x: Tensor, cache: Cache) -> Tensor:  # type: ignore[override]
+        cache.writes += 1
         return super().forward(x)
 
 
@@ -394,6 +413,8 @@ def test_what_is_refused_in_the_middle_of_a_forward_runs_on_and_is_given_up_the_
     assert kind == "Caching"
     assert "use_cache=False" in reason
     assert not is_attached(model)
+    # No block ran a second time.
+    assert model.cache.writes == 5 * 3
     seeing.close()
     torch.manual_seed(0)
     plain = Caching()

@@ -186,9 +186,6 @@ class Roots:
         model: Module = module.module if isinstance(module, DistributedDataParallel) else module
         known = self._known.get(id(model))
         tries, why = (0, "") if known is None or known.module() is not model else (known.tries, known.why)
-        if tries >= _MOST_TRIES:
-            self.give_up(model, why)
-            return self._know(module, Seen.OWNED)
         blocks = _count_blocks(model)
         if not blocks:
             self.give_up(model, NO_BLOCKS)
