@@ -473,6 +473,18 @@ def test_an_error_that_is_not_ours_goes_through() -> None:
     assert nn.Module._compiled_call_impl is None
 
 
+def test_without_an_option_an_accelerator_has_a_budget_and_a_cpu_offloads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10, 1000))
+    device = torch.device("cuda", 0)
+    assert Asked().budget_on(device) == 900
+    assert Asked(policy="keep").budget_on(device) is None
+    assert Asked(budget="1KiB").budget_on(device) == "1KiB"
+    assert Asked().budget_on(torch.device("cpu")) is None
+    treated = Asked().attach(net())
+    treated.attached.remove()
+    assert (treated.way, treated.budget) == ("offload", None)
+
+
 def test_the_steady_step_of_an_optimizer_looks_at_no_parameter(seeing: Seeing, monkeypatch: pytest.MonkeyPatch) -> None:
     model = net()
     optimizer = sgd(model)
