@@ -46,16 +46,20 @@ def run(
     What is after SCRIPT belongs to the script. In the end a table says on stderr what was saved and what it cost.
     """
     from spillway.cli.app import Invocation
-    from spillway.planning.plan import Plan
     from spillway.running.asked import Asked
     from spillway.running.managed import Files, run_managed
     from spillway.running.script import Script
 
+    held = None
+    if plan is not None:
+        from spillway.planning.plan import Plan
+
+        held = Plan.load(plan)
     asked = Asked(
         budget=budget,
         policy=policy,
         ratio=ratio,
-        plan=None if plan is None else Plan.load(plan),
+        plan=held,
         host_budget=host_budget,
         disk_budget=disk_budget,
         allow=None if allow is None else tuple(each.strip() for each in allow.split(",")),
