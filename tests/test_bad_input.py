@@ -298,18 +298,26 @@ def test_a_torch_that_is_too_old_is_refused_by_name(version: str) -> None:
         assert part in message
 
 
-def test_importing_beside_a_torch_that_is_too_old_says_so_before_anything_else(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        ("from spillway import offload", "UnsupportedError: got torch"),
+        ("import spillway; spillway.policies", "UnsupportedError: got torch"),
+        ("from spillway.cli.app import main; main()", "error: got torch"),
+    ],
+)
+def test_beside_a_torch_that_is_too_old_it_is_said_before_anything_else(code: str, told: str, tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("__version__ = '2.10.0'")
     source = str(Path(spillway.__file__).parents[1])
     run = subprocess.run(
-        [sys.executable, "-c", "import spillway"],
+        [sys.executable, "-c", code, "run", "train.py"],
         env={"PYTHONPATH": f"{tmp_path}:{source}"},
         capture_output=True,
         text=True,
         check=False,
     )
     assert run.returncode == 1
-    assert "UnsupportedError: got torch 2.10.0, expected 2.11 or later" in run.stderr
+    assert f"{told} 2.10.0, expected 2.11 or later" in run.stderr
 
 
 # Spill paths in memory

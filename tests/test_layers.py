@@ -66,7 +66,8 @@ ALLOWED: dict[str, set[str]] = {
     "compat": LIBRARY - {"testing"} | {"__init__"},
     "__init__": LIBRARY - {"testing"} | {"requirements"},
     "demo": LIBRARY - {"testing"} | {"__init__"},
-    "cli": LIBRARY - {"testing"} | {"__init__", "integrations", "compat", "demo", "doctor"},
+    "running": LIBRARY - {"testing"} | {"requirements", "demo"},
+    "cli": LIBRARY - {"testing"} | {"__init__", "requirements", "integrations", "compat", "demo", "doctor", "running"},
     "__main__": {"cli"},
 }
 

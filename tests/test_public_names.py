@@ -89,6 +89,7 @@ import torch
 middle = time.process_time()
 before = set(sys.modules)
 import spillway
+spillway.offload, spillway.attach, spillway.recompute, spillway.saved_tensors
 end = time.process_time()
 print(json.dumps({"torch": middle - start, "spillway": end - middle, "new": sorted(set(sys.modules) - before)}))
 """
@@ -142,6 +143,11 @@ def test_importing_spillway_adds_little_to_importing_torch() -> None:
 def test_importing_spillway_imports_nothing_before_it_is_needed() -> None:
     new = set(_import_times()["new"])
     assert not {name for name in new for lazy in LAZY if name == lazy or name.startswith(lazy + ".")}
+
+
+def test_importing_spillway_alone_does_not_wait_for_torch() -> None:
+    script = "import sys, spillway; assert 'torch' not in sys.modules; spillway.attach; assert 'torch' in sys.modules"
+    subprocess.run([sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": str(SOURCE)}, check=True)
 
 
 def test_names_of_rooms_that_come_later_are_there_all_the_same() -> None:

@@ -8,13 +8,6 @@ what to offload to host memory or disk; the gradients are bit for bit those of p
 import importlib
 from typing import TYPE_CHECKING
 
-import spillway.requirements  # noqa: F401  (first: it says so if torch is too old for what follows)
-
-# isort: split
-from spillway import policies
-from spillway.attaching import Attached, attach
-from spillway.binding import Affinity, bind_to_device
-from spillway.capture.inspection import saved_tensors
 from spillway.errors import (
     BackendError,
     BudgetError,
@@ -34,26 +27,30 @@ from spillway.errors import (
     UnsupportedError,
     UsageError,
 )
-from spillway.events import Event, EventKind, EventList
-from spillway.grouping import group
-from spillway.groups import Groups
-from spillway.offloading import keep, keep_tensor, offload, offload_tensor
-from spillway.operators import OperatorCall, saved_by
-from spillway.recomputing import Recompute, recompute
-from spillway.records import Decision, GroupStats, OptimizerStats, SavedTensor, SavedTensorReport, StepStats
-from spillway.report.table import Summary, SummaryRow
-from spillway.session import Session
-from spillway.summarizing import summary
 
 if TYPE_CHECKING:
+    from spillway import policies
     from spillway.accumulate import Accumulator, DeviceNumber, WindowStep, split_equals_whole
+    from spillway.attaching import Attached, attach
+    from spillway.binding import Affinity, bind_to_device
     from spillway.budgeting import plan, profile, simulate
+    from spillway.capture.inspection import saved_tensors
+    from spillway.events import Event, EventKind, EventList
+    from spillway.grouping import group
+    from spillway.groups import Groups
+    from spillway.offloading import keep, keep_tensor, offload, offload_tensor
+    from spillway.operators import OperatorCall, saved_by
     from spillway.optim.optimizer import OffloadedOptimizer
     from spillway.planning.hardware import Hardware
     from spillway.planning.plan import Plan
     from spillway.planning.profile import Profile
     from spillway.planning.timeline import Timeline
+    from spillway.recomputing import Recompute, recompute
+    from spillway.records import Decision, GroupStats, OptimizerStats, SavedTensor, SavedTensorReport, StepStats
+    from spillway.report.table import Summary, SummaryRow
+    from spillway.session import Session
     from spillway.sizes import longest
+    from spillway.summarizing import summary
 
 __version__ = "0.1.0.dev0"
 
@@ -120,26 +117,52 @@ __all__ = [
     "summary",
 ]
 
-_LATER = {
-    **dict.fromkeys(["Accumulator", "DeviceNumber", "WindowStep", "split_equals_whole"], "spillway.accumulate"),
-    "OffloadedOptimizer": "spillway.optim.optimizer",
-    **dict.fromkeys(["plan", "profile", "simulate"], "spillway.budgeting"),
-    "longest": "spillway.sizes",
-    "Hardware": "spillway.planning.hardware",
-    "Plan": "spillway.planning.plan",
-    "Profile": "spillway.planning.profile",
-    "Timeline": "spillway.planning.timeline",
+_ROOMS = {
+    "accumulate": ["Accumulator", "DeviceNumber", "WindowStep", "split_equals_whole"],
+    "attaching": ["Attached", "attach"],
+    "binding": ["Affinity", "bind_to_device"],
+    "budgeting": ["plan", "profile", "simulate"],
+    "capture.inspection": ["saved_tensors"],
+    "events": ["Event", "EventKind", "EventList"],
+    "grouping": ["group"],
+    "groups": ["Groups"],
+    "offloading": ["keep", "keep_tensor", "offload", "offload_tensor"],
+    "operators": ["OperatorCall", "saved_by"],
+    "optim.optimizer": ["OffloadedOptimizer"],
+    "planning.hardware": ["Hardware"],
+    "planning.plan": ["Plan"],
+    "planning.profile": ["Profile"],
+    "planning.timeline": ["Timeline"],
+    "recomputing": ["Recompute", "recompute"],
+    "records": ["Decision", "GroupStats", "OptimizerStats", "SavedTensor", "SavedTensorReport", "StepStats"],
+    "report.table": ["Summary", "SummaryRow"],
+    "session": ["Session"],
+    "sizes": ["longest"],
+    "summarizing": ["summary"],
 }
-"""Names whose rooms are imported when they are first asked for: who does without does not wait for them."""
+"""Public names by the room that they are in. A room is imported when one of its names is first asked for: who does
+without does not wait for it, and the command line can say what its commands are before torch is there."""
+
+_LATER = {name: room for room, names in _ROOMS.items() for name in names}
 
 
 def __getattr__(name: str) -> object:
+    value: object
+    if name == "policies":
+        _require_torch()
+        return importlib.import_module("spillway.policies")
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value: object = getattr(importlib.import_module(_LATER[name]), name)
+    _require_torch()
+    value = getattr(importlib.import_module(f"spillway.{_LATER[name]}"), name)
     globals()[name] = value
     return value
 
 
+def _require_torch() -> None:
+    # First: it says so if torch is too old for what follows.
+    importlib.import_module("spillway.requirements")
+
+
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LATER})
+    return sorted({*globals(), *_LATER, "policies"})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from spillway.attaching.refusals import (
     refuse_unmatched,
 )
 from spillway.blocks import Blocks, Named, above, find_blocks, walk
-from spillway.errors import UsageError
+from spillway.errors import SpillwayError, UsageError
 from spillway.groups import Groups
 from spillway.policies import Keep, Offload, Policy
 from spillway.recomputing import Recompute
@@ -284,6 +284,14 @@ class Attached:
         self._root.pilot = pilot
         pilot.take([call for call in self._root.blocks if isinstance(call, RegionCall)])
 
+    def tell(self, told: Callable[[SpillwayError], None]) -> None:
+        """Of what is refused in a call later on, tell somebody, and let the call go on as if nothing were attached.
+
+        For those who attach to a model whose code is not theirs. What they raise then is raised in the call.
+        """
+        for call in (self._root, *self._root.blocks):
+            call.told = told
+
     @property
     def plan(self) -> Plan | None:
         """The plan in force; ``None`` as long as there is none, and where there was no budget."""
@@ -306,6 +314,11 @@ class Attached:
     def measured(self) -> Measured | None:
         """What the step took in which the plan was checked; ``None`` before."""
         return None if self._root.pilot is None else self._root.pilot.measured
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What happened while a plan was looked for and held; none without a budget."""
+        return () if self._root.pilot is None else tuple(self._root.pilot.notes)
 
     def explain(self, name: str | None = None) -> str:
         """Why what is done is done.

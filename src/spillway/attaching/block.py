@@ -87,11 +87,14 @@ class RegionCall(ModuleCall):
         """The region. See NOTE [ Hooks of a block ] in ``forward.py``."""
         for value in (*args, *kwargs.values()):
             if not isinstance(value, torch.Tensor) and hasattr(type(value), "get_seq_length"):
-                raise UsageError(
-                    f"got a {type(value).__name__} as an argument of {self.named(module)}, which writes "
-                    f"its keys and values there, expected none, since recomputing the block would write them a second "
-                    f"time; call the model with use_cache=False, or set model.config.use_cache = False"
+                self.refuse(
+                    UsageError(
+                        f"got a {type(value).__name__} as an argument of {self.named(module)}, which writes its keys "
+                        f"and values there, expected none, since recomputing the block would write them a second time; "
+                        f"call the model with use_cache=False, or set model.config.use_cache = False"
+                    )
                 )
+                return forward(*args, **kwargs)
         how = self.how
         if how is None:
             return forward(*args, **kwargs)

@@ -38,12 +38,15 @@ import torch.fx
 from torch.nn import Module
 
 from spillway.blocks import Named
-from spillway.errors import UnsupportedError
+from spillway.errors import BudgetError, SpillwayError, UnsupportedError, UsageError
 from spillway.grouping import group
 
 PLACE = "_compiled_call_impl"
 
 _TORCHS = Module._wrapped_call_impl.__code__
+
+REFUSALS = (UsageError, UnsupportedError, BudgetError)
+"""What is raised where a call cannot be what was attached, before anything of it has run."""
 
 _callback: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_callback  # type: ignore[attr-defined, unused-ignore]
 
@@ -61,6 +64,8 @@ class ModuleCall:
         self.removed = False
         self.group: str | None = None
         """Name of the group that it is."""
+        self.told: Callable[[SpillwayError], None] | None = None
+        """Who is told of a refusal, so that the call goes on as it was, instead of an error."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._called(sys._getframe(1))
@@ -69,18 +74,27 @@ class ModuleCall:
         if self.removed or not (module.training and torch.is_grad_enabled()):
             return self.plain(module, args, kwargs)
         # First: where something is compiled, Python that is called from here is traced.
-        if _callback() not in (None, False):
-            raise UnsupportedError(
-                f"got {self.named(module)}, which is attached, inside of torch.compile, expected it outside, since "
-                f"what is compiled goes past what was attached; compile the blocks, and before attaching: "
-                f"`for block in blocks: block.compile()`"
+        if is_compiled_around():
+            self.refuse(
+                UnsupportedError(
+                    f"got {self.named(module)}, which is attached, inside of torch.compile, expected it outside, since "
+                    f"what is compiled goes past what was attached; compile the blocks, and before attaching: "
+                    f"`for block in blocks: block.compile()`"
+                )
             )
-        if _is_traced():
+            return self.plain(module, args, kwargs)
+        if is_traced():
             return self.plain(module, args, kwargs)
         if self.group is None:
             return self.run(module, args, kwargs)
         with group(self.group):
             return self.run(module, args, kwargs)
+
+    def refuse(self, error: SpillwayError) -> None:
+        """Raise an error, or tell it to who wants to know instead."""
+        if self.told is None:
+            raise error
+        self.told(error)
 
     def named(self, module: Module) -> Named:
         """The module, for messages."""
@@ -104,9 +118,11 @@ class ModuleCall:
     def _run_copy(self, copy: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The call of another module. See NOTE [ Copies that share it ]."""
         if copy.__dict__.get("_is_replica") and copy.training and torch.is_grad_enabled():
-            raise UnsupportedError(
-                f"got a call of a replica of {self.named(copy)}, which is attached, on another device, expected one "
-                f"device in each process; use torch.nn.parallel.DistributedDataParallel"
+            self.refuse(
+                UnsupportedError(
+                    f"got a call of a replica of {self.named(copy)}, which is attached, on another device, expected "
+                    f"one device in each process; use torch.nn.parallel.DistributedDataParallel"
+                )
             )
         call: Callable[..., Any] = copy._call_impl
         return call(*args, **kwargs)
@@ -149,7 +165,12 @@ def is_attached(module: Module) -> bool:
     return isinstance(module.__dict__.get(PLACE), ModuleCall)
 
 
-def _is_traced() -> bool:
+def is_compiled_around() -> bool:
+    """Whether the calling code runs inside of something compiled: what Python is called from there is traced."""
+    return _callback() not in (None, False)
+
+
+def is_traced() -> bool:
     """Whether the call is written down rather than made: by ``torch.jit.trace``, by ``torch.fx``, or for export."""
     return (
         torch._C._get_tracing_state() is not None

@@ -5,13 +5,13 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from torch.nn import Module
 
 from spillway.attaching.block import RegionCall
-from spillway.attaching.call import PLACE, ModuleCall
+from spillway.attaching.call import PLACE, REFUSALS, ModuleCall
 from spillway.attaching.refusals import refuse_own_flags
 from spillway.blocks import Named
 from spillway.capture.order import Memory
@@ -62,16 +62,25 @@ class ModelCall(ModuleCall):
     def run(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._here.inside:
             return self.plain(module, args, kwargs)
+        with ExitStack() as stack:
+            try:
+                self._begin(stack, module, args, kwargs)
+            except REFUSALS as error:
+                self.refuse(error)
+            return self.plain(module, args, kwargs)
+
+    def _begin(self, stack: ExitStack, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """All that can be refused before the model runs."""
         self._check()
         if self.pilot is not None:
             self.pilot.begin(module, args, kwargs)
         self.passes += 1
+        stack.enter_context(self._pass())
         self._here.inside = True
-        try:
-            with self._pass():
-                return self.plain(module, args, kwargs)
-        finally:
-            self._here.inside = False
+        stack.callback(self._leave)
+
+    def _leave(self) -> None:
+        self._here.inside = False
 
     def _pass(self) -> AbstractContextManager[object]:
         """A pass around the call that somebody opened is the one that regions belong to: it must see the rest, too."""

@@ -1,0 +1,49 @@
+"""Which rank this process is, and which files are its own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from spillway.errors import UsageError
+
+_RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+"""What launchers say: torchrun, Open MPI, MPICH and Intel MPI, Slurm."""
+
+
+def rank_of(environment: Mapping[str, str] = os.environ) -> int:
+    """The process's number among all of the training, by what the launcher says; 0 if it says nothing.
+
+    Raises:
+        UsageError: if that is no number.
+    """
+    for name in _RANKS:
+        said = environment.get(name)
+        if said is not None:
+            if not said.isascii() or not said.isdigit():
+                raise UsageError(
+                    f"{name}: got {said!r} in the environment, expected the number of this process among all, a whole "
+                    f"number of at least 0; set it right, or unset it"
+                )
+            return int(said)
+    return 0
+
+
+def numbered(path: Path, what: str, number: int) -> Path:
+    """The same for all numbers but 0, which have it in their names: ``plan.json``, ``plan.rank1.json``.
+
+    Example:
+        >>> numbered(Path("plan.json"), "rank", 1).name
+        'plan.rank1.json'
+    """
+    return path.with_name(f"{path.stem}.{what}{number}{path.suffix}") if number else path
+
+
+def check_writable(option: str, path: Path | None) -> None:
+    """Raise :class:`~spillway.errors.UsageError` if there can be no such file: before hours of training, not after."""
+    if path is None:
+        return
+    folder = path.absolute().parent
+    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise UsageError(f"{option}: got {path}, expected the name of a file in a folder that can be written to")

@@ -1,0 +1,181 @@
+"""Runs a script or a module in this process, as Python itself would.
+
+NOTE [ As Python would ]
+
+``__main__`` is a new module, so that what the script defines can be pickled, and found by processes that are spawned.
+It stays until the process ends: threads, exit handlers and pickles may want it then. The script's arguments are
+``sys.argv``, and its folder is where this command's was in ``sys.path``. What it raises goes on up to Python, which
+prints it with whatever ``sys.excepthook`` the script has set, and ends with the code that belongs to it. Frames of this
+package are not shown, unless the error is from inside of it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import os
+import pkgutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from pathlib import Path
+from types import CodeType, ModuleType, TracebackType
+
+from spillway.errors import UsageError
+
+_PACKAGE = str(Path(__file__).parents[1]) + os.sep
+
+
+class Ended(SystemExit):
+    """Ends the script where it is, as ``sys.exit()`` does: its ``finally`` blocks and exit handlers run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """What is to be run."""
+
+    target: str
+    """Path of a script, or of a folder or an archive with a ``__main__.py``; or the name of a module."""
+    arguments: Sequence[str] = ()
+    is_module: bool = False
+
+    def check(self) -> None:
+        """Raise :class:`~spillway.errors.UsageError` if there is no such file."""
+        if not self.is_module and not Path(self.target).exists():
+            raise UsageError(
+                f"got the script {self.target!r}, expected a file that is there; of a module say -m {self.target}"
+            )
+
+    def run(self) -> None:
+        """Run it. See NOTE [ As Python would ].
+
+        Raises:
+            BaseException: what it raises.
+        """
+        main = ModuleType("__main__")
+        before, sys.modules["__main__"] = sys.modules["__main__"], main
+        # By this name, which was given when multiprocessing was imported, children send what the script defines.
+        if "__mp_main__" in sys.modules:
+            sys.modules["__mp_main__"] = main
+        main.__dict__["__builtins__"] = sys.modules["builtins"]
+        # What is running now is in it.
+        _kept.append(before)
+        sys.argv = [self.target, *self.arguments]
+        try:
+            code = self._of_module(main) if self.is_module else self._of_path(main)
+            exec(code, main.__dict__)
+        except BaseException as error:
+            _hide_frames(error)
+            raise
+
+    def _of_module(self, main: ModuleType) -> CodeType:
+        _put_first(str(Path.cwd()))
+        spec, name = _find(self.target), self.target
+        if spec is not None and spec.submodule_search_locations is not None:
+            name = f"{self.target}.__main__"
+            spec = _find(name)
+        code = None if spec is None else _code_of(spec)
+        if spec is None or code is None:
+            raise UsageError(f"got -m {self.target}, expected a module with code that Python finds; there is no {name}")
+        _describe(main, spec)
+        sys.argv[0] = str(spec.origin)
+        return code
+
+    def _of_path(self, main: ModuleType) -> CodeType:
+        importer = pkgutil.get_importer(self.target)
+        if importer is not None:
+            # A folder, or an archive.
+            _put_first(os.path.abspath(self.target))
+            spec = importer.find_spec("__main__", None)
+            code = None if spec is None else _code_of(spec)
+            if spec is None or code is None:
+                raise UsageError(f"got {self.target!r}, expected a script, or a folder with a __main__.py")
+            _describe(main, spec)
+            return code
+        path = os.path.abspath(self.target)
+        _put_first(os.path.dirname(os.path.realpath(self.target)))
+        main.__dict__.update(__file__=path, __cached__=None, __loader__=SourceFileLoader("__main__", path))
+        with io.open_code(path) as file:
+            return compile(file.read(), path, "exec", dont_inherit=True)
+
+
+_kept: list[ModuleType] = []
+"""What was ``__main__`` before, for as long as the process."""
+
+
+def _put_first(folder: str) -> None:
+    """Where the script's own modules are, in place of this command's."""
+    if not sys.flags.safe_path:
+        sys.path[0] = folder
+
+
+def _find(name: str) -> ModuleSpec | None:
+    try:
+        return importlib.util.find_spec(name)
+    except ModuleNotFoundError as error:
+        # What a package that is there does not find is its own error.
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise
+        return None
+
+
+def _code_of(spec: ModuleSpec) -> CodeType | None:
+    get_code = getattr(spec.loader, "get_code", None)
+    code: CodeType | None = None if get_code is None else get_code(spec.name)
+    return code
+
+
+def _describe(main: ModuleType, spec: ModuleSpec) -> None:
+    main.__dict__.update(
+        __file__=spec.origin,
+        __cached__=spec.cached,
+        __loader__=spec.loader,
+        __package__=spec.parent,
+        __spec__=spec,
+    )
+
+
+def is_of_script(error: BaseException) -> bool:
+    """Whether an error came up through code of a script, and not through this package alone."""
+    return any(not _is_ours(each) for each in _entries(error.__traceback__))
+
+
+def _hide_frames(error: BaseException) -> None:
+    """Let ``sys.excepthook`` be shown an error without the frames of this package."""
+    hook = sys.excepthook
+    shown = _without_ours(error.__traceback__)
+
+    def excepthook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
+        if value is error:
+            trace = shown
+            value.with_traceback(trace)
+        hook(kind, value, trace)
+
+    sys.excepthook = excepthook
+
+
+def _without_ours(trace: TracebackType | None) -> TracebackType | None:
+    entries = _entries(trace)
+    if not _is_ours(entries[-1]) or len(entries) == 1:
+        entries = [each for each in entries if not _is_ours(each)]
+    else:
+        # An error of Spillway's in the script's own use of it, or one that it found: all but how the script was begun.
+        first = next((n for n, each in enumerate(entries) if not _is_ours(each)), len(entries))
+        entries = entries[first:]
+    shown: TracebackType | None = None
+    for each in reversed(entries):
+        shown = TracebackType(shown, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    return shown
+
+
+def _entries(trace: TracebackType | None) -> list[TracebackType]:
+    entries: list[TracebackType] = []
+    while trace is not None:
+        entries.append(trace)
+        trace = trace.tb_next
+    return entries
+
+
+def _is_ours(trace: TracebackType) -> bool:
+    return trace.tb_frame.f_code.co_filename.startswith(_PACKAGE)

@@ -1,0 +1,307 @@
+"""``spillway run``, ``profile`` and ``bench`` as people call them, on a little GPT that prints its losses."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import spillway
+from running.scripts import MODELS, TRAINING, Folder, Server, keep_hardware
+from spillway.cli import commands
+from spillway.cli.app import main
+from spillway.cli.commands import COMMANDS, function_of
+from spillway.running.bench import Bench, Row
+from spillway.running.files import numbered, rank_of
+from spillway.running.measured import ANSWER, ORDER, Answer, Order
+from spillway.running.script import Script
+from spillway.running.ways import Way
+
+STEPS = 7
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
+    path = tmp_path_factory.mktemp("scripts")
+    folder = Folder(path, keep_hardware(path / "cache"))
+    folder.write("train.py", TRAINING)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(folder: Folder) -> Iterator[Server]:
+    server = Server(folder.environment())
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Folder) -> str:
+    """What the script says by itself."""
+    done = folder.python("train.py", STEPS)
+    assert done.code == 0
+    assert done.out.count("\n") == STEPS + 1
+    return done.out
+
+
+def test_losses_within_a_budget_are_bit_for_bit_those_of_the_script_alone(
+    server: Server, folder: Folder, plain: str
+) -> None:
+    options = ["--budget", "3GiB", "--json", "out.json", "--profile", "profile.json"]
+    done = server.spillway(folder.path, "run", *options, "train.py", STEPS)
+    assert done.code == 0, done.err
+    assert done.out == plain
+    said = json.loads((folder.path / "out.json").read_text())
+    [root] = said["roots"]
+    assert (root["kind"], root["blocks"], root["way"], root["stage"]) == ("GPT", 4, "budget", "holding")
+    assert root["budget"] == 3 << 30
+    assert 0 < root["peak"] <= 3 << 30
+    assert root["predicted_peak"] > 0
+    assert root["predicted_seconds"] > 0
+    assert said["steps"] == STEPS
+    assert said["seconds"] > 0
+    assert said["not_attached"] == []
+    assert len(spillway.Profile.load(folder.path / "profile.json").calls) == 4
+    table = done.err[done.err.index("spillway:") :].splitlines()
+    assert max(map(len, table)) <= 80
+    assert table[0] == f"spillway: 1 model attached, {STEPS} optimizer steps"
+    assert "  GPT: 4 blocks, budget of 3.0 GiB, holding" in table
+    assert [line.split()[0] for line in table[3:6]] == ["peak", "predicted", "measured"]
+
+
+def test_another_rank_prints_nothing_and_writes_files_of_its_own(server: Server, folder: Folder, plain: str) -> None:
+    done = server.spillway(folder.path, "run", "--ratio", "0.5", "--json", "ranks.json", "train.py", STEPS, RANK="1")
+    assert (done.code, done.out, done.err) == (0, plain, "")
+    assert not (folder.path / "ranks.json").exists()
+    said = json.loads((folder.path / "ranks.rank1.json").read_text())
+    assert said["rank"] == 1
+    assert said["roots"][0]["way"] == "ratio 0.5"
+
+
+SWALLOWS = TRAINING.replace('finally:\n    print("finally")', 'except Exception:\n    print("went on")')
+
+
+def test_a_budget_that_nothing_fits_ends_with_its_sentence_though_the_script_catches_it(
+    server: Server, folder: Folder
+) -> None:
+    folder.write("swallows.py", SWALLOWS)
+    done = server.spillway(folder.path, "run", "--quiet", "--budget", "1MiB", "swallows.py", STEPS)
+    assert done.code == 1
+    assert done.out.endswith("went on\n")
+    assert done.err.splitlines()[-1].startswith("error: no choice of options for 4 blocks fits")
+    assert "Traceback" not in done.err
+
+
+def test_a_profile_is_written_and_the_script_ended_cleanly(server: Server, folder: Folder, plain: str) -> None:
+    done = server.spillway(folder.path, "profile", "-o", "alone.json", "train.py", 100)
+    assert done.code == 0, done.err
+    # The third call of the model is where all is known.
+    assert done.out.splitlines() == [*plain.splitlines()[:2], "finally"]
+    profile = spillway.Profile.load(folder.path / "alone.json")
+    assert str(profile.calls[0].name) == "blocks.0"
+    assert "4 like blocks.0" in done.err
+    assert "always there" in done.err
+
+
+@pytest.mark.parametrize(("options", "steps"), [(["--steps", "1"], 100), ([], 1)])
+def test_without_a_profile_it_is_an_error(options: list[str], steps: int, server: Server, folder: Folder) -> None:
+    done = server.spillway(folder.path, "profile", "-o", "none.json", *options, "train.py", steps)
+    assert done.code == 1
+    assert done.err.startswith("error: got no profile of a model in 1 optimizer steps")
+    assert not (folder.path / "none.json").exists()
+
+
+def test_a_way_is_measured_step_by_step_and_ended(server: Server, folder: Folder) -> None:
+    answers = {}
+    script = Script("train.py", ("1000000",))
+    for name in ("keep", "recompute", "budget=1KiB"):
+        order = Order(script=script, way=Way(name), steps=5, warm_up=1, answer=Path("answer.json"))
+        code = "from spillway.running.measured import main; main()"
+        done = server.run(folder.path, code, "measured", ORDER.dump_json(order).decode())
+        assert done.code == 0, done.err
+        answers[name] = ANSWER.validate_json((folder.path / "answer.json").read_bytes())
+    for name in ("keep", "recompute"):
+        # One step warms up.
+        assert len(answers[name].seconds) == 4
+        assert answers[name].peak_bytes > 0
+        assert answers[name].error is None
+    assert answers["keep"].outcome is None
+    assert answers["recompute"].outcome.roots[0].stats.recomputed_bytes > 0
+    assert answers["budget=1KiB"].error.startswith("no choice of options")
+    rows = tuple(Row(name, answer) for name, answer in answers.items())
+    text = Bench(script=script, steps=5, rows=rows).to_text().splitlines()
+    assert max(map(len, text)) <= 80
+    assert text[1].split()[0] == "keep"
+    assert "1.00" in text[1]
+    assert text[3].split() == ["budget=1KiB", *"-" * 6]
+
+
+def test_a_row_has_the_median_and_the_quartiles() -> None:
+    row = Row("keep", Answer(seconds=(1.0, 2.0, 3.0, 4.0, 50.0)))
+    assert (row.median, row.quartiles) == (3.0, (2.0, 4.0))
+    assert Row("keep", Answer(error="no")).median is None
+
+
+@pytest.mark.long
+def test_a_bench_runs_each_way_in_a_process_of_its_own(folder: Folder) -> None:
+    folder.write("ends.py", "import sys; sys.stdin.read(); raise SystemExit(5)")
+    done = folder.spillway("bench", "--ways", "keep,recompute", "--json", "bench.json", "train.py", 1000000)
+    assert done.code == 0, done.err
+    said = json.loads((folder.path / "bench.json").read_text())
+    # Of twelve steps, three warm up.
+    assert [len(row["answer"]["seconds"]) for row in said["rows"]] == [9, 9]
+    failed = folder.spillway("bench", "--ways", "keep", "ends.py")
+    assert "keep: the script ended with exit code 5" in failed.out
+
+
+RANKS = (
+    MODELS
+    + """
+import os
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.parallel.DistributedDataParallel(GPT())
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+torch.manual_seed(dist.get_rank())
+with open(f"losses.{dist.get_rank()}.{sys.argv[1]}", "w") as file:
+    for step in range(7):
+        loss = model(torch.randint(64, (4, 64)))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        print(loss.item().hex(), file=file)
+dist.destroy_process_group()
+"""
+)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("command", [["-m", "spillway"], ["--no-python", sys.executable, "-m", "spillway"]])
+def test_ranks_of_ddp_train_bit_for_bit_under_torchrun(command: list[str], folder: Folder) -> None:
+    folder.write("ranks.py", RANKS)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    assert folder.python(*launcher, "ranks.py", "plain").code == 0
+    options = ["run", "--budget", "3GiB", "--json", "ddp.json", "ranks.py", "managed"]
+    done = folder.python(*launcher, *command, *options)
+    assert done.code == 0, done.err
+    for rank in (0, 1):
+        losses = [(folder.path / f"losses.{rank}.{which}").read_text() for which in ("plain", "managed")]
+        assert losses[0] == losses[1]
+        assert losses[0].count("\n") == 7
+        name = "ddp.json" if rank == 0 else "ddp.rank1.json"
+        [root] = json.loads((folder.path / name).read_text())["roots"]
+        assert (root["kind"], root["stage"]) == ("GPT", "holding")
+    assert done.err.count("spillway: 1 model attached") == 1
+
+
+def ended_here(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int | str | None:
+    monkeypatch.setattr(sys, "argv", ["spillway", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return ended.value.code
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["run", "absent.py"], "absent.py"),
+        (["run", "--budget", "1GiB", "--ratio", "0.5", "absent.py"], "got --budget and --ratio"),
+        (["run", "--policy", "offloads", "absent.py"], "--policy: got 'offloads'"),
+        (["run", "--ratio", "2", "absent.py"], "--ratio: got 2"),
+        (["run", "--budget", "much", "absent.py"], "--budget: got 'much'"),
+        (["run", "--policy", "keep", "--allow", "keep", "absent.py"], "got --allow beside --policy"),
+        (["run", "--budget", "1GiB", "--allow", "keeps", "absent.py"], "allow: got"),
+        (["run", "--plan", "absent.json", "absent.py"], "absent.json"),
+        (["run", "--policy", "keep", "--json", "absent/out.json", __file__], "--json: got absent/out.json"),
+        (["run", "--policy", "keep", "--profile", "out.json", __file__], "got --profile without a budget"),
+        (["profile", "-o", "absent/out.json", __file__], "-o: got absent/out.json"),
+        (["bench", "--ways", "keeps", "absent.py"], "--ways: got 'keeps'"),
+        (["bench", "--ways", ",", "absent.py"], "--ways: got none"),
+        (["bench", "--steps", "2", __file__], "--steps: got 2"),
+    ],
+)
+def test_an_argument_that_cannot_be_meant_is_one_sentence_and_2(
+    arguments: list[str], told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ended_here(monkeypatch, *arguments) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("error: ")
+    assert told in said.err
+    assert said.err.count("\n") == 1
+
+
+def test_bench_is_refused_in_one_of_several_ranks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert ended_here(monkeypatch, "bench", __file__) == 2
+    assert "got bench in one of several ranks" in capsys.readouterr().err
+
+
+def test_debug_shows_where_an_error_is_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["spillway", "--debug", "run", "--ratio", "2", "absent.py"])
+    with pytest.raises(spillway.UsageError, match="--ratio: got 2"):
+        main()
+
+
+def test_a_report_is_asked_of_each_root(server: Server, folder: Folder) -> None:
+    code = """
+from pathlib import Path
+from spillway.attaching import Attached
+Attached.report = lambda self, path, *, trace=None: Path(path).write_text(repr(self))
+from spillway.cli.app import main
+main()
+"""
+    arguments = ["run", "--quiet", "--policy", "keep", "--report", "page.html", "train.py", "1"]
+    done = server.run(folder.path, code, "spillway", *arguments)
+    assert done.code == 0, done.err
+    assert "Attached to GPT" in (folder.path / "page.html").read_text()
+
+
+def test_names_of_files_have_the_rank_before_their_suffix() -> None:
+    assert numbered(Path("a/plan.json"), "rank", 0) == Path("a/plan.json")
+    assert numbered(Path("a/plan.json"), "rank", 3) == Path("a/plan.rank3.json")
+    assert rank_of({}) == 0
+    assert rank_of({"SLURM_PROCID": "2", "RANK": "1"}) == 1
+    with pytest.raises(spillway.UsageError, match="RANK: got 'first'"):
+        rank_of({"RANK": "first"})
+
+
+IMPORTED = """
+import contextlib, io, json, sys
+sys.argv = ["spillway", *sys.argv[1:]]
+from spillway.cli.app import main
+said = io.StringIO()
+with contextlib.suppress(SystemExit), contextlib.redirect_stdout(said):
+    main()
+print(json.dumps({"said": said.getvalue(), "imported": sorted(name.partition(".")[0] for name in sys.modules)}))
+"""
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["profile", "--help"], ["bench", "--help"]])
+def test_help_waits_for_nothing_that_is_slow(arguments: list[str], folder: Folder) -> None:
+    folder.write("imported.py", IMPORTED)
+    done = folder.python("imported.py", *arguments)
+    found = json.loads(done.out)
+    assert "Usage: spillway" in found["said"]
+    # Typer looks for pydantic itself.
+    assert not {"torch", "numpy", "scipy", "psutil"} & set(found["imported"])
+
+
+def test_names_of_commands_and_options_are_completed(folder: Folder) -> None:
+    words = {"_SPILLWAY_COMPLETE": "complete_bash"}
+    names = folder.spillway(**words, COMP_WORDS="spillway ", COMP_CWORD="1").out.split()
+    assert set(names) >= {command.name for command in COMMANDS}
+    assert folder.spillway(**words, COMP_WORDS="spillway run --bud", COMP_CWORD="2").out.split() == ["--budget"]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
+def test_the_list_of_commands_says_what_their_functions_say(command: commands.Command) -> None:
+    first = (function_of(command).__doc__ or "").partition("\n")[0]
+    assert command.help == first

@@ -1,0 +1,494 @@
+"""Which models of a script are found, what is attached to them, and what is said of the others."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as module_hooks
+from torch.optim import optimizer as optimizer_hooks
+from torch.utils.checkpoint import checkpoint
+
+import spillway
+from spillway.attaching.call import PLACE, is_attached
+from spillway.running.asked import Asked
+from spillway.running.outcome import RunOutcome
+from spillway.running.roots import BY_HAND, COMPILED, NO_BLOCKS
+from spillway.running.seeing import Seeing
+from spillway.running.table import WIDEST, table
+from steps import Block
+
+WIDTH = 32
+
+
+class Net(nn.Module):
+    """Blocks and a head."""
+
+    gradient_checkpointing = False
+
+    def __init__(self, layers: int = 3) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(layers))
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.gradient_checkpointing else block(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def net(**options: Any) -> Net:
+    torch.manual_seed(0)
+    return Net(**options)
+
+
+def batch(seed: int = 0) -> Tensor:
+    return torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def train(call: Any, optimizer: torch.optim.Optimizer, steps: int = 1) -> list[Tensor]:
+    losses = []
+    for step in range(steps):
+        loss = call(batch(step)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+def sgd(*modules: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([parameter for module in modules for parameter in module.parameters()], lr=0.1)
+
+
+def the_hooks() -> list[Any]:
+    return [
+        dict(optimizer_hooks._global_optimizer_post_hooks),
+        dict(module_hooks._global_forward_pre_hooks),
+        dict(module_hooks._global_forward_hooks),
+    ]
+
+
+@pytest.fixture
+def seeing() -> Iterator[Seeing]:
+    """What is attached is recomputed. In the end no hook is left."""
+    before = the_hooks()
+    seen = Seeing(Asked(policy="recompute").attach)
+    yield seen
+    seen.end(0)
+    seen.close()
+    assert nn.Module._compiled_call_impl is None
+    assert the_hooks() == before
+
+
+def ended(seeing: Seeing) -> RunOutcome:
+    outcome = seeing.end(0)
+    assert max(map(len, table(outcome).splitlines())) <= WIDEST
+    return outcome
+
+
+def reasons(seeing: Seeing) -> list[tuple[str, str]]:
+    return [(each.kind, each.reason) for each in ended(seeing).not_attached]
+
+
+def test_a_model_is_attached_in_its_first_forward_and_trains_bit_for_bit(seeing: Seeing) -> None:
+    model = net()
+    losses = train(model, sgd(model), 4)
+    [root] = seeing.roots.attached
+    assert root.blocks == 3
+    assert is_attached(model)
+    # The first forward was one pass of the whole model already.
+    assert root.attached.stats().recomputed_bytes > 0
+    seeing.end(0)
+    seeing.close()
+    assert PLACE not in model.__dict__
+    plain = net()
+    assert all(map(torch.equal, losses, train(plain, sgd(plain), 4)))
+
+
+def test_the_first_forward_in_training_is_managed(seeing: Seeing) -> None:
+    model = net()
+    model(batch()).sum().backward()
+    assert seeing.roots.attached[0].attached.stats().recomputed_bytes > 0
+
+
+def test_an_error_of_the_first_forward_is_the_models_own(seeing: Seeing) -> None:
+    model = net()
+    with pytest.raises(RuntimeError, match="shape"):
+        model(torch.randn(2, WIDTH + 1))
+    train(model, sgd(model))
+    assert len(seeing.roots.attached) == 1
+
+
+def test_nobody_looks_any_more_when_all_that_is_stepped_belongs_to_somebody(seeing: Seeing) -> None:
+    model = net()
+    optimizer = sgd(model)
+    model(batch()).sum().backward()
+    assert seeing.roots.calls.on
+    optimizer.step()
+    assert not seeing.roots.calls.on
+    assert nn.Module._compiled_call_impl is None
+
+
+def test_a_model_that_comes_later_is_seen_from_its_first_step_on(seeing: Seeing) -> None:
+    first, second = net(), net()
+    train(first, sgd(first), 3)
+    assert not seeing.roots.calls.on
+    train(second, sgd(second), 2)
+    assert [root.module() for root in seeing.roots.attached] == [first, second]
+    assert not seeing.roots.calls.on
+
+
+def test_a_model_whose_optimizer_waits_is_seen_in_its_first_forward(seeing: Seeing) -> None:
+    critic, generator = net(), net()
+    first, second = sgd(critic), sgd(generator)
+    train(critic, first, 5)
+    assert seeing.roots.calls.on
+    generator(batch()).sum().backward()
+    assert is_attached(generator)
+    second.step()
+    assert not seeing.roots.calls.on
+
+
+def test_parameters_without_a_gradient_are_not_waited_for_for_ever_and_seen_when_they_have_one(seeing: Seeing) -> None:
+    model, later = net(), net()
+    optimizer = sgd(model, later)
+    train(model, optimizer, 12)
+    assert not seeing.roots.calls.on
+    train(lambda x: later(model(x)), optimizer, 2)
+    assert is_attached(later)
+    assert reasons(seeing) == []
+
+
+def test_two_models_of_a_gan_are_two_roots(seeing: Seeing) -> None:
+    def course(generator: Net, critic: Net) -> list[Tensor]:
+        losses = []
+        ours, theirs = sgd(generator), sgd(critic)
+        for step in range(3):
+            with torch.no_grad():
+                fake = generator(batch(step))
+            loss = critic(fake).mean() - critic(batch(step)).mean()
+            theirs.zero_grad()
+            loss.backward()
+            theirs.step()
+            other = critic(generator(batch(step))).mean()
+            ours.zero_grad()
+            other.backward()
+            ours.step()
+            losses += [loss.detach(), other.detach()]
+        return losses
+
+    managed = course(net(), net(layers=2))
+    assert [root.blocks for root in seeing.roots.attached] == [2, 3]
+    seeing.end(0)
+    seeing.close()
+    assert all(map(torch.equal, managed, course(net(), net(layers=2))))
+
+
+def test_evaluation_and_calls_without_gradients_attach_nothing(seeing: Seeing) -> None:
+    model = net()
+    with torch.no_grad():
+        model(batch())
+    model.eval()
+    model(batch()).sum().backward()
+    assert seeing.roots.attached == []
+    model.requires_grad_(False).train()
+    model(batch())
+    assert seeing.roots.attached == []
+
+
+def test_a_frozen_model_is_seen_when_it_is_trained(seeing: Seeing) -> None:
+    model = net().requires_grad_(False)
+    model(batch())
+    model.requires_grad_(True)
+    train(model, sgd(model), 2)
+    assert is_attached(model)
+
+
+class Around(nn.Module):
+    """A wrapper that came later."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)  # type: ignore[no-any-return]
+
+
+def test_the_outermost_module_is_the_root_and_a_later_wrapper_changes_nothing(seeing: Seeing) -> None:
+    model = Around(net())
+    train(model, sgd(model), 1)
+    [root] = seeing.roots.attached
+    assert root.kind == "Around"
+    late = Around(model)
+    train(late, sgd(late), 3)
+    assert [each.module() for each in seeing.roots.attached] == [model]
+    assert root.attached.stats().recomputed_bytes > 0
+    assert reasons(seeing) == []
+
+
+def test_a_copy_and_an_average_train_and_run_as_copies_do(seeing: Seeing) -> None:
+    model = net()
+    train(model, sgd(model), 1)
+    twin = copy.deepcopy(model)
+    assert not is_attached(twin)
+    assert torch.equal(twin(batch()), model(batch()))
+
+
+def flagged() -> tuple[Any, nn.Module]:
+    model = net()
+    model.gradient_checkpointing = True
+    return model, model
+
+
+def compiled() -> tuple[Any, nn.Module]:
+    model = net()
+    return torch.compile(model, backend="eager"), model
+
+
+def compiled_in_place() -> tuple[Any, nn.Module]:
+    model = net()
+    model.compile(backend="eager")
+    return model, model
+
+
+def by_hand() -> tuple[Any, nn.Module]:
+    model = net()
+    return model.forward, model
+
+
+def replicated() -> tuple[Any, nn.Module]:
+    model = nn.DataParallel(net())
+    return model, model
+
+
+def without_blocks() -> tuple[Any, nn.Module]:
+    torch.manual_seed(0)
+    model = nn.Linear(WIDTH, 4)
+    return model, model
+
+
+def in_a_transform() -> tuple[Any, nn.Module]:
+    model = net()
+
+    def call(x: Tensor) -> Tensor:
+        def loss(parameters: dict[str, Tensor]) -> Tensor:
+            return torch.func.functional_call(model, parameters, (x,)).square().mean()
+
+        gradients = torch.func.grad(loss)(dict(model.named_parameters()))
+        return sum((p * gradients[name].detach()).sum() for name, p in model.named_parameters())  # type: ignore[return-value]
+
+    return call, model
+
+
+REFUSED = [
+    (flagged, "Net", "checkpoints already"),
+    (compiled, "OptimizedModule", "compiled around"),
+    (compiled_in_place, "Net", COMPILED),
+    (by_hand, "Net", BY_HAND),
+    (replicated, "DataParallel", "DistributedDataParallel"),
+    (without_blocks, "Linear", NO_BLOCKS),
+    (in_a_transform, "Net", "torch.func transform"),
+]
+
+
+@pytest.mark.parametrize(("make", "kind", "told"), REFUSED, ids=lambda value: getattr(value, "__name__", None))
+def test_what_cannot_be_attached_trains_on_and_is_said_once(make: Any, kind: str, told: str, seeing: Seeing) -> None:
+    call, model = make()
+    losses = train(call, sgd(model), 4)
+    assert seeing.roots.attached == []
+    assert not seeing.roots.calls.on
+    [(found, reason)] = reasons(seeing)
+    assert found == kind
+    assert told in reason
+    plain, same = make()
+    assert all(map(torch.equal, losses, train(plain, sgd(same), 4)))
+
+
+def test_a_scripted_model_is_said() -> None:
+    # TorchScript is deprecated, and says so where warnings are errors.
+    with pytest.warns(DeprecationWarning, match="torch.jit.script"):
+        model = torch.jit.script(nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(2))))
+    seen = Seeing(Asked(policy="recompute").attach)
+    train(model, sgd(model), 2)
+    [(_, reason)] = reasons(seen)
+    seen.close()
+    assert "scripted" in reason
+
+
+def test_of_a_script_with_one_step_what_was_not_seen_is_said(seeing: Seeing) -> None:
+    call, model = compiled_in_place()
+    train(call, sgd(model), 1)
+    assert reasons(seeing) == [("Net", COMPILED)]
+
+
+def test_parameters_in_no_module_are_counted(seeing: Seeing) -> None:
+    weight = nn.Parameter(torch.ones(WIDTH, 4))
+    train(lambda x: x @ weight, torch.optim.SGD([weight], lr=0.1), 3)
+    assert [(each.kind, each.count) for each in ended(seeing).not_attached] == [("Parameter", 1)]
+    assert not seeing.roots.calls.on
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_blocks_that_are_compiled_later_are_attached_anew(seeing: Seeing) -> None:
+    model = net()
+    optimizer = sgd(model)
+    train(model, optimizer, 2)
+    for block in model.blocks:
+        block.compile(backend="eager")
+    train(model, optimizer, 4)
+    [root] = ended(seeing).roots
+    assert any("attached anew" in note for note in root.notes)
+    assert root.stats.recomputed_bytes > 0
+
+
+def test_a_model_that_is_compiled_as_a_whole_later_is_said(seeing: Seeing) -> None:
+    model = net()
+    optimizer = sgd(model)
+    train(model, optimizer, 2)
+    model.compile(backend="eager")
+    train(model, optimizer, 2)
+    assert reasons(seeing) == [("Net", COMPILED)]
+    assert seeing.roots.attached == []
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_a_model_that_is_called_inside_of_something_compiled_later_is_taken_off_and_said(seeing: Seeing) -> None:
+    def course(model: nn.Module) -> list[Tensor]:
+        optimizer = sgd(model)
+        return [*train(model, optimizer, 2), *train(torch.compile(model, backend="eager"), optimizer, 3)]
+
+    model = net()
+    losses = course(model)
+    assert PLACE not in model.__dict__
+    assert [kind for kind, _ in reasons(seeing)] == ["OptimizedModule"]
+    seeing.close()
+    assert all(map(torch.equal, losses, course(net())))
+
+
+class Cache:
+    """What a transformer is given to write keys and values to."""
+
+    def __init__(self) -> None:
+        self.writes = 0
+
+    def get_seq_length(self) -> int:
+        return self.writes
+
+
+class Caching(nn.Module):
+    """A model that hands its blocks a cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Cached() for _ in range(3))
+        self.cache = Cache()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, cache=self.cache)
+        return x
+
+
+class Cached(Block):
+    def __init__(self) -> None:
+        super().__init__(WIDTH)
+
+    def forward(self, x: Tensor, cache: Cache) -> Tensor:  # type: ignore[override]
+        cache.writes += 1
+        return super().forward(x)
+
+
+def test_what_is_refused_in_the_middle_of_a_forward_runs_on_and_is_given_up_the_second_time(seeing: Seeing) -> None:
+    torch.manual_seed(0)
+    model = Caching()
+    losses = train(model, sgd(model), 5)
+    [(kind, reason)] = reasons(seeing)
+    assert kind == "Caching"
+    assert "use_cache=False" in reason
+    assert not is_attached(model)
+    # No block ran a second time.
+    assert model.cache.writes == 5 * 3
+    seeing.close()
+    torch.manual_seed(0)
+    plain = Caching()
+    assert all(map(torch.equal, losses, train(plain, sgd(plain), 5)))
+
+
+def test_what_a_checkpoint_runs_again_is_no_root(seeing: Seeing) -> None:
+    model = net()
+    # Blocks of blocks: each of them would be a root if it were called by itself.
+    model.blocks = nn.ModuleList(nn.Sequential(Block(WIDTH), Block(WIDTH)) for _ in range(2))
+    model.gradient_checkpointing = True
+    train(model, sgd(model), 3)
+    assert seeing.roots.attached == []
+    assert [kind for kind, _ in reasons(seeing)] == ["Net"]
+
+
+def test_a_model_that_the_script_attached_itself_is_left_to_it(seeing: Seeing) -> None:
+    model = net()
+    model.blocks = nn.ModuleList(nn.Sequential(Block(WIDTH), Block(WIDTH)) for _ in range(2))
+    with spillway.attach(model, blocks="blocks.*") as own:
+        model(batch()).sum().backward()
+        assert own.stats().recomputed_bytes > 0
+    assert seeing.roots.attached == []
+
+
+def test_threads_train_models_of_their_own(seeing: Seeing) -> None:
+    models = [net() for _ in range(3)]
+    losses: dict[int, list[Tensor]] = {}
+
+    def work(number: int) -> None:
+        losses[number] = train(models[number], sgd(models[number]), 3)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {id(root.module()) for root in seeing.roots.attached} == set(map(id, models))
+    seeing.end(0)
+    seeing.close()
+    plain = net()
+    expected = train(plain, sgd(plain), 3)
+    assert all(torch.equal(a, b) for found in losses.values() for a, b in zip(found, expected, strict=True))
+    seeing.roots.attached.clear()
+
+
+def test_an_error_that_is_not_ours_goes_through() -> None:
+    def fails(model: nn.Module) -> Any:
+        raise KeyError("on purpose")
+
+    seen = Seeing(fails)
+    with pytest.raises(KeyError, match="on purpose"):
+        net()(batch())
+    seen.end(0)
+    seen.close()
+    assert nn.Module._compiled_call_impl is None
+
+
+def test_without_an_option_an_accelerator_has_a_budget_and_a_cpu_offloads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10, 1000))
+    device = torch.device("cuda", 0)
+    assert Asked().budget_on(device) == 900
+    assert Asked(policy="keep").budget_on(device) is None
+    assert Asked(budget="1KiB").budget_on(device) == "1KiB"
+    assert Asked().budget_on(torch.device("cpu")) is None
+    treated = Asked().attach(net())
+    treated.attached.remove()
+    assert (treated.way, treated.budget) == ("offload", None)
+
+
+def test_the_steady_step_of_an_optimizer_looks_at_no_parameter(seeing: Seeing, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = net()
+    optimizer = sgd(model)
+    train(model, optimizer, 2)
+    monkeypatch.setattr(seeing.roots, "parameters", lambda: pytest.fail("looked"))
+    train(model, optimizer, 3)
+    monkeypatch.undo()
