@@ -27,7 +27,7 @@ def session(tmp_path: Path) -> Iterator[Session]:
 def test_each_storage_is_counted_once_and_whole() -> None:
     model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False), nn.BatchNorm1d(8))
     # 8 x 8 and 8 + 8 numbers of 4 bytes; buffers are no parameters.
-    model[1].weight = model[0].weight
+    model[1].weight = nn.Parameter(model[0].weight.data)
     assert known_bytes(model, CPU) == Known(weights=4 * 64 + 4 * 16, gradients=0, optimizer=0)
     # A view of 4 rows of 100, whose storage is all there.
     model[0].weight.grad = torch.zeros(100, 8)[:8]

@@ -254,6 +254,19 @@ def test_a_name_opens_the_operators_of_its_block_and_shuts_them(browser: Any, pa
     assert button.get_attribute("aria-expanded") == "false"
 
 
+@pytest.mark.parametrize("width", [400, 1600])
+def test_why_a_block_is_treated_so_stands_where_there_is_room(
+    browser: Any, page: Path, facts: Made, width: int
+) -> None:
+    show(browser, page.as_uri(), width=width)
+    run(browser, "document.querySelector('#blocks tbody button').click()")
+    displays = "return [...document.querySelectorAll('td.reason, .why')].map(e => e.checkVisibility())"
+    in_row, among_operators, *_ = run(browser, displays)
+    assert (in_row, among_operators) == (width == 1600, width == 400)
+    why = run(browser, "return document.querySelector('.why').textContent")
+    assert why == facts(slow=True).rows[0].reason
+
+
 def colours(browser: Any) -> tuple[str, str, str]:
     """Of the ground, the text, and the text of a picture."""
     return (

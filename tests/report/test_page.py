@@ -168,6 +168,7 @@ def test_names_from_files_stay_text(facts: Made, reader: Reader) -> None:
     page = Reader(to_page(spoilt))
     assert [tag for tag, _ in page.tags] == [tag for tag, _ in reader.tags]
     assert sum(EVIL in word for word in page.words) >= 6
+    assert "<" not in page.scripts[0]
     # What plotly shows is HTML to it.
     data = json.loads(page.scripts[0])
     for trace in data["lanes"]["data"]:
