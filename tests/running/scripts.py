@@ -78,6 +78,7 @@ class Ended:
 
 
 _SERVER = """
+import gc
 import json
 import os
 import sys
@@ -89,6 +90,8 @@ import spillway.running.bench
 import spillway.running.managed
 import spillway.running.profiled
 
+# Or each child would go through all of it as it ends.
+gc.freeze()
 for line in iter(sys.stdin.readline, ""):
     process = os.fork()
     if not process:
@@ -100,7 +103,7 @@ order = json.loads(line)
 os.chdir(order["folder"])
 os.environ.update(order["environment"])
 for number, name in enumerate(["stdin", "stdout", "stderr"]):
-    os.dup2(os.open(name, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600), number)
+    os.dup2(os.open(name, os.O_RDWR | os.O_CREAT | (os.O_TRUNC if number else 0), 0o600), number)
 sys.argv = order["arguments"]
 exec(order["code"])
 """
@@ -114,8 +117,9 @@ class Server:
             [sys.executable, "-c", _SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
 
-    def run(self, folder: Path, code: str, *arguments: object, **environment: str) -> Ended:
+    def run(self, folder: Path, code: str, *arguments: object, stdin: str = "", **environment: str) -> Ended:
         """What code says and ends with, in a folder."""
+        (folder / "stdin").write_text(stdin)
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         words = list(map(str, arguments))
@@ -126,10 +130,10 @@ class Server:
         out, err = ((folder / name).read_text() for name in ("stdout", "stderr"))
         return Ended(ended_with, out, err)
 
-    def spillway(self, folder: Path, *arguments: object, **environment: str) -> Ended:
+    def spillway(self, folder: Path, *arguments: object, stdin: str = "", **environment: str) -> Ended:
         """The command line."""
         code = "from spillway.cli.app import main; main()"
-        return self.run(folder, code, "spillway", *arguments, **environment)
+        return self.run(folder, code, "spillway", *arguments, stdin=stdin, **environment)
 
     def close(self) -> None:
         assert self._process.stdin is not None

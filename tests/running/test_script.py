@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from running.scripts import MODELS, Folder
+from running.scripts import MODELS, Folder, Server
 
 MAIN = """
 import argparse, atexit, multiprocessing, os, pickle, sys
@@ -74,31 +74,33 @@ fails()
     ("text", "arguments"),
     [
         pytest.param(MAIN, ["--budget", "1", "--", "-x", "--help"], id="main"),
-        pytest.param(MAIN, ["--help"], id="help", marks=pytest.mark.long),
+        pytest.param(MAIN, ["--help"], id="help"),
         pytest.param(FAILS, [], id="error"),
         pytest.param(HOOKED, [], id="excepthook"),
         pytest.param("raise KeyboardInterrupt", [], id="interrupt"),
-        pytest.param("print('here')\nraise SystemExit('so long')", [], id="message", marks=pytest.mark.long),
-        pytest.param("x = (\n", [], id="syntax", marks=pytest.mark.long),
+        pytest.param("print('here')\nraise SystemExit('so long')", [], id="message"),
+        pytest.param("x = (\n", [], id="syntax"),
     ],
 )
-def test_a_script_ends_and_speaks_as_under_python(text: str, arguments: list[str], folder: Folder) -> None:
+def test_a_script_ends_and_speaks_as_under_python(
+    text: str, arguments: list[str], folder: Folder, server: Server
+) -> None:
     script = folder.write("script.py", text)
     plain = folder.python(script.name, *arguments, stdin="some\ninput")
-    managed = folder.spillway("run", "--quiet", script.name, *arguments, stdin="some\ninput")
+    managed = server.spillway(folder.path, "run", "--quiet", script.name, *arguments, stdin="some\ninput")
     assert managed == plain
 
 
-def test_a_module_of_a_package_and_a_folder_run_as_under_python(folder: Folder) -> None:
+def test_a_module_of_a_package_and_a_folder_run_as_under_python(folder: Folder, server: Server) -> None:
     text = (
         "import sys\nfrom package import here\nprint(__name__, __package__, __spec__.name, sys.argv, sys.path[0], here)"
     )
     folder.write("package/__init__.py", "here = 'there'")
     folder.write("package/__main__.py", text)
     arguments = ["-m", "package", "--lr", "3"]
-    assert folder.spillway("run", "--quiet", *arguments) == folder.python(*arguments)
+    assert server.spillway(folder.path, "run", "--quiet", *arguments) == folder.python(*arguments)
     folder.write("alone/__main__.py", "import sys\nprint(__name__, repr(__package__), sys.argv, sys.path[0])")
-    assert folder.spillway("run", "--quiet", "alone", "a") == folder.python("alone", "a")
+    assert server.spillway(folder.path, "run", "--quiet", "alone", "a") == folder.python("alone", "a")
 
 
 WORKERS = (
@@ -172,12 +174,11 @@ def test_an_interrupt_is_the_scripts_and_what_came_of_it_is_said_all_the_same(fo
     assert "GPT: 4 blocks, keep" in err
 
 
-@pytest.mark.long
-def test_frames_of_the_first_forward_are_not_shown(folder: Folder) -> None:
+def test_frames_of_the_first_forward_are_not_shown(folder: Folder, server: Server) -> None:
     text = MODELS + "\nGPT()(torch.zeros(1, 4))\n"
     script = folder.write("script.py", text)
     plain = folder.python(script.name)
-    managed = folder.spillway("run", "--quiet", "--policy", "keep", script.name)
+    managed = server.spillway(folder.path, "run", "--quiet", "--policy", "keep", script.name)
     assert managed.code == plain.code == 1
     own = [line for line in managed.err.splitlines() if str(Path("spillway", "")) in line]
     assert own == []
