@@ -1,0 +1,185 @@
+"""transformers' own Llama under its own Trainer: plain, with gradient checkpointing, and with our callback.
+
+Each way is a process of its own. A step's time is between two ends of steps, the device waited for; medians of all but
+the first. The budget of the callback is the peak that gradient checkpointing had, all that is allocated; a second one
+is half-way between that and the plain peak. Losses are compared bit for bit with the plain ones.
+
+    python benchmarks/trainer.py --json trainer.json                       # 1B width, 8192 tokens
+    python benchmarks/trainer.py --layers 2 --hidden 64 --tokens 128       # a rehearsal
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import statistics
+import time
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+import spillway
+from spillway.profiling.meter import allocated
+from spillway.units import format_bytes
+
+KEEP, CHECKPOINT, WITHIN, BETWEEN = "keep", "gradient_checkpointing", "callback within it", "callback half-way"
+
+
+@dataclass
+class Row:
+    """What one way did."""
+
+    way: str
+    step_seconds: float = 0.0
+    step_min: float = 0.0
+    step_max: float = 0.0
+    peak_bytes: int = 0
+    budget: int | None = None
+    predicted_peak: int | None = None
+    predicted_seconds: float | None = None
+    stage: str | None = None
+    losses: list[str] = field(default_factory=list)
+
+
+def measure(way: str, budget: int | None, options: argparse.Namespace, pipe: Any) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments, set_seed
+
+    from spillway.integrations.transformers import SpillwayCallback
+
+    device = torch.device("cpu") if options.device == "cpu" else torch.device(options.device, 0)
+
+    class Clock(TrainerCallback):
+        """Ends of steps, and the peak of those that count."""
+
+        def __init__(self) -> None:
+            self.ends: list[float] = []
+            self.peak = 0
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if device.type != "cpu":
+                torch.accelerator.synchronize()
+                if state.global_step > options.steps - options.timed:
+                    self.peak = max(self.peak, allocated(device)[1])
+                torch.accelerator.reset_peak_memory_stats()
+            self.ends.append(time.perf_counter())
+
+    set_seed(0)
+    config = LlamaConfig(
+        vocab_size=options.vocabulary,
+        hidden_size=options.hidden,
+        intermediate_size=4 * options.hidden,
+        num_hidden_layers=options.layers,
+        num_attention_heads=max(options.hidden // 64, 1),
+        num_key_value_heads=max(options.hidden // 256, 1),
+        max_position_embeddings=options.tokens,
+        use_cache=False,
+    )
+    with device:
+        model = LlamaForCausalLM(config).to(torch.bfloat16)
+    rows = [{"input_ids": row, "labels": row} for row in torch.randint(options.vocabulary, (8, options.tokens))]
+    clock = Clock()
+    ours = SpillwayCallback(budget=budget) if budget is not None else None
+    with TemporaryDirectory() as folder:
+        trainer = Trainer(
+            model=model,
+            args=TrainingArguments(
+                folder,
+                max_steps=options.steps,
+                per_device_train_batch_size=1,
+                gradient_checkpointing=way == CHECKPOINT,
+                logging_steps=1,
+                save_strategy="no",
+                report_to=[],
+                disable_tqdm=True,
+                use_cpu=device.type == "cpu",
+            ),
+            train_dataset=rows,
+            callbacks=[clock, *([ours] if ours is not None else [])],
+        )
+        attached = None
+        if ours is not None:
+
+            class Keep(TrainerCallback):
+                """What is attached, before it is taken off."""
+
+                def on_step_end(self, *_: Any, **__: Any) -> None:
+                    nonlocal attached
+                    attached = ours.attached
+
+            trainer.add_callback(Keep())
+        trainer.train()
+    times = [end - begin for begin, end in zip(clock.ends, clock.ends[1:], strict=False)][-options.timed :]
+    row = Row(way, statistics.median(times), min(times), max(times), clock.peak, budget)
+    row.losses = [float(each["loss"]).hex() for each in trainer.state.log_history if "loss" in each]
+    if attached is not None and attached.plan is not None:
+        row.predicted_peak = attached.plan.predicted_peak
+        row.predicted_seconds = attached.plan.predicted_seconds
+        row.stage = attached.stage
+    pipe.send(row)
+
+
+def in_a_process(way: str, budget: int | None, options: argparse.Namespace) -> Row:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=measure, args=(way, budget, options, theirs))
+    process.start()
+    theirs.close()
+    try:
+        row: Row = ours.recv()
+    except EOFError:
+        raise SystemExit(f"{way}: its process ended without an answer") from None
+    process.join()
+    return row
+
+
+def main() -> None:
+    accelerator = torch.accelerator.current_accelerator()
+    here = "cpu" if accelerator is None else accelerator.type
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default=here)
+    parser.add_argument("--layers", type=int, default=16 if here != "cpu" else 2)
+    parser.add_argument("--hidden", type=int, default=2048 if here != "cpu" else 64)
+    parser.add_argument("--tokens", type=int, default=8192 if here != "cpu" else 128)
+    parser.add_argument("--vocabulary", type=int, default=32000 if here != "cpu" else 97)
+    parser.add_argument("--steps", type=int, default=24 if here != "cpu" else 10)
+    parser.add_argument("--timed", type=int, default=9 if here != "cpu" else 3, help="of these, the last")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    rows = [in_a_process(KEEP, None, options), in_a_process(CHECKPOINT, None, options)]
+    plain, checkpointed = rows
+    small = checkpointed.peak_bytes or 16 << 30
+    for way, budget in ((WITHIN, small), (BETWEEN, (small + plain.peak_bytes) // 2 or small)):
+        rows.append(in_a_process(way, budget, options))
+    for row in rows:
+        said = "identical" if row.losses == plain.losses else "OTHER LOSSES"
+        print(
+            f"{row.way:24} {row.step_seconds * 1e3:8.1f} ms ({row.step_min * 1e3:.1f} to {row.step_max * 1e3:.1f})  "
+            f"x{row.step_seconds / plain.step_seconds:5.3f}  {format_bytes(row.peak_bytes):>9}  {row.stage or '':8} "
+            f"{said}",
+            flush=True,
+        )
+    if options.json:
+        header = {
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "versions": {
+                "python": platform.python_version(),
+                "torch": torch.__version__,
+                "spillway": spillway.__version__,
+            },
+            "hardware": {
+                "device": "cpu" if options.device == "cpu" else torch.cuda.get_device_name(0),
+                "cores": os.cpu_count(),
+            },
+            "options": {name: str(value) for name, value in vars(options).items()},
+        }
+        options.json.write_text(json.dumps({**header, "rows": [asdict(row) for row in rows]}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
