@@ -14,6 +14,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import platform
 import statistics
 import time
 from dataclasses import asdict, dataclass, field

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import spillway
 
 RANKS = 2
-_SECONDS = 60
+_SECONDS = 150
 
 
 class World:

@@ -343,7 +343,6 @@ def test_what_hangs_on_the_content_of_tensors_is_refused_by_name(build: Any, say
         ({}, "meta device"),
         ({"attention": "flash"}, "attention without hardware"),
         ({"device": "cuda"}, "device without hardware"),
-        ({"optimizer": 8}, "optimizer without hardware"),
         ({"hardware": "abacus"}, "'abacus'"),
         ({"hardware": 3}, "hardware: got 3"),
         ({"hardware": "h100", "attention": "quick"}, "attention: got 'quick'"),
