@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import inspect
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -113,7 +114,8 @@ def uncompiled(module: Module) -> Module:
 
 def is_called(module: Module) -> bool:
     """Whether a module has a forward: a ``ModuleList`` has none."""
-    return "forward" in module.__dict__ or type(module).forward is not Module.forward
+    # Of a scripted one, the class's is a descriptor that says so only by an instance.
+    return "forward" in module.__dict__ or inspect.getattr_static(type(module), "forward") is not Module.forward
 
 
 def inside_of(name: str, outer: Iterable[str]) -> bool:

@@ -123,6 +123,60 @@ def test_a_budget_that_nothing_fits_is_an_error_on_each_rank(world: World) -> No
     world.run(too_small_case)
 
 
+def uneven_case() -> str:
+    """One rank calls the model more often, without the other ones: within ``no_sync``, and without the wrapper."""
+    meter._resident = lambda: 0
+    torch.manual_seed(0)
+    model = Model()
+    module = nn.parallel.DistributedDataParallel(model)
+    first = dist.get_rank() == 0
+
+    def call(each: nn.Module) -> None:
+        each(torch.randint(TOKENS, (24, LENGTH))).square().mean().backward()
+
+    with spillway.Session() as session:
+        how: dict[str, Any] = {"budget": BUDGET, "hardware": Hardware.named("h200"), "session": session}
+        with spillway.attach(model, min_bytes="4KiB", blocks=Block, **how) as attached:
+            # Before it was called by its wrapper, it was alone.
+            call(model)
+            for _ in range(9):
+                with module.no_sync():
+                    for _ in range(2 if first else 1):
+                        call(module)
+                call(module)
+                if first:
+                    call(model)
+                module.zero_grad()
+            assert attached.stage == "holding"
+            assert attached.plan is not None
+            for number in range(70 if first else 0):
+                with module.no_sync():
+                    call(module if number % 2 else model)
+            return attached.plan.to_json()
+
+
+def test_ranks_may_call_the_model_as_often_as_they_like_where_they_do_not_reduce(world: World) -> None:
+    first, second = world.run(uneven_case)
+    assert first == second
+
+
+def other_error_case() -> None:
+    peers = Peers([dist.group.WORLD])
+
+    def fails_on_one() -> int:
+        assert dist.get_rank() == 0, "no error of Spillway's"
+        return 0
+
+    kind, match = (AssertionError, "no error") if dist.get_rank() == 1 else (UnsupportedError, "no error of Spillway's")
+    with pytest.raises(kind, match=match):
+        peers.share("this", fails_on_one)
+    assert peers.share("rank", dist.get_rank) == [0, 1]
+
+
+def test_the_others_hear_of_any_error(world: World) -> None:
+    world.run(other_error_case)
+
+
 def sharing_case() -> None:
     peers = Peers([dist.group.WORLD])
     assert not peers.alone

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -119,6 +120,97 @@ def test_where_something_else_says_the_fraction_it_is_refused(
     optimizer = OffloadedOptimizer(wide().parameters(), torch.optim.AdamW, session=session, **options)
     with pytest.raises(UsageError, match="divide: got"):
         optimizer.divide(0.5)
+
+
+# Between two steps
+
+
+@pytest.mark.parametrize("options", [{}, {"tier": "disk"}, {"step_on": "device"}], ids=["memory", "disk", "streamed"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_state_is_whole_right_after(options: dict[str, Any], dtype: torch.dtype, session: spillway.Session) -> None:
+    model = wide(dtype)
+    optimizer = OffloadedOptimizer(model.parameters(), torch.optim.AdamW, lr=0.01, session=session, **options)
+    for batch in batches(2, dtype):
+        loss_of(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def state() -> list[tuple[str, torch.Tensor]]:
+        found = sorted(optimizer.state_dict()["state"].items())
+        return [(name, value.clone()) for _, each in found for name, value in sorted(each.items())]
+
+    before = state()
+    for part in (0.5, 0.0, 1.0):
+        optimizer.divide(part)
+        after = state()
+        assert [name for name, _ in after] == [name for name, _ in before]
+        assert all(torch.equal(one, other) for (_, one), (_, other) in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "place"), [(1.0, 0.0, "device_part.device_copy"), (0.0, 1.0, "memory_shelf.host_copy")]
+)
+def test_an_error_in_the_middle_loses_and_doubles_nothing(
+    first: float, then: float, place: str, session: spillway.Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(fails: bool) -> list[torch.Tensor]:
+        model = wide()
+        optimizer = OffloadedOptimizer(model.parameters(), torch.optim.AdamW, lr=0.01, fused=True, session=session)
+        for number, batch in enumerate(batches(5)):
+            if number == 1:
+                optimizer.divide(first)
+            if number == 3 and fails:
+                with monkeypatch.context() as patch:
+                    patch.setattr(f"spillway.optim.{place}", failing_the_fifth_time())
+                    with pytest.raises(MemoryError, match="the fifth"):
+                        optimizer.divide(then)
+                assert not [one for one in model.parameters() if optimizer.holds(one) and one in optimizer._device]
+            loss_of(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+    assert all(map(torch.equal, run(True), run(False)))
+
+
+def failing_the_fifth_time() -> Any:
+    count = 0
+
+    def copy(key: str, value: Any, *_: Any, **__: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == 5:
+            raise MemoryError("the fifth")
+        return value.clone() if isinstance(value, torch.Tensor) else value
+
+    return copy
+
+
+def test_masters_that_are_to_be_refreshed_are(session: spillway.Session) -> None:
+    def run(divides: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(7, 5).bfloat16()
+        optimizer = OffloadedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-4, fused=True, session=session)
+        for batch in batches(4, torch.bfloat16):
+            loss_of(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            optimizer.refresh_masters()
+            if divides:
+                optimizer.divide(0.0)
+        state = optimizer.state_dict()["state"]
+        return [*model.parameters(), *(each["master"] for _, each in sorted(state.items()) if "master" in each)][:2]
+
+    assert all(map(torch.equal, run(True), run(False)))
+
+
+def test_moving_to_and_fro_leaves_no_hook_and_no_finalizer(session: spillway.Session) -> None:
+    optimizer = OffloadedOptimizer(wide().parameters(), torch.optim.AdamW, session=session)
+    before = len(weakref.finalize._registry)
+    for _ in range(3):
+        optimizer.divide(0.0)
+        optimizer.divide(1.0)
+    assert len(weakref.finalize._registry) == before
 
 
 # Said by a plan

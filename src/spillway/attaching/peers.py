@@ -9,7 +9,11 @@ So ranks that share a model's parameters find their plan together, and go throug
 - A stage ends for all of them when it has ended for each.
 - The profile is that of the rank that saves most; what is there before the step is that of the fullest.
 - Hardware is the first rank's; room in host memory the least of all. Each rank solves, and the first one's plan counts.
-- The peak that is checked is the highest one. While a plan is held it is looked at now and then, for it takes talking.
+- The peak that is checked is the highest one. While a plan is held nobody talks: who is over the budget notes it.
+
+They talk in calls that all of them make. Under DDP that is those in which it reduces gradients: how often a rank calls
+the model under ``no_sync``, or without the wrapper, is its own affair. Whoever waits longer than others may be late
+gets an error.
 
 Who they are is read off the model when it is first called: the group of a ``DistributedDataParallel`` around it or in
 it, of an ``FullyShardedDataParallel``, and the dimensions of the meshes that ``DTensor`` parameters (``fully_shard``,
@@ -19,9 +23,10 @@ tensor parallel) lie on. A pipeline's stage shares none, and finds its own.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
-from weakref import WeakKeyDictionary
 
 from torch.nn import Module
 
@@ -34,6 +39,9 @@ if TYPE_CHECKING:
 _DDP = "torch.nn.parallel.distributed"
 _FSDP = "torch.distributed.fsdp.fully_sharded_data_parallel"
 
+_PATIENCE = timedelta(minutes=5)
+"""How much later than another one a rank may be."""
+
 T = TypeVar("T")
 
 
@@ -42,15 +50,24 @@ class Peers:
 
     Args:
         groups: their process groups, one for each dimension of a mesh. None: there is one rank.
+        wrapper: the ``DistributedDataParallel``, if that is what they share the model by.
     """
 
-    def __init__(self, groups: Sequence[ProcessGroup] = ()) -> None:
+    def __init__(self, groups: Sequence[ProcessGroup] = (), wrapper: Module | None = None) -> None:
         self._groups = groups
+        self._wrapper = None if wrapper is None else weakref.ref(wrapper)
 
     @property
     def alone(self) -> bool:
         """Whether there are no others."""
         return not self._groups
+
+    def are_all_here(self, model: Module) -> bool:
+        """Whether all of them make the call of the model that begins now."""
+        wrapper: Any = None if self._wrapper is None else self._wrapper()
+        if wrapper is None:
+            return True
+        return bool(wrapper.require_backward_grad_sync) and (_active() is wrapper or wrapper in model.modules())
 
     def share(self, what: str, make: Callable[[], T]) -> list[T]:
         """Make something on each rank, and give all ranks what all have made, in one order. All have to call it.
@@ -66,16 +83,16 @@ class Peers:
         """
         if not self._groups:
             return [make()]
-        failure: SpillwayError | None = None
-        mine: list[tuple[str, str | None, T | None]]
+        mine: list[tuple[str, str | None, T | None]] = [(what, "something that is no error of Spillway's", None)]
         try:
             mine = [(what, None, make())]
         except SpillwayError as error:
-            failure, mine = error, [(what, str(error), None)]
-        for group in self._groups:
-            mine = [each for part in _gathered(mine, group) for each in part]
-        if failure is not None:
-            raise failure
+            mine = [(what, str(error), None)]
+            raise
+        finally:
+            # Also where this rank has failed: the others wait to hear of it.
+            for group in self._groups:
+                mine = [each for part in _gathered(mine, group) for each in part]
         if len({said for said, _, _ in mine}) > 1:
             raise UsageError(
                 f"got ranks of one model that are at different places of its training ({what} here), expected that all "
@@ -97,11 +114,12 @@ def peers_of(model: Module | None) -> Peers:
         return Peers()
     import torch.distributed
 
-    found = {tuple(torch.distributed.get_process_group_ranks(group)): None for group in _groups_of(model)}
-    return Peers([_group_of(ranks) for ranks in found if len(ranks) > 1])
+    wrapper = _wrapper_of(model)
+    found = {tuple(torch.distributed.get_process_group_ranks(group)): None for group in _groups_of(model, wrapper)}
+    return Peers([_group_of(ranks) for ranks in found if len(ranks) > 1], wrapper)
 
 
-_GROUPS: WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], ProcessGroup]] = WeakKeyDictionary()
+_GROUPS: weakref.WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], ProcessGroup]] = weakref.WeakKeyDictionary()
 """Of each world, those that were made: torch cannot make one anew of the same ranks where another one was destroyed."""
 
 
@@ -112,7 +130,11 @@ def _group_of(ranks: tuple[int, ...]) -> ProcessGroup:
     known = _GROUPS.setdefault(world, {})
     if ranks not in known:
         known[ranks] = torch.distributed.new_group(
-            list(ranks), backend="gloo", use_local_synchronization=True, group_desc="spillway plan"
+            list(ranks),
+            timeout=_PATIENCE,
+            backend="gloo",
+            use_local_synchronization=True,
+            group_desc="spillway plan",
         )
     return known[ranks]
 
@@ -122,22 +144,27 @@ def _is_initialized() -> bool:
     return distributed is not None and bool(distributed.is_available() and distributed.is_initialized())
 
 
-def _groups_of(model: Module) -> Iterator[ProcessGroup]:
-    yield from _around()
+def _groups_of(model: Module, wrapper: Any) -> Iterator[ProcessGroup]:
+    if wrapper is not None:
+        yield wrapper.process_group
     for module in model.modules():
-        if is_a(module, _DDP, "DistributedDataParallel") or is_a(module, _FSDP, "FullyShardedDataParallel"):
-            wrapped: Any = module
-            yield wrapped.process_group
+        if is_a(module, _FSDP, "FullyShardedDataParallel"):
+            sharded: Any = module
+            yield sharded.process_group
     meshes = {id(mesh): mesh for mesh in _meshes(model)}
     for mesh in meshes.values():
         yield from mesh.get_all_groups()
 
 
-def _around() -> Iterable[ProcessGroup]:
-    """That of the ``DistributedDataParallel`` whose call this is in: who is in it does not see it otherwise."""
-    wrapper: Any = getattr(sys.modules.get(_DDP), "DistributedDataParallel", None)
-    active = None if wrapper is None else wrapper._get_active_ddp_module()
-    return () if active is None else (active.process_group,)
+def _wrapper_of(model: Module) -> Any:
+    """The ``DistributedDataParallel`` in a model, or whose call this is in: who is in it does not see it otherwise."""
+    inside = (module for module in model.modules() if is_a(module, _DDP, "DistributedDataParallel"))
+    return next(inside, _active())
+
+
+def _active() -> Any:
+    kind: Any = getattr(sys.modules.get(_DDP), "DistributedDataParallel", None)
+    return None if kind is None else kind._get_active_ddp_module()
 
 
 def _meshes(model: Module) -> Iterator[Any]:
@@ -151,5 +178,11 @@ def _gathered(mine: T, group: ProcessGroup) -> list[T]:
     import torch.distributed
 
     found: list[Any] = [None] * group.size()
-    torch.distributed.all_gather_object(found, mine, group=group)
+    try:
+        torch.distributed.all_gather_object(found, mine, group=group)
+    except RuntimeError as error:
+        raise UsageError(
+            f"got no answer of the other ranks of this model in {_PATIENCE}, or they ended, expected that all train it "
+            f"for as many calls until a plan is held; let them, or give each one the same plan: attach(model, plan=...)"
+        ) from error
     return found

@@ -68,8 +68,6 @@ _MOST_ROUNDS = 8
 _MOST_PROBES = 256
 _MOST_WAITING = 256
 """Passes for which an optimizer's steps are waited for."""
-_LOOK_EVERY = 64
-"""Passes between two at which ranks tell each other their peaks, while a plan is held."""
 _SLACK = 1 << 20
 _MOST_SLACK = 64 << 20
 
@@ -140,8 +138,8 @@ class Pilot:
         """Passes in which an optimizer had not yet stepped often enough."""
         self._peers: Peers | None = None if planner is not None else Peers()
         """``None``: the model was not called yet."""
-        self._calls = 0
-        """Passes since ranks have told each other of their peaks."""
+        self._ended: Watched | None = None
+        """What was seen of a pass after which came one that not all ranks take part in."""
         self._tell = known
         self._known: Known | None = None
         """As it was when the step began that is measured."""
@@ -195,13 +193,20 @@ class Pilot:
         """The model is called: the step before has ended."""
         if self._watch is not None and self._is_strange(self._watch) and self._watch.thread.is_alive():
             return
-        if self._peers is None:
-            self._peers = peers_of(model)
-        if not self._is_looked_at():
+        self._meet(model)
+        assert self._peers is not None
+        if not self._peers.are_all_here(model):
+            # Of a call that not all ranks make nothing is learned; what was seen of the one before is kept.
+            self._ended = self._finish() or self._ended
             return
-        self._advance(self._finish())
+        self._advance(self._finish() or self._ended)
+        self._ended = None
         mine = sum(leaf.nbytes for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
-        nbytes = max(self._peers.share("inputs", lambda: mine))
+        holds = self.stage is Stage.HOLDING
+        nbytes = mine if holds else max(self._peers.share("inputs", lambda: mine))
+        if holds and not self._peers.alone:
+            # Others may have other inputs, and do not begin anew.
+            nbytes = min(nbytes, self._inputs)
         if self.stage in (Stage.TRACING, Stage.MEASURING):
             # Those that the profile will be of.
             self._inputs = nbytes
@@ -281,13 +286,14 @@ class Pilot:
     def _is_strange(watch: Watch) -> bool:
         return watch.thread is not threading.current_thread()
 
-    def _is_looked_at(self) -> bool:
-        """Ranks that hold a plan talk only now and then."""
-        assert self._peers is not None
-        if self.stage is not Stage.HOLDING or self._peers.alone:
-            return True
-        self._calls = (self._calls + 1) % _LOOK_EVERY
-        return self._calls == 0
+    def _meet(self, model: Module) -> None:
+        """Find out who trains the model together. It may be wrapped later than it is first called."""
+        if self._peers is None:
+            self._peers = peers_of(model)
+        elif self._peers.alone and self._planner is not None and self.stage is not Stage.HOLDING:
+            self._peers = peers_of(model)
+            if not self._peers.alone and self.stage is not Stage.TRACING:
+                self._start_anew()
 
     def _advance(self, watched: Watched | None) -> None:
         """What the pass before has shown."""
@@ -356,8 +362,11 @@ class Pilot:
         self._back_off(peak)
 
     def _hold(self) -> None:
-        peak = max(self._known_peers.share("holding", self._peak))
+        peak = self._peak()
         if self._budget is not None and peak > self._budget:
+            if not self._known_peers.alone:
+                self._note_once(f"a step of this rank had a peak over the budget of {format_bytes(self._budget)}")
+                return
             self._note(f"a step had a peak of {format_bytes(peak)}, over the budget of {format_bytes(self._budget)}")
             self._back_off(peak)
 
@@ -453,6 +462,10 @@ class Pilot:
     def _reset_peak(self) -> None:
         if self._device.type != "cpu":
             torch.accelerator.reset_peak_memory_stats(self._device)
+
+    def _note_once(self, what: str) -> None:
+        if what not in self.notes:
+            self._note(what)
 
     def _note(self, what: str) -> None:
         self.notes.append(what)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -96,6 +97,8 @@ class Held:
         """As the plain optimizer would have it, over the pieces' own."""
         self.hook: RemovableHandle | None = None
         """What sees its gradients come."""
+        self.finalizer: weakref.finalize[Any, Any] | None = None
+        """Takes that off when the optimizer is gone."""
         self.coming: Event | None = None
         """When the parameter is what the last step made of it."""
 
@@ -290,6 +293,8 @@ class Held:
         """See no more gradients."""
         if self.hook is not None:
             self.hook.remove()
+        if self.finalizer is not None:
+            self.finalizer.detach()
 
     def _touch(self, *, write: bool) -> None:
         if self.pinned is not None:

@@ -355,6 +355,9 @@ class OffloadedOptimizer(Optimizer):
         if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 <= fraction <= 1:
             raise UsageError(f"fraction: got {fraction!r}, expected a number from 0 (none on the host) to 1 (all)")
         self.synchronize()
+        for shared in self._shared.values():
+            # What was queued of masters is done.
+            shared.lane.run(_nothing).finish()
         self._divide(float(fraction))
         # What was seen of steps was seen of others.
         self._older = self._last = self._now = self._shelf.tally()
@@ -558,7 +561,7 @@ class OffloadedOptimizer(Optimizer):
             frozen = not parameter.requires_grad
             held.hook = parameter.requires_grad_(True).register_post_accumulate_grad_hook(came)  # type: ignore[no-untyped-call]
             parameter.requires_grad_(not frozen)
-            weakref.finalize(self, held.hook.remove)
+            held.finalizer = weakref.finalize(self, held.hook.remove)
 
     def _choose(self, balance: Balance) -> None:
         """Let another fraction be on the host, if what was seen says so."""
@@ -591,16 +594,29 @@ class OffloadedOptimizer(Optimizer):
 
     def _move_to_host(self, group: int, parameter: torch.Tensor) -> None:
         held = self._made(group, parameter)
-        self._hold(held)
-        self._shelf.put([Loading(held, self._device.discard(parameter))])
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._let_go, held)
+            self._hold(held)
+            self._shelf.put([Loading(held, self._device.state_of(parameter))])
+            undo.pop_all()
+        self._device.discard(parameter)
         self._show(parameter, self._shelf.shown(held))
 
     def _move_to_device(self, held: Held) -> None:
         (state,), parameter = self._shelf.whole([held]), held.parameter
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._device.discard, parameter)
+            self._device.add(parameter, held.group, held.work_dtype)
+            self._device.put_state(parameter, state, self.param_groups[held.group])
+            undo.pop_all()
         self._bring_back(held)
-        self._device.add(parameter, held.group, held.work_dtype)
-        self._device.put_state(parameter, state, self.param_groups[held.group])
-        del self._held[parameter]
+        self._let_go(held)
+        self.state.pop(parameter, None)
+        self._show(parameter, self._device.state_of(parameter) or None)
+
+    def _let_go(self, held: Held) -> None:
+        """It is not stepped on the host any more."""
+        self._held.pop(held.parameter, None)
         self._shelf.discard(held)
         held.give_up()
 
@@ -760,3 +776,7 @@ class OffloadedOptimizer(Optimizer):
                 self.param_groups[index].update(written)
             self._now.end(self._shared.values())
             self._older, self._last, self._now = self._last, self._now, self._shelf.tally()
+
+
+def _nothing() -> None:
+    """A task to wait for, behind all others."""

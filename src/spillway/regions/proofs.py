@@ -10,6 +10,8 @@ _ENOUGH_STRUCTURES = 64
 _ENOUGH_FORMS = 8
 
 _PIECE = 1 << 22
+_HOST_PIECE = 1 << 14
+"""Words of a piece on the CPU, whose memory would be left in holes by larger ones, and never be given back."""
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 _SHIFT = 0x2545F4914F6CDD1D
 
@@ -70,8 +72,9 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor | None:
     if words.numel() % 4 == 0 and words.data_ptr() % 4 == 0:
         words = words.view(torch.int32)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for start in range(0, words.numel(), _PIECE):
-        piece = words[start : start + _PIECE]
+    size = _HOST_PIECE if tensor.device.type == "cpu" else _PIECE
+    for start in range(0, words.numel(), size):
+        piece = words[start : start + size]
         places = torch.arange(start, start + piece.numel(), dtype=torch.int64, device=tensor.device)
         total += ((places * _ODD + _SHIFT).bitwise_or_(1) * piece).sum()
     return total
