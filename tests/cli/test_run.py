@@ -110,7 +110,8 @@ def test_a_profile_is_written_and_the_script_ended_cleanly(server: Server, folde
 def test_without_a_profile_it_is_an_error(options: list[str], steps: int, server: Server, folder: Folder) -> None:
     done = server.spillway(folder.path, "profile", "-o", "none.json", *options, "train.py", steps)
     assert done.code == 1
-    assert done.err.startswith("error: got no profile of a model in 1 optimizer steps")
+    # Before it, torch's profiler may say that it did not see some memory being taken.
+    assert "\nerror: got no profile of a model in 1 optimizer steps" in f"\n{done.err}"
     assert not (folder.path / "none.json").exists()
 
 

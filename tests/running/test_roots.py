@@ -311,6 +311,42 @@ def test_what_cannot_be_attached_trains_on_and_is_said_once(make: Any, kind: str
     assert all(map(torch.equal, losses, train(plain, sgd(same), 4)))
 
 
+def test_a_scripted_model_of_ones_own_class_trains_on(seeing: Seeing) -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(torch.relu(self.first(x)))
+
+    with pytest.warns(DeprecationWarning, match="torch.jit.script"):
+        model = torch.jit.script(Own())
+    with pytest.raises(spillway.SpillwayError, match=r"scripted|repeats no block"):
+        spillway.attach(model)
+    train(model, sgd(model), 2)
+    assert len(seeing.roots.given_up) == 1
+
+
+def test_what_is_given_up_is_told_at_once(seeing: Seeing) -> None:
+    told: list[str] = []
+    seeing.roots.tell = lambda given_up: told.append(given_up.reason)
+    model = nn.Linear(WIDTH, WIDTH)
+    train(model, sgd(model), 2)
+    assert told == [each.reason for each in seeing.roots.given_up] != []
+
+
+def test_where_hooks_are_disabled_a_model_trains_on(seeing: Seeing) -> None:
+    plain = net()
+    expected = train(plain, sgd(plain), 3)
+    model = net()
+    losses = train(model, sgd(model), 2)
+    with torch.autograd.graph.disable_saved_tensors_hooks("no hooks here"):
+        loss = model(batch(2)).square().mean()
+        loss.backward()
+    assert all(map(torch.equal, [*losses, loss.detach()], expected))
+
+
 def test_a_scripted_model_is_said() -> None:
     # TorchScript is deprecated, and says so where warnings are errors.
     with pytest.warns(DeprecationWarning, match="torch.jit.script"):

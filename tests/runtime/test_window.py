@@ -28,6 +28,27 @@ def most_on_their_way(events: EventList) -> tuple[int, int]:
     return most[0], most[1]
 
 
+class Owner:
+    """Of a claim."""
+
+
+def test_the_smallest_window_that_is_claimed_is_in_force_and_the_own_one_after_all() -> None:
+    with spillway.Session(window=64 * MIB) as session:
+        mover = session.runtime(torch.device("cpu")).mover
+        first, second = Owner(), Owner()
+        mover.claim(first, 32 * MIB)
+        mover.claim(second, 16 * MIB)
+        assert mover.window == 16 * MIB
+        mover.claim(second, None)
+        assert mover.window == 32 * MIB
+        mover.claim(second, 128 * MIB)
+        mover.claim(first, None)
+        assert mover.window == 128 * MIB
+        del second
+        mover.claim(first, None)
+        assert mover.window == 64 * MIB
+
+
 def test_a_smaller_window_is_kept_to_from_then_on() -> None:
     events = EventList()
     leaf = torch.randn(MIB // 4, requires_grad=True)

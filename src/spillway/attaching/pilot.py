@@ -153,8 +153,6 @@ class Pilot:
         self._rounds = 0
         self._aim = None if budget is None else _aim(budget)
         self._inputs = 0
-        self._window: int | None = None
-        """What the device had before."""
         self.stage = Stage.TRACING if plan is None else Stage.HOLDING
         self.profile: Profile | None = None
         self.sweep = sweep
@@ -172,7 +170,6 @@ class Pilot:
         """These are the blocks."""
         self._check_blocks(blocks)
         self._blocks = blocks
-        self._window = self._mover().window
         for block in blocks:
             block.pilot = self
             block.how = LEAST
@@ -411,8 +408,8 @@ class Pilot:
     def _give_window_back(self) -> None:
         """The session's own is in force again: other models use it, too."""
         session = self._session if self._session is not None else Session.default()
-        if self._window is not None and not session.closed:
-            self._mover().resize(self._window)
+        if not session.closed:
+            self._mover().claim(self, None)
 
     def apply(self, plan: Plan) -> None:
         """From the next call on, blocks do as the plan says.
@@ -431,7 +428,7 @@ class Pilot:
             )
         for call in self._blocks:
             call.how = None if call.name in frozen else how_of(known[call.name])
-        self._mover().resize(plan.window)
+        self._mover().claim(self, plan.window)
         if self._optimizer is not None and plan.optimizer_fraction is not None:
             self._optimizer.divide(plan.optimizer_fraction)
 

@@ -60,11 +60,17 @@ def in_backward() -> bool:
 
 
 def refuse_transforms() -> None:
-    """Raise :class:`~spillway.errors.UnsupportedError` inside of a ``torch.func`` transform."""
+    """Raise :class:`~spillway.errors.UnsupportedError` where there are no hooks: in ``torch.func`` transforms, say."""
+    disabled = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
     if torch._C._functorch.peek_interpreter_stack() is not None:
         raise UnsupportedError(
             "got a call inside of a torch.func transform (grad, vjp, jvp, vmap), expected plain autograd; torch.func "
             "allows no saved-tensor hooks: call it around the transform's function only without Spillway"
+        )
+    if disabled is not None:
+        raise UnsupportedError(
+            f"got a call where saved-tensor hooks are disabled ({disabled}), expected one where they are not; leave "
+            f"out torch.autograd.graph.disable_saved_tensors_hooks, or do without Spillway there"
         )
 
 

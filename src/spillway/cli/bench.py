@@ -43,3 +43,5 @@ def bench(
     typer.echo(found.to_text())
     if json is not None:
         json.write_text(found.to_json(), encoding="utf-8")
+    if all(row.answer.error for row in found.rows):
+        raise typer.Exit(1)

@@ -102,6 +102,8 @@ class Roots:
         self.calls = Calls(self._judge)
         self.attached: list[Root] = []
         self.given_up: list[GivenUp] = []
+        self.tell: Callable[[GivenUp], None] | None = None
+        """Called when a module is given up."""
         self.fatal: BudgetError | None = None
         """A budget that nothing fits."""
 
@@ -119,6 +121,8 @@ class Roots:
     def give_up(self, module: Module, reason: str) -> None:
         """Leave a module alone, and remember why."""
         self.given_up.append(GivenUp(type(module).__name__, weakref.ref(module), reason))
+        if self.tell is not None:
+            self.tell(self.given_up[-1])
         self._know(module, Seen.OWNED)
 
     def give_up_unseen(self, parameters: list[Tensor]) -> list[Tensor]:

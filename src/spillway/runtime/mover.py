@@ -20,6 +20,7 @@ from __future__ import annotations
 import itertools
 import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -59,6 +60,8 @@ class Mover:
 
     def __init__(self, backend: Backend, *, window: int, recorder: Recorder | None = None) -> None:
         self.window = window
+        self._own_window = window
+        self._claims: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
         self.batch = batch_bytes(window)
         self._backend = backend
         self._recorder = recorder
@@ -145,6 +148,17 @@ class Mover:
             self.window = window
             self.batch = batch_bytes(window)
             self._returns.resize(window, self.batch)
+
+    def claim(self, owner: object, window: int | None) -> None:
+        """Somebody needs a window, as plans do; ``None``: no more. The smallest that is claimed is in force.
+
+        With no claim it is the one that the mover was made with.
+        """
+        if window is None:
+            self._claims.pop(owner, None)
+        else:
+            self._claims[owner] = window
+        self.resize(min(self._claims.values(), default=self._own_window))
 
     def settle(self, entries: Sequence[Entry]) -> None:
         """Let go of the entries that are on their way out: compute waits for their copies."""
