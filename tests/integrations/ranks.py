@@ -20,7 +20,7 @@ import torch.distributed as dist
 import spillway
 
 RANKS = 2
-_SECONDS = 150
+_SECONDS = 120
 
 
 class World:

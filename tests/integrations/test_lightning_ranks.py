@@ -129,7 +129,7 @@ FOUND = {"child": ["net"], "own": [""], "gan": ["critic", "generator"], "parts":
     ("name", "make", "way", "options"),
     [
         ("ddp", "child", "regions", {"accumulate_grad_batches": 2}),
-        ("ddp", "own", "budget", {"max_epochs": 4, "num_sanity_val_steps": 0}),
+        pytest.param("ddp", "own", "budget", {"max_epochs": 4, "num_sanity_val_steps": 0}, marks=pytest.mark.long),
         ("ddp, unused", "gan", "regions", {}),
         ("ddp", "by hand", "budget", {"max_epochs": 4}),
         pytest.param("ddp", "by hand", "regions", {}, marks=pytest.mark.long),

@@ -45,6 +45,7 @@ def test_with_the_least_budget_all_of_it_is() -> None:
     assert planned(least()).optimizer_fraction == 1.0
 
 
+@pytest.mark.long
 def test_between_a_part_of_it_is_and_the_peak_is_within_the_budget() -> None:
     fractions = []
     for room in range(0, 25, 4):
