@@ -12,7 +12,7 @@ So ranks that share a model's parameters find their plan together, and go throug
 - The peak that is checked is the highest one. While a plan is held nobody talks: who is over the budget notes it.
 
 They talk in calls that all of them make. Under DDP that is those in which it reduces gradients: how often a rank calls
-the model under ``no_sync``, or without the wrapper, is its own affair. Whoever waits longer than others may be late
+the model under ``no_sync``, or without the wrapper, is its own affair. Whoever waits longer than the group's timeout
 gets an error.
 
 Who they are is read off the model when it is first called: the group of a ``DistributedDataParallel`` around it or in
@@ -25,7 +25,6 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.nn import Module
@@ -38,9 +37,6 @@ if TYPE_CHECKING:
 
 _DDP = "torch.nn.parallel.distributed"
 _FSDP = "torch.distributed.fsdp.fully_sharded_data_parallel"
-
-_PATIENCE = timedelta(minutes=5)
-"""How much later than another one a rank may be."""
 
 T = TypeVar("T")
 
@@ -107,36 +103,13 @@ class Peers:
 def peers_of(model: Module | None) -> Peers:
     """Who trains a model together with this process. To be asked while the model is called, on all of its ranks.
 
-    They get groups of their own, which talk by way of the host: what they say meets no collective of the model's, waits
-    for no device, and takes none of its memory.
+    They talk in the model's own groups: to make others of the same ranks was seen to wait for ever.
     """
     if model is None or not _is_initialized():
         return Peers()
-    import torch.distributed
-
     wrapper = _wrapper_of(model)
-    found = {tuple(torch.distributed.get_process_group_ranks(group)): None for group in _groups_of(model, wrapper)}
-    return Peers([_group_of(ranks) for ranks in found if len(ranks) > 1], wrapper)
-
-
-_GROUPS: weakref.WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], ProcessGroup]] = weakref.WeakKeyDictionary()
-"""Of each world, those that were made: torch cannot make one anew of the same ranks where another one was destroyed."""
-
-
-def _group_of(ranks: tuple[int, ...]) -> ProcessGroup:
-    import torch.distributed
-
-    world: Any = torch.distributed.group.WORLD
-    known = _GROUPS.setdefault(world, {})
-    if ranks not in known:
-        known[ranks] = torch.distributed.new_group(
-            list(ranks),
-            timeout=_PATIENCE,
-            backend="gloo",
-            use_local_synchronization=True,
-            group_desc="spillway plan",
-        )
-    return known[ranks]
+    found = {id(group): group for group in _groups_of(model, wrapper)}
+    return Peers([group for group in found.values() if group.size() > 1], wrapper)
 
 
 def _is_initialized() -> bool:
@@ -182,7 +155,7 @@ def _gathered(mine: T, group: ProcessGroup) -> list[T]:
         torch.distributed.all_gather_object(found, mine, group=group)
     except RuntimeError as error:
         raise UsageError(
-            f"got no answer of the other ranks of this model in {_PATIENCE}, or they ended, expected that all train it "
-            f"for as many calls until a plan is held; let them, or give each one the same plan: attach(model, plan=...)"
+            f"got no answer of the other ranks of this model ({error}), expected that all train it for as many calls "
+            f"until a plan is held; let them, or give each one the same plan: attach(model, plan=...)"
         ) from error
     return found
