@@ -156,6 +156,7 @@ def test_a_bench_runs_each_way_in_a_process_of_its_own(folder: Folder) -> None:
     assert [len(row["answer"]["seconds"]) for row in said["rows"]] == [9, 9]
     failed = folder.spillway("bench", "--ways", "keep", "ends.py")
     assert "keep: the script ended with exit code 5" in failed.out
+    assert failed.code == 1, "no way came to its end"
 
 
 RANKS = (

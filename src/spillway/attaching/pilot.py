@@ -17,7 +17,7 @@ Each call of the model in training is a pass, and each pass has a stage:
     smaller by that, and is tried.
 ``HOLDING``
     Nothing is watched but the device's peak and the shapes of the model's inputs, at each call. A peak over the budget,
-    or larger inputs, and all begins anew.
+    and a plan is made for less; larger inputs, and all begins anew. One of several ranks notes it, and goes on.
 
 A pass is looked at when the next one begins, since its step ends there. Passes of another thread than the one that is
 watched are not looked at. Frozen blocks before all others save nothing: they are left alone.
