@@ -131,8 +131,8 @@ def stacked(
 ) -> Callable[[torch.device], tuple[nn.Module, Tensor]]:
     def make(device: torch.device) -> tuple[nn.Module, Tensor]:
         torch.manual_seed(0)
-        head = nn.AdaptiveAvgPool2d(1) if len(batch) == 4 else nn.Linear(out, 64)
         with device:
+            head = nn.AdaptiveAvgPool2d(1) if len(batch) == 4 else nn.Linear(out, 64)
             model = Stacked(first(), (block() for _ in range(count)), head).to(torch.bfloat16)
             return model, torch.randn(batch).to(torch.bfloat16)
 
