@@ -33,6 +33,7 @@ import enum
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,7 +49,7 @@ from spillway.planning.plan import BlockPlan, Plan
 from spillway.planning.profile import Outside, Profile
 from spillway.profiling.compile import compile_profile
 from spillway.profiling.meter import allocated
-from spillway.profiling.probe import Probe
+from spillway.profiling.probe import Probe, WatchedRegion
 from spillway.profiling.watch import Watch, Watched
 from spillway.recomputing import Recompute
 from spillway.records import Decision
@@ -234,12 +235,16 @@ class Pilot:
         known = self._probes.get(kind)
         # A call that failed was not seen to its end.
         seeks = self.stage in (Stage.TRACING, Stage.MEASURING)
+        probe = None
         if seeks and (known is None or not known.is_complete):
             self._has_traced = True
             if len(self._probes) >= _MOST_PROBES:
                 self._probes.clear()
-            call.observer = self._probes[kind] = self._new_probe()
-        return self._first + self._watch.block_begins(call.name, kind, (args, kwargs))
+            probe = self._probes[kind] = self._new_probe()
+        number = self._watch.block_begins(call.name, kind, (args, kwargs))
+        if seeks:
+            call.observer = WatchedRegion(probe, partial(self._watch.asked, number))
+        return self._first + number
 
     def block_ended(self, number: int, output: Any) -> None:
         """It has returned."""
@@ -258,7 +263,7 @@ class Pilot:
 
     def drop(self) -> None:
         """Nothing is measured any more."""
-        watch, self._watch = self._watch, None
+        watch = self._take_watch()
         if watch is not None:
             watch.close()
         self._probes.clear()
@@ -267,7 +272,7 @@ class Pilot:
     # Stages.
 
     def _finish(self) -> Watched | None:
-        watch, self._watch = self._watch, None
+        watch = self._take_watch()
         if watch is None:
             return None
         self._first += watch.count
@@ -443,7 +448,21 @@ class Pilot:
         return Probe(self._device)
 
     def _new_watch(self) -> Watch:
-        return Watch(self._device, self._carried)
+        watch = Watch(self._device, self._carried)
+        self._mover().listeners.append(watch.moves)
+        return watch
+
+    def _take_watch(self) -> Watch | None:
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            self._forsake(watch)
+        return watch
+
+    def _forsake(self, watch: Watch) -> None:
+        """It need not be told of moves any more."""
+        listeners = self._mover().listeners
+        if watch.moves in listeners:
+            listeners.remove(watch.moves)
 
     def _mover(self) -> Mover:
         session = self._session if self._session is not None else Session.default()

@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,6 +41,8 @@ from spillway.regions.recording import Recording
 from spillway.regions.trace import Trace
 from spillway.runtime.bytes import over
 from spillway.session import Session
+
+_next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 _RERUN_FACTOR = 1.07
 """What a re-run takes of what its operators took before: as it was measured of Llama-8B's block on an H200."""
@@ -108,6 +111,9 @@ class Rehearsal(Pilot):
     def _new_watch(self) -> Watch:
         return Watch(META, lambda: 0, FakeMeter(self._fake))
 
+    def _forsake(self, watch: Watch) -> None:
+        """Nobody moves anything."""
+
     def _give_window_back(self) -> None:
         """There is none."""
 
@@ -140,6 +146,8 @@ class FakeRegion:
         self._inputs: set[int] = set()
         self._handles: weakref.WeakSet[AwayHandle] = weakref.WeakSet()
         self._trace: Trace | None = None
+        self._observer: Observer | None = None
+        self._node = 0
         self._packs = Packs(stops_early=True)
         self._unknown: list[tuple[Pack, torch.Tensor]] = []
 
@@ -162,6 +170,7 @@ class FakeRegion:
             if observer is None:
                 return function(*args, **kwargs)
             self._trace = trace = Trace()
+            self._observer = observer
             trace.take_inputs([leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)])
             with Recording(trace, Choices((), (), None), None, root=None, draws=False), observer.watching(trace):
                 output = function(*args, **kwargs)
@@ -172,7 +181,7 @@ class FakeRegion:
         self._unknown.clear()
         trace.settle()
         observer.ended(trace, self._packs)
-        self._trace = None
+        self._trace = self._observer = None
         return output
 
     def come_back(self) -> None:
@@ -189,12 +198,20 @@ class FakeRegion:
             number = self._device.number_of(tensor) if tensor.device == META else -1
             if is_parameter(tensor) or not (number > self._first or number in self._inputs):
                 return KeptHandle(tensor)
-            handle = AwayHandle(self, tensor, number, is_input=number in self._inputs)
+            is_input = number in self._inputs
+            tell = None
+            if self._trace is not None and self._observer is not None and not is_input:
+                tell = partial(self._observer.asked, len(self._trace.calls))
+            handle = AwayHandle(self, tensor, number, is_input=is_input, tell=tell)
         self._handles.add(handle)
         return handle
 
     def _note(self, trace: Trace, tensor: torch.Tensor) -> None:
         """What a region's own hook writes down (``regions/region.py``)."""
+        node = _next_node()
+        if node > self._node:
+            self._node = node
+            self._packs.saves_at.append(len(trace.calls))
         value = trace.values.find(tensor)
         maker = None if value is None else trace.makers.get(value)
         if maker is None and is_parameter(tensor):
@@ -214,11 +231,20 @@ class FakeRegion:
 class AwayHandle:
     """Stands for a saved tensor, whose storage is not held from the forward to the block's backward."""
 
-    __slots__ = ("__weakref__", "_form", "_nbytes", "_number", "_original", "_region", "_storage")
+    __slots__ = ("__weakref__", "_form", "_nbytes", "_number", "_original", "_region", "_storage", "_tell")
 
-    def __init__(self, region: FakeRegion, tensor: torch.Tensor, number: int, *, is_input: bool) -> None:
+    def __init__(
+        self,
+        region: FakeRegion,
+        tensor: torch.Tensor,
+        number: int,
+        *,
+        is_input: bool,
+        tell: Callable[[], None] | None,
+    ) -> None:
         storage = tensor.untyped_storage()
         self._region = region
+        self._tell = tell
         self._number = number
         self._nbytes = storage.nbytes()
         self._form = tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride()
@@ -242,6 +268,8 @@ class AwayHandle:
             # Backward has come by another of the block's outputs.
             self._region.come_back()
         assert self._storage is not None
+        if self._tell is not None:
+            self._tell()
         return over(self._storage, *self._form)
 
     def is_intact(self) -> bool:

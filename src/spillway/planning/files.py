@@ -5,14 +5,12 @@ NOTE [ Strict files ]
 What is read is what was written, or an error says where it is not: a key that is missing or unknown, a number of
 another type, below zero or not finite. Records that are made here are not looked at: a measurement never fails for an
 odd figure. A key that has a default in its record may not be left out of a file either: it would be another record.
-Only keys that came later than their version may be, and then stand for ``None``.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,7 +26,7 @@ Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 """In a file: a finite time, not below 0."""
 
 
-def read_json(adapter: TypeAdapter[Any], text: str | bytes, what: str, schema: int, later: Collection[str] = ()) -> Any:
+def read_json(adapter: TypeAdapter[Any], text: str | bytes, what: str, schema: int) -> Any:
     """A record from JSON. See NOTE [ Strict files ].
 
     Args:
@@ -36,7 +34,6 @@ def read_json(adapter: TypeAdapter[Any], text: str | bytes, what: str, schema: i
         text: JSON.
         what: what the record is called in a message.
         schema: its version.
-        later: keys that came later than the version.
 
     Raises:
         UsageError: if it is none, or of another version.
@@ -52,9 +49,7 @@ def read_json(adapter: TypeAdapter[Any], text: str | bytes, what: str, schema: i
         raise is_none(what, ".".join(map(str, first["loc"])) or "the file", first["msg"], schema) from None
     except UnicodeError as error:
         raise is_none(what, "the file", f"no text that can be encoded: {error}", schema) from None
-    given = json.loads(text)
-    record = adapter.dump_python(found, mode="json")
-    missing = _missing({key: value for key, value in record.items() if key in given or key not in later}, given)
+    missing = _missing(adapter.dump_python(found, mode="json"), json.loads(text))
     if missing is not None:
         raise is_none(what, missing, "Field required", schema)
     return found

@@ -157,6 +157,9 @@ def _needs_a_region(value: Value, decision: Decision, min_bytes: int) -> bool:
 def leaves_at(block: BlockProfile, number: int) -> int:
     """After how many operators it leaves."""
     value, count = block.values[number], len(block.operators)
-    if value.is_input:
-        return min(1, count)
-    return count if value.saved_at is None else min(value.saved_at + 1, count)
+    if value.saved_at is None:
+        return min(1, count) if value.is_input else count
+    if not block.saves_at:
+        return min(value.saved_at + 1, count)
+    # When autograd saves for another operator, those before have returned.
+    return min(next((place for place in block.saves_at if place > value.saved_at), count), count)

@@ -19,7 +19,7 @@ from pydantic import ConfigDict, TypeAdapter
 from spillway.planning.files import STRICT, Count, Seconds, is_none, read_file, read_json, write_file
 from spillway.units import format_bytes
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 class Again(enum.Enum):
@@ -70,6 +70,36 @@ class OperatorProfile:
 
 
 @dataclass(frozen=True, slots=True)
+class BackwardPart:
+    """A part of a block's backward: from where it is given what the block saved to where it is given more."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    place: Count
+    """It goes back through the operators from this many on. What autograd first saved later is not needed any more."""
+    peak_bytes: Count
+    """Most that is allocated in it, beyond what was before the backward, and beyond what is saved and still needed."""
+    begin_bytes: Count
+    """Of these, what is there when it begins: gradients on their way through the block."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostTimes:
+    """What the host needs to queue a block's work, in seconds."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    plain: Seconds
+    """Its forward, where it is left alone."""
+    region: Seconds
+    """Its forward as a region."""
+    rerun: Seconds
+    """All of it again."""
+    backward: Seconds
+    """Its backward, without that."""
+
+
+@dataclass(frozen=True, slots=True)
 class BlockProfile:
     """A kind of block. Times are those of one call."""
 
@@ -87,6 +117,13 @@ class BlockProfile:
     """What a re-run takes, for each second that its operators took in forward."""
     backward_change_bytes: int
     """By how much the level has risen when its backward has ended: gradients of its parameters, mostly."""
+    backward_parts: tuple[BackwardPart, ...] = ()
+    """In their order. Without them, ``backward_peak_bytes`` are taken to be needed all the time."""
+    saves_at: tuple[Count, ...] = ()
+    """After how many operators autograd saves something for another one than before: then what it saved for the earlier
+    ones leaves. Without them, it leaves at once."""
+    host: HostTimes | None = None
+    """``None``: the host is not waited for."""
 
     @property
     def saved_bytes(self) -> int:
@@ -105,6 +142,8 @@ class Outside:
     """Most that is allocated in it, beyond the level at its begin."""
     change_bytes: int
     """By how much the level has risen at its end."""
+    host_seconds: Seconds = 0.0
+    """What the host needs to queue it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +236,7 @@ class Profile:
         Raises:
             UsageError: for anything else.
         """
-        found: Self = read_json(_PROFILE, text, "profile", SCHEMA, later=("static",))
+        found: Self = read_json(_PROFILE, text, "profile", SCHEMA)
         if found.static is not None and found.static.total != found.static_bytes:
             raise is_none(
                 "profile", "static", f"{found.static.total} bytes, where static_bytes are {found.static_bytes}", SCHEMA

@@ -2,9 +2,9 @@
 
 NOTE [ When what happens ]
 
-A saved storage leaves when the operator that saved it has returned; what is only handed in leaves when the block has
-ended. In backward, work is taken to be spread over operators as it is in forward. A re-run comes when the first storage
-is asked for that it makes, and makes all of them.
+A saved storage leaves when autograd saves something for a later operator; what is only handed in leaves when the block
+has ended. In backward, work is taken to be spread over operators as it is in forward. A re-run comes when the first
+storage is asked for that it makes, and makes all of them.
 
 What has been sent is on the device for as long as the block's own code holds it, whether or not the window has let go
 of it: it is counted for both, which is too much as long as it is on its way.
@@ -27,7 +27,7 @@ from collections.abc import Collection, Sequence
 from itertools import accumulate, pairwise
 
 from spillway.planning.outcome import Outcome, as_planned, leaves_at
-from spillway.planning.profile import BlockProfile
+from spillway.planning.profile import BackwardPart, BlockProfile
 from spillway.planning.tasks import Option, Phase, Sent, Task
 from spillway.records import Decision
 
@@ -151,7 +151,7 @@ def _backward(block: BlockProfile, outcome: Outcome) -> tuple[Task, ...]:
     freed: set[int] = set()
     for start, end in list(pairwise(places)) or [(0, 0)]:
         if start == rerun_at:
-            tasks.append(_rerun(block, outcome))
+            tasks.append(_rerun(block, outcome, _part_at(block, start).begin_bytes))
         takes = tuple(
             number
             for number in sorted(outcome.leaves, key=lambda number: -wanted_at[number])
@@ -170,7 +170,7 @@ def _backward(block: BlockProfile, outcome: Outcome) -> tuple[Task, ...]:
                 "backward",
                 Phase.BACKWARD,
                 seconds=block.backward_seconds * ((done[start] - done[end]) / done[-1] if count else 1.0),
-                peak_bytes=block.backward_peak_bytes,
+                peak_bytes=_backward_peak(block, outcome, wanted_at, start, end),
                 change_bytes=change + gradients,
                 takes=takes,
                 drops=tuple(number for number in outcome.leaves if number in over),
@@ -181,7 +181,28 @@ def _backward(block: BlockProfile, outcome: Outcome) -> tuple[Task, ...]:
     return tuple(tasks)
 
 
-def _rerun(block: BlockProfile, outcome: Outcome) -> Task:
+def _part_at(block: BlockProfile, place: int) -> BackwardPart:
+    """The part of the backward that goes through a place."""
+    parts = [part for part in block.backward_parts if part.place >= place]
+    return parts[-1] if parts else BackwardPart(place, block.backward_peak_bytes, 0)
+
+
+def _backward_peak(block: BlockProfile, outcome: Outcome, wanted_at: dict[int, int], start: int, end: int) -> int:
+    """The most that backward takes between two places, beyond what there is at the first."""
+    peaks = [_part_at(block, start).peak_bytes]
+    for part in block.backward_parts:
+        if end < part.place <= start:
+            # What is not needed any more by then was there at the first place.
+            gone = sum(
+                block.values[number].nbytes
+                for number in (*outcome.stays, *outcome.leaves, *outcome.again)
+                if block.values[number].saved_at is not None and part.place < wanted_at[number] <= start
+            )
+            peaks.append(part.peak_bytes - gone)
+    return max(peaks)
+
+
+def _rerun(block: BlockProfile, outcome: Outcome, begin_bytes: int) -> Task:
     values, seconds = block.values, _seconds(block)
     _, peaks = _levels(block, outcome.again, outcome.given, outcome.runs, outcome.reach)
     made = sum(values[number].nbytes for number in outcome.again)
@@ -189,7 +210,7 @@ def _rerun(block: BlockProfile, outcome: Outcome) -> Task:
         "again",
         Phase.RERUN,
         seconds=block.rerun_factor * sum(seconds[place] for place in sorted(outcome.runs)),
-        peak_bytes=max(peaks, default=0),
+        peak_bytes=max(peaks, default=0) + begin_bytes,
         change_bytes=made,
         takes=tuple(number for number in outcome.leaves if number in outcome.given),
         recomputed_bytes=made,

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -46,7 +46,7 @@ class _Note:
 
 
 class Probe:
-    """An :class:`~spillway.regions.observer.Observer` of one call.
+    """Sees the operators of one call.
 
     Args:
         device: where the block computes.
@@ -61,6 +61,7 @@ class Probe:
         self.operators: tuple[OperatorProfile, ...] | None = None
         """Once the call has ended and :meth:`read` was called."""
         self.values: tuple[Value, ...] = ()
+        self.saves_at: tuple[int, ...] = ()
         self._ended: tuple[list[Call], tuple[Value, ...]] | None = None
 
     @property
@@ -101,6 +102,7 @@ class Probe:
                     dies_at=self._dies_at.get(number, count + 1),
                 )
             )
+        self.saves_at = tuple(packs.saves_at)
         self._ended = list(trace.calls), tuple(values)
         self._inputs = list(trace.inputs)
         self._opaque = trace.values.opaque is not None
@@ -190,6 +192,26 @@ class Probe:
                 storage = part.untyped_storage()
                 self._alive[value] = weakref.ref(storage)
                 self._nbytes[value] = -(-storage.nbytes() // _GRAIN) * _GRAIN
+
+
+class WatchedRegion:
+    """An :class:`~spillway.regions.observer.Observer` of one call, that may be watched by a probe.
+
+    Args:
+        probe: also watches it, operator by operator.
+        asked: is told when backward is given what was saved after so many operators.
+    """
+
+    def __init__(self, probe: Probe | None, asked: Callable[[int], None]) -> None:
+        self._probe = probe
+        self.asked = asked
+
+    def watching(self, trace: Trace) -> AbstractContextManager[object]:
+        return nullcontext() if self._probe is None else self._probe.watching(trace)
+
+    def ended(self, trace: Trace, packs: Packs) -> None:
+        if self._probe is not None:
+            self._probe.ended(trace, packs)
 
 
 def _keep_busy(device: torch.device) -> None:

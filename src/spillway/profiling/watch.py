@@ -1,12 +1,25 @@
 """Watches one pass of a model, block by block: when each begins and ends, forward and backward, and what is held then.
 
 A block's backward begins when the gradient of its output is there, which a hook on that tells; it ends where the next
-one's begins. For the first block, the gradient of its input tells, if it needs one.
+one's begins. For the first block, the gradient of its input tells, if it needs one. Within a block's backward, regions
+tell when it is given what they saved: an operator's backward runs from there to the next such instant.
+
+NOTE [ What is on its way ]
+
+Lanes carry bytes of their own, which are on the device and no part of what the program holds. How many they are changes
+only while the mover is at work, and there is an instant before that and one after it. So between any two other
+instants they are a constant, and can be taken off. What was allocated meanwhile is not looked at: it is the mover's.
+
+NOTE [ The host's clock ]
+
+The host queues work ahead of the device, and may be the slower of the two. It is timed without what it spends on this
+watch. Where the queue is full it waits for the device, and is timed too long: of several calls, the shortest counts.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
@@ -38,21 +51,30 @@ class Watched:
     readings: dict[Place, Reading]
     carried: dict[Place, int]
     """Bytes on the device that are on their way out or back."""
+    host: dict[Place, float]
+    """Seconds on the host's clock."""
     order: list[Place] = field(default_factory=list)
+    asked: list[tuple[int, int]] = field(default_factory=list)
+    """Of each instant ``("asked", n)``: which call's backward was given what it had saved after how many operators."""
 
     def level(self, place: Place) -> int:
         """Bytes allocated at an instant, without those on their way."""
         return self.readings[place].level - self.carried[place]
 
     def peak(self, since: Place, until: Place) -> int:
-        """Most bytes between two instants, without those that were on their way at one of them."""
+        """Most bytes between two instants, without those on their way. See NOTE [ What is on its way ]."""
         start, end = self.order.index(since), self.order.index(until)
-        peak = max(self.readings[place].peak for place in self.order[start + 1 : end + 1])
-        return peak - max(self.carried[since], self.carried[until])
+        between = [place for place in self.order[start + 1 : end + 1] if place[0] != "moved"]
+        most = (self.readings[place].peak - self.carried[place] for place in between)
+        return max(most, default=self.level(since))
 
     def seconds(self, since: Place, until: Place) -> float:
         """Time between two instants."""
         return self.readings[until].seconds - self.readings[since].seconds
+
+    def host_seconds(self, since: Place, until: Place) -> float:
+        """What the host needed between two instants. See NOTE [ The host's clock ]."""
+        return self.host[until] - self.host[since]
 
 
 class Watch:
@@ -70,6 +92,10 @@ class Watch:
         self._calls: list[WatchedCall] = []
         self._order: list[Place] = []
         self._on_their_way: dict[Place, int] = {}
+        self._host: dict[Place, float] = {}
+        self._spent = 0.0
+        self._asked: list[tuple[int, int]] = []
+        self._moves = 0
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._inputs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._closed = False
@@ -117,6 +143,18 @@ class Watch:
         """That has ended. Of several times, the last counts."""
         self._mark("ran", number)
 
+    def asked(self, number: int, place: int) -> None:
+        """A block's backward is given what it saved after so many operators."""
+        if not self._closed:
+            self._asked.append((number, place))
+            self._mark("asked", len(self._asked) - 1)
+
+    def moves(self, begins: bool) -> None:
+        """The mover begins its work, or has ended it. See NOTE [ What is on its way ]."""
+        if not self._closed:
+            self._mark("moving" if begins else "moved", self._moves)
+            self._moves += not begins
+
     def finish(self) -> Watched | None:
         """The step has ended; ``None`` if not all of it was seen. Waits for the device."""
         self._mark("done", 0)
@@ -127,7 +165,7 @@ class Watch:
         readings = dict(zip(self._order, found, strict=True))
         # Of an instant that came twice, the last counts, and the peak is that of both.
         order = list(dict.fromkeys(reversed(self._order)))[::-1]
-        return Watched(self._calls, readings, self._on_their_way, order)
+        return Watched(self._calls, readings, self._on_their_way, self._host, order, self._asked)
 
     def close(self) -> None:
         """Hooks that have not been called never are, and nothing is measured any more."""
@@ -167,6 +205,9 @@ class Watch:
             self._mark(what, number)
 
     def _mark(self, what: str, number: int) -> None:
+        now = time.perf_counter()
         self._meter.mark()
         self._order.append((what, number))
         self._on_their_way[what, number] = self._carried()
+        self._host[what, number] = now - self._spent
+        self._spent += time.perf_counter() - now

@@ -70,3 +70,16 @@ class ComputedHandle:
         """Torch need not compute it."""
         self.given = given
         self._holder = None
+
+
+class WatchedHandle(ComputedHandle):
+    """One that says when backward has been given its tensor."""
+
+    __slots__ = ("tell",)
+
+    tell: Callable[[], None]
+
+    def unpack(self) -> torch.Tensor:
+        tensor = super().unpack()
+        self.tell()
+        return tensor

@@ -19,3 +19,7 @@ class Observer(Protocol):
     def ended(self, trace: Trace, packs: Packs) -> None:
         """The function has returned, and the trace is whole."""
         ...
+
+    def asked(self, place: int) -> None:
+        """Backward has been given what autograd saved after so many operators."""
+        ...

@@ -45,6 +45,9 @@ class Packs:
         self.stops_early = stops_early
         self.outside: set[int] = set()
         """Values from outside that autograd saved, and that are alive anyway."""
+        self.saves_at: list[int] = []
+        """After how many operators autograd saved something for another operator than before: then what it saved for
+        the earlier ones can leave. Only where somebody watches."""
         self.output_leaves: list[int] = []
         """Which of the tensors in the function's output are saved after it has returned, by our own doing."""
 

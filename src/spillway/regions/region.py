@@ -32,6 +32,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ from spillway.capture.identity import is_parameter
 from spillway.operators import Choices
 from spillway.records import Decision
 from spillway.regions.calls import Call
-from spillway.regions.computed import ComputedHandle, Hooks
+from spillway.regions.computed import ComputedHandle, Hooks, WatchedHandle
 from spillway.regions.observer import Observer
 from spillway.regions.packs import NOT_WANTED, Pack, Packs
 from spillway.regions.proofs import Proofs, fingerprint
@@ -132,6 +133,7 @@ class Region:
         self._unknown: list[tuple[Pack, ComputedHandle, torch.Tensor]] = []
         self._takes_prints = proofs.is_untried and not reentrant
         self._last_node = 0
+        self._saving_node = 0
         self.outputs: list[tuple[torch.Tensor, ComputedHandle]] = []
         """The outputs with the handles by which they can be computed again; whoever reads it clears it."""
         self.error: BaseException | None = None
@@ -177,7 +179,8 @@ class Region:
         self._torch = _top_saved_tensors_default_hooks(True)
         try:
             watching = nullcontext() if self._observer is None else self._observer.watching(self._trace)
-            with saved_tensors_hooks(self._pack, unpack), recording, watching:
+            pack = self._pack if self._observer is None else self._pack_watched
+            with saved_tensors_hooks(pack, unpack), recording, watching:
                 output = first()
             if self._drops_output:
                 self._save_outputs(output)
@@ -199,6 +202,13 @@ class Region:
                 return self._pack_here(tensor)
         with torch._C._DisableTorchDispatch():
             return self._pack_here(tensor)
+
+    def _pack_watched(self, tensor: torch.Tensor) -> Any:
+        node = _next_node()
+        if node > self._saving_node:
+            self._saving_node = node
+            self._packs.saves_at.append(len(self._trace.calls))
+        return self._pack(tensor)
 
     def _pack_here(self, tensor: torch.Tensor) -> Any:
         if not in_backward():
@@ -255,7 +265,12 @@ class Region:
         pack.told = pack.wanted = True
         if self._takes_prints and not self._is_state(tensor, pack):
             pack.prints = [fingerprint(part) for part in tensors_in((tensor,))]
-        return ComputedHandle(tensor, self._torch, self._passage.nothing(tensor.device))
+        nothing = self._passage.nothing(tensor.device)
+        if self._observer is None:
+            return ComputedHandle(tensor, self._torch, nothing)
+        handle = WatchedHandle(tensor, self._torch, nothing)
+        handle.tell = partial(self._observer.asked, pack.place)
+        return handle
 
     def _is_state(self, tensor: torch.Tensor, pack: Pack) -> bool:
         """Whether a random operator keeps its seed in it, which kernels leave unwritten where they drew nothing."""

@@ -22,7 +22,7 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -79,6 +79,8 @@ class Mover:
         self._forgotten: deque[tuple[Entry, int]] = deque()
         self._process = os.getpid()
         self._closed = False
+        self.listeners: list[Callable[[bool], object]] = []
+        """Called before (with ``True``) and after anything that may change how many bytes are on their way."""
 
     def see(self, entry: Entry) -> None:
         """The calling thread's compute lane writes what the entry holds, which this mover will be given to put.
@@ -126,6 +128,7 @@ class Mover:
                 for the tail of a forward, which backward asks for first.
         """
         self._check_process()
+        self._tell_of_move(begins=True)
         try:
             with self._lock:
                 self._check_open()
@@ -140,6 +143,7 @@ class Mover:
                     departures.make_room(sum([entry.nbytes for entry in together]), window)
                     move(together, tier)
         finally:
+            self._tell_of_move(begins=False)
             self.read_notes()
 
     def resize(self, window: int) -> None:
@@ -185,6 +189,7 @@ class Mover:
             come before its first; and the entry's round.
         """
         self._check_process()
+        self._tell_of_move(begins=True)
         try:
             with self._lock:
                 self._check_open()
@@ -203,6 +208,7 @@ class Mover:
                     self._returns.prefetch(order, compute)
                 low, asked_round = entry.low, entry.round
         finally:
+            self._tell_of_move(begins=False)
             if self._forgotten:
                 self.read_notes()
         return storage, made, low, asked_round
@@ -229,6 +235,7 @@ class Mover:
     def _in_use(self) -> Iterator[Lane]:
         """The lock is held, and the compute lane known. ``put`` and ``take``, called for every tensor, write it out."""
         self._check_process()
+        self._tell_of_move(begins=True)
         try:
             with self._lock:
                 self._check_open()
@@ -236,6 +243,7 @@ class Mover:
                 self._discount_all()
                 yield compute
         finally:
+            self._tell_of_move(begins=False)
             self.read_notes()
 
     def close(self) -> None:
@@ -274,9 +282,15 @@ class Mover:
             and self._lock.acquire(blocking=False)
         ):
             try:
+                self._tell_of_move(begins=True)
                 self._discount_all()
+                self._tell_of_move(begins=False)
             finally:
                 self._lock.release()
+
+    def _tell_of_move(self, *, begins: bool) -> None:
+        for listener in self.listeners:
+            listener(begins)
 
     # All below is called with the lock held.
 
