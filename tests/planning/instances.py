@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from spillway.planning.tasks import Option, Phase, Problem, Rates, Sent, Task
 from spillway.records import Decision
@@ -100,6 +101,32 @@ def random_problem(seed: int, *, most: int = 1500) -> Problem:
         after=(Task("embedding's backward", Phase.OUTSIDE, 1e-4, 3 * MIB, MIB),),
         rates=rates,
         budget=0,
+    )
+
+
+def hosted(problem: Problem, seed: int) -> Problem:
+    """The problem with a host that takes time: for one option much, for another one nothing."""
+    random_ = random.Random(seed)
+    pace = random_.choice([0.4, 1.0, 1.6])
+
+    def queued(tasks: tuple[Task, ...]) -> tuple[Task, ...]:
+        return tuple(
+            replace(task, host_seconds=random_.choice([0.0, 1.0, 2.0]) * pace * task.seconds) for task in tasks
+        )
+
+    # Blocks of one signature go on to share their options.
+    known = {
+        id(each): tuple(
+            replace(option, forward=queued(option.forward), backward=queued(option.backward)) for option in each
+        )
+        for each in problem.options
+    }
+    return replace(
+        problem,
+        before=queued(problem.before),
+        options=tuple(known[id(each)] for each in problem.options),
+        middle=queued(problem.middle),
+        after=queued(problem.after),
     )
 
 

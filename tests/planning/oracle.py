@@ -5,6 +5,9 @@ whenever it wants to know something, and gives jobs to lanes. Then the lanes run
 other, and a job begins when those it comes after have ended. As in the engine, which storages are asked for before the
 window lets go of them is learned in a first step, and the copies of these are left out in a second one.
 
+Of the host's own time nothing depends on what lanes do: it has queued a task when it has done so with all before it. A
+clock of the task's own rings so long before that as the task takes, and compute waits for it.
+
 Seconds are fractions, and so exact.
 """
 
@@ -88,6 +91,7 @@ class Host:
     lanes: Lanes = field(default_factory=Lanes)
     storages: list[Storage] = field(default_factory=list)
     changed: int = 0
+    queued: Fraction = Fraction(0)
     peak: int = -1
     peak_task: str = ""
     most_host: int = 0
@@ -130,6 +134,10 @@ class Host:
                 self.look_ahead(number, place + 1)
                 self.look(task.name)
             self.look(task.name, task.peak_bytes)
+            self.queued += Fraction(task.host_seconds)
+            early = max(Fraction(0), self.queued - Fraction(task.seconds))
+            clock = self.lanes.add(f"clock of task {number}", "", early)
+            self.lanes.add("compute", task.name, Fraction(0), (clock,), "host")
             work = self.lanes.add("compute", task.name, Fraction(task.seconds))
             self.changed += task.change_bytes
             # What is sent in a moment counts as on the device: change_bytes has it.
@@ -200,6 +208,7 @@ class Host:
 class Outcome:
     seconds: Fraction
     stall_seconds: Fraction
+    host_wait_seconds: Fraction
     peak_bytes: int
     peak_task: str
     host_bytes: int
@@ -217,17 +226,21 @@ def simulate(program: Program, rates: Rates) -> Outcome:
     assert host.reused == learning.reused
     host.lanes.run()
     spans = []
-    stalled = Fraction(0)
+    stalled = waited_for_host = Fraction(0)
     for job in host.lanes.jobs:
         assert job.before is not None and job.begun is not None and job.ended is not None
         if job.reason and job.begun > job.before:
             spans.append((job.lane, job.name, job.before, job.begun, job.reason))
-            stalled += job.begun - job.before
+            if job.reason == "host":
+                waited_for_host += job.begun - job.before
+            else:
+                stalled += job.begun - job.before
         elif job.name and not job.reason:
             spans.append((job.lane, job.name, job.begun, job.ended, ""))
     return Outcome(
         seconds=max((job.ended for job in host.lanes.jobs if job.lane == "compute" and job.ended), default=Fraction(0)),
         stall_seconds=stalled,
+        host_wait_seconds=waited_for_host,
         peak_bytes=max(host.peak, program.static_bytes),
         peak_task=host.peak_task,
         host_bytes=host.most_host,

@@ -88,7 +88,8 @@ def _task(
     drops: tuple[int, ...] = (),
 ) -> Task:
     change = sum(sent.nbytes for sent in sends) + draw(st.integers(-3, 5))
-    task = Task(name, phase, draw(_seconds), draw(st.integers(0, 12)), change, sends, takes, drops)
+    host = draw(st.just(0.0) | _seconds)
+    task = Task(name, phase, draw(_seconds), draw(st.integers(0, 12)), change, sends, takes, drops, host_seconds=host)
     if draw(st.booleans()):
         return task
     return replace(task, gradient_bytes=draw(st.integers(-3, 5)), recomputed_bytes=draw(st.integers(-3, 5)))

@@ -42,7 +42,7 @@ class Walk:
         self.stored: dict[int, Stored] = {}
         self.leaving: deque[Stored] = deque()
         self.to_come = list(dict.fromkeys(key for task in program.tasks for key in task.takes))
-        self.now = self.stall = 0.0
+        self.now = self.stall = self.queued = self.waited_for_host = 0.0
         self.out = self.back = self.disk = 0.0
         self.leaving_bytes = self.returning_bytes = 0
         self.device, self.host_bytes, self.disk_bytes = program.static_bytes, 0, 0
@@ -51,7 +51,11 @@ class Walk:
             for key in task.takes:
                 self.take(key)
             self.level(task.name, task.peak_bytes)
-            self.now += task.seconds
+            self.queued += task.host_seconds
+            # It ends when the host has queued it, and begins late for that.
+            late = max(0.0, self.queued - (self.now + task.seconds))
+            self.waited_for_host += late
+            self.now += task.seconds + late
             self.device += task.change_bytes
             for sent in task.sends:
                 self.send(sent)
@@ -61,7 +65,15 @@ class Walk:
             self.level(task.name)
 
     def timeline(self) -> Timeline:
-        return Timeline(self.now, self.stall, self.peak, self.peak_task, self.host_peak, self.disk_peak)
+        return Timeline(
+            self.now,
+            self.stall,
+            self.waited_for_host,
+            self.peak,
+            self.peak_task,
+            self.host_peak,
+            self.disk_peak,
+        )
 
     def level(self, name: str, above: int = 0) -> None:
         if self.device + above > self.peak:

@@ -23,6 +23,7 @@ from planning.instances import (
     MIB,
     SEND,
     choices,
+    hosted,
     large_problem,
     option,
     random_problem,
@@ -63,9 +64,14 @@ def fits(problem: Problem, timeline: Timeline) -> bool:
     return timeline.peak_bytes <= problem.budget and excess(problem, timeline) == 0
 
 
-def check_against_all(seed: int, most: int) -> str:
-    """Solves a random problem and compares with all its choices; what kind of problem it was."""
+def drawn(seed: int, most: int, host: bool) -> Problem:
     problem = random_problem(seed, most=most)
+    return hosted(problem, seed) if host else problem
+
+
+def check_against_all(seed: int, most: int, *, host: bool = False) -> str:
+    """Solves a random problem and compares with all its choices; what kind of problem it was."""
+    problem = drawn(seed, most, host)
     timelines = all_timelines(problem)
     problem = replace(problem, **budgets(seed, timelines))
     smallest = min(
@@ -97,17 +103,23 @@ def test_sixty_random_problems_are_solved_as_by_trying_all_choices() -> None:
     assert kinds.count("several") > 30 and kinds.count("none fits") >= 3
 
 
+def test_problems_with_a_host_that_takes_time_are_solved_as_by_trying_all_choices() -> None:
+    kinds = [check_against_all(seed, most=200, host=True) for seed in range(400, 440)]
+    assert kinds.count("several") > 20 and kinds.count("none fits") >= 2
+
+
 @pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("begin", range(1000, 1300, 50))
 def test_random_problems_of_up_to_ten_blocks_are_solved_as_by_trying_all_choices(begin: int) -> None:
     for seed in range(begin, begin + 50):
-        check_against_all(seed, most=60_000 if seed % 25 == 0 else 3000)
+        check_against_all(seed, most=60_000 if seed % 25 == 0 else 3000, host=seed % 2 == 1)
 
 
+@pytest.mark.parametrize("host", [False, True])
 @pytest.mark.parametrize("seed", range(100, 120))
-def test_no_simulation_goes_below_its_bound(seed: int) -> None:
-    problem = random_problem(seed, most=300)
+def test_no_simulation_goes_below_its_bound(seed: int, host: bool) -> None:
+    problem = drawn(seed, 300, host)
     forecast = Forecast(problem)
     rows = every_choice(forecast)
     bounds = forecast.bounds(rows)
@@ -120,9 +132,10 @@ def test_no_simulation_goes_below_its_bound(seed: int) -> None:
         assert bounds.disk_bytes[at] <= timeline.disk_bytes
 
 
+@pytest.mark.parametrize("host", [False, True])
 @pytest.mark.parametrize("seed", range(200, 240))
-def test_no_choice_that_fits_is_faster_than_the_linear_bound(seed: int) -> None:
-    problem = random_problem(seed, most=300)
+def test_no_choice_that_fits_is_faster_than_the_linear_bound(seed: int, host: bool) -> None:
+    problem = drawn(seed, 300, host)
     timelines = all_timelines(problem)
     problem = replace(problem, **budgets(seed, timelines))
     fitting = [timeline.seconds for timeline in timelines.values() if fits(problem, timeline)]
@@ -134,10 +147,13 @@ def test_no_choice_that_fits_is_faster_than_the_linear_bound(seed: int) -> None:
         assert linear.seconds <= min(fitting, default=math.inf)
 
 
-def test_a_bound_is_near_where_nothing_stalls() -> None:
+@pytest.mark.parametrize("host", [False, True])
+def test_a_bound_is_near_where_nothing_stalls(host: bool) -> None:
     problem = large_problem(32, 20, 60_000 * MIB)
+    problem = hosted(problem, 5) if host else problem
     everywhere_kept = simulate(problem.program([0] * 32), problem.rates)
     found = Forecast(problem).bounds(numpy.zeros((1, 32), dtype=numpy.int64))
+    assert (everywhere_kept.host_wait_seconds > 0) == host
     assert found.seconds[0] == pytest.approx(everywhere_kept.seconds)
     assert found.peak_bytes[0] == everywhere_kept.peak_bytes
 

@@ -43,6 +43,7 @@ def test_a_copy_that_compute_hides_costs_nothing() -> None:
     assert timeline.to_dict() == {
         "seconds": 12,
         "stall_seconds": 0,
+        "host_wait_seconds": 0,
         "peak_bytes": 108,
         "peak_task": "f1",
         "host_bytes": 4,
@@ -278,4 +279,48 @@ def test_a_key_that_no_task_sends_is_on_the_device_and_asks_for_nothing() -> Non
 
 
 def test_a_program_of_no_tasks_holds_what_it_began_with() -> None:
-    assert simulate_program(Program(5, ()), SLOW) == Timeline(0, 0, 5, "", 0, 0)
+    assert simulate_program(Program(5, ()), SLOW) == Timeline(0, 0, 0, 5, "", 0, 0)
+
+
+def test_a_task_ends_no_earlier_than_the_host_has_queued_it() -> None:
+    tasks = (
+        # The host has it at 1, when it has run for 1 of its 3 seconds: 0 to 3. Out from 3 to 7.
+        task("f0", 3, Sent(0, 4), host_seconds=1),
+        # The host has it at 6: 4 to 6, a second late. Then until 7 for the window. Out from 6, or would.
+        task("f1", 2, Sent(1, 4), host_seconds=5),
+        # The host has it at 10, and it takes no time. It is from 7 to 10 that nothing is done.
+        task("head", 0, host_seconds=4),
+        # The host has it at 12: 11 to 12. The copy back of 0 does not wait for the host: 10 to 14.
+        task("b1", 1, takes=(1,), drops=(1,), host_seconds=2),
+        # At 12.5, when compute waits for the lane until 14: the host is ahead. 14 to 15.
+        task("b0", 1, takes=(0,), drops=(0,), host_seconds=0.5),
+    )
+    timeline = simulated(*tasks)
+    assert waits(timeline) == [
+        ("f1", 3, 4, "host"),
+        ("f1", 6, 7, "out"),
+        ("head", 7, 10, "host"),
+        ("b1", 10, 11, "host"),
+        ("b0", 12, 14, "back"),
+    ]
+    assert [(name, end) for name, _, end in lane(timeline, "compute")] == [
+        ("f0", 3),
+        ("f1", 6),
+        ("head", 10),
+        ("b1", 12),
+        ("b0", 15),
+    ]
+    assert lane(timeline, "out") == [("f0", 3, 7)]
+    assert lane(timeline, "back") == [("f0", 10, 14)]
+    assert (timeline.seconds, timeline.stall_seconds, timeline.host_wait_seconds) == (15, 3, 5)
+
+
+def test_a_host_that_is_ahead_of_every_task_changes_nothing() -> None:
+    tasks = (
+        task("f0", 1, Sent(0, 4)),
+        task("f1", 1, Sent(1, 4)),
+        task("b1", 1, takes=(1,), drops=(1,)),
+        task("b0", 1, takes=(0,), drops=(0,)),
+    )
+    # Each is queued in the second in which it runs at the earliest.
+    assert simulated(*(replace(each, host_seconds=1) for each in tasks)) == simulated(*tasks)

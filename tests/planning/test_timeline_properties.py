@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import pytest
 from hypothesis import event, given, settings
@@ -42,7 +42,8 @@ def test_with_rates_of_any_kind_the_oracle_is_met_up_to_rounding(program: Progra
     expected = oracle.simulate(program, rates)
     got = simulate_program(program, rates)
     assert got.seconds == pytest.approx(float(expected.seconds), rel=1e-9, abs=1e-12)
-    assert got.stall_seconds == pytest.approx(float(expected.stall_seconds), rel=1e-9, abs=1e-9 * got.seconds)
+    for name in ("stall_seconds", "host_wait_seconds"):
+        assert getattr(got, name) == pytest.approx(float(getattr(expected, name)), rel=1e-9, abs=1e-9 * got.seconds)
     for name in ("peak_bytes", "peak_task", "host_bytes", "disk_bytes"):
         assert getattr(got, name) == getattr(expected, name)
 
@@ -68,8 +69,12 @@ def test_spans_of_a_lane_never_overlap_and_compute_is_never_idle(program: Progra
         if lane is Lane.COMPUTE:
             assert all(one.end == other.start for one, other in pairwise(mine))
             waits = [span.end - span.start for span in mine if span.reason]
-            assert sum(waits) == timeline.stall_seconds and 0 not in waits
-    assert timeline.seconds == sum(task.seconds for task in program.tasks) + timeline.stall_seconds
+            for_host = [span.end - span.start for span in mine if span.reason == "host"]
+            assert 0 not in waits
+            assert sum(for_host) == timeline.host_wait_seconds
+            assert sum(waits) == timeline.stall_seconds + timeline.host_wait_seconds
+    waited = timeline.stall_seconds + timeline.host_wait_seconds
+    assert timeline.seconds == sum(task.seconds for task in program.tasks) + waited
 
 
 @SETTINGS
@@ -102,7 +107,30 @@ def test_a_faster_lane_never_makes_a_step_longer_nor_changes_a_byte(
     slow = simulate_program(program, rates)
     fast = simulate_program(program, replace(rates, **{lane: 2 * getattr(rates, lane)}))
     assert fast.seconds <= slow.seconds
-    assert replace(fast, seconds=0, stall_seconds=0) == replace(slow, seconds=0, stall_seconds=0)
+    assert untimed(fast) == untimed(slow)
+
+
+@SETTINGS
+@given(any_program, rates())
+def test_a_faster_host_never_makes_a_step_longer_nor_changes_a_byte(program: Program, rates: Rates) -> None:
+    slow = simulate_program(program, rates)
+    fast = simulate_program(with_host(program, 0.5), rates)
+    assert fast.seconds <= slow.seconds
+    assert untimed(fast) == untimed(slow)
+    assert simulate_program(with_host(program, 0), rates).host_wait_seconds == 0
+
+
+@SETTINGS
+@given(any_program, rates())
+def test_no_task_ends_before_the_host_has_queued_it_and_a_host_that_is_ahead_changes_nothing(
+    program: Program, rates: Rates
+) -> None:
+    timeline = simulate_program(program, rates, spans=True)
+    queued = accumulate(task.host_seconds for task in program.tasks)
+    runs = [span for span in timeline.spans if span.lane is Lane.COMPUTE and not span.reason]
+    assert all(span.end >= each for span, each in zip(runs, queued, strict=True))
+    if not timeline.host_wait_seconds:
+        assert timeline == simulate_program(with_host(program, 0), rates, spans=True)
 
 
 @SETTINGS
@@ -134,6 +162,17 @@ def test_with_room_for_everything_nothing_moves(program: Program, rates: Rates) 
     timeline = simulate_program(program, replace(rates, window=1000), spans=True)
     assert timeline.stall_seconds == 0
     assert busy(timeline, Lane.BACK) == 0
+
+
+def untimed(timeline: Timeline) -> Timeline:
+    return replace(timeline, seconds=0, stall_seconds=0, host_wait_seconds=0)
+
+
+def with_host(program: Program, factor: float) -> Program:
+    """The same with a host that takes so many times as long."""
+    return replace(
+        program, tasks=tuple(replace(task, host_seconds=factor * task.host_seconds) for task in program.tasks)
+    )
 
 
 def busy(timeline: Timeline, lane: Lane) -> float:

@@ -80,10 +80,10 @@ class _Walk:
 
     def visit(self, task: Task) -> None:
         """One task: its takes, sends and drops."""
-        if not (0 <= task.seconds < math.inf and task.peak_bytes >= 0):
+        if not (0 <= task.seconds < math.inf and 0 <= task.host_seconds < math.inf and task.peak_bytes >= 0):
             raise UsageError(
-                f"task {task.name!r}: got {task.seconds} s and a peak of {task.peak_bytes} bytes, expected finite "
-                f"seconds and neither to be negative; measure the task again"
+                f"task {task.name!r}: got {task.seconds} s, {task.host_seconds} s of the host and a peak of "
+                f"{task.peak_bytes} bytes, expected finite seconds and none to be negative; measure the task again"
             )
         for key in task.takes:
             number = self._numbers.get(key)

@@ -10,10 +10,15 @@ A copy out begins after the task that sends, and all but a window's bytes have l
 clock is never less than "lane's end - window / rate", and what the block computes after that send comes on top:
 ``out_need`` is the largest of those sums. In the same way ``back_need`` is the largest of "bytes up to a take / rate +
 what is computed from there on".
+
+A task ends no earlier than the host has queued it (NOTE [ The host ] in ``timeline.py``), and what the block computes
+after it comes on top: ``forward_host_need`` and ``backward_host_need`` are what comes of both, counted from when the
+host gets to the block. Where no lane is waited for, they and the seconds say exactly what a simulation says.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from spillway.planning.tasks import Option, Rates, Sent, Task
@@ -28,6 +33,14 @@ class Footprint:
 
     forward_seconds: float
     backward_seconds: float
+    forward_host: float
+    """Seconds that the host needs to queue its forward."""
+    backward_host: float
+    """Seconds that the host needs to queue its backward."""
+    forward_host_need: float
+    """Seconds from when the host gets to its forward to the end of that, on a device that waits for nothing else."""
+    backward_host_need: float
+    """The same of its backward."""
     forward_peak: float
     """Most bytes in its forward, beyond those when that begins."""
     backward_peak: float
@@ -108,9 +121,15 @@ def footprint(option: Option, rates: Rates) -> Footprint:
                 read_need = max(read_need, disk_taken / rates.disk_read + left)
         left -= task.seconds
 
+    forward_host, forward_host_need = _host(option.forward)
+    backward_host, backward_host_need = _host(option.backward)
     return Footprint(
         forward_seconds=forward_seconds,
         backward_seconds=backward_seconds,
+        forward_host=forward_host,
+        backward_host=backward_host,
+        forward_host_need=forward_host_need,
+        backward_host_need=backward_host_need,
         forward_peak=forward.peak,
         backward_peak=backward.peak,
         kept=forward.now,
@@ -129,6 +148,15 @@ def footprint(option: Option, rates: Rates) -> Footprint:
         plain=not any(task.takes or task.drops for task in option.forward)
         and not any(task.sends for task in option.backward),
     )
+
+
+def _host(tasks: Sequence[Task]) -> tuple[float, float]:
+    """Seconds until the host has queued all of them, and until they have ended on a device that was free."""
+    queued = ended = 0.0
+    for task in tasks:
+        queued += task.host_seconds
+        ended = max(ended + task.seconds, queued)
+    return queued, ended
 
 
 class _Level:

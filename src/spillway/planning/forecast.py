@@ -3,7 +3,7 @@
 NOTE [ Bounds and guesses ]
 
 One walk over the blocks, for all choices side by side, adds up footprints (see the note in ``footprint.py``) and keeps
-a clock for each lane. It is asked in two ways.
+a clock for each lane and for the host. It is asked in two ways.
 
 As a bound it grants what a simulation might: a whole window that was not waited for, a whole window that is taken
 again before it left, and only those bytes that no order of storages can keep away. What it says is never more than
@@ -11,7 +11,8 @@ what a simulation says, so a choice whose bound is worse than a choice in hand n
 
 As a guess it takes the middle: half of the largest storage of the window is not used. It may be wrong either way.
 
-Where something leaves in backward or comes back in forward, lanes and window are left out: then computing is the bound.
+Where something leaves in backward or comes back in forward, lanes and window are left out: then computing and the host
+are the bound.
 """
 
 from __future__ import annotations
@@ -87,6 +88,8 @@ class Forecast:
             for name in ("out_end", "out_need", "out_free_need", "disk_need", "back_need", "read_need"):
                 self._table[name][:] = NEVER
         self.to_disk = bool(self._table["disk_sent"].any())
+        self.hosted = bool(self._table["forward_host"].any() or self._table["backward_host"].any())
+        """Whether the host takes time."""
         # For each row: a line for each number, an option in each column. One look-up then gathers all.
         self._rows = numpy.stack([self._table[name] for name in names], axis=1)
         self._lines = {name: line for line, name in enumerate(names)}
@@ -121,7 +124,7 @@ class Forecast:
         out_credit, back_credit = window / rates.out, window / rates.back
         write_credit, read_credit = out_credit + window / rates.disk_write, window / rates.disk_read
 
-        clock, sent, on_disk = numpy.zeros((3, count))
+        clock, sent, on_disk, issued = numpy.zeros((4, count))
         out, disk, back, read = numpy.full((4, count), NEVER)
         level = numpy.full(count, float(self.problem.static_bytes))
         peak = level.copy()
@@ -133,6 +136,9 @@ class Forecast:
             begin = clock
             need = numpy.maximum(out + at[line["out_need"]], begin + at[line["out_free_need"]]) - out_credit
             clock = numpy.maximum(begin + at[line["forward_seconds"]], need)
+            if self.hosted:
+                clock = numpy.maximum(clock, issued + at[line["forward_host_need"]])
+                issued = issued + at[line["forward_host"]]
             out = numpy.maximum(out + at[line["sent"]] / rates.out, begin + at[line["out_end"]])
             if self.to_disk:
                 clock = numpy.maximum(clock, disk + at[line["disk_need"]] - write_credit)
@@ -163,6 +169,9 @@ class Forecast:
             late = numpy.maximum(back, begin - back_credit * (1 + granted))
             clock = numpy.maximum(begin + at[line["backward_seconds"]], late + at[line["back_need"]])
             back = back + taken / rates.back
+            if self.hosted:
+                clock = numpy.maximum(clock, issued + at[line["backward_host_need"]])
+                issued = issued + at[line["backward_host"]]
             if self.to_disk:
                 read = numpy.where(begins, begin - reused / rates.disk_read, read)
                 late = numpy.maximum(read, begin - read_credit * (1 + granted))

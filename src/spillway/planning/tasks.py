@@ -13,6 +13,9 @@ The host runs far ahead of the device, and memory is given and taken by the host
 tasks, not in time. A storage is let go where a later one needs its room in the window (compute then waits for its
 copy), and not when its copy happens to be done. A copy back is queued where an earlier one was taken, and starts when
 compute has got there.
+
+Running ahead is no gift: what it takes to queue a task is its ``host_seconds``, and a device that is quicker than its
+host waits for it: see NOTE [ The host ] in ``timeline.py``.
 """
 
 from __future__ import annotations
@@ -66,6 +69,8 @@ class Task:
     """Of ``change_bytes``, gradients of parameters."""
     recomputed_bytes: int = 0
     """Of ``change_bytes``, what was computed again; below 0 where that is let go of."""
+    host_seconds: float = 0.0
+    """What the host needs to queue it."""
 
     def shifted(self, prefix: str, by: int) -> Task:
         """The same task of another block: names begin with ``prefix``, keys are counted from ``by`` on."""

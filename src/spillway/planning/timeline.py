@@ -17,6 +17,14 @@ thing begins when its lane is free and what it waits for has ended, and both are
 
 What the windows do depends on no clock, and what becomes of a storage is known before the walk: see
 NOTE [ Bytes before seconds ] in ``fates.py``.
+
+NOTE [ The host ]
+
+The host queues tasks in program order, one after the other from the begin of the step, and waits for nothing. A task is
+many kernels, which run as they are queued: so it cannot end before the host has queued all of it. It is put as if it
+ran in one piece at last: where the host is behind, the task begins so late that it ends when the host is done with it.
+What compute waits for the host before that is no stall, since no lane is to blame. Copies go by compute's clock, and
+cost the host nothing but what is in the tasks' ``host_seconds``.
 """
 
 from __future__ import annotations
@@ -72,6 +80,8 @@ class Timeline:
     """From its begin to the end of its last task."""
     stall_seconds: float
     """Of these, what compute waited for the lanes."""
+    host_wait_seconds: float
+    """Of these, what compute waited for the host to queue its tasks."""
     peak_bytes: int
     """Most bytes on the device at once, static ones included."""
     peak_task: str
@@ -88,7 +98,15 @@ class Timeline:
 
     def to_dict(self) -> dict[str, Any]:
         """Its figures, without spans, levels and holders."""
-        names = ("seconds", "stall_seconds", "peak_bytes", "peak_task", "host_bytes", "disk_bytes")
+        names = (
+            "seconds",
+            "stall_seconds",
+            "host_wait_seconds",
+            "peak_bytes",
+            "peak_task",
+            "host_bytes",
+            "disk_bytes",
+        )
         return {name: getattr(self, name) for name in names}
 
 
@@ -149,7 +167,9 @@ class _Walk:
         self._back = _Queue(Lane.BACK, self._spans)
         self._disk = _Queue(Lane.DISK, self._spans)
         self._now = 0.0
-        self._stall = 0.0
+        self._issued = 0.0
+        """When the host has queued all tasks up to this place of the program."""
+        self._stall = self._host_wait = 0.0
         self._device, self._host, self._stored = static_bytes, 0, 0
         self._peak = static_bytes
         self._peak_task: str | None = None
@@ -178,6 +198,8 @@ class _Walk:
         for key in task.takes:
             if key in self._numbers:
                 self._take(self._numbers[key], task.name)
+        self._issued += task.host_seconds
+        self._host_wait += self._wait(self._issued - task.seconds, "host", task.name)
         begin, before = self._now, self._device
         self._now = end = begin + task.seconds
         self._device = before + task.change_bytes
@@ -201,6 +223,7 @@ class _Walk:
         return Timeline(
             seconds=self._now,
             stall_seconds=self._stall,
+            host_wait_seconds=self._host_wait,
             peak_bytes=self._peak,
             peak_task=self._peak_task or "",
             host_bytes=self._most_host,
@@ -219,7 +242,7 @@ class _Walk:
                 heapq.heappop(self._wanted)
                 back_at = self._fetch(number)
             sent = self._fates.sent[number]
-            self._wait(back_at, "disk" if sent.on_disk else "back", task)
+            self._stall += self._wait(back_at, "disk" if sent.on_disk else "back", task)
             self._away[number] = False
             self._returning_bytes -= sent.nbytes
             if self._tally is not None:
@@ -250,7 +273,7 @@ class _Walk:
         fates, number = self._fates, self._next
         self._next += 1
         for oldest in fates.room[number]:
-            self._wait(self._left_at[oldest], "out", task)
+            self._stall += self._wait(self._left_at[oldest], "out", task)
             self._away[oldest] = True
             if fates.turns[oldest] != NEVER:
                 heapq.heappush(self._wanted, fates.turns[oldest])
@@ -292,12 +315,15 @@ class _Walk:
             self._host += nbytes
             self._most_host = max(self._most_host, self._host)
 
-    def _wait(self, until: float, reason: str, task: str) -> None:
-        if until > self._now:
-            self._stall += until - self._now
-            if self._spans is not None:
-                self._spans.append(Span(Lane.COMPUTE, task, self._now, until, reason))
-            self._now = until
+    def _wait(self, until: float, reason: str, task: str) -> float:
+        """Compute does nothing before then; for how long that is."""
+        begin = self._now
+        if until <= begin:
+            return 0.0
+        if self._spans is not None:
+            self._spans.append(Span(Lane.COMPUTE, task, begin, until, reason))
+        self._now = until
+        return until - begin
 
     def _note_level(self, tally: Tally) -> None:
         self._levels.append(Level(self._now, self._device, self._host, self._stored))
