@@ -125,8 +125,13 @@ class Rehearsal(Pilot):
         profile = compile_profile(
             watched, self._probes, model=self._model, device=self._fake.device, min_bytes=self._min_bytes
         )
-        # What was there again took no time.
-        return replace(profile, kinds=tuple(replace(kind, rerun_factor=_RERUN_FACTOR) for kind in profile.kinds))
+        # What was there again took no time, and the host that queued it is not the target's.
+        return replace(
+            profile,
+            kinds=tuple(replace(kind, rerun_factor=_RERUN_FACTOR, host=None) for kind in profile.kinds),
+            before=replace(profile.before, host_seconds=0.0),
+            middle=replace(profile.middle, host_seconds=0.0),
+        )
 
 
 class FakeRegion:

@@ -385,4 +385,11 @@ def _decisions(block: BlockProfile, planned: BlockPlan) -> list[Decision]:
 
 
 def _outside(name: str, outside: Outside) -> Task:
-    return Task(name, Phase.OUTSIDE, outside.seconds, peak_bytes=outside.peak_bytes, change_bytes=outside.change_bytes)
+    return Task(
+        name,
+        Phase.OUTSIDE,
+        outside.seconds,
+        peak_bytes=outside.peak_bytes,
+        change_bytes=outside.change_bytes,
+        host_seconds=outside.host_seconds,
+    )
