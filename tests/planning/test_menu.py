@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 from dataclasses import replace
+from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -77,6 +79,29 @@ def test_no_option_is_as_good_as_another_in_everything(block: BlockProfile, leas
         assert not all(a <= b for a, b in zip(counted(one), counted(other), strict=True))
 
 
+@SETTINGS
+@given(random_blocks(), min_bytes, allows, st.randoms(use_true_random=False))
+def test_what_is_left_out_is_in_nothing_better_than_what_is_there_also_not_for_the_host(
+    block: BlockProfile, least: int, allow: set[str], random: Random
+) -> None:
+    looked_at: list[Option] = []
+
+    def hosted(*args: Any, **more: Any) -> Option:
+        option = treat(*args, **more)
+        forward, backward = (
+            tuple(replace(task, host_seconds=random.randint(0, 3) / 8) for task in tasks)
+            for tasks in (option.forward, option.backward)
+        )
+        looked_at.append(replace(option, forward=forward, backward=backward))
+        return looked_at[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("spillway.planning.menu.treat", hosted)
+        options = menu(block, min_bytes=least, allow=allow)
+    for one in looked_at:
+        assert any(all(a <= b for a, b in zip(counted(other), counted(one), strict=True)) for other in options)
+
+
 def counted(option: Option) -> tuple[float, ...]:
     """What an option takes of each thing that there may be too little of."""
     disk = sum(each.nbytes for task in option.forward for each in task.sends if each.on_disk)
@@ -88,6 +113,8 @@ def counted(option: Option) -> tuple[float, ...]:
         disk,
         max((task.peak_bytes for task in option.forward), default=0),
         max((task.peak_bytes for task in reruns), default=0),
+        sum(task.host_seconds for task in option.forward),
+        sum(task.host_seconds for task in option.backward),
     )
 
 

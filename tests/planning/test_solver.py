@@ -16,6 +16,7 @@ import pytest
 
 import spillway
 from planning.instances import (
+    AGAIN,
     KEEP,
     LAYER_BACKWARD,
     LAYER_FORWARD,
@@ -34,7 +35,7 @@ from spillway.planning.exact import every_choice
 from spillway.planning.forecast import Forecast
 from spillway.planning.relaxation import relaxed
 from spillway.planning.solver import Solution, least, solve
-from spillway.planning.tasks import Problem, Program, Rates
+from spillway.planning.tasks import Phase, Problem, Program, Rates
 from spillway.planning.timeline import Timeline
 
 TESTS = Path(__file__).parent.parent
@@ -186,6 +187,16 @@ def test_a_large_problem_comes_within_three_percent_of_its_bound(large: tuple[in
     assert solution.bound_seconds <= solution.timeline.seconds <= (1 + gap) * solution.bound_seconds
 
 
+def test_a_large_problem_of_a_slow_host_comes_within_three_percent_of_its_bound() -> None:
+    problem = hosted(large_problem(32, 20, 36_000 * MIB), 6)
+    solution = solve(problem, simulate=simulate)
+    assert solution.timeline.host_wait_seconds > 0 and fits(problem, solution.timeline)
+    # The bound knows the host: without it, it is much lower.
+    assert solution.bound_seconds is not None
+    assert solution.bound_seconds <= solution.timeline.seconds <= 1.03 * solution.bound_seconds
+    assert solution.bound_seconds > 1.1 * solve(large_problem(32, 20, 36_000 * MIB), simulate=simulate).timeline.seconds
+
+
 @pytest.mark.long
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("blocks", "budget", "rate"), [*LARGE[2:], *LARGEST])
@@ -217,6 +228,49 @@ def test_blocks_that_send_are_spread_so_that_the_others_hide_their_copies() -> N
     for side_by_side in ([1, 1, 1, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 1, 1, 1]):
         timeline = simulate(problem.program(side_by_side), problem.rates)
         assert fits(problem, timeline) and solution.timeline.seconds < timeline.seconds - 4e-3
+
+
+def four_blocks(pace: float, region: float) -> Problem:
+    """Each keeps 3 and 1 MiB, computes the small one again, or both.
+
+    Args:
+        pace: what the host needs, of what the device does.
+        region: seconds more in the forward of a block that computes something again.
+    """
+    ways = []
+    for decisions in ([KEEP, KEEP], [KEEP, AGAIN], [AGAIN, AGAIN]):
+        way = option([3 * MIB, MIB], decisions, [0.9e-3, 0.1e-3], [2e-3, 0.2e-3], 0)
+        extra = region if AGAIN in decisions else 0.0
+        first, *others = (replace(task, host_seconds=pace * task.seconds) for task in way.forward)
+        backward = (
+            replace(task, host_seconds=0 if task.phase is Phase.RERUN else pace * task.seconds) for task in way.backward
+        )
+        forward = (replace(first, host_seconds=first.host_seconds + extra), *others)
+        ways.append(replace(way, forward=forward, backward=tuple(backward)))
+    problem = replace(
+        large_problem(1, 3, 0), static_bytes=0, before=(), names=tuple("0123"), options=(tuple(ways),) * 4, middle=()
+    )
+    problem = replace(problem, after=())
+    # 3 MiB less than all of it: three blocks do without the small one, or one that is not the last without both.
+    return replace(problem, budget=simulate(problem.program([1, 1, 1, 0]), problem.rates).peak_bytes)
+
+
+def test_where_the_host_binds_one_block_is_computed_again_and_the_others_are_left_plain() -> None:
+    # 4 x (1 + 2.2) ms and three times 0.1 ms again are less than 1 ms again.
+    free = solve(four_blocks(0.0, 0.0), simulate=simulate)
+    assert (free.chosen, free.timeline.seconds) == ((1, 1, 1, 0), pytest.approx(13.1e-3))
+    # Of a host that is as slow as the device, each region is 1 ms more: three of them make 16.1 ms.
+    problem = four_blocks(1.0, 1e-3)
+    assert simulate(problem.program(free.chosen), problem.rates).seconds == pytest.approx(16.1e-3)
+    # One makes 12.8 + 1, and 1 ms is computed again in the end.
+    found = solve(problem, simulate=simulate)
+    assert sorted(found.chosen) == [0, 0, 0, 2]
+    assert found.timeline.seconds == pytest.approx(14.8e-3)
+    assert found.timeline.host_wait_seconds == pytest.approx(1e-3)
+
+
+def test_a_host_that_is_ahead_changes_no_choice() -> None:
+    assert solve(four_blocks(0.3, 0.5e-3), simulate=simulate) == solve(four_blocks(0.0, 0.0), simulate=simulate)
 
 
 def test_a_step_without_blocks_is_solved() -> None:
@@ -298,7 +352,8 @@ def test_the_same_problem_has_the_same_answer_again_and_in_another_process() -> 
     assert ran.stdout.strip() == str(first.chosen)
 
 
-def test_128_blocks_take_no_more_work_than_five_seconds() -> None:
+@pytest.mark.parametrize("host", [False, True])
+def test_128_blocks_take_no_more_work_than_five_seconds(host: bool) -> None:
     """Work is counted, for the time is the machine's: at most 250 simulations, whatever each takes."""
     calls = 0
     in_simulation = 0.0
@@ -312,6 +367,7 @@ def test_128_blocks_take_no_more_work_than_five_seconds() -> None:
         return timeline
 
     problem = large_problem(128, 20, 110_000 * MIB)
+    problem = hosted(problem, 6) if host else problem
     begin = time.process_time()
     solution = solve(problem, simulate=counted)
     took = time.process_time() - begin - in_simulation

@@ -11,8 +11,9 @@ import pytest
 
 from spillway.planning.curve import Curve, Point
 from spillway.planning.hardware import Hardware, Link
-from spillway.planning.planner import make_plan
+from spillway.planning.planner import make_plan, program_of, usable_rates
 from spillway.planning.profile import Profile, Static
+from spillway.planning.timeline import simulate_program
 from spillway.report.facts import Facts, facts_of
 
 LLAMA = Profile.load(Path(__file__).parents[1] / "planning" / "llama_8b_block.json")
@@ -22,14 +23,17 @@ SLOW = replace(H200, name="a slow link", links=(Link(active=1, out=3e9, back=3e9
 
 
 @cache
-def made(gib: int = 15, slow: bool = False, told: bool = True) -> Facts:
+def made(gib: int = 15, slow: bool = False, told: bool = True, hosted: bool = False) -> Facts:
     """Facts of a plan for six blocks.
 
     Args:
         gib: its budget.
         slow: whether its link is slow, so that compute waits.
         told: whether the profile says what its static bytes are.
+        hosted: whether compute waits for the host before it gets to the blocks.
     """
+    if hosted:
+        return with_host(made(gib, slow, told))
     static = Static(8 * GIB, GIB, GIB, LLAMA.static_bytes - 10 * GIB) if told else None
     kinds = tuple(replace(kind, backward_change_bytes=64 << 20) for kind in LLAMA.kinds)
     # The optimizer lets go of all gradients in the end.
@@ -44,6 +48,15 @@ def made(gib: int = 15, slow: bool = False, told: bool = True) -> Facts:
         notes=["planned anew for 15.0 GiB"],
         curve=Curve((Point(14 * GIB, 0.3), Point(18 * GIB, 0.2)), Point(18 * GIB, 0.2), Point(15 * GIB, 0.25)),
     )
+
+
+def with_host(found: Facts) -> Facts:
+    program = program_of(found.profile, found.plan)
+    first, *others = program.tasks
+    tasks = (replace(first, host_seconds=first.seconds + 0.1 * found.timeline.seconds), *others)
+    rates = usable_rates(SLOW if found.hardware == SLOW.name else H200, found.plan.window)
+    timeline = simulate_program(replace(program, tasks=tasks), rates, spans=True)
+    return replace(found, timeline=timeline)
 
 
 @pytest.fixture(scope="session")

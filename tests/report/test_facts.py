@@ -17,7 +17,7 @@ from spillway.planning.profile import Profile
 from spillway.records import Decision
 from spillway.report.facts import Facts, facts_of, grouped, names_of
 from spillway.report.rows import Row
-from spillway.units import format_bytes
+from spillway.units import format_bytes, format_seconds
 
 Made = Callable[..., Facts]
 
@@ -103,14 +103,23 @@ def test_a_block_that_is_left_alone_keeps_all(facts: Made) -> None:
     assert {row.decision for row in found.rows} == {"keep"}
     assert {each.decision for row in found.rows for each in row.operators} == {"keep"}
     assert found.rows[0].reason == "There is room for all of it: nothing leaves, and nothing runs again."
-    assert found.stalls == () and found.plan.sent_bytes == 0
+    assert found.waits == () and found.plan.sent_bytes == 0
 
 
 def test_waits_are_added_up_by_what_they_are_for(facts: Made) -> None:
     found = facts(slow=True)
-    assert sum(seconds for _, seconds in found.stalls) == pytest.approx(found.timeline.stall_seconds)
-    assert {what.split()[1] for what, _ in found.stalls} == {"room", "what"}
-    assert found.stalls[0][1] >= found.stalls[-1][1] > 0
+    assert sum(seconds for _, seconds in found.waits) == pytest.approx(found.timeline.stall_seconds)
+    assert {what.split()[1] for what, _ in found.waits} == {"room", "what"}
+    assert found.waits[0][1] >= found.waits[-1][1] > 0
+
+
+def test_waits_for_the_host_are_told_beside_those_for_lanes(facts: Made) -> None:
+    found = facts(slow=True, hosted=True)
+    timeline = found.timeline
+    assert min(timeline.stall_seconds, timeline.host_wait_seconds) > 0
+    assert dict(found.waits)["for the host, which has not queued it yet"] == pytest.approx(timeline.host_wait_seconds)
+    assert sum(seconds for _, seconds in found.waits) == pytest.approx(timeline.wait_seconds)
+    assert dict(found.figures)["waits"].startswith(f"{format_seconds(timeline.wait_seconds)}, ")
 
 
 def test_what_was_measured_stands_beside_what_was_predicted(facts: Made) -> None:

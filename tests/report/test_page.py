@@ -116,7 +116,7 @@ def test_all_that_there_is_to_say_is_on_the_page(facts: Made, reader: Reader) ->
         assert name.capitalize() in said and value in said
     for sentence in found.peak_sentences:
         assert sentence in said
-    for what, _ in found.stalls:
+    for what, _ in found.waits:
         assert what in said
     for row in found.rows:
         assert row.name in said and row.reason.replace("&", "&amp;") in said
@@ -211,15 +211,17 @@ def test_a_budget_far_above_all_is_not_drawn(facts: Made) -> None:
     assert figure["layout"]["yaxis"]["range"][1] < 1.2 * top
 
 
+@pytest.mark.parametrize("hosted", [False, True])
 @pytest.mark.parametrize("slow", [False, True])
-def test_the_picture_of_lanes_has_a_bar_for_whatever_takes_time(facts: Made, slow: bool) -> None:
-    found = facts(slow=slow)
+def test_the_picture_of_lanes_has_a_bar_for_whatever_takes_time(facts: Made, slow: bool, hosted: bool) -> None:
+    found = facts(slow=slow, hosted=hosted)
     traces = named(lanes_figure(found))
     spans = [span for span in found.timeline.spans if span.end > span.start]
     assert sum(len(trace["x"]) for trace in traces.values()) == len(spans)
     waits = [name for name in traces if name.startswith("waits for")]
     scale = 1e3 if found.timeline.seconds < 10 else 1
-    assert sum(sum(traces[name]["x"]) for name in waits) == pytest.approx(found.timeline.stall_seconds * scale)
+    assert sum(sum(traces[name]["x"]) for name in waits) == pytest.approx(found.timeline.wait_seconds * scale)
+    assert ("waits for host" in waits) == hosted
     again = sum(
         span.end - span.start
         for span in spans

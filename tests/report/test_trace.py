@@ -18,9 +18,9 @@ Made = Callable[..., Facts]
 LANES = ["compute", "out", "back", "disk"]
 
 
-@pytest.fixture(params=[False, True], ids=["quick", "slow"])
+@pytest.fixture(params=[{}, {"slow": True}, {"slow": True, "hosted": True}], ids=["quick", "slow", "hosted"])
 def found(facts: Made, request: pytest.FixtureRequest) -> Facts:
-    return facts(slow=request.param)
+    return facts(**request.param)
 
 
 def events(found: Facts, phase: str) -> list[dict[str, Any]]:
@@ -48,7 +48,7 @@ def test_each_span_is_there_once_and_lanes_do_one_thing_at_a_time(found: Facts) 
         assert lanes[lane.value] == [pytest.approx(each) for each in expected]
         assert all(one[1] <= other[0] + 1e-3 for one, other in pairwise(lanes[lane.value]))
     waits = [span for span in spans if span["cat"] == "wait"]
-    assert sum(span["dur"] for span in waits) == pytest.approx(found.timeline.stall_seconds * 1e6)
+    assert sum(span["dur"] for span in waits) == pytest.approx(found.timeline.wait_seconds * 1e6)
     assert all(span["args"]["waits"] and span["args"]["task"] and span["tid"] == 1 for span in waits)
     assert {span["cat"] for span in spans if span["tid"] == 1} >= {"forward", "backward", "rerun", "outside"}
 

@@ -24,6 +24,7 @@ from scipy.sparse import coo_array
 from spillway.planning.profile import Again, BlockProfile
 from spillway.planning.tasks import Option, Phase
 from spillway.planning.treatment import treat
+from spillway.planning.trials import DIGITS
 from spillway.records import Decision
 
 ALL = frozenset({"keep", "host", "disk", "recompute"})
@@ -242,4 +243,7 @@ def _figures(option: Option) -> tuple[float, ...]:
         on_disk,
         max((task.peak_bytes for task in option.forward), default=0),
         max((task.peak_bytes for task in option.backward if task.phase is Phase.RERUN), default=0),
+        # The same sum in other parts is the same.
+        round(sum(task.host_seconds for task in option.forward), DIGITS),
+        round(sum(task.host_seconds for task in option.backward), DIGITS),
     )

@@ -98,6 +98,7 @@ class _Model:
         window, ends = forecast.window, len(self.places) + 1
         to_disk = forecast.to_disk
         clock, out, disk = self._column(0.0, 0.0), self._column(), self._column()
+        issued = self._column(0.0, 0.0)
         out_credit = MS * window / rates.out
         write_credit = out_credit + MS * window / rates.disk_write
         for row in range(ends + 1):
@@ -106,6 +107,8 @@ class _Model:
             self._after(clock, begin, own)
             self._after(clock, out, self._terms("out_need", row, MS, own), out_credit)
             self._after(clock, begin, self._terms("out_free_need", row, MS, own), out_credit)
+            if forecast.hosted:
+                issued = self._queued(clock, issued, "forward_host", row)
             ahead, out = out, self._column()
             self._after(out, ahead, self._terms("sent", row, MS / rates.out))
             self._after(out, begin, self._terms("out_end", row, MS, ([], 0.0)))
@@ -125,6 +128,8 @@ class _Model:
             self._after(clock, begin, own)
             self._after(clock, back, need)
             self._after(clock, begin, need, 2 * back_credit)
+            if forecast.hosted:
+                issued = self._queued(clock, issued, "backward_host", row)
             ahead, back = back, self._column(-numpy.inf)
             self._after(back, ahead, self._terms("taken", row, MS / rates.back))
             if to_disk:
@@ -132,6 +137,13 @@ class _Model:
                 ahead, read = read, self._column(-numpy.inf)
                 self._after(read, ahead, self._terms("disk_taken", row, MS / rates.disk_read))
         return clock
+
+    def _queued(self, clock: int, issued: int, name: str, row: int) -> int:
+        """A block ends no earlier than the host lets it; the column of when the host has queued it."""
+        self._after(clock, issued, self._terms(f"{name}_need", row, MS))
+        after = self._column()
+        self._after(after, issued, self._terms(name, row, MS))
+        return after
 
     def _levels(self, budget: float) -> None:
         """Rows for bytes on the device."""

@@ -96,6 +96,11 @@ class Timeline:
     holders: tuple[Holders, ...] = ()
     """What holds the device's bytes at each of ``levels``. Only where asked for."""
 
+    @property
+    def wait_seconds(self) -> float:
+        """All that compute waited, for the lanes and for the host."""
+        return self.stall_seconds + self.host_wait_seconds
+
     def to_dict(self) -> dict[str, Any]:
         """Its figures, without spans, levels and holders."""
         names = (

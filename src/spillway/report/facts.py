@@ -73,7 +73,7 @@ class Facts:
     """``None``: it was left out."""
 
     @property
-    def stalls(self) -> tuple[tuple[str, float], ...]:
+    def waits(self) -> tuple[tuple[str, float], ...]:
         """Why compute waits, and for how many seconds in all; the longest first."""
         seconds: dict[str, float] = {}
         for span in self.timeline.spans:
@@ -118,7 +118,7 @@ class Facts:
             ("peak", f"{format_bytes(timeline.peak_bytes)}, in {timeline.peak_task or 'no task'}"),
             ("step", f"{format_seconds(timeline.seconds)} on {self.hardware}{then}"),
             ("computed again", f"{format_seconds(again)}, {_share(again, timeline.seconds)} of the step"),
-            ("waits", f"{format_seconds(timeline.stall_seconds)}, {_share(timeline.stall_seconds, timeline.seconds)}"),
+            ("waits", f"{format_seconds(timeline.wait_seconds)}, {_share(timeline.wait_seconds, timeline.seconds)}"),
             ("sent away", format_bytes(plan.sent_bytes)),
             ("host memory", format_bytes(timeline.host_bytes)),
             ("disk", format_bytes(timeline.disk_bytes)),
@@ -148,6 +148,7 @@ WAITS = {
     "out": "for room in the window: what leaves has not left yet",
     "back": "for what comes back from host memory",
     "disk": "for what comes back from the disk",
+    "host": "for the host, which has not queued it yet",
 }
 """What a wait of the compute lane is for, by the reason that the simulation gives."""
 

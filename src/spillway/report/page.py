@@ -52,7 +52,7 @@ def to_page(facts: Facts) -> str:
         notes=_list("Notes", facts.notes),
         peak=_paragraphs(facts.peak_sentences),
         layers="\n".join(_term(layer.name, layer.meaning) for layer in facts.layers),
-        stalls=_stalls(facts),
+        waits=_waits(facts),
         headings="\n".join(_heading(name, number) for name, number in _HEADINGS),
         blocks="\n".join(_block(row, place, templates) for place, row in enumerate(facts.rows)),
         templates="\n".join(_template(name, operators) for operators, name in templates.items()),
@@ -116,11 +116,11 @@ def _list(heading: str, items: Iterable[str]) -> str:
     return f"<h3>{escape(heading)}</h3>\n<ul>\n{lines}\n</ul>" if lines else ""
 
 
-def _stalls(facts: Facts) -> str:
-    if not facts.stalls:
-        return "<p>Compute never waits for a lane.</p>"
-    items = [f"{format_seconds(seconds)} {what}" for what, seconds in facts.stalls]
-    return _list(f"Compute waits {format_seconds(facts.timeline.stall_seconds)}", items)
+def _waits(facts: Facts) -> str:
+    if not facts.waits:
+        return "<p>Compute never waits.</p>"
+    items = [f"{format_seconds(seconds)} {what}" for what, seconds in facts.waits]
+    return _list(f"Compute waits {format_seconds(facts.timeline.wait_seconds)}", items)
 
 
 def _compared(facts: Facts) -> str:

@@ -34,7 +34,7 @@ def _lines(facts: Facts, width: int) -> Iterator[str]:
     yield ""
     for sentence in facts.peak_sentences:
         yield from textwrap.wrap(sentence, width)
-    for what, seconds in facts.stalls:
+    for what, seconds in facts.waits:
         yield from textwrap.wrap(f"Compute waits {format_seconds(seconds)} {what}.", width)
     yield ""
     yield from _blocks(facts, width)
