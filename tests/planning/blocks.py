@@ -143,6 +143,9 @@ class Engine:
         # A context that does nothing.
         return torch.enable_grad()
 
+    def asked(self, place: int) -> None:
+        pass
+
     def ended(self, trace: Trace, packs: Packs) -> None:
         wanted: list[tuple[int, int]] = []
         for pack in packs.all:

@@ -225,13 +225,13 @@ class Pilot:
 
     def block_begins(self, call: Steered, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """A block is called; gives the number of its call in the pass, or -1 if nobody is watching."""
+        call.observer = None
         if self._watch is None or self._is_strange(self._watch):
             return -1
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         # Casts of leaves are not counted among a region's operators.
         forms = tuple((tensor.shape, tensor.dtype, tensor.requires_grad, tensor.is_leaf) for tensor in tensors)
         kind = (signature(module), forms)
-        call.observer = None
         known = self._probes.get(kind)
         # A call that failed was not seen to its end.
         seeks = self.stage in (Stage.TRACING, Stage.MEASURING)
@@ -449,7 +449,7 @@ class Pilot:
 
     def _new_watch(self) -> Watch:
         watch = Watch(self._device, self._carried)
-        self._mover().listeners.append(watch.moves)
+        self._mover().listen(watch.moves)
         return watch
 
     def _take_watch(self) -> Watch | None:
@@ -460,9 +460,9 @@ class Pilot:
 
     def _forsake(self, watch: Watch) -> None:
         """It need not be told of moves any more."""
-        listeners = self._mover().listeners
-        if watch.moves in listeners:
-            listeners.remove(watch.moves)
+        session = self._session if self._session is not None else Session.default()
+        if not session.closed:
+            self._mover().forsake(watch.moves)
 
     def _mover(self) -> Mover:
         session = self._session if self._session is not None else Session.default()

@@ -40,7 +40,9 @@ class Listener:
         self.marks: dict[int, int] = {}
         """Of each mark, how many changes there were before."""
         self._thread = threading.get_ident()
+        self._is_open = False
         _recorder.add(self)
+        self._is_open = True
 
     def __del__(self) -> None:
         self.close()
@@ -51,9 +53,15 @@ class Listener:
         with record_function(f"{_PREFIX}{number}"):
             return number
 
+    def hears(self) -> bool:
+        """Whether this is its thread."""
+        return threading.get_ident() == self._thread
+
     def close(self) -> None:
         """Listen no more. A second time, and in another thread, it does nothing."""
-        if threading.get_ident() == self._thread:
+        # It may die in a backward, where nobody may stop.
+        if self._is_open and self.hears():
+            self._is_open = False
             _recorder.discard(self)
 
 

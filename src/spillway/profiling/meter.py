@@ -44,6 +44,10 @@ class Meter(ABC):
     def finish(self) -> list[Reading] | None:
         """What was measured at the instants, in their order; ``None`` if some cannot be told. Waits for the device."""
 
+    def hears(self) -> bool:
+        """Whether an instant of the calling thread can be told."""
+        return True
+
     def close(self) -> None:  # noqa: B027
         """Nobody wants to know any more."""
 
@@ -114,6 +118,9 @@ class CpuMeter(Meter):
             place = end
             readings.append(Reading(seconds - self._instants[0][1], level, peak))
         return readings
+
+    def hears(self) -> bool:
+        return self._listener.hears()
 
     def close(self) -> None:
         self._listener.close()

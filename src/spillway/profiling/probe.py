@@ -46,7 +46,7 @@ class _Note:
 
 
 class Probe:
-    """Sees the operators of one call.
+    """An :class:`~spillway.regions.observer.Observer` of one call: sees its operators.
 
     Args:
         device: where the block computes.
@@ -107,6 +107,9 @@ class Probe:
         self._inputs = list(trace.inputs)
         self._opaque = trace.values.opaque is not None
         self._alive.clear()
+
+    def asked(self, place: int) -> None:
+        """Of its backward nothing is looked at here."""
 
     def read(self, shared: Collection[int]) -> None:
         """Make what was seen a profile. Waits for the device.

@@ -151,7 +151,7 @@ class Watch:
 
     def moves(self, begins: bool) -> None:
         """The mover begins its work, or has ended it. See NOTE [ What is on its way ]."""
-        if not self._closed:
+        if not self._closed and self._meter.hears():
             self._mark("moving" if begins else "moved", self._moves)
             self._moves += not begins
 

@@ -79,8 +79,7 @@ class Mover:
         self._forgotten: deque[tuple[Entry, int]] = deque()
         self._process = os.getpid()
         self._closed = False
-        self.listeners: list[Callable[[bool], object]] = []
-        """Called before (with ``True``) and after anything that may change how many bytes are on their way."""
+        self._listeners: list[weakref.WeakMethod[Callable[[bool], object]]] = []
 
     def see(self, entry: Entry) -> None:
         """The calling thread's compute lane writes what the entry holds, which this mover will be given to put.
@@ -163,6 +162,17 @@ class Mover:
         else:
             self._claims[owner] = window
         self.resize(min(self._claims.values(), default=self._own_window))
+
+    def listen(self, listener: Callable[[bool], object]) -> None:
+        """Call a method before (with ``True``) and after anything that may change how many bytes are on their way.
+
+        Its object is not kept alive. :meth:`forsake` ends it.
+        """
+        self._listeners.append(weakref.WeakMethod(listener))
+
+    def forsake(self, listener: Callable[[bool], object]) -> None:
+        """Tell it no more, nor those whose objects are gone."""
+        self._listeners = [each for each in self._listeners if each() not in (None, listener)]
 
     def settle(self, entries: Sequence[Entry]) -> None:
         """Let go of the entries that are on their way out: compute waits for their copies."""
@@ -289,8 +299,10 @@ class Mover:
                 self._lock.release()
 
     def _tell_of_move(self, *, begins: bool) -> None:
-        for listener in self.listeners:
-            listener(begins)
+        for reference in self._listeners:
+            listener = reference()
+            if listener is not None:
+                listener(begins)
 
     # All below is called with the lock held.
 
