@@ -96,7 +96,7 @@ def make_regions(layer: Layer, *, kept: Sequence[Any] = (), sent: Sequence[Any] 
 
 
 def spread(layers: Sequence[Layer], share: float) -> list[Layer]:
-    """A share of the layers, evenly, rounded up. The last is the last of them to be taken: backward begins there."""
+    """A share of the layers, evenly, rounded up. The last is only among them if all are: backward begins there."""
     count = math.ceil(len(layers) * share)
     return [layers[place * len(layers) // count] for place in range(count)]
 
@@ -239,7 +239,7 @@ def sharded(options: argparse.Namespace, way: str, device: torch.device, *, laye
             loss = stack(x).float().square().mean()
         loss.backward()
 
-    counts = attached or context
+    counts = context if attached is None else attached
     return Training(stack, step, spillway.StepStats if counts is None else counts.stats, attached)
 
 
@@ -396,7 +396,9 @@ def rank_main(
         torch.set_num_threads(1)
     else:
         torch.accelerator.set_device_index(device)
-        spillway.bind_to_device(device)
+        affinity = spillway.bind_to_device(device)
+        if rank == 0:
+            print(affinity.why_not or f"rank 0 is on {len(affinity.after)} CPUs of node {affinity.node}", flush=True)
     backend = "gloo" if device.type == "cpu" else "nccl"
     dist.init_process_group(
         f"cpu:gloo,{device.type}:{backend}" if device.type != "cpu" else "gloo",
