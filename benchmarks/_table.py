@@ -91,9 +91,10 @@ def of_steps(result: Result) -> list[str]:
 def of_ranks(result: Result) -> list[str]:
     options, ranks = result["options"], result["options"]["ranks"]
     where = f"median of {options['steps']} steps; {ranks} x {where_and_when(result)}"
+    sharded = options.get("sharded_layers", options["layers"])
     size = {
         "pipeline": f"1F1B, {options['layers']} layers a stage, {2 * ranks} micro-batches of {options['seq']} tokens",
-        "fsdp": f"FSDP2, {options['layers']} layers, {options['seq']} tokens a rank",
+        "fsdp": f"FSDP2, {sharded} layers, {options['seq']} tokens a rank",
     }
     made = []
     for part in dict.fromkeys(row["part"] for row in result["rows"]):

@@ -1,9 +1,10 @@
 """Training steps over several devices: a pipeline, FSDP2, and the rate of each device's link while others use theirs.
 
 Each rank has one accelerator, or a CPU. A step is as in ``step.py``: forward, backward, gradients accumulate. For each
-way: the median step of the slowest rank and its range, the activation peak of rank 0 above weights and gradients, what
-was moved, and whether loss and gradients are bit for bit those of ``keep`` (a smaller run with deterministic
-algorithms).
+way, after a warm-up and ``gc.freeze()``: the median step of the slowest rank and its range, how long the host of rank 0
+queues a step, the activation peak of each rank above weights and gradients, what was moved, and whether the gradients
+of each rank are bit for bit those of ``keep`` (a smaller run with deterministic algorithms). If a way fails, its error
+is told and the others are gone on with; what was measured until then has been printed and written.
 
     python benchmarks/parallel.py --ranks 4 --parts link pipeline fsdp --json parallel.json
 """
@@ -12,14 +13,17 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import hashlib
+import itertools
 import json
+import math
 import os
 import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from functools import partial
@@ -35,9 +39,10 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.utils.checkpoint import checkpoint
 
 import spillway
-from _llama import Stack, make_stack
+from _llama import Layer, Stack, make_stack
 from spillway.integrations.pipelining import offload_stages
-from step import MIXTURE, NORM_STATISTIC, allocated
+from spillway.policies import Keep
+from step import NORM_STATISTIC, allocated
 
 
 @dataclass
@@ -60,8 +65,12 @@ class Row:
     step_seconds: float
     step_min: float
     step_max: float
+    host_seconds: float
+    """Until the host of rank 0 had queued a step."""
     peak_bytes: int
     """Of rank 0, above weights, gradients and inputs."""
+    peaks: list[int]
+    """The same of each rank."""
     whole_bytes: int
     """All that was allocated at the peak of the fullest rank."""
     digest: str = ""
@@ -69,43 +78,73 @@ class Row:
     """Spillway's own, of each rank."""
 
 
-def halves(stack: Stack, **second: Any) -> None:
-    """The two halves of each layer are regions: see ``step.py``."""
-    first = spillway.Recompute(save=NORM_STATISTIC, offload=("inputs", spillway.saved_by("attention")))
-    rest = spillway.Recompute(save=(NORM_STATISTIC, *second.pop("save", ())), **second)
-    stack.call = lambda layer, x, cos, sin: rest(layer.feed, first(layer.attend, x, cos, sin))
-
-
 def checkpointed(stack: Stack) -> None:
     stack.call = lambda layer, *args: checkpoint(layer, *args, use_reentrant=False)
 
 
+ATTENTION, INPUTS, PROJECTIONS = spillway.saved_by("attention"), "inputs", ("*gate", "*up")
+HALVES: dict[str, tuple[Any, ...]] = {"attend": (INPUTS, ATTENTION), "feed": (INPUTS, *PROJECTIONS)}
+"""The halves of a layer, and what of each costs much to compute again, or cannot be."""
+
+
+def make_regions(layer: Layer, *, kept: Sequence[Any] = (), sent: Sequence[Any] = ()) -> None:
+    """The two halves of a layer are regions: see ``step.py``. The layer is called as ever, also by FSDP2's hooks."""
+    for half, has in HALVES.items():
+        save, offload = ([each for each in given if each in has] for given in (kept, sent))
+        region = spillway.Recompute(save=(NORM_STATISTIC, *save), offload=offload)
+        setattr(layer, half, partial(region, getattr(layer, half)))
+
+
+def spread(layers: Sequence[Layer], share: float) -> list[Layer]:
+    """A share of the layers, evenly, rounded up. The last is only among them if all are: backward begins there."""
+    count = math.ceil(len(layers) * share)
+    return [layers[place * len(layers) // count] for place in range(count)]
+
+
 # A pipeline: each rank has a stack of its own for a stage, and 1F1B over twice as many micro-batches as ranks.
 
-PIPELINE: dict[str, dict[str, Any]] = {
-    "keep": {},
-    "checkpoint": {"change": checkpointed},
-    "offload the first bytes": {"stages": {"nbytes": None}},
-    "halves, inputs away": {
-        "change": partial(halves, offload="inputs"),
-        "stages": {"policy": spillway.policies.Keep()},
-    },
-    "halves, gate and up kept": {
-        "change": partial(halves, offload="inputs", save=("*gate", "*up")),
-        "stages": {"policy": spillway.policies.Keep()},
-    },
+
+@dataclass(frozen=True)
+class Staged:
+    """What is done with some layers of each stage, spread evenly; the others are plain."""
+
+    shares: tuple[float, float, float, float]
+    """Of the layers, in each quarter of the pipeline. Of four stages, the first has four chunks alive, the last one."""
+    kinds: tuple[str, ...] = ("regions",)
+    """What they are, in turn: ``"regions"``, by halves, or ``"wide"``: what is as wide as the feed-forward network
+    leaves, and nothing is computed again."""
+    kept: tuple[Any, ...] = ()
+    """What stays of regions."""
+    sent: tuple[Any, ...] = ()
+    """What leaves of regions."""
+    window: str | None = None
+    """Of the session."""
+
+
+PIPELINE: dict[str, Staged | Callable[[Stack], Any] | None] = {
+    "keep": None,
+    "checkpoint": checkpointed,
+    "halves, nothing sent": Staged((1, 6 / 8, 1 / 8, 0), kept=(INPUTS, ATTENTION, *PROJECTIONS)),
+    "halves, inputs and attention sent": Staged(
+        (7 / 8, 4 / 8, 1 / 8, 0), kept=PROJECTIONS, sent=(INPUTS, ATTENTION), window="1GiB"
+    ),
+    "halves and wide sent, in turn": Staged(
+        (1, 6 / 8, 1 / 8, 0), ("regions", "wide"), kept=(INPUTS, ATTENTION, *PROJECTIONS), window="1GiB"
+    ),
+    "wide sent, no regions": Staged((1, 6 / 8, 1 / 8, 0), ("wide",), window="2GiB"),
 }
 
 
 def pipeline(options: argparse.Namespace, way: str, device: torch.device, *, layers: int, seq: int) -> Training:
     how, rank, ranks = PIPELINE[way], dist.get_rank(), dist.get_world_size()
     stack = make_stack(options.shape, layers, seq, device, torch.bfloat16)
-    how.get("change", lambda stack: None)(stack)
     stage = PipelineStage(stack, rank, ranks, device)
-    given = dict(how.get("stages", {}))
-    if "nbytes" in given:
-        given["nbytes"] = (options.first_bytes, 0)
-    offloaded = offload_stages(stage, **given) if given else None
+    offloaded = None
+    if isinstance(how, Staged):
+        policy = treated(stack, how, how.shares[4 * rank // ranks])
+        offloaded = None if policy is None else offload_stages(stage, policy=policy)
+    elif how is not None:
+        how(stack)
     count = 2 * ranks
     schedule = Schedule1F1B(stage, count, loss_fn=lambda output, target: output.float().square().mean())
     hidden = stack.layers[0].shape.hidden
@@ -119,16 +158,56 @@ def pipeline(options: argparse.Namespace, way: str, device: torch.device, *, lay
     return Training(stack, step, spillway.StepStats if offloaded is None else offloaded.stats)
 
 
+def treated(stack: Stack, how: Staged, share: float) -> spillway.policies.Policy | None:
+    """Treats a share of the layers. Gives what decides about all that is saved outside of regions, if any may leave."""
+    chosen = dict(zip(spread(list(stack.layers), share), itertools.cycle(how.kinds), strict=False))
+    for layer in (layer for layer, kind in chosen.items() if kind == "regions"):
+        make_regions(layer, kept=how.kept, sent=how.sent)
+    if "wide" not in chosen.values():
+        return Keep() if chosen and how.sent else None
+
+    def call(layer: Layer, *args: Tensor) -> Tensor:
+        with contextlib.nullcontext() if layer in chosen else spillway.keep():
+            return layer(*args)
+
+    stack.call = call
+    ffn = stack.layers[0].shape.ffn
+    return lambda saved: spillway.Decision.OFFLOAD if saved.shape[-1] == ffn else spillway.Decision.KEEP
+
+
 # FSDP2: every layer sharded over all ranks, each with its own data.
 
-FSDP: dict[str, Callable[[Stack], Any]] = {
-    "keep": lambda stack: None,
+
+@dataclass(frozen=True)
+class Sharded:
+    """All layers but the last ones are regions by halves, whose inputs and attention leave."""
+
+    plain: int
+    """How many of the last layers are no regions."""
+    kept: float
+    """The share of the layers whose gate and up stay: the last of those that are regions."""
+    gates: float
+    """The share of the other regions whose gates leave, spread evenly."""
+
+
+FSDP: dict[str, Sharded | Callable[[Stack], Any] | None] = {
+    "keep": None,
     "checkpoint": checkpointed,
-    "mixture, gates": lambda stack: setattr(stack, "call", spillway.Recompute(offload=(*MIXTURE, "*gate"))),
-    "mixture, gate and up kept": lambda stack: setattr(
-        stack, "call", spillway.Recompute(save=("*gate", "*up"), offload=MIXTURE)
-    ),
+    "halves, last plain, 1/4 of gates sent": Sharded(plain=1, kept=1 / 12, gates=1 / 4),
+    "halves, last plain, 1/2 of gates sent": Sharded(plain=1, kept=1 / 12, gates=1 / 2),
+    "halves, last 3 kept, 1/9 of gates sent": Sharded(plain=0, kept=3 / 12, gates=1 / 9),
+    "halves, last 3 kept, 1/2 of gates sent": Sharded(plain=0, kept=3 / 12, gates=1 / 2),
 }
+
+
+def make_sharded_regions(stack: Stack, how: Sharded) -> None:
+    layers = list(stack.layers)
+    regions = layers[: len(layers) - how.plain]
+    first = max(0, len(regions) - math.ceil(len(layers) * how.kept))
+    with_gates = set(spread(regions[:first], how.gates))
+    for place, layer in enumerate(regions):
+        gate = ("*gate",) if layer in with_gates else ()
+        make_regions(layer, kept=PROJECTIONS if place >= first else (), sent=(INPUTS, ATTENTION, *gate))
 
 
 PLANNED = {"planned, checkpointing's peak": "checkpoint", "planned, half of keep's peak": "keep"}
@@ -142,23 +221,26 @@ def sharded(options: argparse.Namespace, way: str, device: torch.device, *, laye
     for layer in stack.layers:
         fully_shard(layer)
     fully_shard(stack)
-    attached = None
+    attached, context = None, None
     if way in PLANNED:
         # In a smaller stack, of which all would fit, nothing stays that can leave or be computed again.
-        small = {"allow": {"host", "disk", "recompute"}} if layers != options.layers else {}
+        small = {"allow": {"host", "disk", "recompute"}} if layers != options.sharded_layers else {}
         attached = spillway.attach(stack, budget=options.budgets[way], blocks="layers.*", **small)
-    else:
-        FSDP[way](stack)
-    context = spillway.offload(policy=spillway.policies.Keep())
+    elif isinstance(how := FSDP[way], Sharded):
+        make_sharded_regions(stack, how)
+        context = spillway.offload(policy=Keep())
+    elif how is not None:
+        how(stack)
     torch.manual_seed(dist.get_rank())
     x = torch.randn(1, seq, hidden, device=device, dtype=torch.bfloat16, requires_grad=True)
 
     def step() -> None:
-        with context if attached is None else contextlib.nullcontext():
+        with contextlib.nullcontext() if context is None else context:
             loss = stack(x).float().square().mean()
         loss.backward()
 
-    return Training(stack, step, context.stats if attached is None else attached.stats, attached)
+    counts = context if attached is None else attached
+    return Training(stack, step, spillway.StepStats if counts is None else counts.stats, attached)
 
 
 def gradients_there(stack: Stack) -> None:
@@ -173,35 +255,59 @@ PARTS: dict[str, tuple[list[str], Callable[..., Training]]] = {
 
 
 def measure(options: argparse.Namespace, part: str, way: str, device: torch.device) -> Row:
-    session = spillway.Session(window=options.window)
-    session.use_as_default()
-    training = PARTS[part][1](options, way, device, layers=options.layers, seq=options.seq)
+    session = new_session(options, way)
+    layers = options.sharded_layers if part == "fsdp" else options.layers
+    training = PARTS[part][1](options, way, device, layers=layers, seq=options.seq)
     warm(training, options.warmup)
+    gc.collect()
+    gc.freeze()
     base = allocated(device, reset=True)
-    times = []
+    times, queued = [], []
     for _ in range(options.steps):
         dist.barrier()
         synchronize(device)
         begin = time.perf_counter()
         training.step()
+        queued.append(time.perf_counter() - begin)
         synchronize(device)
-        times.append(most(time.perf_counter() - begin))
+        times.append(max(of_all(time.perf_counter() - begin)))
     whole = 0 if device.type == "cpu" else int(torch.accelerator.max_memory_allocated(device))
-    stats: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(stats, asdict(training.stats()))
+    stats = of_all(asdict(training.stats()))
     if training.attached is not None and dist.get_rank() == 0:
         print(training.attached.explain().partition("\n")[0], flush=True)
-    del training
-    session.close()
+    peaks = of_all(max(whole - base, 0))
     row = Row(
-        part, way, statistics.median(times), min(times), max(times), max(whole - base, 0), most(whole), stats=stats
+        part=part,
+        way=way,
+        step_seconds=statistics.median(times),
+        step_min=min(times),
+        step_max=max(times),
+        host_seconds=statistics.median(queued),
+        peak_bytes=peaks[0],
+        peaks=peaks,
+        whole_bytes=max(of_all(whole)),
+        stats=stats,
     )
-    for planned, other in PLANNED.items():
-        if way == other:
-            room = row.whole_bytes if way == "checkpoint" else row.whole_bytes - row.peak_bytes // 2
-            options.budgets[planned] = room if device.type != "cpu" else "1TiB"
+    del training
+    forget(session, device)
     row.digest = digest(options, part, way, device)
     return row
+
+
+def new_session(options: argparse.Namespace, way: str) -> spillway.Session:
+    """The window is the one asked for, or else the way's own."""
+    session = spillway.Session(window=options.window or getattr(PIPELINE.get(way), "window", None))
+    session.use_as_default()
+    return session
+
+
+def forget(session: spillway.Session, device: torch.device) -> None:
+    """What a way has left goes, so that the next one finds the memory as that one did."""
+    session.close()
+    gc.unfreeze()
+    gc.collect()
+    if device.type != "cpu":
+        torch.accelerator.empty_cache()
 
 
 def warm(training: Training, least: int) -> None:
@@ -213,13 +319,17 @@ def warm(training: Training, least: int) -> None:
             raise SystemExit(f"no plan is held after {MOST_WARMUP} steps")
 
 
+DIGEST_LAYERS, DIGEST_TOKENS = 3, 2048
+"""As many layers as it takes to have one of each kind in each way."""
+
+
 def digest(options: argparse.Namespace, part: str, way: str, device: torch.device) -> str:
-    """Of all ranks' gradients after three steps of a smaller stack, with deterministic algorithms."""
+    """Of each rank's gradients after three steps of a smaller stack, with deterministic algorithms."""
     torch.use_deterministic_algorithms(True)
-    session = spillway.Session(window=options.window)
-    session.use_as_default()
-    training = PARTS[part][1](options, way, device, layers=2, seq=min(options.seq, 2048))
-    warm(training, 3)
+    session = new_session(options, way)
+    seq = min(options.seq, DIGEST_TOKENS)
+    training = PARTS[part][1](options, way, device, layers=DIGEST_LAYERS, seq=seq)
+    warm(training, 1)
     for parameter in training.stack.parameters():
         parameter.grad = None
     for _ in range(3):
@@ -229,9 +339,9 @@ def digest(options: argparse.Namespace, part: str, way: str, device: torch.devic
         gradient: Any = parameter.grad
         local: Tensor = gradient.to_local() if hasattr(gradient, "to_local") else gradient
         sums.update(local.contiguous().flatten().view(torch.uint8).cpu().numpy().data)
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, sums.hexdigest())
-    session.close()
+    found = of_all(sums.hexdigest())
+    del training, parameter, gradient, local
+    forget(session, device)
     torch.use_deterministic_algorithms(False)
     return " ".join(found)
 
@@ -253,18 +363,16 @@ def links(device: torch.device) -> dict[int, list[tuple[float, float]]]:
                     destination.copy_(source, non_blocking=True)
             synchronize(device)
             mine.append(16 * host.numel() / (time.perf_counter() - begin))
-        found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, (mine[0], mine[1]))
-        rates[active] = found[:active]
+        rates[active] = of_all((mine[0], mine[1]))[:active]
         active *= 2
     return rates
 
 
-def most(mine: Any) -> Any:
-    """Of all ranks."""
+def of_all(mine: Any) -> list[Any]:
+    """That of each rank."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, mine)
-    return max(found)
+    return found
 
 
 def synchronize(device: torch.device) -> None:
@@ -272,7 +380,15 @@ def synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def rank_main(rank: int, options: argparse.Namespace, store: str) -> None:
+def rank_main(
+    rank: int,
+    options: argparse.Namespace,
+    store: Path,
+    state: Path,
+    result: dict[str, Any],
+    ways: list[tuple[str, str]],
+) -> None:
+    """Measures some ways, after others that are in the result already."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     os.environ["LOCAL_WORLD_SIZE"] = str(options.ranks)
     device = torch.device("cpu") if options.device == "cpu" else torch.device(options.device, rank)
@@ -280,6 +396,9 @@ def rank_main(rank: int, options: argparse.Namespace, store: str) -> None:
         torch.set_num_threads(1)
     else:
         torch.accelerator.set_device_index(device)
+        affinity = spillway.bind_to_device(device)
+        if rank == 0:
+            print(affinity.why_not or f"rank 0 is on {len(affinity.after)} CPUs of node {affinity.node}", flush=True)
     backend = "gloo" if device.type == "cpu" else "nccl"
     dist.init_process_group(
         f"cpu:gloo,{device.type}:{backend}" if device.type != "cpu" else "gloo",
@@ -287,27 +406,32 @@ def rank_main(rank: int, options: argparse.Namespace, store: str) -> None:
         rank=rank,
         world_size=options.ranks,
     )
-    result: dict[str, Any] = {"rows": []}
-    if "link" in options.parts and device.type != "cpu":
+    if "link" in options.parts and device.type != "cpu" and "link" not in result:
         result["link"] = links(device)
         if rank == 0:
             for active, rates in result["link"].items():
-                print(
-                    f"{active} active:",
-                    *(f"{out / 1e9:.1f}/{back / 1e9:.1f}" for out, back in rates),
-                    "GB/s",
-                    flush=True,
-                )
-    for part, (ways, _) in PARTS.items():
-        options.budgets = {}
-        rows = [measure(options, part, way, device) for way in ways if part in options.parts and chosen(options, way)]
-        for row in rows if rank == 0 else []:
-            print(line(row, rows[0]), flush=True)
-            result["rows"].append(asdict(row))
-    if rank == 0 and options.json:
-        write(options, result)
+                told = (f"{out / 1e9:.1f}/{back / 1e9:.1f}" for out, back in rates)
+                print(f"{active} active:", *told, "GB/s", flush=True)
+            write(options, result, state)
+    for part, way in ways:
+        options.budgets = budgets(result["rows"], device)
+        row = measure(options, part, way, device)
+        result["rows"].append(asdict(row))
+        if rank == 0:
+            print(line(row, next(Row(**each) for each in result["rows"] if each["part"] == part)), flush=True)
+            write(options, result, state)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def budgets(rows: list[dict[str, Any]], device: torch.device) -> dict[str, int | str]:
+    """Of the ways that plan, by the peaks of others."""
+    found: dict[str, int | str] = {}
+    for planned, other in PLANNED.items():
+        for row in (row for row in rows if (row["part"], row["way"]) == ("fsdp", other)):
+            room = row["whole_bytes"] if other == "checkpoint" else row["whole_bytes"] - row["peak_bytes"] // 2
+            found[planned] = room if device.type != "cpu" else "1TiB"
+    return found
 
 
 def chosen(options: argparse.Namespace, way: str) -> bool:
@@ -319,16 +443,23 @@ def line(row: Row, plain: Row) -> str:
     moved = [each["offloaded_bytes"] / 2**30 for each in row.stats]
     return "  ".join(
         (
-            f"{row.part:9} {row.way:28} {row.step_seconds * 1e3:8.1f} ms ({row.step_min * 1e3:.1f} to "
+            f"{row.part:9} {row.way:38} {row.step_seconds * 1e3:8.1f} ms ({row.step_min * 1e3:.1f} to "
             f"{row.step_max * 1e3:.1f})  x{row.step_seconds / plain.step_seconds:5.3f}",
+            f"host {row.host_seconds * 1e3:7.1f} ms",
             f"peak of rank 0 {row.peak_bytes / 2**30:6.2f} GiB ({row.peak_bytes / max(plain.peak_bytes, 1):6.1%})",
+            "of each " + " ".join(f"{each / 2**30:.2f}" for each in row.peaks),
             "out " + " ".join(f"{each:.2f}" for each in moved) + " GiB",
+            "stalls " + " ".join(f"{each['stall_seconds'] * 1e3:.0f}" for each in row.stats) + " ms",
             "identical" if row.digest == plain.digest else "DIFFERENT",
         )
     )
 
 
-def write(options: argparse.Namespace, result: dict[str, Any]) -> None:
+def write(options: argparse.Namespace, result: dict[str, Any], state: Path) -> None:
+    """What there is by now, for the processes that may have to go on with it, and for those who asked."""
+    state.write_text(json.dumps(result))
+    if options.json is None:
+        return
     name = "cpu" if options.device == "cpu" else torch.cuda.get_device_name(0)
     given = {each: value for each, value in vars(options).items() if each not in ("json", "budgets")}
     header = {
@@ -340,6 +471,33 @@ def write(options: argparse.Namespace, result: dict[str, Any]) -> None:
     options.json.write_text(json.dumps({**header, **result}, indent=2) + "\n")
 
 
+def measure_all(options: argparse.Namespace) -> None:
+    """Every way in turn. A rank that fails ends the others: what is left is measured by new processes."""
+    ways = [(part, way) for part, (names, _) in PARTS.items() if part in options.parts for way in names]
+    ways = [(part, way) for part, way in ways if chosen(options, way)]
+    result: dict[str, Any] = {"rows": [], "failed": {}}
+    with tempfile.TemporaryDirectory() as folder:
+        state = Path(folder) / "result.json"
+        while True:
+            store = Path(folder) / f"store {len(ways)}"
+            try:
+                mp.spawn(rank_main, args=(options, store, state, result, ways), nprocs=options.ranks)
+                return
+            except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
+                result = json.loads(state.read_text()) if state.exists() else result
+                done = {(row["part"], row["way"]) for row in result["rows"]}
+                ways = [each for each in ways if each not in done]
+                if not ways or ways[0][1] == "keep":
+                    # Nothing can be compared.
+                    raise
+                (part, way), *ways = ways
+                print(f"{part:9} {way:38} FAILED\n{error}", flush=True)
+                result["failed"][f"{part}: {way}"] = str(error).strip().rpartition("\n")[2]
+                write(options, result, state)
+                if not ways:
+                    return
+
+
 def main() -> None:
     accelerator = torch.accelerator.current_accelerator()
     here = "cpu" if accelerator is None else accelerator.type
@@ -348,19 +506,15 @@ def main() -> None:
     parser.add_argument("--parts", nargs="*", default=["link", "pipeline", "fsdp"], metavar="PART")
     parser.add_argument("--ways", nargs="*", default=[], metavar="WAY", help="beside keep; all, if none is named")
     parser.add_argument("--shape", default="tiny" if here == "cpu" else "8b", help="tiny, 1b, 8b or 70b")
-    parser.add_argument("--layers", type=int, default=2 if here == "cpu" else 8, help="of each stage, or of all")
-    parser.add_argument("--seq", type=int, default=64 if here == "cpu" else 4096)
-    parser.add_argument(
-        "--first-bytes", default="2GiB", help="that leave of each chunk on the first rank of a pipeline"
-    )
-    parser.add_argument("--window", default=None, help="of the session, in bytes or as 512MiB")
+    parser.add_argument("--layers", type=int, default=2 if here == "cpu" else 8, help="of each stage of a pipeline")
+    parser.add_argument("--sharded-layers", type=int, default=2 if here == "cpu" else 12, help="of FSDP2's model")
+    parser.add_argument("--seq", type=int, default=64 if here == "cpu" else 8192)
+    parser.add_argument("--window", default=None, help="of the session, in bytes or as 512MiB; instead of a way's own")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--device", default=here)
     parser.add_argument("--json", type=Path, metavar="FILE")
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(rank_main, args=(options, str(Path(folder) / "store")), nprocs=options.ranks)
+    measure_all(parser.parse_args())
 
 
 if __name__ == "__main__":

@@ -82,9 +82,11 @@ def test_halves_of_blocks_that_are_sharded_as_a_whole_are_the_same_in_every_bit(
 
 def test_the_benchmark_finds_no_difference(tmp_path: Path) -> None:
     file = tmp_path / "parallel.json"
-    sizes = ["--shape=tiny", "--layers=2", "--seq=512", "--steps=2", "--warmup=1", "--first-bytes=1MiB"]
-    run("benchmarks/parallel.py", "--ranks=2", *sizes, f"--json={file}")
-    rows = json.loads(file.read_text())["rows"]
+    sizes = ["--shape=tiny", "--layers=2", "--sharded-layers=2", "--seq=2048", "--steps=2", "--warmup=1"]
+    run("benchmarks/parallel.py", "--ranks=2", *sizes, "--window=1MiB", f"--json={file}")
+    result = json.loads(file.read_text())
+    rows = result["rows"]
+    assert not result["failed"]
     assert len(rows) > 6
     for part in ("pipeline", "fsdp"):
         assert len({row["digest"] for row in rows if row["part"] == part}) == 1
