@@ -92,12 +92,13 @@ def _kind(watched: Watched, probe: Probe, numbers: list[int], end: Place, *, has
         begin, until = ("back", number), ("back", number - 1) if number else end
         ran = ("ran", number)
         since = ran if ran in watched.readings else begin
+        given = next((("asked", n) for n, (whose, _) in enumerate(watched.asked) if whose == number), since)
         forward.append(watched.seconds(("forward", number), ("end", number)))
         backward.append(watched.seconds(since, until))
         if ran in watched.readings:
             backward[-1] += watched.seconds(begin, ("again", number))
             again.append(watched.seconds(("again", number), ran))
-        peaks.append(max(watched.peak(since, until) - watched.level(since), 0))
+        peaks.append(max(watched.peak(given, until) - watched.level(given), 0))
         changes.append(watched.level(until) - watched.level(begin))
         parts.append(_parts(watched, probe, number, until))
     block = BlockProfile(
@@ -126,11 +127,12 @@ def _parts(watched: Watched, probe: Probe, number: int, until: Place) -> tuple[B
     asked = [(("asked", n), place) for n, (whose, place) in enumerate(watched.asked) if whose == number]
     if not asked:
         return ()
-    ran = ("ran", number)
     count = len(probe.operators or ())
-    level = watched.level(ran if ran in watched.readings else begin)
-    first = ("again", number) if ran in watched.readings else asked[0][0]
-    parts = [BackwardPart(count, max(watched.peak(begin, first) - watched.level(begin), 0), 0)]
+    # Now all that the block has saved is there, and the frames that ran again are not any more.
+    level = watched.level(asked[0][0])
+    runs = ("again", number) if ("again", number) in watched.readings else asked[0][0]
+    before = max(watched.peak(begin, watched.first_move(begin, runs)) - watched.level(begin), 0)
+    parts = [BackwardPart(count, before, 0)]
     for (since, place), (following, _) in zip(asked, [*asked[1:], (until, 0)], strict=True):
         # Of two places the one that is nearer to the block's begin counts: what was saved later was needed by both.
         lowest = min(place + 1, parts[-1].place, count)

@@ -68,6 +68,11 @@ class Watched:
         most = (self.readings[place].peak - self.carried[place] for place in between)
         return max(most, default=self.level(since))
 
+    def first_move(self, since: Place, until: Place) -> Place:
+        """When lanes begin to carry more or less, between two instants; the second, if they do not."""
+        start, end = self.order.index(since), self.order.index(until)
+        return next((place for place in self.order[start + 1 : end] if place[0] == "moving"), until)
+
     def seconds(self, since: Place, until: Place) -> float:
         """Time between two instants."""
         return self.readings[until].seconds - self.readings[since].seconds
