@@ -14,7 +14,7 @@ Each call of the model in training is a pass, and each pass has a stage:
     The plan is in force. Regions whose decisions are new are tried (``docs/recompute.md``), and orders are learned.
 ``CHECKING``
     The plan is in force, and the step's peak is measured. If it is over the budget, a plan is made for a budget that is
-    smaller by that, and is tried.
+    smaller by that, and is tried. If the host took longer than was foreseen, a plan is made that knows of it; once.
 ``HOLDING``
     Nothing is watched but the device's peak and the shapes of the model's inputs, at each call. A peak over the budget,
     and a plan is made for less; larger inputs, and all begins anew. One of several ranks notes it, and goes on.
@@ -50,6 +50,7 @@ from spillway.planning.profile import Outside, Profile
 from spillway.profiling.compile import compile_profile
 from spillway.profiling.meter import allocated
 from spillway.profiling.probe import Probe, WatchedRegion
+from spillway.profiling.slowness import Slowness
 from spillway.profiling.watch import Watch, Watched
 from spillway.recomputing import Recompute
 from spillway.records import Decision
@@ -152,6 +153,8 @@ class Pilot:
         self._has_traced = False
         """Whether a block of the pass is watched operator by operator."""
         self._rounds = 0
+        self._knows_host = False
+        """Whether a plan was made that knows what the host takes for one."""
         self._aim = None if budget is None else _aim(budget)
         self._inputs = 0
         self.stage = Stage.TRACING if plan is None else Stage.HOLDING
@@ -357,11 +360,31 @@ class Pilot:
         mine = max(reading.peak for reading in watched.readings.values())
         peak = max(self._known_peers.share("checked", lambda: mine))
         self.measured = Measured(peak, watched.seconds(("begin", 0), ("done", 0)))
-        if peak <= self._budget:
+        if peak > self._budget:
+            self._back_off(peak)
+        elif not self._is_replanned_for_host(watched):
             self.stage = Stage.HOLDING
             self._reset_peak()
-            return
-        self._back_off(peak)
+
+    def _is_replanned_for_host(self, watched: Watched) -> bool:
+        """Whether there is a plan to try that knows how slow the host is."""
+        assert self.profile is not None
+        assert self.plan is not None
+        profile, plan = self.profile, self.plan
+        if self._knows_host or profile.kinds[0].host is None:
+            return False
+        self._knows_host = True
+        slowness = Slowness.most(self._known_peers.share("slowness", lambda: Slowness.of(profile, plan, watched)))
+        if not slowness.matters:
+            return False
+        self.profile = slowness.told(profile)
+        try:
+            self._replan()
+        except BudgetError:
+            # It is the same memory as before: there was a plan, and it is kept.
+            self.profile = profile
+            return False
+        return True
 
     def _hold(self) -> None:
         peak = self._peak()
@@ -402,6 +425,7 @@ class Pilot:
         self.stage = Stage.TRACING
         self._probes.clear()
         self._rounds = 0
+        self._knows_host = False
         self._aim = None if self._budget is None else _aim(self._budget)
         self._waited = 0
         for block in self._blocks:

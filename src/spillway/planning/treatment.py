@@ -18,8 +18,8 @@ high fits, what is predicted too low does not.
 NOTE [ What the host needs ]
 
 A block that is left alone is queued in a fraction of the time that a region takes, which is watched operator by
-operator. What a region takes beyond that, by the operator, is about what it takes to keep a tensor, and half of what it
-takes to send one, or to bring it back (measured of Llama-8B's block on the host of an H200).
+operator. By what a region takes beyond that for each operator it is measured what else it does: to keep a tensor takes
+about as long, to send one four times and to bring it back three times as long (of Llama-8B's block on an H200's host).
 
 NOTE [ What is free ]
 
@@ -39,6 +39,8 @@ from spillway.records import Decision
 
 _SECONDS_A_BYTE = 2e-13
 """See NOTE [ What is free ]."""
+_SEND, _TAKE = 4, 3
+"""See NOTE [ What the host needs ]."""
 
 
 def treat(block: BlockProfile, decisions: Sequence[Decision], *, min_bytes: int) -> Option:
@@ -132,7 +134,7 @@ def _forward_host(block: BlockProfile, outcome: Outcome) -> float:
         return 0.0
     if not (outcome.again or outcome.leaves):
         return block.host.plain
-    return block.host.region + _host_by_operator(block) * (len(outcome.stays) + 2 * len(outcome.leaves))
+    return block.host.region + _host_by_operator(block) * (len(outcome.stays) + _SEND * len(outcome.leaves))
 
 
 def _host_by_operator(block: BlockProfile) -> float:
@@ -201,7 +203,7 @@ def _backward(block: BlockProfile, outcome: Outcome) -> tuple[Task, ...]:
                 drops=tuple(number for number in outcome.leaves if number in over),
                 gradient_bytes=gradients,
                 recomputed_bytes=-sum(values[number].nbytes for number in over & outcome.again),
-                host_seconds=host_seconds * share + 2 * _host_by_operator(block) * len(takes),
+                host_seconds=host_seconds * share + _TAKE * _host_by_operator(block) * len(takes),
             )
         )
     return tuple(tasks)

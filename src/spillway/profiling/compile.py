@@ -44,7 +44,7 @@ def compile_profile(
         UnsupportedError: where no backward came through the blocks one after the other.
     """
     kinds: dict[Hashable, list[int]] = {}
-    has_host = device.type != "cpu"
+    has_host = queues(device)
     for number, call in enumerate(watched.calls):
         kinds.setdefault(call.kind, []).append(number)
     missing = [number for number in range(len(watched.calls)) if ("back", number) not in watched.readings]
@@ -69,6 +69,11 @@ def compile_profile(
         min_bytes=min_bytes,
         static=None if known is None else known.within(static_bytes),
     )
+
+
+def queues(device: torch.device) -> bool:
+    """Whether the host queues work there, and goes on."""
+    return device.type != "cpu"
 
 
 def _outside(watched: Watched, since: Place, until: Place, *, has_host: bool) -> Outside:
@@ -152,9 +157,7 @@ def _fullest(calls: list[tuple[BackwardPart, ...]]) -> tuple[BackwardPart, ...]:
     if not calls or len({tuple(part.place for part in parts) for parts in calls}) > 1:
         return ()
     return tuple(
-        BackwardPart(
-            alike[0].place, max(part.peak_bytes for part in alike), max(part.begin_bytes for part in alike)
-        )
+        BackwardPart(alike[0].place, max(part.peak_bytes for part in alike), max(part.begin_bytes for part in alike))
         for alike in zip(*calls, strict=True)
     )
 
@@ -167,7 +170,5 @@ def _host(watched: Watched, numbers: list[int], end: Place) -> HostTimes:
         plain=_PLAIN * region,
         region=region,
         rerun=min(watched.host_seconds(("again", number), ("ran", number)) for number in ran),
-        backward=min(
-            watched.host_seconds(("ran", number), ("back", number - 1) if number else end) for number in ran
-        ),
+        backward=min(watched.host_seconds(("ran", number), ("back", number - 1) if number else end) for number in ran),
     )
