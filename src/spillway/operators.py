@@ -105,12 +105,13 @@ class Planned:
     inputs: Decision = Decision.KEEP
     """What is done with the region's inputs."""
 
-    def decision(self, call: OperatorCall) -> Decision:
-        """What is done with what the operator gives."""
-        name, decision = self.decisions.get(call.index, ("", Decision.RECOMPUTE))
-        return decision if name == call.name else Decision.RECOMPUTE
+    def decision(self, place: int, operator: Any) -> Decision:
+        """What is done with what the operator gives, which is the one at a place."""
+        planned = self.decisions.get(place)
+        return _RECOMPUTE if planned is None or planned[0] != full_name(operator) else planned[1]
 
 
+_RECOMPUTE = Decision.RECOMPUTE
 Selector = str | torch._ops.OpOverload | torch._ops.OpOverloadPacket | Predicate | saved_by
 
 
@@ -196,13 +197,21 @@ class Choices:
         """Whether each call must be asked about."""
         return bool(self._predicates) or self._policy is not None
 
+    @property
+    def is_planned(self) -> bool:
+        """Whether the decisions follow from operators and their places."""
+        return self._planned is not None
+
+    def by_place(self, place: int, operator: Any) -> Decision:
+        """The plan's decision about the operator at a place."""
+        assert self._planned is not None
+        decision = self._planned.decision(place, operator)
+        if decision is not _RECOMPUTE:
+            self._met.add(place)
+        return decision
+
     def by_call(self, call: OperatorCall, output: Any, args: Any, kwargs: Any) -> tuple[Decision, bool]:
         """The decision about one call, and whether it must be so."""
-        if self._planned is not None:
-            decision = self._planned.decision(call)
-            if decision is not Decision.RECOMPUTE:
-                self._met.add(call.index)
-            return decision, False
         if self._policy is not None:
             return self._by_policy(call.operator, output, args, kwargs)
         return _first(self._predicates, call) or Decision.RECOMPUTE, False

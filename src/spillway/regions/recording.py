@@ -51,6 +51,7 @@ class Recording(TorchDispatchMode):
         self._draws = draws
         self._unseen = Unseen()
         self._decides = choices.any
+        self._is_planned = choices.is_planned
         self._locator = Locator(modules=True, operators=False, root=root) if choices.wants_modules else None
 
     @classmethod
@@ -116,6 +117,9 @@ class Recording(TorchDispatchMode):
             call.decision = Decision.KEEP
             return
         if not new:
+            return
+        if self._is_planned:
+            call.decision = self._choices.by_place(len(self._trace.calls) - 1, call.func)
             return
         decision = self._choices.by_name(call.func)
         if decision is not Decision.KEEP and self._choices.asks:
