@@ -33,9 +33,6 @@ from spillway.runtime.tasks import HostTasks, TaskEvent, be_in_task, chained
 _MOST_THREADS = 16
 _CAPTURE_ACTIVE = 1
 _PAGE = 4096
-_PIECE = 16 << 20
-"""A copy engine does one thing to its end before it does another. Kernels have their counters cleared by it: behind a
-copy of 256 MiB that would take 5 ms."""
 
 
 class AcceleratorBackend(Backend):
@@ -103,8 +100,7 @@ class AcceleratorBackend(Backend):
         written, read = destination.tensor(), source.tensor()
         # A stream object remembers which stream it has taken the place of: two threads must not be inside of one.
         with self._entering, lane:  # type: ignore[attr-defined]
-            for to, bytes_of in zip(written.split(_PIECE), read.split(_PIECE), strict=True):
-                to.copy_(bytes_of, non_blocking=True)
+            written.copy_(read, non_blocking=True)
 
     def convert(self, lane: Lane, destination: Cells, source: Cells) -> None:
         written, read = destination.tensor(), source.tensor()
