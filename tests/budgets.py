@@ -15,7 +15,7 @@ from spillway import Attached, BudgetError, Hardware, Profile, Session
 from steps import Block, Residual
 
 WIDTH = 64
-STAGES = ["tracing", "measuring", "trying", "checking", "holding"]
+STAGES = ["tracing", "weighing", "measuring", "trying", "checking", "holding"]
 
 
 class Attention(nn.Module):

@@ -306,7 +306,7 @@ class Attached:
     def stage(self) -> str | None:
         """Where the search for a plan is; ``None`` without a budget.
 
-        ``"tracing"``, ``"measuring"``, ``"trying"``, ``"checking"``, and ``"holding"`` when it is over.
+        ``"tracing"``, ``"weighing"``, ``"measuring"``, ``"trying"``, ``"checking"``, and ``"holding"`` when it is over.
         """
         return None if self._root.pilot is None else self._root.pilot.stage.value
 

@@ -7,9 +7,12 @@ Each call of the model in training is a pass, and each pass has a stage:
 ``TRACING``
     Blocks are recomputed and their inputs leave: the least memory there is. Of each kind of block one call is watched
     operator by operator.
+``WEIGHING``
+    The same, watched block by block, and within a block's backward wherever it is given what was saved: bytes.
 ``MEASURING``
-    The same, watched block by block. A pass that had no backward through the blocks is repeated, and so is one in which
-    a kind of block came that was not traced before: it was, then.
+    The same, watched at the ends of blocks only, since each look takes the host time: times.
+    A pass that had no backward through the blocks is repeated, and so is one in which a kind of block came that was not
+    traced before: it was, then.
 ``TRYING``
     The plan is in force. Regions whose decisions are new are tried (``docs/recompute.md``), and orders are learned.
 ``CHECKING``
@@ -68,6 +71,7 @@ LEAST = Recompute(offload="inputs")
 """What takes the least memory: everything is computed again, and inputs are away meanwhile."""
 _MOST_ROUNDS = 8
 _MOST_PROBES = 256
+_MOST_OTHERS = 4
 _MOST_WAITING = 256
 """Passes for which an optimizer's steps are waited for."""
 _SLACK = 1 << 20
@@ -83,10 +87,15 @@ class Stage(enum.Enum):
     """See NOTE [ How a plan is found ]."""
 
     TRACING = "tracing"
+    WEIGHING = "weighing"
     MEASURING = "measuring"
     TRYING = "trying"
     CHECKING = "checking"
     HOLDING = "holding"
+
+
+_SEEKING = (Stage.TRACING, Stage.WEIGHING, Stage.MEASURING)
+"""Before there is a profile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +161,9 @@ class Pilot:
         """Number of the first call of a block in this pass: re-runs of an earlier pass have smaller ones."""
         self._has_traced = False
         """Whether a block of the pass is watched operator by operator."""
+        self._weighed: Watched | None = None
+        self._others = 0
+        """Passes of other kinds of blocks than the one that was weighed."""
         self._rounds = 0
         self._knows_host = False
         """Whether a plan was made that knows what the host takes for one."""
@@ -208,7 +220,7 @@ class Pilot:
         if holds and not self._peers.alone:
             # Others may have other inputs, and do not begin anew.
             nbytes = min(nbytes, self._inputs)
-        if self.stage in (Stage.TRACING, Stage.MEASURING):
+        if self.stage in _SEEKING:
             # Those that the profile will be of.
             self._inputs = nbytes
         elif nbytes > self._inputs:
@@ -237,7 +249,7 @@ class Pilot:
         kind = (signature(module), forms)
         known = self._probes.get(kind)
         # A call that failed was not seen to its end.
-        seeks = self.stage in (Stage.TRACING, Stage.MEASURING)
+        seeks = self.stage in _SEEKING
         probe = None
         if seeks and (known is None or not known.is_complete):
             self._has_traced = True
@@ -245,8 +257,10 @@ class Pilot:
                 self._probes.clear()
             probe = self._probes[kind] = self._new_probe()
         number = self._watch.block_begins(call.name, kind, (args, kwargs))
-        if seeks:
+        if self._weighs:
             call.observer = WatchedRegion(probe, partial(self._watch.asked, number))
+        else:
+            call.observer = probe
         return self._first + number
 
     def block_ended(self, number: int, output: Any) -> None:
@@ -307,26 +321,40 @@ class Pilot:
             self._hold()
             return
         # Not so in the first pass of all, or one without a backward.
-        has_ended = watched is not None and (self.stage is not Stage.MEASURING or self._is_measured())
+        has_ended = watched is not None and self._is_seen(watched)
         if not all(self._peers.share(self.stage.value, lambda: has_ended)):
             return
         assert watched is not None
         if self.stage is Stage.TRACING:
+            self.stage = Stage.WEIGHING
+        elif self.stage is Stage.WEIGHING:
+            self._weighed, self._others = watched, 0
             self.stage = Stage.MEASURING
         elif self.stage is Stage.MEASURING:
             self.profile = _of_all(self._peers.share("profile", lambda: self._compiled(watched)))
             # They have all that they saw; the profile says it shorter.
             self._probes.clear()
+            self._weighed = None
             self._replan()
         elif self.stage is Stage.TRYING:
             self.stage = Stage.CHECKING
         else:
             self._check(watched)
 
-    def _is_measured(self) -> bool:
-        """Whether the pass that has ended shows all that a plan is made from."""
+    def _is_seen(self, watched: Watched) -> bool:
+        """Whether the pass that has ended shows all that its stage is for."""
+        if self.stage is Stage.TRACING:
+            return True
         if self._has_traced:
             return False
+        if self.stage is not Stage.MEASURING:
+            return True
+        if self._weighed is not None and _kinds(self._weighed) != _kinds(watched):
+            # Of other sizes, say. Those that were weighed may come again.
+            self._others += 1
+            if self._others <= _MOST_OTHERS:
+                return False
+            self._weighed = None
         if self._optimizer is None or self._optimizer.profile() is not None:
             return True
         self._waited += 1
@@ -339,6 +367,7 @@ class Pilot:
     def _compiled(self, watched: Watched) -> Profile:
         profile = compile_profile(
             watched,
+            watched if self._weighed is None else self._weighed,
             self._probes,
             model=self._model,
             device=self._device,
@@ -424,6 +453,7 @@ class Pilot:
     def _start_anew(self) -> None:
         self.stage = Stage.TRACING
         self._probes.clear()
+        self._weighed = None
         self._rounds = 0
         self._knows_host = False
         self._aim = None if self._budget is None else _aim(self._budget)
@@ -473,8 +503,14 @@ class Pilot:
 
     def _new_watch(self) -> Watch:
         watch = Watch(self._device, self._carried)
-        self._mover().listen(watch.moves)
+        if self._weighs:
+            self._mover().listen(watch.moves)
         return watch
+
+    @property
+    def _weighs(self) -> bool:
+        """Whether a block's backward is watched within."""
+        return self.stage is Stage.WEIGHING
 
     def _take_watch(self) -> Watch | None:
         watch, self._watch = self._watch, None
@@ -509,6 +545,10 @@ class Pilot:
 
     def _note(self, what: str) -> None:
         self.notes.append(what)
+
+
+def _kinds(watched: Watched) -> list[Hashable]:
+    return [call.kind for call in watched.calls]
 
 
 def _of_all(profiles: Sequence[Profile]) -> Profile:

@@ -111,6 +111,10 @@ class Rehearsal(Pilot):
     def _new_watch(self) -> Watch:
         return Watch(META, lambda: 0, FakeMeter(self._fake))
 
+    @property
+    def _weighs(self) -> bool:
+        return True
+
     def _forsake(self, watch: Watch) -> None:
         """Nobody moves anything."""
 
@@ -123,7 +127,7 @@ class Rehearsal(Pilot):
 
     def _compiled(self, watched: Watched) -> Profile:
         profile = compile_profile(
-            watched, self._probes, model=self._model, device=self._fake.device, min_bytes=self._min_bytes
+            watched, watched, self._probes, model=self._model, device=self._fake.device, min_bytes=self._min_bytes
         )
         # What was there again took no time, and the host that queued it is not the target's.
         return replace(

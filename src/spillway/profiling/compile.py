@@ -23,6 +23,7 @@ Llama-8B's block on the host of an H200: 0.65 and 3.7 ms."""
 
 def compile_profile(
     watched: Watched,
+    weighed: Watched,
     probes: Mapping[Hashable, Probe],
     *,
     model: str,
@@ -33,7 +34,8 @@ def compile_profile(
     """The profile of a step.
 
     Args:
-        watched: a pass whose blocks were recomputed and sent their inputs away.
+        watched: a pass whose blocks were recomputed and sent their inputs away: times are taken from it.
+        weighed: another one, or the same: bytes are taken from it, if its calls were of the same kinds.
         probes: of one call of each kind of block.
         model: its class.
         device: where it computed.
@@ -55,17 +57,21 @@ def compile_profile(
         )
     last = len(watched.calls) - 1
     end = ("first", 0) if ("first", 0) in watched.readings else ("done", 0)
-    static_bytes = watched.level(("begin", 0))
+    needed = {end, *(("back", number) for number in range(len(watched.calls)))}
+    alike = [call.kind for call in weighed.calls] == [call.kind for call in watched.calls]
+    if not alike or not needed <= weighed.readings.keys():
+        weighed = watched
+    static_bytes = weighed.level(("begin", 0))
     return Profile(
         model=model,
         device=str(device),
-        kinds=tuple(_kind(watched, probes[kind], numbers, end, has_host=has_host) for kind, numbers in kinds.items()),
+        kinds=tuple(_kind(watched, weighed, probes[kind], numbers, end, has_host=has_host) for kind, numbers in kinds.items()),
         calls=tuple(BlockCall(call.name, list(kinds).index(call.kind)) for call in watched.calls),
         static_bytes=static_bytes,
-        before=_outside(watched, ("begin", 0), ("forward", 0), has_host=has_host),
-        middle=_outside(watched, ("end", last), ("back", last), has_host=has_host),
+        before=_outside(watched, weighed, ("begin", 0), ("forward", 0), has_host=has_host),
+        middle=_outside(watched, weighed, ("end", last), ("back", last), has_host=has_host),
         # The host may wait in it, as for a loss that is printed.
-        after=_outside(watched, end, ("done", 0), has_host=False),
+        after=_outside(watched, weighed, end, ("done", 0), has_host=False),
         min_bytes=min_bytes,
         static=None if known is None else known.within(static_bytes),
     )
@@ -76,19 +82,21 @@ def queues(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def _outside(watched: Watched, since: Place, until: Place, *, has_host: bool) -> Outside:
+def _outside(watched: Watched, weighed: Watched, since: Place, until: Place, *, has_host: bool) -> Outside:
     if since == until:
         return Outside(0.0, 0, 0)
-    level = watched.level(since)
+    level = weighed.level(since)
     return Outside(
         seconds=watched.seconds(since, until),
-        peak_bytes=max(watched.peak(since, until) - level, 0),
-        change_bytes=watched.level(until) - level,
+        peak_bytes=max(weighed.peak(since, until) - level, 0),
+        change_bytes=weighed.level(until) - level,
         host_seconds=watched.host_seconds(since, until) if has_host else 0.0,
     )
 
 
-def _kind(watched: Watched, probe: Probe, numbers: list[int], end: Place, *, has_host: bool) -> BlockProfile:
+def _kind(
+    watched: Watched, weighed: Watched, probe: Probe, numbers: list[int], end: Place, *, has_host: bool
+) -> BlockProfile:
     probe.read(frozenset().union(*(watched.calls[number].shared for number in numbers)))
     assert probe.operators is not None
     forward, backward, again, peaks, changes = [], [], [], [], []
@@ -97,15 +105,15 @@ def _kind(watched: Watched, probe: Probe, numbers: list[int], end: Place, *, has
         begin, until = ("back", number), ("back", number - 1) if number else end
         ran = ("ran", number)
         since = ran if ran in watched.readings else begin
-        given = next((("asked", n) for n, (whose, _) in enumerate(watched.asked) if whose == number), since)
+        given = next((("asked", n) for n, (whose, _) in enumerate(weighed.asked) if whose == number), begin)
         forward.append(watched.seconds(("forward", number), ("end", number)))
         backward.append(watched.seconds(since, until))
         if ran in watched.readings:
             backward[-1] += watched.seconds(begin, ("again", number))
             again.append(watched.seconds(("again", number), ran))
-        peaks.append(max(watched.peak(given, until) - watched.level(given), 0))
-        changes.append(watched.level(until) - watched.level(begin))
-        parts.append(_parts(watched, probe, number, until))
+        peaks.append(max(weighed.peak(given, until) - weighed.level(given), 0))
+        changes.append(weighed.level(until) - weighed.level(begin))
+        parts.append(_parts(weighed, probe, number, until))
     block = BlockProfile(
         kind=watched.calls[numbers[0]].name,
         operators=probe.operators,
@@ -126,17 +134,17 @@ def _kind(watched: Watched, probe: Probe, numbers: list[int], end: Place, *, has
     return replace(block, rerun_factor=statistics.median(again) / all_again if all_again else 1.0)
 
 
-def _parts(watched: Watched, probe: Probe, number: int, until: Place) -> tuple[BackwardPart, ...]:
+def _parts(weighed: Watched, probe: Probe, number: int, until: Place) -> tuple[BackwardPart, ...]:
     """The parts of one call's backward: see the note at the top of ``watch.py``."""
     begin = ("back", number)
-    asked = [(("asked", n), place) for n, (whose, place) in enumerate(watched.asked) if whose == number]
+    asked = [(("asked", n), place) for n, (whose, place) in enumerate(weighed.asked) if whose == number]
     if not asked:
         return ()
     count = len(probe.operators or ())
     # Now all that the block has saved is there, and the frames that ran again are not any more.
-    level = watched.level(asked[0][0])
-    runs = ("again", number) if ("again", number) in watched.readings else asked[0][0]
-    before = max(watched.peak(begin, watched.first_move(begin, runs)) - watched.level(begin), 0)
+    level = weighed.level(asked[0][0])
+    runs = ("again", number) if ("again", number) in weighed.readings else asked[0][0]
+    before = max(weighed.peak(begin, weighed.first_move(begin, runs)) - weighed.level(begin), 0)
     parts = [BackwardPart(count, before, 0)]
     for (since, place), (following, _) in zip(asked, [*asked[1:], (until, 0)], strict=True):
         # Of two places the one that is nearer to the block's begin counts: what was saved later was needed by both.
@@ -146,7 +154,7 @@ def _parts(watched: Watched, probe: Probe, number: int, until: Place) -> tuple[B
             for value in probe.values
             if value.maker is not None and value.saved_at is not None and min(value.saved_at + 1, count) > lowest
         )
-        peak, begin_level = watched.peak(since, following) - level + gone, watched.level(since) - level + gone
+        peak, begin_level = weighed.peak(since, following) - level + gone, weighed.level(since) - level + gone
         parts.append(BackwardPart(lowest, max(peak, 0), max(begin_level, 0)))
     return tuple(parts)
 
