@@ -270,6 +270,19 @@ def test_a_budget_that_nothing_fits_names_the_least_and_leaves_the_model_usable(
         search(model, batch, attached)
 
 
+@pytest.mark.parametrize("share", [0.05, 0.5, 0.9])
+@pytest.mark.parametrize("kind", [NAMED[name] for name in ("mlp", "attention", "dropout")], ids=lambda kind: kind.name)
+def test_the_peak_of_a_plan_is_the_predicted_one(kind: Kind, share: float, session: Session) -> None:
+    model, batch = kind.model(), kind.batch()
+    budget = budget_of(spillway.profile(model, batch, session=session), share) + ROOM
+    with attached_to(model, budget, session) as attached:
+        search(model, batch, attached)
+        assert attached.plan is not None and attached.measured is not None and attached.profile is not None
+        assert "anew" not in attached.explain()
+        activations = attached.measured.peak_bytes - attached.profile.static_bytes
+        assert abs(attached.plan.predicted_peak - attached.measured.peak_bytes) <= 0.02 * activations
+
+
 # Several, and others
 
 

@@ -29,8 +29,9 @@ from planning.blocks import (
     told_apart,
 )
 from spillway.attaching.pilot import how_of
+from spillway.planning.outcome import leaves_at
 from spillway.planning.plan import planned_block
-from spillway.planning.profile import Again, BlockProfile, OperatorProfile, Value
+from spillway.planning.profile import Again, BackwardPart, BlockProfile, HostTimes, OperatorProfile, Value
 from spillway.planning.tasks import Option, Phase, Sent
 from spillway.planning.treatment import treat
 from spillway.records import Decision
@@ -288,3 +289,46 @@ def test_a_block_without_operators_or_without_times_takes_what_was_measured() ->
         assert sum(task.seconds for task in option.forward) == pytest.approx(8.0)
         assert sum(task.seconds for task in option.backward) == pytest.approx(16.0)
         assert X in {each.key for task in option.forward for each in task.sends}
+
+
+PARTS = (BackwardPart(4, 30, 0), BackwardPart(4, 150, 10), BackwardPart(3, 120, 60), BackwardPart(2, 90, 20))
+
+
+def test_what_a_backward_needs_is_that_of_the_part_in_which_it_is_by_hand() -> None:
+    block = replace(BY_HAND, backward_parts=PARTS)
+    (_, plain) = figures(treat(block, [KEEP] * 6, min_bytes=0))
+    # Of its parts the second: in the third the 60 of act's output are gone, in the fourth the product's 80, too.
+    assert plain[2] == 150
+    option = treat(block, [HOST, KEEP, AGAIN, DISK, AGAIN, AGAIN], min_bytes=0)
+    peaks = [(task.name, task.peak_bytes) for task in option.backward]
+    # The 10 of the second part are there when act and the norm run again. In the third the product's 80 are there; and
+    # for the norm's backward nothing more is known than for the product's.
+    assert peaks == [("again", 110), ("backward", 150), ("backward", 120), ("backward", 90)]
+
+
+@pytest.mark.parametrize(
+    ("saves_at", "at"),
+    [((), (1, 2, 3, 4)), ((0, 1, 2, 3), (1, 2, 3, 4)), ((0, 1, 3), (1, 3, 3, 4)), ((0,), (4, 4, 4, 4))],
+    ids=["not known", "each by its own operator", "two by one", "all by one"],
+)
+def test_what_is_saved_leaves_when_something_is_saved_for_a_later_operator(
+    saves_at: tuple[int, ...], at: tuple[int, ...]
+) -> None:
+    block = replace(BY_HAND, saves_at=saves_at)
+    assert tuple(leaves_at(block, number) for number in (X, NORMED, PRODUCT, ACTIVE)) == at
+
+
+def test_the_hosts_seconds_by_hand() -> None:
+    block = replace(BY_HAND, host=HostTimes(plain=1.0, region=9.0, rerun=6.0, backward=4.0))
+
+    def host(*decisions: Decision) -> list[tuple[str, float]]:
+        option = treat(block, decisions, min_bytes=0)
+        return [(task.name, task.host_seconds) for task in (*option.forward, *option.backward)]
+
+    assert host(*[KEEP] * 6) == [("forward", 1.0), ("backward", 4.0)]
+    # A region takes 2 s more for each of four operators: as long for the input that stays. Three operators run again.
+    assert host(*[AGAIN] * 6) == [("forward", 11.0), ("again", 4.5), ("backward", 4.0)]
+    sent = host(HOST, KEEP, AGAIN, DISK, AGAIN, AGAIN)
+    # Four times as long for each of two that leave, and three times to bring one back.
+    assert sum(seconds for name, seconds in sent if name == "forward") == pytest.approx(9.0 + 2 * 8.0)
+    assert sum(seconds for name, seconds in sent if name == "backward") == pytest.approx(4.0 + 2 * 6.0)

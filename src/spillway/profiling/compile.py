@@ -65,7 +65,9 @@ def compile_profile(
     return Profile(
         model=model,
         device=str(device),
-        kinds=tuple(_kind(watched, weighed, probes[kind], numbers, end, has_host=has_host) for kind, numbers in kinds.items()),
+        kinds=tuple(
+            _kind(watched, weighed, probes[kind], numbers, end, has_host=has_host) for kind, numbers in kinds.items()
+        ),
         calls=tuple(BlockCall(call.name, list(kinds).index(call.kind)) for call in watched.calls),
         static_bytes=static_bytes,
         before=_outside(watched, weighed, ("begin", 0), ("forward", 0), has_host=has_host),

@@ -1,0 +1,104 @@
+"""A host that is slower than its profile says: how much is found, and a plan is made once more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import spillway
+from budgets import NAMED, attached_to, budget_of, one_step, search
+from spillway import Session
+from spillway.planning.planner import options_of
+from spillway.planning.profile import HostTimes, Profile
+from spillway.profiling import compile as compiling
+from spillway.profiling import meter
+from spillway.profiling.slowness import Slowness
+from spillway.profiling.watch import Place, Watched, WatchedCall
+
+LLAMA = Profile.load(Path(__file__).parents[1] / "planning" / "llama_8b_block.json")
+HOST = HostTimes(plain=0.001, region=0.005, rerun=0.004, backward=0.003)
+PROFILE = replace(LLAMA, kinds=(replace(LLAMA.kinds[0], host=HOST),))
+MiB = 1 << 20
+
+
+@pytest.fixture
+def session(tmp_path: Path) -> Iterator[Session]:
+    with Session(spill_directory=tmp_path) as session:
+        yield session
+
+
+def watched(profile: Profile, plan: spillway.Plan, forward: float, backward: float) -> Watched:
+    """A step in which the host took so many times what is predicted; plain blocks take it an hour."""
+    host: dict[Place, float] = {}
+    now = 0.0
+    options = options_of(profile, plan)
+    for number, (block, option) in enumerate(zip(plan.blocks, options, strict=True)):
+        host["forward", number] = now
+        now += 3600.0 if block.plain else forward * sum(task.host_seconds for task in option.forward)
+        host["end", number] = now
+    for number in reversed(range(len(options))):
+        host["back", number] = now
+        plain = plan.blocks[number].plain
+        now += 3600.0 if plain else backward * sum(task.host_seconds for task in options[number].backward)
+    host["first", 0] = now
+    calls = [WatchedCall(call.name, "kind", frozenset()) for call in profile.calls]
+    readings = dict.fromkeys(host, meter.Reading(0.0, 0, 0))
+    return Watched(calls, readings, dict.fromkeys(host, 0), host)
+
+
+def test_how_slow_it_was_is_told_of_regions_alone() -> None:
+    # On so slow a host some blocks are left alone.
+    profile = Slowness(4.0, 4.0).told(PROFILE)
+    budget = profile.static_bytes + int(0.8 * profile.saved_bytes)
+    plan = spillway.plan(profile, budget=budget, hardware="h200")
+    assert 0 < sum(block.plain for block in plan.blocks) < len(plan.blocks), "this proves nothing"
+    found = Slowness.of(profile, plan, watched(profile, plan, 1.5, 0.5))
+    assert found.forward == pytest.approx(1.5) and found.backward == pytest.approx(0.5)
+    assert found.matters
+    assert not Slowness.of(profile, plan, watched(profile, plan, 1.05, 0.5)).matters
+    assert Slowness.most([Slowness(1.0, 3.0), Slowness(2.0, 1.0)]) == Slowness(2.0, 3.0)
+    told = found.told(PROFILE).kinds[0].host
+    # What went faster than predicted is left as it was.
+    assert told == replace(HOST, region=pytest.approx(0.0075))
+
+
+def test_a_step_of_other_blocks_says_nothing() -> None:
+    plan = spillway.plan(PROFILE, budget="1TiB", hardware="h200")
+    other = watched(PROFILE, plan, 9.0, 9.0)
+    other.calls.pop()
+    assert Slowness.of(PROFILE, plan, other) == Slowness()
+
+
+def test_a_slower_host_leaves_more_blocks_alone() -> None:
+    budget = PROFILE.static_bytes + int(0.7 * PROFILE.saved_bytes)
+
+    def plain_blocks(slowness: Slowness) -> int:
+        plan = spillway.plan(slowness.told(PROFILE), budget=budget, hardware="h200")
+        assert plan.predicted_peak <= budget
+        return sum(block.plain for block in plan.blocks)
+
+    assert plain_blocks(Slowness(4.0, 4.0)) > plain_blocks(Slowness())
+
+
+@pytest.mark.parametrize(("slow", "plans"), [(1.0, 1), (5.0, 2)])
+def test_a_plan_is_made_once_more_and_only_once(
+    slow: float, plans: int, session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(meter, "_resident", lambda: 16 * MiB)
+    monkeypatch.setattr(compiling, "queues", lambda device: True)
+    monkeypatch.setattr(Slowness, "of", classmethod(lambda cls, profile, plan, seen: cls(slow, slow)))
+    kind = NAMED["mlp"]
+    model, batch = kind.model(), kind.batch()
+    expected = one_step(kind.model(), batch)
+    measured = spillway.profile(model, batch, session=session)
+    assert measured.kinds[0].host is not None
+    with attached_to(model, budget_of(measured, 0.5) + 3 * MiB, session) as attached:
+        stages = search(model, batch, attached)
+        assert stages.count("checking") == plans
+        assert all(map(torch.equal, one_step(model, batch), expected))
+        assert attached.measured is not None and attached.plan is not None
+        assert attached.measured.peak_bytes <= attached.plan.budget + 3 * MiB

@@ -1,0 +1,112 @@
+"""What a watch makes of instants: bytes without those that lanes carry, and the host's time without its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from spillway.profiling.meter import Meter, Reading
+from spillway.profiling.watch import Watch
+
+
+class Counter(Meter):
+    """Reads a level that is set by hand."""
+
+    def __init__(self) -> None:
+        self.level = self.peak = 0
+        self.readings: list[Reading] = []
+
+    def mark(self) -> None:
+        self.readings.append(Reading(float(len(self.readings)), self.level, self.peak))
+        self.peak = self.level
+
+    def finish(self) -> list[Reading]:
+        return self.readings
+
+    def take(self, nbytes: int) -> None:
+        self.level += nbytes
+        self.peak = max(self.peak, self.level)
+
+
+class Lanes:
+    """Carry so many bytes, and tell of each change."""
+
+    def __init__(self, counter: Counter) -> None:
+        self.counter, self.nbytes = counter, 0
+        self.tell: Callable[[bool], object] = lambda begins: None
+
+    def carry(self, nbytes: int) -> None:
+        self.tell(True)
+        self.counter.take(nbytes)
+        self.nbytes += nbytes
+        self.tell(False)
+
+
+@pytest.mark.parametrize("order", ["more comes late", "more comes early", "less comes late"])
+def test_bytes_that_lanes_carry_are_in_no_peak_whenever_they_come(order: str) -> None:
+    counter = Counter()
+    lanes = Lanes(counter)
+    watch = Watch(torch.device("cpu"), lambda: lanes.nbytes, counter)
+    lanes.tell = watch.moves
+    layer = nn.Linear(1, 1)
+    x = torch.ones(1, 1, requires_grad=True)
+    watch.block_begins("a", "kind", (x,))
+    output = layer(x)
+    watch.block_ended(0, output)
+    if order == "less comes late":
+        lanes.carry(1000)
+    output.sum().backward()
+    if order == "more comes early":
+        lanes.carry(1000)
+    counter.take(70)
+    counter.take(-70)
+    if order != "more comes early":
+        lanes.carry(1000 if order == "more comes late" else -1000)
+    watched = watch.finish()
+    assert watched is not None
+    assert watched.peak(("back", 0), ("done", 0)) - watched.level(("back", 0)) == 70
+    assert watched.level(("done", 0)) == 0
+
+
+def test_the_first_move_between_two_instants_is_found() -> None:
+    counter = Counter()
+    watch = Watch(torch.device("cpu"), lambda: 0, counter)
+    x = torch.ones(1, requires_grad=True)
+    number = watch.block_begins("a", "kind", (x,))
+    watch.moves(True)
+    watch.moves(False)
+    output = x * 2
+    watch.block_ended(number, output)
+    output.sum().backward()
+    watch.asked(number, 7)
+    watched = watch.finish()
+    assert watched is not None
+    assert watched.first_move(("forward", 0), ("end", 0)) == ("moving", 0)
+    assert watched.first_move(("end", 0), ("done", 0)) == ("done", 0)
+    assert watched.asked == [(0, 7)] and ("asked", 0) in watched.readings
+
+
+def test_the_host_is_timed_without_what_the_watch_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("spillway.profiling.watch.time.perf_counter", lambda: now[0])
+
+    class Slow(Counter):
+        def mark(self) -> None:
+            super().mark()
+            now[0] += 100.0
+
+    watch = Watch(torch.device("cpu"), lambda: 0, Slow())
+    x = torch.ones(1, requires_grad=True)
+    now[0] += 2.0
+    number = watch.block_begins("a", "kind", (x,))
+    now[0] += 3.0
+    output = x * 2
+    watch.block_ended(number, output)
+    output.sum().backward()
+    watched = watch.finish()
+    assert watched is not None
+    assert watched.host_seconds(("begin", 0), ("forward", 0)) == 2.0
+    assert watched.host_seconds(("forward", 0), ("end", 0)) == 3.0
