@@ -25,6 +25,7 @@ ELSEWHERE = {
     "host_optimizer_many": "integrations/test_examples.py",
     "pipelining": "integrations/test_schedules.py",
     "resnet50": "test_resnet.py",
+    "tensor_parallel": "integrations/test_examples.py",
 }
 NEEDS = {"llama_transformers": "transformers"}
 

@@ -61,6 +61,14 @@ def test_fsdp_is_the_same_in_every_bit(ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", RANKS)
+def test_weights_that_are_split_over_ranks_train_to_the_same_in_every_bit(ranks: int) -> None:
+    if torch.accelerator.device_count() < ranks:
+        pytest.skip("needs more accelerators")
+    lines = launched(ranks, "tensor_parallel.py")
+    assert sum(line.endswith("losses and weights are equal") for line in lines) == 2 * ranks, lines
+
+
+@pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("wrap", ["fsdp", "ddp"])
 def test_a_window_and_a_step_of_the_optimizer_are_those_of_a_loop_written_out(wrap: str, ranks: int) -> None:
     if torch.accelerator.device_count() < ranks:

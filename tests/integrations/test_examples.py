@@ -92,6 +92,19 @@ def test_blocks_under_fsdp_train_to_the_same_losses(world: World) -> None:
     assert sorted(re.findall(r"rank (\d): 5 losses are equal", told)) == ["0", "1"]
 
 
+def assert_split_equal(told: str, ranks: int) -> None:
+    everybody = [(str(rank), way) for rank in range(ranks) for way in ("offloaded", "recomputed")]
+    assert sorted(re.findall(r"rank (\d): (\w+), losses and weights are equal", told)) == everybody
+    done = re.findall(r"rank \d: (\d+) KiB left, (\d+) KiB were computed again in the last step", told)
+    assert len(done) == 2 * ranks
+    assert all(int(left) > 0 for left, _ in done)
+    assert sum(int(again) > 0 for _, again in done) == ranks
+
+
+def test_a_model_whose_weights_are_split_trains_to_the_same_losses(world: World) -> None:
+    assert_split_equal("".join(world.run(case, "tensor_parallel", ())), RANKS)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_examples_run_under_torchrun(ranks: int) -> None:
@@ -99,3 +112,4 @@ def test_the_examples_run_under_torchrun(ranks: int) -> None:
         assert_steps_equal(launched(ranks, "host_optimizer_many", "--wrap", wrap), wrap, ranks)
     assert_halves_equal(launched(ranks, "fsdp_halves"), ranks)
     assert launched(ranks, "fsdp").count("5 losses are equal") == ranks
+    assert_split_equal(launched(ranks, "tensor_parallel"), ranks)
