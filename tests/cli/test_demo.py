@@ -92,7 +92,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.Compl
         known_hardware("cpu", seconds=0.2)
     # Asked for out of order: keep is what the others are compared with, and comes first all the same.
     ways = "optimizer,planned,offload,checkpoint,keep"
-    arguments = [*TINY, "--steps", "6", "--ways", ways, "--json", str(file)]
+    arguments = [*TINY, "--steps", "7", "--ways", ways, "--json", str(file)]
     done = spillway("demo", *arguments, SPILLWAY_CACHE=str(cache))
     assert done.returncode == 0, done.stderr
     return done, json.loads(file.read_text())
@@ -110,7 +110,7 @@ def test_hardware_versions_and_settings_stand_beside_the_rows(finished) -> None:
     report = finished[1]
     assert report["versions"]["torch"] == torch.__version__
     assert report["hardware"]["cores"] >= 1
-    assert report["settings"]["steps"] == 6
+    assert report["settings"]["steps"] == 7
     assert report["environment"] == runner.MALLOC
 
 
@@ -129,7 +129,7 @@ def test_the_loss_falls(finished) -> None:
 def test_progress_and_table_show_every_way(finished) -> None:
     out = finished[0].stdout
     for way in WAYS:
-        assert f"{way:<11} step 6/6" in out
+        assert f"{way:<11} step 7/7" in out
     assert "activation" in out
     assert "bit for bit" in out
 
@@ -276,7 +276,7 @@ def test_a_way_without_keep_is_compared_with_nothing(tmp_path: Path, monkeypatch
         (["--steps", "0"], "--steps"),
         (["--budget", "12 parsecs"], "budget: got '12 parsecs'"),
         (["--budget", "600MiB"], "budget: got '600MiB' with the ways keep, expected planned among them"),
-        (["--ways", "keep,planned", "--steps", "5"], "steps: got 5 with the way planned, expected at least 6"),
+        (["--ways", "keep,planned", "--steps", "5"], "steps: got 5 with the way planned, expected at least 7"),
     ],
 )
 def test_a_bad_argument_is_one_sentence_and_exit_code_2(
