@@ -31,6 +31,8 @@ class Call:
         "func",
         "given",
         "held",
+        "is_shared",
+        "like",
         "makes",
         "must",
         "plain",
@@ -69,6 +71,10 @@ class Call:
         """State of its generator before it ran."""
         self.after: Any = None
         """And after."""
+        self.is_shared = False
+        """Whether other regions have this very object: then it never changes."""
+        self.like: Call | None = None
+        """Of a region's own call, the shared one that says the same of the operator."""
 
     @property
     def is_given(self) -> bool:
@@ -85,9 +91,38 @@ class Call:
         """Whether it computes nothing."""
         return self.aliases and not self.writes and not self.makes
 
+    @property
+    def is_own(self) -> bool:
+        """Whether it has something that is its own region's."""
+        return self.is_given or self.before is not None or self.given is not None
+
+    @property
+    def common(self) -> Call | None:
+        """The shared one that says the same of the operator, once the region has ended; ``None``: there is none."""
+        return self if self.is_shared else self.like
+
+    def own(self) -> Call:
+        """One that says the same of the operator, for a region to have alone."""
+        own = Call(self.func, self.facts, self.reads, self.constants)
+        own.writes, own.makes, own.forms = self.writes, self.makes, self.forms
+        own.depends, own.plain, own.aliases, own.single = self.depends, self.plain, self.aliases, self.single
+        own.like = self.common
+        return own
+
+    def share(self) -> Call:
+        """Find :attr:`common`; gives what the region is to have from now on: that, if nothing is the region's own."""
+        if not self.is_own:
+            self.held = None
+        if self.like is None and are_numbers(self.constants):
+            self.like = (self.own() if self.is_own else self).shared()
+        if self.like is None or self.is_own:
+            return self
+        like, self.like = self.like, None
+        return like
+
     def shared(self) -> Call:
         """One that says the same, for all regions to have, if nothing in this one is its own region's."""
-        if self.is_given or self.before is not None or self.given is not None or not are_numbers(self.constants):
+        if self.is_own or not are_numbers(self.constants):
             return self
         # By its words, since 0.0 equals -0.0, and 1 equals True: of outputs, too, where some are no new tensors. The
         # operator is held by what is shared.
@@ -98,7 +133,9 @@ class Call:
         )
         if len(_shared) >= _MOST_SHARED:
             _shared.clear()
-        return _shared.setdefault(key, self)
+        shared = _shared.setdefault(key, self)
+        shared.is_shared = True
+        return shared
 
 
 _shared: dict[tuple[Any, ...], Call] = {}
@@ -117,13 +154,24 @@ class Form(NamedTuple):
     def of(cls, tensor: torch.Tensor) -> Form:
         """The tensor's; like tensors have the same one, since every region holds those of all its operators."""
         if is_strided(tensor):
-            form = cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+            size, stride = tensor.shape, tensor.stride()
         else:
             # A jagged tensor's shape is no numbers.
-            form = cls(torch.Size() if tensor.is_nested else tensor.shape, (), tensor.dtype, tensor.device)
+            size, stride = torch.Size() if tensor.is_nested else tensor.shape, ()
+        # By the tuple's own constructor: a named tuple's is a Python function.
+        form = tuple.__new__(cls, (size, stride, tensor.dtype, tensor.device))
         if len(_forms) >= _MOST_FORMS:
             _forms.clear()
         return _forms.setdefault(form, form)
+
+    def is_of(self, tensor: torch.Tensor) -> bool:
+        """Whether it is that of a tensor with strides."""
+        return (
+            tensor.shape == self.size
+            and tensor.stride() == self.stride
+            and tensor.dtype is self.dtype
+            and tensor.device == self.device
+        )
 
     def __str__(self) -> str:
         return f"{self.dtype} of {list(self.size)}"

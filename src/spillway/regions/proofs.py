@@ -6,6 +6,8 @@ from collections.abc import Hashable, Sequence
 
 import torch
 
+from spillway.regions.script import Script
+
 _ENOUGH_STRUCTURES = 64
 _ENOUGH_FORMS = 8
 
@@ -32,6 +34,7 @@ class Proofs:
 
     def __init__(self) -> None:
         self._right: dict[Hashable, set[Hashable]] = {}
+        self.script = Script()
         self.wrong: str | None = None
         """Why its regions are not pruned, if they must not be."""
         self.ranks_agreed = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from spillway.regions.calls import Call
 from spillway.regions.generators import given_generator, state_of
 from spillway.regions.labels import Unseen
 from spillway.regions.schema import facts_of
-from spillway.regions.tensors import aliases_of, nbytes_of, split
+from spillway.regions.tensors import aliases_of, are_same, nbytes_of, split
 from spillway.regions.trace import Trace
 
 _MOST_SETTLED_BYTES = 64 << 20
@@ -31,6 +31,7 @@ class Recording(TorchDispatchMode):
         on_call: told of every call that ended, with its new tensors.
         root: the module that paths of submodules begin below, if there is one.
         draws: whether states of generators are noted.
+        script: what a region of the function did before.
     """
 
     supports_higher_order_operators = True
@@ -43,12 +44,14 @@ class Recording(TorchDispatchMode):
         *,
         root: torch.nn.Module | None,
         draws: bool,
+        script: Sequence[Call | None] = (),
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._trace = trace
         self._choices = choices
         self._on_call = on_call
         self._draws = draws
+        self._script = script
         self._unseen = Unseen()
         self._decides = choices.any
         self._is_planned = choices.is_planned
@@ -79,17 +82,32 @@ class Recording(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        facts = facts_of(func)
+        trace = self._trace
+        place = len(trace.calls)
+        like = self._script[place] if place < len(self._script) else None
+        if like is None or like.func is not func:
+            like, facts = None, facts_of(func)
+        else:
+            facts = like.facts
+            if not facts.is_plain:
+                like = None
         if facts.ignored or ((facts.is_label or self._unseen.depth) and self._unseen(func, args)):
             return func(*args, **kwargs)
-        trace = self._trace
         if facts.casts and trace.is_cast(trace.values, args):
             output = func(*args, **kwargs)
             trace.add_cast(args[0], output)
             return output
         seen = trace.count
         tensors, constants = split(args, kwargs)
-        call = Call(func, facts, trace.read(tensors), constants)
+        reads = trace.read(tensors)
+        if like is not None and like.reads == reads and are_same(like.constants, constants):
+            output = func(*args, **kwargs)
+            new = trace.add_like(like, output)
+            if new is not None:
+                return self._ended(like, output, new, args, kwargs) if new else output
+            call = Call(func, facts, reads, constants)
+            return self._ended(call, output, trace.add(call, output), args, kwargs)
+        call = Call(func, facts, reads, constants)
         if facts.writes:
             call.writes = trace.written(facts, args, kwargs, call.reads, seen=seen)
             for value in call.writes:
@@ -101,35 +119,42 @@ class Recording(TorchDispatchMode):
         output = func(*args, **kwargs)
         if call.before is not None:
             call.after = state_of(args, kwargs)
-        new = trace.add(call, output)
-        if self._decides or facts.is_settled:
-            self._decide(call, output, new, args, kwargs)
-            if call.is_given:
+        return self._ended(call, output, trace.add(call, output), args, kwargs)
+
+    def _ended(self, call: Call, output: Any, new: list[torch.Tensor], args: Any, kwargs: Any) -> Any:
+        """A call has ended; gives its output."""
+        if self._decides or call.facts.is_settled:
+            decision, must = self._decision(call, output, new, args, kwargs)
+            if decision is not Decision.RECOMPUTE:
+                if call.is_shared:
+                    call = self._trace.own_last()
+                call.decision, call.must = decision, must
                 # What the host or a shape hangs on is small, and may be written unseen: a copy of it is kept.
                 call.held = [alias.clone() if call.is_settled else alias for alias in aliases_of(new)]
         if self._on_call is not None:
             self._on_call(call, new)
         return output
 
-    def _decide(self, call: Call, output: Any, new: list[torch.Tensor], args: Any, kwargs: Any) -> None:
-        """Whether the call's new tensors are kept or offloaded."""
+    def _decision(
+        self, call: Call, output: Any, new: list[torch.Tensor], args: Any, kwargs: Any
+    ) -> tuple[Decision, bool]:
+        """What becomes of the call's new tensors, and whether it must be so."""
         if call.facts.is_settled and call.plain and sum(map(nbytes_of, new)) <= _MOST_SETTLED_BYTES:
-            call.decision = Decision.KEEP
-            return
+            return Decision.KEEP, False
         if not new:
-            return
+            return Decision.RECOMPUTE, False
         if self._is_planned:
-            call.decision = self._choices.by_place(len(self._trace.calls) - 1, call.func)
-            return
+            return self._choices.by_place(len(self._trace.calls) - 1, call.func), False
+        must = False
         decision = self._choices.by_name(call.func)
         if decision is not Decision.KEEP and self._choices.asks:
             module = self._locator.here()[0] if self._locator is not None else None
             nbytes = sum(map(nbytes_of, new))
             asked = OperatorCall(call.func, module, len(self._trace.calls) - 1, nbytes)
-            answer, call.must = self._choices.by_call(asked, output, args, kwargs)
+            answer, must = self._choices.by_call(asked, output, args, kwargs)
             if decision is None or answer is Decision.KEEP:
                 decision = answer
-        call.decision = decision or Decision.RECOMPUTE
+        return decision or Decision.RECOMPUTE, must
 
     def _is_written(self, value: int, writer: Call) -> None:
         """What was kept or offloaded of it is not what it will hold: its maker, and the writer, run again."""

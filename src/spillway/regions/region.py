@@ -52,7 +52,7 @@ from spillway.regions.observer import Observer
 from spillway.regions.packs import NOT_WANTED, Pack, Packs
 from spillway.regions.proofs import Proofs, fingerprint
 from spillway.regions.recording import Recording
-from spillway.regions.replay import Act, acts_of
+from spillway.regions.replay import Act
 from spillway.regions.rerun import Rerun
 from spillway.regions.tensors import PLAIN, aliases_of, tensors_in
 from spillway.regions.trace import Trace
@@ -131,6 +131,7 @@ class Region:
         """Handles for the re-run of what leaves already."""
         self._pending: list[tuple[Pack, ComputedHandle, torch.Tensor]] = []
         self._unknown: list[tuple[Pack, ComputedHandle, torch.Tensor]] = []
+        self._script = proofs.script
         self._takes_prints = proofs.is_untried and not reentrant
         self._last_node = 0
         self._saving_node = 0
@@ -169,6 +170,8 @@ class Region:
             self._on_call if self._choices.saved_by else None,
             root=self._root,
             draws=self._draws,
+            # What saves may change its mind about a call that has ended.
+            script=() if self._choices.saved_by else self._script.calls,
         )
         self._root = None
         if self._reentrant:
@@ -215,10 +218,14 @@ class Region:
             self._passage.advance()
         trace = self._trace
         find = trace.values.find
-        # Most tensors are no wrappers, and were made in the region.
-        parts = (tensor,) if type(tensor) is torch.Tensor else tensors_in((tensor,))
-        values = tuple([value for part in parts if (value := find(part)) is not None])
-        makers = [maker for value in values if (maker := trace.makers.get(value)) is not None]
+        values: tuple[int, ...]
+        if type(tensor) is torch.Tensor:
+            # Most are, and were made in the region.
+            found = find(tensor)
+            values = () if found is None else (found,)
+        else:
+            values = tuple([value for part in tensors_in((tensor,)) if (value := find(part)) is not None])
+        makers = [trace.makers[value] for value in values if value in trace.makers]
         if not makers or type(tensor) is not torch.Tensor:
             if is_parameter(tensor):
                 self._packs.add(NOT_WANTED)
@@ -249,7 +256,11 @@ class Region:
 
     def _decided(self, pack: Pack, makers: list[Call]) -> Decision:
         """What becomes of what was packed."""
-        if makers and all(maker.is_given for maker in makers):
+        if len(makers) == 1:
+            (maker,) = makers
+            if maker.decision is not Decision.RECOMPUTE:
+                return maker.decision
+        elif makers and all(maker.is_given for maker in makers):
             return makers[0].decision
         if makers and self._choices.saved_by:
             last = self._trace.calls[-1]
@@ -354,15 +365,18 @@ class Region:
             self._observer = None
         wanted = [(value, len(trace.calls)) for value in range(trace.count)] if self._reentrant else self._wanted()
         self._rerun.wanted = wanted
-        acts = acts_of(trace, wanted)
+        trace.share()
+        self._script.learn(trace)
+        acts = self._script.acts(trace, wanted)
         with torch._C._DisableTorchDispatch():
             for call, act in zip(trace.calls, acts, strict=True):
+                if call.is_shared:
+                    continue
                 held, call.held = call.held, None
                 if act is Act.GIVE:
                     call.given = [self._give(call, *each) for each in zip(call.makes, held or (), strict=True)]
             self._passage.flush()
         self._rerun.acts = acts
-        trace.share()
 
     def _find_unknown(self) -> None:
         """Of what was saved before any operator had it: whether it comes from outside, or was made unseen."""
@@ -381,7 +395,9 @@ class Region:
     def _wanted(self) -> list[tuple[int, int]]:
         """What is to be computed again, each with how many operators must have run."""
         calls = self._trace.calls
-        last_written = {value: place for place, call in enumerate(calls) for value in call.writes}
+        last_written = {value: place for place, call in enumerate(calls) if call.writes for value in call.writes}
+        if not last_written:
+            return [(value, pack.place) for pack in self._packs.all if pack.wanted for value in pack.values]
         wanted: list[tuple[int, int]] = []
         for pack in self._packs.all:
             if not pack.wanted:

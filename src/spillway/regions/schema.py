@@ -34,6 +34,8 @@ class Facts(NamedTuple):
     """Whether it may draw from a generator."""
     is_settled: bool
     """Whether the host, or the shape of things, hangs on what it gave: it must give the same in a re-run."""
+    is_plain: bool
+    """Whether it is a view, or gives one new tensor, , and writes and draws nothing: as most do."""
 
 
 _SETTLED_TAGS = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
@@ -64,6 +66,7 @@ _UNKNOWN = Facts(
     reshapes=False,
     is_random=False,
     is_settled=False,
+    is_plain=False,
 )
 
 
@@ -107,19 +110,21 @@ def _read(operator: Any) -> Facts:
             is_view = True
             returned.append(None)
     tags = set(operator.tags)
+    gives_one = returned == [None] and not is_view and str(schema.returns[0].type) == "Tensor"
     return Facts(
         ignored=operator in SAC_IGNORED_OPS,
         is_label=schema.name.startswith("profiler::"),
         casts=operator is torch.ops.aten._to_copy.default,
         writes=tuple(writes),
         returned=tuple(returned) if all(str(value.type) in _KNOWN_TYPES for value in schema.returns) else None,
-        gives_one=returned == [None] and not is_view and str(schema.returns[0].type) == "Tensor",
+        gives_one=gives_one,
         is_view=is_view,
         reshapes=torch.Tag.inplace_view in tags
         or "resize" in schema.name
         or any(isinstance(key, str) for key in writes),
         is_random=torch.Tag.nondeterministic_seeded in tags,
         is_settled=bool(tags & _SETTLED_TAGS) or schema.name in _SETTLED,
+        is_plain=not writes and (is_view or gives_one) and torch.Tag.nondeterministic_seeded not in tags,
     )
 
 

@@ -13,6 +13,10 @@ from spillway.runtime.bytes import over
 PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 """The classes of tensors that are nothing but a view of one storage."""
 
+_no_dispatch = torch._C._DisableTorchDispatch
+_exclude = torch._C._SetExcludeDispatchKeyGuard
+_VERSIONS = torch._C.DispatchKey.ADInplaceOrView
+
 # By class, since to ask whether something is a tensor or a generator is to ask a metaclass, in Python.
 _NUMBERS = frozenset((int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.layout))
 
@@ -87,13 +91,33 @@ def are_numbers(constants: tuple[Any, ...]) -> bool:
     return True
 
 
+def are_same(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
+    """Whether two lists of numbers, words and types are the same to the letter: 0.0 is not -0.0, nor is 1 True.
+
+    What is not a number may be said to differ.
+    """
+    if a is b:
+        return True
+    if len(a) != len(b):
+        return False
+    for x, y in zip(a, b, strict=True):
+        if x is y:
+            continue
+        kind = type(x)
+        if kind is not type(y) or x != y:
+            return False
+        if kind is tuple:
+            if not are_same(x, y):
+                return False
+        elif (kind is complex or (kind is float and not x)) and repr(x) != repr(y):
+            return False
+    return True
+
+
 def aliases_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """The same bytes without history, on the same counters of versions; seen by no mode."""
     # Below autograd, where a mode is called, an alias does not share the counter unless told to.
-    with (
-        torch._C._DisableTorchDispatch(),
-        torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False),
-    ):
+    with _no_dispatch(), _exclude(_VERSIONS, False):
         return [tensor.detach() for tensor in tensors]
 
 

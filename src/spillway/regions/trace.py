@@ -49,6 +49,8 @@ class Trace:
         self.outside: dict[int, Outside] = {}
         self.count = 0
         """How many values there are."""
+        self.shared: Sequence[Call | None] = ()
+        """Of each operator, the call that other regions have in common with this one, once the region has ended."""
         self.complete = False
         """Whether the region has ended."""
         self.makers: dict[int, Call] = {}
@@ -79,8 +81,11 @@ class Trace:
 
     def read(self, tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
         """The values of the arguments."""
-        find, value = self.values.find, self.value
-        return tuple([value(tensor) if (known := find(tensor)) is None else known for tensor in tensors])
+        find, values = self.values.find, []
+        for tensor in tensors:
+            known = find(tensor)
+            values.append(self.value(tensor) if known is None else known)
+        return tuple(values)
 
     def value(self, tensor: torch.Tensor, *, is_input: bool = False) -> int:
         """The tensor's value; what has none comes from outside."""
@@ -172,10 +177,16 @@ class Trace:
 
         They are many small objects, and Python's collector would have to look at each of them.
         """
+        common: list[Call | None] = []
         for place, call in enumerate(self.calls):
-            shared = self.calls[place] = call.shared()
-            for value in call.makes:
-                self.makers[value] = shared
+            if call.is_shared:
+                common.append(call)
+                continue
+            kept = self.calls[place] = call.share()
+            for value in kept.makes:
+                self.makers[value] = kept
+            common.append(kept.common)
+        self.shared = common
 
     def _refuse_wrapper(self, tensor: torch.Tensor) -> None:
         """Of what is made of several tensors, no copy can stand for the original."""
@@ -202,6 +213,48 @@ class Trace:
         if call.depends:
             self.depends.update(call.makes, call.writes)
         return new
+
+    def add_like(self, like: Call, output: Any) -> list[torch.Tensor] | None:
+        """A call has ended that began like a shared one; ``None``, and nothing done, if it did not end like it.
+
+        Args:
+            like: of an operator that is plain (:class:`~spillway.regions.schema.Facts`).
+            output: what it gave.
+        """
+        if like.facts.is_view:
+            self.calls.append(like)
+            return []
+        if (
+            type(output) is not torch.Tensor
+            or not is_strided(output)
+            or like.depends is self.depends.isdisjoint(like.reads)
+        ):
+            return None
+        count = self.count
+        if like.plain:
+            if (
+                like.makes != (count,)
+                or not like.forms[0].is_of(output)
+                or self.values.find_or_name(output, count) != count
+            ):
+                return None
+            self.makers[count] = like
+            if like.depends:
+                self.depends.add(count)
+            self.count += 1
+            self.calls.append(like)
+            return [output]
+        if not like.aliases or like.makes or self.values.find(output) is None:
+            return None
+        self.calls.append(like)
+        return []
+
+    def own_last(self) -> Call:
+        """The last call, which is shared, as one of this region alone."""
+        call = self.calls[-1] = self.calls[-1].own()
+        for value in call.makes:
+            self.makers[value] = call
+        return call
 
     def _add_new(self, call: Call, output: Any) -> list[torch.Tensor]:
         if type(output) is torch.Tensor and call.facts.gives_one and is_strided(output):

@@ -50,12 +50,15 @@ class Trial:
 
     def trusted(self, tensors: Sequence[torch.Tensor], acts: list[Act]) -> list[Act]:
         """What to do with each operator: these acts, if they are right, or else all of them again."""
-        if self._proofs.wrong is None:
+        script = self._proofs.script
+        if self._proofs.wrong is None and not script.is_trusted(self._trace, acts, self._packs):
             structure, forms = self._signature(acts)
             if self._proofs.needs_trial(structure, forms):
                 self._refuse_capture()
                 if self._is_right(tensors, acts):
                     self._proofs.add(structure, forms)
+            if self._proofs.wrong is None:
+                script.trust(self._trace, acts, self._packs)
         if self._proofs.wrong is None:
             return acts
         self._refuse_capture()
