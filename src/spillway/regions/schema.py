@@ -35,7 +35,7 @@ class Facts(NamedTuple):
     is_settled: bool
     """Whether the host, or the shape of things, hangs on what it gave: it must give the same in a re-run."""
     is_plain: bool
-    """Whether it is a view, or gives one new tensor, , and writes and draws nothing: as most do."""
+    """Whether it is a view or gives one new tensor, and writes and draws nothing: as most do."""
 
 
 _SETTLED_TAGS = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
