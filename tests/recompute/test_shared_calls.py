@@ -151,7 +151,7 @@ def rounds(session: spillway.Session, region: Region, starts: Sequence[Tensor], 
 SAVES: list[dict[str, Any]] = [{}, {"save": "aten::exp"}, {"offload": "aten::exp"}, {"save": lambda call: True}]
 
 
-@pytest.mark.parametrize("how", SAVES, ids=str)
+@pytest.mark.parametrize("how", SAVES, ids=["again", "kept", "sent", "asked"])
 def test_regions_of_one_function_take_turns_at_two_branches(session: spillway.Session, how: dict[str, Any]) -> None:
     def region(x: Tensor) -> Tensor:
         y = x.exp()
@@ -161,7 +161,7 @@ def test_regions_of_one_function_take_turns_at_two_branches(session: spillway.Se
     assert session.stats().notes == ()
 
 
-@pytest.mark.parametrize("how", SAVES, ids=str)
+@pytest.mark.parametrize("how", SAVES, ids=["again", "kept", "sent", "asked"])
 def test_regions_of_one_function_have_other_shapes_and_strides(session: spillway.Session, how: dict[str, Any]) -> None:
     def region(x: Tensor) -> Tensor:
         return (x.exp().sin() * x).cos()
@@ -171,7 +171,7 @@ def test_regions_of_one_function_have_other_shapes_and_strides(session: spillway
     assert session.stats().notes == ()
 
 
-@pytest.mark.parametrize("how", SAVES, ids=str)
+@pytest.mark.parametrize("how", SAVES, ids=["again", "kept", "sent", "asked"])
 def test_a_constant_changes_from_region_to_region(session: spillway.Session, how: dict[str, Any]) -> None:
     numbers = (0.0, -0.0, 0, False, 1, True, 1.0, -0.0, 0.0, math.nan, math.nan)
     for number in numbers:
