@@ -98,8 +98,8 @@ def test_a_budget_that_nothing_fits_ends_with_its_sentence_though_the_script_cat
 def test_a_profile_is_written_and_the_script_ended_cleanly(server: Server, folder: Folder, plain: str) -> None:
     done = server.spillway(folder.path, "profile", "-o", "alone.json", "train.py", 100)
     assert done.code == 0, done.err
-    # The third call of the model is where all is known.
-    assert done.out.splitlines() == [*plain.splitlines()[:2], "finally"]
+    # The fourth call of the model is where all is known.
+    assert done.out.splitlines() == [*plain.splitlines()[:3], "finally"]
     profile = spillway.Profile.load(folder.path / "alone.json")
     assert str(profile.calls[0].name) == "blocks.0"
     assert "4 like blocks.0" in done.err
