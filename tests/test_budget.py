@@ -270,7 +270,9 @@ def test_a_budget_that_nothing_fits_names_the_least_and_leaves_the_model_usable(
         search(model, batch, attached)
 
 
-@pytest.mark.parametrize("share", [0.05, 0.5, 0.9])
+@pytest.mark.parametrize(
+    "share", [0.05, pytest.param(0.5, marks=pytest.mark.long), pytest.param(0.9, marks=pytest.mark.long)]
+)
 @pytest.mark.parametrize("kind", [NAMED[name] for name in ("mlp", "attention", "dropout")], ids=lambda kind: kind.name)
 def test_the_peak_of_a_plan_is_the_predicted_one(kind: Kind, share: float, session: Session) -> None:
     model, batch = kind.model(), kind.batch()

@@ -82,6 +82,7 @@ def test_the_program_says_what_left(resnet50: ModuleType, capsys: pytest.Capture
         assert 0 < back <= left < saved
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_the_benchmark_prints_a_table_and_writes_it_down(tmp_path: Path) -> None:
     file = tmp_path / "resnet.json"

@@ -184,6 +184,7 @@ def folder(tmp_path: Path) -> Folder:
     return Folder(tmp_path, keep_hardware(tmp_path / "cache"))
 
 
+@pytest.mark.long
 def test_an_unmodified_training_loop(folder: Folder) -> None:
     pytest.importorskip("plotly")
     walk(folder, NANO, sys.executable)

@@ -171,6 +171,7 @@ def test_all_of_it_together_trains_to_the_same_weights(windows: int, tmp_path: P
     assert lines[3] == "all losses and weights are equal"
 
 
+@pytest.mark.long
 def test_half_way_to_the_least_is_kept_to_with_the_losses_and_weights_of_plain_training(known_machine: None) -> None:
     lines = python("-W", "error", str(EXAMPLES / "budget.py")).splitlines()
     promised = re.match(r"([\d.]+) MiB of ([\d.]+) MiB, in ", lines[0])

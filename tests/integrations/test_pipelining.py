@@ -251,6 +251,7 @@ def test_more_schedules_in_more_ways_train_as_without(ranks: int, work: Callable
     mp.spawn(rank, args=(ranks, str(tmp_path), work), nprocs=ranks)
 
 
+@pytest.mark.long
 def test_the_example_runs_under_torchrun(tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")

@@ -62,6 +62,7 @@ def test_between_a_part_of_it_is_and_the_peak_is_within_the_budget() -> None:
     assert {0.25, 0.5, 0.75} & set(fractions)
 
 
+@pytest.mark.long
 def test_it_is_never_slower_than_with_all_of_it_on_the_host() -> None:
     for room in (0, 2, 8, 16):
         budget = least() + room * GiB
