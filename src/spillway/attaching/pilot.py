@@ -466,8 +466,7 @@ class Pilot:
 
     def _give_window_back(self) -> None:
         """The session's own is in force again: other models use it, too."""
-        session = self._session if self._session is not None else Session.default()
-        if not session.closed:
+        if not self._used_session.closed:
             self._mover().claim(self, None)
 
     def apply(self, plan: Plan) -> None:
@@ -520,13 +519,15 @@ class Pilot:
 
     def _forsake(self, watch: Watch) -> None:
         """It need not be told of moves any more."""
-        session = self._session if self._session is not None else Session.default()
-        if not session.closed:
+        if not self._used_session.closed:
             self._mover().forsake(watch.moves)
 
+    @property
+    def _used_session(self) -> Session:
+        return self._session if self._session is not None else Session.default()
+
     def _mover(self) -> Mover:
-        session = self._session if self._session is not None else Session.default()
-        return session.runtime(self._device).mover
+        return self._used_session.runtime(self._device).mover
 
     def _carried(self) -> int:
         counts = self._mover().counts()

@@ -18,8 +18,10 @@ high fits, what is predicted too low does not.
 NOTE [ What the host needs ]
 
 A block that is left alone is queued in a fraction of the time that a region takes, which is watched operator by
-operator. By what a region takes beyond that for each operator it is measured what else it does: to keep a tensor takes
-about as long, to send one four times and to bring it back three times as long (of Llama-8B's block on an H200's host).
+operator. What else it does is put in multiples of what a region takes beyond that for each operator: to keep a tensor
+once, to send one four times, to bring it back three times as much. These are guesses between rough readings of
+Llama-8B's block on an H200's host (1.4 for a kept one; 2.5, and 6 beside a busy device, for a sent one). A checked step
+corrects them.
 
 NOTE [ What is free ]
 

@@ -70,7 +70,7 @@ def run_profiled(script: Script, path: Path, *, steps: int) -> Profile:
     if not found:
         reasons = "; ".join(f"{each.kind} {each.reason}" for each in outcome.not_attached)
         raise UnsupportedError(
-            f"got no profile of a model in {outcome.steps} optimizer steps, expected two passes through one, forward "
+            f"got no profile of a model in {outcome.steps} optimizer steps, expected three passes through one, forward "
             f"and backward; {reasons or 'run a script that trains in this process, or give more --steps'}"
         )
     found[0].save(numbered(path, "rank", rank))
