@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
@@ -143,10 +143,10 @@ class Engine:
         # A context that does nothing.
         return torch.enable_grad()
 
-    def asked(self, place: int) -> None:
+    def asked(self, place: int, tensor: torch.Tensor, handle: object) -> None:
         pass
 
-    def ended(self, trace: Trace, packs: Packs) -> None:
+    def ended(self, trace: Trace, packs: Packs, given: Collection[int]) -> None:
         wanted: list[tuple[int, int]] = []
         for pack in packs.all:
             # As Region._wanted has it: what its own operator writes is good when that has run.

@@ -53,7 +53,9 @@ def option(
                 drops=(place,) if sent else (),
             )
         )
-    return Option(tuple(decisions), tuple(tasks), tuple(back))
+    # As if the first were its input, and the last its output.
+    kept = [nbytes if decision is KEEP else 0 for nbytes, decision in zip(sizes, decisions, strict=True)]
+    return Option(tuple(decisions), tuple(tasks), tuple(back), output_bytes=kept[-1], input_bytes=kept[0])
 
 
 def choices(problem: Problem) -> Iterator[tuple[int, ...]]:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
+from itertools import accumulate
 
 import pytest
 import torch
@@ -29,10 +30,10 @@ from planning.blocks import (
     told_apart,
 )
 from spillway.attaching.pilot import how_of
-from spillway.planning.outcome import leaves_at
+from spillway.planning.outcome import Outcome, leaves_at
 from spillway.planning.plan import planned_block
 from spillway.planning.profile import Again, BackwardPart, BlockProfile, HostTimes, OperatorProfile, Value
-from spillway.planning.tasks import Option, Phase, Sent
+from spillway.planning.tasks import Option, Phase, Problem, Rates, Sent
 from spillway.planning.treatment import treat
 from spillway.records import Decision
 
@@ -92,8 +93,9 @@ def test_what_runs_again_is_given_and_is_held_is_what_the_engine_says(
 
 
 def held_bytes(block: BlockProfile, option: Option) -> int:
-    """What backward lets go of, and did not make itself."""
+    """What backward lets go of, and did not make itself. Copies of the same do not count."""
     change = sum(task.change_bytes for task in option.backward) - block.backward_change_bytes
+    change += sum(block.values[number].nbytes for number in Outcome.of(block, option.decisions, 0).copied)
     dropped = {key for task in option.backward for key in task.drops}
     return sum(block.values[key].nbytes for key in dropped) - change
 
@@ -261,6 +263,32 @@ def test_an_output_that_is_saved_is_there_until_backward_though_its_taker_lets_g
     assert saved.backward[0].change_bytes == plain.backward[0].change_bytes - 100
 
 
+def test_an_output_that_two_blocks_keep_is_there_once_and_one_that_leaves_is_counted_for_both() -> None:
+    values = (*BY_HAND.values[:SUM], replace(BY_HAND.values[SUM], saved_at=4))
+    block = replace(BY_HAND, values=values)
+    keeps = treat(block, [KEEP] * 6, min_bytes=0)
+    gives = treat(block, [KEEP] * 5 + [HOST], min_bytes=0)
+    sends = treat(block, [HOST] + [KEEP] * 5, min_bytes=0)
+    assert [option.output_bytes for option in (keeps, gives, sends)] == [100, 0, 100]
+    assert [option.input_bytes for option in (keeps, gives, sends)] == [100, 100, 0]
+
+    def levels(*options: Option) -> list[int]:
+        """At the ends of the blocks' tasks, before copies."""
+        problem = Problem(
+            1000, (), ("a", "b"), tuple((each,) for each in options), (), (), Rates(1e9, 1e9, 1e9, 1e9, 1 << 20), 1
+        )
+        changes = [task.change_bytes for task in problem.program((0, 0)).tasks]
+        return list(accumulate(changes, initial=1000))
+
+    alone = sum(task.change_bytes for task in keeps.forward)
+    gradient = block.backward_change_bytes
+    twice, once = levels(gives, keeps), levels(keeps, keeps)
+    assert twice[2] == once[2] + 100 == 1000 + 2 * alone
+    # The second block has done with it, and the first has not.
+    assert once[3] == 1000 + alone + gradient
+    assert levels(keeps, sends)[3] == 1000 + 2 * alone
+
+
 def test_what_is_written_after_it_was_made_is_computed_again_with_its_writers_but_where_a_block_is_left_alone() -> None:
     writer = OperatorProfile("relu_", 2.0, (PRODUCT,), (), (PRODUCT,))
     values = list(BY_HAND.values)
@@ -304,6 +332,17 @@ def test_what_a_backward_needs_is_that_of_the_part_in_which_it_is_by_hand() -> N
     # The 10 of the second part are there when act and the norm run again. In the third the product's 80 are there; and
     # for the norm's backward nothing more is known than for the product's.
     assert peaks == [("again", 110), ("backward", 150), ("backward", 120), ("backward", 90)]
+
+
+def test_what_is_kept_is_there_until_gradients_are_summed_up_and_what_comes_back_is_not() -> None:
+    parts = (*PARTS[:2], replace(PARTS[2], late_bytes=119), *PARTS[3:])
+    block = replace(BY_HAND, backward_parts=tuple(replace(part, peak_bytes=120) for part in parts))
+    (_, plain) = figures(treat(block, [KEEP] * 6, min_bytes=0))
+    # In the third part the product's 80 are kept, and the 60 of act's output, which were there at the begin, are gone.
+    assert plain[2] == 119 + 80 - 60
+    block = replace(BY_HAND, backward_parts=parts)
+    option = treat(block, [HOST, KEEP, AGAIN, DISK, AGAIN, AGAIN], min_bytes=0)
+    assert [task.peak_bytes for task in option.backward] == [110, 150, 120, 90]
 
 
 @pytest.mark.parametrize(

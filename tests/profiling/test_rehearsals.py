@@ -208,10 +208,8 @@ KINDS = [
     Kind("pictures", Pictures, lambda: torch.randn(8, 3, 64, 64)),
     Kind("tiny llama", Tiny, lambda: torch.randn(2, 256, 256, dtype=torch.bfloat16)),
 ]
-LOOSE = {"convolution": 0.1, "dropout": 0.05}
-"""Peaks that differ by more than 2 %. When a re-run ends, its frames still hold what was not saved, and a measured
-profile takes that off the peak of the backward that follows. (Of ``dropout`` a plain step shows that this is too much.)
-What convolutions of the CPU take while they run is known in part."""
+LOOSE = {"convolution": 0.1, "tiny llama": 0.04}
+"""Peaks that differ: what the CPU's kernels take while they run is known in part."""
 
 
 def without_times(block: BlockProfile) -> list[Any]:
@@ -254,10 +252,9 @@ def test_a_profile_for_the_cpu_is_the_one_that_is_measured_there(
     plan = spillway.plan(there, budget=budget, hardware="h200")
     for each in (plan, spillway.plan(there, budget="1TiB", hardware="h200")):
         peaks = [spillway.simulate(profile, each, hardware="h200").peak_bytes for profile in (ours, there)]
-        assert peaks[0] == pytest.approx(peaks[1], rel=LOOSE.get(kind.name, 0.02))
-    # What is measured of a whole plain step, to the byte. Of convolutions, the output of a block is counted twice, for
-    # the block that saves it and for the next.
-    keep = spillway.plan(ours, budget="1TiB", hardware="h200").predicted_peak - ours.static_bytes
-    assert keep == pytest.approx(
-        plain_peak(model, batch), rel=LOOSE["convolution"] if kind.name == "convolution" else 0
-    )
+        assert peaks[0] == pytest.approx(peaks[1], rel=LOOSE.get(kind.name, 0.001))
+    # What is measured of a whole plain step, to the byte.
+    plain = plain_peak(model, batch)
+    for profile, loose in ((theirs, 0.001), (ours, LOOSE["convolution"])):
+        keep = spillway.plan(profile, budget="1TiB", hardware="h200").predicted_peak - profile.static_bytes
+        assert keep == pytest.approx(plain, rel=loose if kind.name == "convolution" else 0)

@@ -46,7 +46,7 @@ def watched(profile: Profile, plan: spillway.Plan, forward: float, backward: flo
         now += 3600.0 if plain else backward * sum(task.host_seconds for task in options[number].backward)
     host["first", 0] = now
     calls = [WatchedCall(call.name, "kind", frozenset()) for call in profile.calls]
-    readings = dict.fromkeys(host, meter.Reading(0.0, 0, 0))
+    readings = dict.fromkeys(host, meter.Reading(0.0, 0, 0, 0))
     return Watched(calls, readings, dict.fromkeys(host, 0), host)
 
 

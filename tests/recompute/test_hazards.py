@@ -1056,3 +1056,21 @@ def test_h70_no_graph_is_held_by_what_is_packed(no_collector: None, how: Options
             push_out(session)
             assert [storage() is None for storage in storages] == [True] * len(storages)
             assert session.used_bytes == (0, 0)
+
+
+def test_rows_that_places_chose_are_computed_again_and_those_that_a_mask_chose_are_held() -> None:
+    x = torch.randn(64, 8, requires_grad=True)
+    for index, held in ((torch.arange(0, 64, 2), False), (torch.arange(64) % 2 == 0, True)):
+        names: list[str] = []
+
+        def asks(call: spillway.OperatorCall, names: list[str] = names) -> bool:
+            names.append(call.name)
+            return False
+
+        wanted = torch.autograd.grad((x[index].exp() * 2).sum(), x)
+        got = torch.autograd.grad(
+            (spillway.recompute(lambda x, index=index: x[index].exp() * 2, x, save=asks)).sum(), x
+        )
+        assert all(map(torch.equal, got, wanted))
+        # A predicate is asked about what may be computed again.
+        assert ("aten::index.Tensor" not in names) is held

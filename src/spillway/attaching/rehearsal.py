@@ -189,7 +189,7 @@ class FakeRegion:
                 pack.values = () if value is None else (value,)
         self._unknown.clear()
         trace.settle()
-        observer.ended(trace, self._packs)
+        observer.ended(trace, self._packs, trace.values_in(output))
         self._trace = self._observer = None
         return output
 
@@ -249,7 +249,7 @@ class AwayHandle:
         number: int,
         *,
         is_input: bool,
-        tell: Callable[[], None] | None,
+        tell: Callable[[torch.Tensor, object], None] | None,
     ) -> None:
         storage = tensor.untyped_storage()
         self._region = region
@@ -277,9 +277,10 @@ class AwayHandle:
             # Backward has come by another of the block's outputs.
             self._region.come_back()
         assert self._storage is not None
+        tensor = over(self._storage, *self._form)
         if self._tell is not None:
-            self._tell()
-        return over(self._storage, *self._form)
+            self._tell(tensor, self)
+        return tensor
 
     def is_intact(self) -> bool:
         """Of content there is none."""

@@ -11,6 +11,9 @@ clock is never less than "lane's end - window / rate", and what the block comput
 ``out_need`` is the largest of those sums. In the same way ``back_need`` is the largest of "bytes up to a take / rate +
 what is computed from there on".
 
+What a block keeps of its output and the next one of its input is the same, and counts once: that hangs on both, and is
+taken off the sum where two blocks meet.
+
 A task ends no earlier than the host has queued it (NOTE [ The host ] in ``timeline.py``), and what the block computes
 after it comes on top: ``forward_host_need`` and ``backward_host_need`` are what comes of both, counted from when the
 host gets to the block. Where no lane is waited for, they and the seconds say exactly what a simulation says.
@@ -68,6 +71,10 @@ class Footprint:
     """Seconds of its copies back, and of what is computed from their takes on."""
     read_need: float
     """Seconds of its reads, and of what is computed from their takes on."""
+    output: float
+    """Bytes that it keeps of its output, and that may be counted once more for the next block."""
+    input: float
+    """Bytes that it keeps of its inputs."""
     biggest: float
     """Bytes of the largest storage that leaves."""
     plain: bool
@@ -144,6 +151,8 @@ def footprint(option: Option, rates: Rates) -> Footprint:
         disk_need=disk_need,
         back_need=back_need,
         read_need=read_need,
+        output=option.output_bytes,
+        input=option.input_bytes,
         biggest=max((one.nbytes for one in sent.values()), default=0),
         plain=not any(task.takes or task.drops for task in option.forward)
         and not any(task.sends for task in option.backward),

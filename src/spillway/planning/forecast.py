@@ -130,6 +130,10 @@ class Forecast:
         peak = level.copy()
         before = numpy.zeros((blocks + 2, count))
         """Bytes that the blocks before this one take."""
+        output = numpy.zeros(count)
+        """Bytes that the block before has kept of its output."""
+        shared: list[Numbers] = []
+        """Of each block, what it keeps of its input and the one before has kept, too."""
         for row in range(blocks + 2):
             at = self._rows[row][:, numbers[row]]
             peak = numpy.maximum(peak, level + numpy.minimum(sent, held) + at[line["forward_peak"]])
@@ -145,7 +149,10 @@ class Forecast:
                 writes = at[line["disk_sent"]]
                 on_disk = on_disk + writes
                 disk = numpy.where(writes > 0, numpy.maximum(disk, begin) + writes / rates.disk_write, disk)
-            level = level + at[line["kept"]]
+            twice = numpy.where(output == at[line["input"]], output, 0.0)
+            output = at[line["output"]]
+            shared.append(twice)
+            level = level + at[line["kept"]] - twice
             sent = sent + at[line["sent"]]
             if row <= blocks:
                 before[row + 1] = before[row] + at[line["taken"]]
@@ -177,7 +184,7 @@ class Forecast:
                 late = numpy.maximum(read, begin - read_credit * (1 + granted))
                 clock = numpy.maximum(clock, late + at[line["read_need"]])
                 read = read + at[line["disk_taken"]] / rates.disk_read
-            level = level + at[line["back_change"]]
+            level = level + at[line["back_change"]] + shared[row]
         unseen = self.window if granted else 0.0
         return Outlook(
             seconds=clock,

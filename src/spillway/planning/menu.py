@@ -239,6 +239,8 @@ def _figures(option: Option) -> tuple[float, ...]:
     return (
         option.rerun_seconds,
         option.kept_bytes,
+        # Of which this much may count once for it and the next block.
+        -option.output_bytes,
         option.sent_bytes - on_disk,
         on_disk,
         max((task.peak_bytes for task in option.forward), default=0),

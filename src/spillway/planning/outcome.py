@@ -38,6 +38,8 @@ class Outcome:
     """Saved values that are computed again."""
     given: frozenset[int]
     """Values that a re-run is handed."""
+    copied: frozenset[int]
+    """Values of which a region holds copies: shapes or the host hang on them, and code may write those unseen."""
     reach: int
     """How many operators a re-run goes through: it ends with the last value that is wanted."""
 
@@ -64,13 +66,15 @@ class Outcome:
         if is_region:
             # Whether or not an operator saved them.
             held.update(number for number, value in enumerate(values) if value.is_input)
-        held.update(number for each in block.operators if each.again is Again.GIVEN for number in each.makes)
+        given_anyway = {number for each in block.operators if each.again is Again.GIVEN for number in each.makes}
+        held |= given_anyway
         leaves = {
             number: decisions[number] is Decision.OFFLOAD_DISK
             for number in sorted(held, key=lambda number: leaves_at(block, number))
             if decisions[number] in _LEAVES and values[number].nbytes >= min_bytes
         }
-        return cls(runs, frozenset(held - leaves.keys()), leaves, again, given, reach)
+        copied = frozenset(given_anyway) if is_region else frozenset()
+        return cls(runs, frozenset(held - leaves.keys()), leaves, again, given, copied, reach)
 
 
 def _wanted_at(block: BlockProfile, number: int) -> int:

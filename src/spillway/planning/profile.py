@@ -81,6 +81,9 @@ class BackwardPart:
     """Most that is allocated in it, beyond what was before the backward, and beyond what is saved and still needed."""
     begin_bytes: Count
     """Of these, what is there when it begins: gradients on their way through the block."""
+    late_bytes: Count = 0
+    """Most while an operator's own code does not hold any more what it was given, beyond that. What was kept comes on
+    top, since autograd holds it longer: until gradients were summed up where a parameter was broadcast."""
 
 
 @dataclass(frozen=True, slots=True)

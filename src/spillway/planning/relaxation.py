@@ -150,16 +150,33 @@ class _Model:
         ends = len(self.places) + 1
         static = self._forecast.problem.static_bytes / MIB
         level = self._column(static, static)
+        shared = [self._shared(row) for row in range(ends)]
         for row in range(ends + 1):
-            level = self._level(level, "forward_peak", "kept", row, budget)
+            level = self._level(level, "forward_peak", "kept", row, budget, shared[row] if row < ends else None, -1.0)
         for row in range(ends - 1, -1, -1):
-            level = self._level(level, "backward_peak", "back_change", row, budget)
+            level = self._level(level, "backward_peak", "back_change", row, budget, shared[row], 1.0)
 
-    def _level(self, level: int, peak: str, change: str, row: int, budget: float) -> int:
+    def _shared(self, row: int) -> int | None:
+        """A column for what a block keeps of its input and the one before has kept, too: no more than either."""
+        if row < 2 or not (
+            self._forecast.column("output")[row - 1].any() and self._forecast.column("input")[row].any()
+        ):
+            return None
+        shared = self._column()
+        for name, place in (("output", row - 1), ("input", row)):
+            terms, _ = self._terms(name, place, 1 / MIB)
+            self._at_most([(shared, 1.0), *((column, -value) for column, value in terms)], 0.0)
+        return shared
+
+    def _level(
+        self, level: int, peak: str, change: str, row: int, budget: float, shared: int | None, sign_of_shared: float
+    ) -> int:
         above, by_peak = self._terms(peak, row, 1 / MIB)
         self._at_most([(level, 1.0), *above], budget - by_peak)
         after = self._column(-numpy.inf)
         changes, by_change = self._terms(change, row, 1 / MIB)
+        if shared is not None:
+            changes = [*changes, (shared, sign_of_shared)]
         for sign in (1.0, -1.0):
             self._at_most(
                 [(level, sign), (after, -sign), *((column, sign * value) for column, value in changes)],

@@ -92,6 +92,25 @@ class Option:
     forward: tuple[Task, ...]
     backward: tuple[Task, ...]
     """Re-runs, and the backward itself."""
+    output_bytes: int = 0
+    """Of what it keeps, an output of the block that is counted once more for whoever takes it."""
+    input_bytes: int = 0
+    """Of what it keeps, its inputs."""
+
+    def placed(self, prefix: str, by: int, twice: int) -> tuple[tuple[Task, ...], tuple[Task, ...]]:
+        """Its tasks as those of a block, forward and backward: see :meth:`Task.shifted`.
+
+        Args:
+            prefix: of their names.
+            by: where its keys begin.
+            twice: bytes that the block before has counted, too, from its forward's end to its backward's.
+        """
+        forward, backward = (tuple(task.shifted(prefix, by) for task in each) for each in (self.forward, self.backward))
+        if not twice:
+            return forward, backward
+        less = replace(forward[-1], change_bytes=forward[-1].change_bytes - twice)
+        more = replace(backward[-1], change_bytes=backward[-1].change_bytes + twice)
+        return (*forward[:-1], less), (*backward[:-1], more)
 
     @property
     def kept_bytes(self) -> int:
@@ -107,6 +126,14 @@ class Option:
     def rerun_seconds(self) -> float:
         """What is computed again."""
         return sum(task.seconds for task in self.backward if task.phase is Phase.RERUN)
+
+
+def counted_twice(output_bytes: int, input_bytes: int) -> int:
+    """Of what a block keeps of its output and the next one of its inputs, what is the same.
+
+    Where the next one keeps more than that one input, it is not known which is which, and nothing is said to be.
+    """
+    return output_bytes if output_bytes == input_bytes else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,9 +185,12 @@ class Problem:
             first.append(first[-1] + len(option.decisions))
         forward: list[Task] = []
         backward: list[Task] = []
+        before = 0
         for name, option, by in zip(self.names, options, first, strict=False):
-            forward += [task.shifted(f"{name} ", by) for task in option.forward]
-            backward[:0] = [task.shifted(f"{name} ", by) for task in option.backward]
+            there, back = option.placed(f"{name} ", by, counted_twice(before, option.input_bytes))
+            forward += there
+            backward[:0] = back
+            before = option.output_bytes
         return Program(self.static_bytes, (*self.before, *forward, *self.middle, *backward, *self.after))
 
 

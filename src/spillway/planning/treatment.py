@@ -12,8 +12,9 @@ of it: it is counted for both, which is too much as long as it is on its way.
 NOTE [ Outputs that are saved ]
 
 Whoever takes a block's output lets go of it, and counts it off then. If the block has saved it, it is still there: so
-it is counted once more for the block that holds it. Where both hold it, that is once too often: what is predicted too
-high fits, what is predicted too low does not.
+it is counted once more for the block that holds it. Where the next block keeps it, too, that is once too often, and is
+taken off where the two meet (:meth:`~spillway.planning.tasks.Problem.program`). Where one of them sends it away it is
+counted for both: what is predicted too high fits, what is predicted too low does not.
 
 NOTE [ What the host needs ]
 
@@ -31,7 +32,7 @@ that moves less, a byte that leaves costs the hundredth part of what the link ne
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import accumulate, pairwise
 
 from spillway.planning.outcome import Outcome, as_planned, leaves_at
@@ -57,7 +58,13 @@ def treat(block: BlockProfile, decisions: Sequence[Decision], *, min_bytes: int)
     """
     said = as_planned(block, decisions, min_bytes)
     outcome = Outcome.of(block, said, min_bytes)
-    return Option(tuple(said), _forward(block, outcome), _backward(block, outcome))
+    return Option(
+        tuple(said),
+        _forward(block, outcome),
+        _backward(block, outcome),
+        output_bytes=sum(block.values[number].nbytes for number in outcome.stays if _outlives(block, number)),
+        input_bytes=sum(block.values[number].nbytes for number in outcome.stays if block.values[number].is_input),
+    )
 
 
 def _levels(
@@ -110,6 +117,7 @@ def _forward(block: BlockProfile, outcome: Outcome) -> tuple[Task, ...]:
             # Who called the block lets go of its inputs, and of its outputs later on.
             change -= sum(value.nbytes for number, value in enumerate(values) if value.is_input and number not in held)
             change += sum(values[number].nbytes for number in held if _outlives(block, number))
+            change += sum(values[number].nbytes for number in outcome.copied)
         sends = tuple(
             Sent(number, values[number].nbytes, on_disk)
             for number, on_disk in outcome.leaves.items()
@@ -192,6 +200,8 @@ def _backward(block: BlockProfile, outcome: Outcome) -> tuple[Task, ...]:
         }
         freed |= over
         change = -sum(values[number].nbytes for number in over if number not in outcome.leaves)
+        if end == 0:
+            change -= sum(values[number].nbytes for number in outcome.copied)
         gradients = block.backward_change_bytes if end == 0 else 0
         share = (done[start] - done[end]) / done[-1] if count else 1.0
         tasks.append(
@@ -219,16 +229,18 @@ def _part_at(block: BlockProfile, place: int) -> BackwardPart:
 
 def _backward_peak(block: BlockProfile, outcome: Outcome, wanted_at: dict[int, int], start: int, end: int) -> int:
     """The most that backward takes between two places, beyond what there is at the first."""
+
+    def nbytes(numbers: Iterable[int], places: range) -> int:
+        saved = (number for number in numbers if block.values[number].saved_at is not None)
+        return sum(block.values[number].nbytes for number in saved if wanted_at[number] in places)
+
     peaks = [_part_at(block, start).peak_bytes]
     for part in block.backward_parts:
         if end < part.place <= start:
             # What is not needed any more by then was there at the first place.
-            gone = sum(
-                block.values[number].nbytes
-                for number in (*outcome.stays, *outcome.leaves, *outcome.again)
-                if block.values[number].saved_at is not None and part.place < wanted_at[number] <= start
-            )
-            peaks.append(part.peak_bytes - gone)
+            gone = nbytes((*outcome.stays, *outcome.leaves, *outcome.again), range(part.place + 1, start + 1))
+            kept = nbytes(outcome.stays, range(part.place, part.place + 1))
+            peaks.append(max(part.peak_bytes, part.late_bytes + kept if part.late_bytes else 0) - gone)
     return max(peaks)
 
 

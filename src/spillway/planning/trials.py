@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-from spillway.planning.tasks import Problem, Program, Rates, Task
+from spillway.planning.tasks import Problem, Program, Rates, Task, counted_twice
 from spillway.planning.timeline import Timeline
 
 Simulate: TypeAlias = Callable[[Program, Rates], Timeline]
@@ -30,8 +30,7 @@ class Trials:
         self._problem = problem
         self._simulate = simulate
         self._known: dict[Chosen, Timeline] = {}
-        self._forward: dict[tuple[int, int, int], tuple[Task, ...]] = {}
-        self._backward: dict[tuple[int, int, int], tuple[Task, ...]] = {}
+        self._placed: dict[tuple[int, int, int, int], tuple[tuple[Task, ...], tuple[Task, ...]]] = {}
         self.tasks = 0
         """How many were simulated: the measure of work, since a clock would give each rank another answer."""
 
@@ -53,18 +52,19 @@ class Trials:
     def program(self, chosen: Chosen) -> Program:
         """That of :meth:`~spillway.planning.tasks.Problem.program`. Tasks are made once for each block and option."""
         problem = self._problem
-        by = 0
+        by = before = 0
         forward: list[Task] = []
         backward: list[tuple[Task, ...]] = []
         for block, number in enumerate(chosen):
-            key = (block, number, by)
-            if key not in self._forward:
-                option, prefix = problem.options[block][number], f"{problem.names[block]} "
-                self._forward[key] = tuple(task.shifted(prefix, by) for task in option.forward)
-                self._backward[key] = tuple(task.shifted(prefix, by) for task in option.backward)
-            forward += self._forward[key]
-            backward.append(self._backward[key])
-            by += len(problem.options[block][number].decisions)
+            option = problem.options[block][number]
+            key = (block, number, by, counted_twice(before, option.input_bytes))
+            if key not in self._placed:
+                self._placed[key] = option.placed(f"{problem.names[block]} ", *key[2:])
+            there, again = self._placed[key]
+            forward += there
+            backward.append(again)
+            by += len(option.decisions)
+            before = option.output_bytes
         back = (task for each in reversed(backward) for task in each)
         return Program(problem.static_bytes, (*problem.before, *forward, *problem.middle, *back, *problem.after))
 

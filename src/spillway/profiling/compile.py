@@ -146,7 +146,7 @@ def _parts(weighed: Watched, probe: Probe, number: int, until: Place) -> tuple[B
     level = weighed.level(asked[0][0])
     runs = ("again", number) if ("again", number) in weighed.readings else asked[0][0]
     before = max(weighed.peak(begin, weighed.first_move(begin, runs)) - weighed.level(begin), 0)
-    parts = [BackwardPart(count, before, 0)]
+    parts = [BackwardPart(count, before, 0, 0)]
     for (since, place), (following, _) in zip(asked, [*asked[1:], (until, 0)], strict=True):
         # Of two places the one that is nearer to the block's begin counts: what was saved later was needed by both.
         lowest = min(place + 1, parts[-1].place, count)
@@ -155,8 +155,9 @@ def _parts(weighed: Watched, probe: Probe, number: int, until: Place) -> tuple[B
             for value in probe.values
             if value.maker is not None and value.saved_at is not None and min(value.saved_at + 1, count) > lowest
         )
-        peak, begin_level = weighed.peak(since, following) - level + gone, weighed.level(since) - level + gone
-        parts.append(BackwardPart(lowest, max(peak, 0), max(begin_level, 0)))
+        late = weighed.late_peak(since, following)
+        most = (weighed.peak(since, following), weighed.level(since), level - gone if late is None else late)
+        parts.append(BackwardPart(lowest, *(max(nbytes - level + gone, 0) for nbytes in most)))
     return tuple(parts)
 
 
@@ -166,7 +167,12 @@ def _fullest(calls: list[tuple[BackwardPart, ...]]) -> tuple[BackwardPart, ...]:
     if not calls or len({tuple(part.place for part in parts) for parts in calls}) > 1:
         return ()
     return tuple(
-        BackwardPart(alike[0].place, max(part.peak_bytes for part in alike), max(part.begin_bytes for part in alike))
+        BackwardPart(
+            alike[0].place,
+            max(part.peak_bytes for part in alike),
+            max(part.begin_bytes for part in alike),
+            max(part.late_bytes for part in alike),
+        )
         for alike in zip(*calls, strict=True)
     )
 

@@ -73,6 +73,8 @@ class FakeDevice(TorchDispatchMode):
         self.count = 0
         """How many storages there have been: the last one's number."""
         self._hardware = hardware
+        self.made = 0
+        """Bytes that were ever given out."""
         self._grain = 1 if device.type == "cpu" else _GRAIN
         self._known: dict[int, _Storage] = {}
         self._level = 0
@@ -186,6 +188,7 @@ class FakeDevice(TorchDispatchMode):
     def _count(self, found: _Storage, storage: torch.UntypedStorage) -> None:
         nbytes = self.rounded(storage.nbytes())
         self._level += nbytes - found.counted
+        self.made += max(nbytes - found.counted, 0)
         self._peak = max(self._peak, self._level)
         found.counted = nbytes
 
@@ -246,16 +249,21 @@ class FakeMeter(Meter):
     def __init__(self, device: FakeDevice) -> None:
         self._device = device
         self._instants: list[Reading] = []
+        self._made = device.made
 
     def mark(self) -> None:
-        peak = self._device.take_peak()
-        self._instants.append(Reading(self._device.seconds, self._device.level, peak))
+        device = self._device
+        self._instants.append(Reading(device.seconds, device.level, device.take_peak(), device.made - self._made))
+        self._made = device.made
 
     def finish(self) -> list[Reading]:
         if not self._instants:
             return []
         first, there = self._instants[0].seconds, self._device.before
-        return [Reading(each.seconds - first, each.level + there, each.peak + there) for each in self._instants]
+        return [
+            each._replace(seconds=each.seconds - first, level=each.level + there, peak=each.peak + there)
+            for each in self._instants
+        ]
 
 
 class FakeProbe(Probe):

@@ -31,6 +31,8 @@ class Reading(NamedTuple):
     """Bytes that are allocated."""
     peak: int
     """Most bytes that were since the instant before."""
+    made: int
+    """Bytes that were given out since the instant before, whatever was taken back."""
 
 
 class Meter(ABC):
@@ -52,14 +54,14 @@ class Meter(ABC):
         """Nobody wants to know any more."""
 
 
-def allocated(device: torch.device) -> tuple[int, int]:
-    """Bytes allocated on an accelerator, and the most since that was set back.
+def allocated(device: torch.device) -> tuple[int, int, int]:
+    """Bytes allocated on an accelerator, the most since that was set back, and all that were ever given out.
 
     What ``torch.accelerator.memory_allocated`` is made of, which sorts a hundred other figures for each answer.
     """
     index = device.index if device.index is not None else torch.accelerator.current_device_index()
     bytes_of_all = torch._C._accelerator_getDeviceStats(index)["allocated_bytes"]["all"]
-    return bytes_of_all["current"], bytes_of_all["peak"]
+    return bytes_of_all["current"], bytes_of_all["peak"], bytes_of_all["allocated"]
 
 
 def meter_of(device: torch.device) -> Meter:
@@ -72,24 +74,26 @@ class AcceleratorMeter(Meter):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._instants: list[tuple[torch.Event, int, int]] = []
+        self._instants: list[tuple[torch.Event, int, int, int]] = []
 
     def mark(self) -> None:
         event = torch.Event(self._device, enable_timing=True)
         event.record(torch.accelerator.current_stream(self._device))
-        level, peak = allocated(self._device)
+        level, peak, made = allocated(self._device)
         torch.accelerator.reset_peak_memory_stats(self._device)
-        self._instants.append((event, level, peak))
+        self._instants.append((event, level, peak, made))
 
     def finish(self) -> list[Reading]:
         torch.accelerator.synchronize(self._device)
         if not self._instants:
             return []
-        first = self._instants[0][0]
-        return [
-            Reading(first.elapsed_time(event) / 1e3 if event is not first else 0.0, level, peak)
-            for event, level, peak in self._instants
-        ]
+        first, *_, before = self._instants[0]
+        readings: list[Reading] = []
+        for event, level, peak, made in self._instants:
+            seconds = first.elapsed_time(event) / 1e3 if event is not first else 0.0
+            readings.append(Reading(seconds, level, peak, made - before))
+            before = made
+        return readings
 
 
 class CpuMeter(Meter):
@@ -111,12 +115,13 @@ class CpuMeter(Meter):
         readings: list[Reading] = []
         level, place = self._resident, 0
         for number, seconds in self._instants:
-            end, peak = places[number], level
+            end, peak, made = places[number], level, 0
             for nbytes in changes[place:end]:
                 level += nbytes
                 peak = max(peak, level)
+                made += max(nbytes, 0)
             place = end
-            readings.append(Reading(seconds - self._instants[0][1], level, peak))
+            readings.append(Reading(seconds - self._instants[0][1], level, peak, made))
         return readings
 
     def hears(self) -> bool:

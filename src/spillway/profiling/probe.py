@@ -79,7 +79,7 @@ class Probe:
     def _watch(self, trace: Trace) -> AbstractContextManager[object]:
         return _Watch(self, trace)
 
-    def ended(self, trace: Trace, packs: Packs) -> None:
+    def ended(self, trace: Trace, packs: Packs, given: Collection[int]) -> None:
         count = len(trace.calls)
         self.note_deaths(count)
         saved_at: dict[int, int] = {}
@@ -92,6 +92,7 @@ class Probe:
             maker = trace.makers.get(number)
             place = None if maker is None else trace.calls.index(maker)
             is_input = number in inputs and maker is None and self._may_leave(trace, number)
+            # What is still there may be so because the trace holds it, for a re-run.
             values.append(
                 Value(
                     nbytes=self._nbytes.get(number, 0) if maker is not None else _outside_bytes(trace, number),
@@ -99,7 +100,7 @@ class Probe:
                     is_input=is_input,
                     # When, is not written down of inputs: the first operators use them, as a rule.
                     saved_at=0 if is_input and number in packs.outside else saved_at.get(number),
-                    dies_at=self._dies_at.get(number, count + 1),
+                    dies_at=self._dies_at.get(number, count + (maker is None or number in given or not maker.held)),
                 )
             )
         self.saves_at = tuple(packs.saves_at)
@@ -108,7 +109,7 @@ class Probe:
         self._opaque = trace.values.opaque is not None
         self._alive.clear()
 
-    def asked(self, place: int) -> None:
+    def asked(self, place: int, tensor: torch.Tensor, handle: object) -> None:
         """Of its backward nothing is looked at here."""
 
     def read(self, shared: Collection[int]) -> None:
@@ -181,7 +182,7 @@ class Probe:
         """Bytes now, and the most since this was last asked."""
         if self._device.type == "cpu":
             return 0, 0
-        now, peak = allocated(self._device)
+        now, peak, _ = allocated(self._device)
         torch.accelerator.reset_peak_memory_stats(self._device)
         return now, peak
 
@@ -202,19 +203,19 @@ class WatchedRegion:
 
     Args:
         probe: also watches it, operator by operator.
-        asked: is told when backward is given what was saved after so many operators.
+        asked: is told when backward is given what was saved after so many operators, and gets that and its handle.
     """
 
-    def __init__(self, probe: Probe | None, asked: Callable[[int], None]) -> None:
+    def __init__(self, probe: Probe | None, asked: Callable[[int, torch.Tensor, object], None]) -> None:
         self._probe = probe
         self.asked = asked
 
     def watching(self, trace: Trace) -> AbstractContextManager[object]:
         return nullcontext() if self._probe is None else self._probe.watching(trace)
 
-    def ended(self, trace: Trace, packs: Packs) -> None:
+    def ended(self, trace: Trace, packs: Packs, given: Collection[int]) -> None:
         if self._probe is not None:
-            self._probe.ended(trace, packs)
+            self._probe.ended(trace, packs, given)
 
 
 def _keep_busy(device: torch.device) -> None:

@@ -23,6 +23,8 @@ import time
 import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -56,6 +58,8 @@ class Watched:
     order: list[Place] = field(default_factory=list)
     asked: list[tuple[int, int]] = field(default_factory=list)
     """Of each instant ``("asked", n)``: which call's backward was given what it had saved after how many operators."""
+    freed: list[int] = field(default_factory=list)
+    """Of each instant ``("let go", n)``: bytes of what a backward was given, and its own code holds no more."""
 
     def level(self, place: Place) -> int:
         """Bytes allocated at an instant, without those on their way."""
@@ -67,6 +71,32 @@ class Watched:
         between = [place for place in self.order[start + 1 : end + 1] if place[0] != "moved"]
         most = (self.readings[place].peak - self.carried[place] for place in between)
         return max(most, default=self.level(since))
+
+    def late_peak(self, since: Place, until: Place) -> int | None:
+        """As :meth:`peak`, but while an operator's backward does not hold any more what it was given, and without that.
+
+        ``None`` if it holds it to its end. An operator may have gradients summed up when its own code has returned.
+        """
+        start, end = self.order.index(since), self.order.index(until)
+        places = self.order[start : end + 1]
+        while places and places[-1][0] != "released":
+            places.pop()
+        left = sum(self.freed[number] for what, number in places if what == "let go")
+        most = None
+        freed = 0
+        for before, place in pairwise(places):
+            here, last = self.readings[place], self.readings[before]
+            if before[0] == "let go":
+                freed = self.freed[before[1]]
+                left -= freed
+            elif most is None:
+                continue
+            if place[0] != "moved":
+                # Of what is taken back at the interval's begin, the peak tells nothing but where it was passed again.
+                peak = here.peak if here.peak > last.level or not freed else last.level - max(freed - here.made, 0)
+                most = max(most or 0, peak - self.carried[place] - left)
+            freed = 0
+        return most
 
     def first_move(self, since: Place, until: Place) -> Place:
         """When lanes begin to carry more or less, between two instants; the second, if they do not."""
@@ -100,7 +130,10 @@ class Watch:
         self._host: dict[Place, float] = {}
         self._spent = 0.0
         self._asked: list[tuple[int, int]] = []
-        self._moves = 0
+        self._moves = self._releases = 0
+        self._freed: list[int] = []
+        self._given: dict[int, weakref.ref[object]] = {}
+        """What backward was given and has not let go of yet, and the handles of that."""
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._inputs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._closed = False
@@ -148,11 +181,16 @@ class Watch:
         """That has ended. Of several times, the last counts."""
         self._mark("ran", number)
 
-    def asked(self, number: int, place: int) -> None:
-        """A block's backward is given what it saved after so many operators."""
-        if not self._closed:
-            self._asked.append((number, place))
-            self._mark("asked", len(self._asked) - 1)
+    def asked(self, number: int, place: int, tensor: torch.Tensor, handle: object) -> None:
+        """A block's backward is given what it saved after so many operators, by a handle that autograd holds."""
+        if self._closed:
+            return
+        self._asked.append((number, place))
+        self._mark("asked", len(self._asked) - 1)
+        storage = tensor.untyped_storage()
+        # These are forgotten before there can be another object of the same number.
+        self._given[id(storage)] = weakref.ref(storage, partial(self._let_go, id(storage), storage.nbytes()))
+        self._given[id(handle)] = weakref.ref(handle, partial(self._released, id(handle)))
 
     def moves(self, begins: bool) -> None:
         """The mover begins its work, or has ended it. See NOTE [ What is on its way ]."""
@@ -170,7 +208,7 @@ class Watch:
         readings = dict(zip(self._order, found, strict=True))
         # Of an instant that came twice, the last counts, and the peak is that of both.
         order = list(dict.fromkeys(reversed(self._order)))[::-1]
-        return Watched(self._calls, readings, self._on_their_way, self._host, order, self._asked)
+        return Watched(self._calls, readings, self._on_their_way, self._host, order, self._asked, self._freed)
 
     def close(self) -> None:
         """Hooks that have not been called never are, and nothing is measured any more."""
@@ -179,6 +217,20 @@ class Watch:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+
+    def _released(self, key: int, _: weakref.ref[object]) -> None:
+        """An operator's backward has ended: autograd lets go of what it has saved for it."""
+        del self._given[key]
+        if not self._closed and self._meter.hears():
+            self._mark("released", self._releases)
+            self._releases += 1
+
+    def _let_go(self, key: int, nbytes: int, _: weakref.ref[object]) -> None:
+        """A backward's own code holds no more what it was given. It is still counted: it is about to be taken back."""
+        del self._given[key]
+        if not self._closed and self._meter.hears():
+            self._mark("let go", len(self._freed))
+            self._freed.append(nbytes)
 
     def _forget(self, number: int) -> None:
         self._calls.pop()

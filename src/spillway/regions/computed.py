@@ -73,13 +73,13 @@ class ComputedHandle:
 
 
 class WatchedHandle(ComputedHandle):
-    """One that says when backward has been given its tensor."""
+    """One that says when backward has been given its tensor: with that, and with itself."""
 
-    __slots__ = ("tell",)
+    __slots__ = ("__weakref__", "tell")
 
-    tell: Callable[[], None]
+    tell: Callable[[torch.Tensor, object], None]
 
     def unpack(self) -> torch.Tensor:
         tensor = super().unpack()
-        self.tell()
+        self.tell(tensor, self)
         return tensor

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from contextlib import AbstractContextManager
 from typing import Protocol
+
+import torch
 
 from spillway.regions.packs import Packs
 from spillway.regions.trace import Trace
@@ -16,10 +19,10 @@ class Observer(Protocol):
         """A context around the function, inside of the mode that writes the trace."""
         ...
 
-    def ended(self, trace: Trace, packs: Packs) -> None:
-        """The function has returned, and the trace is whole."""
+    def ended(self, trace: Trace, packs: Packs, given: Collection[int]) -> None:
+        """The function has returned, and the trace is whole; ``given``: the values that its caller has now."""
         ...
 
-    def asked(self, place: int) -> None:
-        """Backward has been given what autograd saved after so many operators."""
+    def asked(self, place: int, tensor: torch.Tensor, handle: object) -> None:
+        """Backward has been given what autograd saved after so many operators, by a handle that autograd holds."""
         ...

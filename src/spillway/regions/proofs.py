@@ -21,7 +21,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ROW = 1024
 _GO = 128
 
-Sums = tuple[torch.Tensor, torch.Tensor]
+Sums = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class Proofs:
@@ -89,19 +89,17 @@ def same_bits(a: Sequence[torch.Tensor | None], b: Sequence[torch.Tensor | None]
 
 
 def sums(tensor: torch.Tensor) -> Sums | None:
-    """Of its elements' bits, taken as integers: the sums of all rows, and that of each column.
+    """Of its elements' bits, taken as integers: the sums of rows, that of each column, and what is left of a row.
 
     A weaker fingerprint, which costs two readings of the tensor and nothing else, so that it can be taken of what every
-    region gives. ``None`` of what has no strides.
+    region gives, and is some thousandth part of it. ``None`` of what has no strides.
     """
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
         return None
-    bits = _words(tensor.detach())
-    if bits.dim() < 2:
-        bits = bits.flatten()
-        whole = bits.numel() // _ROW * _ROW
-        return bits[:whole].view(-1, _ROW).sum(1, dtype=torch.int64), bits[whole:].clone()
-    return bits.sum(-1, dtype=torch.int64), _columns(bits.flatten(0, -2))
+    words = _words(tensor.detach())
+    whole = words.numel() // _ROW * _ROW
+    rows = words[:whole].view(-1, _ROW)
+    return rows.sum(1, dtype=torch.int64), _columns(rows), words[whole:].clone()
 
 
 def _columns(rows: torch.Tensor) -> torch.Tensor:
@@ -118,15 +116,20 @@ def _columns(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
-    """Its bytes as integers, the widest that fit: fewer to add up."""
+    """Its bytes as integers in one dimension, the widest that fit: fewer to add up. As they lie in memory, if they can.
+
+    What is not dense is copied.
+    """
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     tensor = tensor.resolve_neg()
-    size = tensor.element_size()
-    row = tensor.shape[-1] * size if tensor.dim() else size
-    if row % 8 == 0 and tensor.is_contiguous() and tensor.storage_offset() * size % 8 == 0:
-        return tensor.flatten().view(torch.int64).view(*tensor.shape[:-1], row // 8)
-    return tensor.view(_INTEGERS[size])
+    if not tensor.is_contiguous():
+        strides = tensor.stride()
+        tensor = tensor.permute(sorted(range(tensor.dim()), key=lambda place: -strides[place]))
+    flat = tensor.flatten().contiguous()
+    if flat.nbytes % 8 == 0 and flat.storage_offset() * flat.element_size() % 8 == 0:
+        return flat.view(torch.int64)
+    return flat.view(_INTEGERS[flat.element_size()])
 
 
 def same_sums(a: Sequence[Sums | None], b: Sequence[Sums | None]) -> bool:

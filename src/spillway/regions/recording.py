@@ -15,7 +15,7 @@ from spillway.records import Decision
 from spillway.regions.calls import Call
 from spillway.regions.generators import given_generator, state_of
 from spillway.regions.labels import Unseen
-from spillway.regions.schema import facts_of
+from spillway.regions.schema import facts_of_call
 from spillway.regions.tensors import aliases_of, are_same, nbytes_of, split
 from spillway.regions.trace import Trace
 
@@ -85,12 +85,10 @@ class Recording(TorchDispatchMode):
         trace = self._trace
         place = len(trace.calls)
         like = self._script[place] if place < len(self._script) else None
-        if like is None or like.func is not func:
-            like, facts = None, facts_of(func)
+        if like is None or like.func is not func or not like.facts.is_plain:
+            like, facts = None, facts_of_call(func, args)
         else:
             facts = like.facts
-            if not facts.is_plain:
-                like = None
         if facts.ignored or ((facts.is_label or self._unseen.depth) and self._unseen(func, args)):
             return func(*args, **kwargs)
         if facts.casts and trace.is_cast(trace.values, args):

@@ -361,7 +361,7 @@ class Region:
             self._find_unknown()
         trace.settle()
         if self._observer is not None:
-            self._observer.ended(trace, self._packs)
+            self._observer.ended(trace, self._packs, trace.values_in(output))
             self._observer = None
         wanted = [(value, len(trace.calls)) for value in range(trace.count)] if self._reentrant else self._wanted()
         self._rerun.wanted = wanted

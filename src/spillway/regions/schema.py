@@ -43,6 +43,9 @@ _SETTLED_TAGS = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output
 # Ties may be broken differently in a second run, and what is routed by it would go elsewhere.
 _SETTLED = {"aten::topk", "aten::multinomial"}
 
+# Of these, the places that are set are taken.
+_MASKS = {torch.bool, torch.uint8}
+
 # These write their running statistics, and their schema does not say so.
 _SILENT_WRITERS: dict[str, tuple[Key, ...]] = {
     "aten::native_batch_norm": (3, 4),
@@ -77,6 +80,15 @@ def facts_of(operator: Any) -> Facts:
     if known is None:
         known = _known[id(operator)] = operator, _read(operator)
     return known[1]
+
+
+def facts_of_call(operator: Any, args: tuple[Any, ...]) -> Facts:
+    """The facts of a call: to index with places, and not with a mask, gives a shape that hangs on shapes alone."""
+    facts = facts_of(operator)
+    if operator is not torch.ops.aten.index.Tensor:
+        return facts
+    masked = any(each is not None and each.dtype in _MASKS for each in args[1])
+    return facts._replace(is_settled=masked, is_plain=False)
 
 
 _known: dict[int, tuple[Any, Facts]] = {}

@@ -27,6 +27,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from spillway.errors import UnsupportedError
 from spillway.regions.calls import Argument, Call, Form
@@ -171,6 +172,11 @@ class Trace:
             if self.outside[value].is_dead():
                 self.outside[value].before = None
         self.writes_outside = any(outside.before is not None for outside in self.outside.values())
+
+    def values_in(self, output: Any) -> set[int]:
+        """What the function gives its caller."""
+        found = map(self.values.find, tensors_in(tree_leaves(output)))
+        return {value for value in found if value is not None}
 
     def share(self) -> None:
         """Have what is said of operators in common with other regions.
