@@ -104,6 +104,9 @@ class Planned:
     """By how many operators ran before it: its name, as ``"aten::mm.default"``, and what is done with what it gives."""
     inputs: Decision = Decision.KEEP
     """What is done with the region's inputs."""
+    recomputes: bool = True
+    """Whether anything that is saved is computed again. An attached block of which nothing is, is no region: what is
+    not named stays."""
 
     def decision(self, place: int, operator: Any) -> Decision:
         """What is done with what the operator gives, which is the one at a place."""

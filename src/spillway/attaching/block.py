@@ -1,4 +1,4 @@
-"""A block's call: its forward as a region, or left alone by the offload policy around it."""
+"""A block's call: its forward as a region, with what it saves sent away, or left alone by the policy around it."""
 
 from __future__ import annotations
 
@@ -18,9 +18,12 @@ from spillway.blocks import Named
 from spillway.capture.location import Locator
 from spillway.errors import RecomputeError, UsageError
 from spillway.offloading import keep
+from spillway.operators import Planned
 from spillway.recomputing import Recompute, call_region
 from spillway.regions.observer import Observer
+from spillway.regions.region import Surroundings, surroundings
 from spillway.regions.rerun import in_rerun
+from spillway.regions.sending import Sending
 from spillway.session import Session
 
 
@@ -56,6 +59,7 @@ class RegionCall(ModuleCall):
         """Whether there are regions inside."""
         self._session = session
         self._number = _Number()
+        self._sending: Sending | None = None
         self._is_lazy = _has_lazy(named.module)
         self._forward = RegionForward(self.module, self.region)
 
@@ -98,8 +102,22 @@ class RegionCall(ModuleCall):
         how = self.how
         if how is None:
             return forward(*args, **kwargs)
+        sending = self._sending_of(how)
+        if sending is not None:
+            return sending(forward, args, kwargs, self._session if self._session is not None else Session.default())
         run = _Run(self, module, forward, how, self._number.now)
         return self.runner(how, run, args, kwargs, self._session, self.observer)
+
+    def _sending_of(self, how: Recompute) -> Sending | None:
+        """By what it is called, if nothing of it is computed again, nobody watches, and no other region is around."""
+        planned = how.policy
+        if not isinstance(planned, Planned) or planned.recomputes or self.observer is not None:
+            return None
+        if not torch.is_grad_enabled() or in_rerun() or surroundings() is Surroundings.TORCH:
+            return None
+        if self._sending is None or self._sending.planned is not planned:
+            self._sending = Sending(planned)
+        return self._sending
 
 
 class _Run:

@@ -580,9 +580,9 @@ def _is_frozen(call: RegionCall) -> bool:
 
 
 def how_of(block: BlockPlan) -> Recompute | None:
-    """The options of a block's region; ``None``: it is left alone."""
+    """How a block is called; ``None``: it is left alone."""
     if block.plain:
         return None
     decisions = {each.place: (each.operator, each.decision) for each in block.operators}
     inputs = Decision.KEEP if block.inputs is Decision.RECOMPUTE else block.inputs
-    return Recompute(policy=Planned(decisions, inputs))
+    return Recompute(policy=Planned(decisions, inputs, block.recomputes))

@@ -6,8 +6,8 @@ Given a price of a preserved byte in seconds, the cheapest set of preserved valu
 each value is preserved or computed again, and what is computed again needs what it reads, which again is preserved or
 computed. Its linear program has whole numbers for a solution. All prices together give the lower convex hull of seconds
 over bytes (Lagrange's relaxation; the hull is found by halving between two neighbours, as in Aneja and Nair 1979);
-what lies above the hull is had by mixing blocks. Of each set, as many of the first values as one likes may leave; the
-inputs leave together, since a plan says one thing of all of them.
+what lies above the hull is had by mixing blocks. Of each set, as many of the first values as one likes may leave (and
+of the set of all, of the largest); the inputs leave together, since a plan says one thing of all of them.
 
 What is written after it was made cannot be preserved: whoever needs it needs its maker and its writers to run.
 """
@@ -54,25 +54,36 @@ def menu(block: BlockProfile, *, min_bytes: int, allow: Collection[str] = ALL) -
         sets = [frozenset()]
     found: dict[tuple[Decision, ...], Option] = {}
     for preserved in sets:
-        for decisions in _spread(block, preserved, tiers, min_bytes, keeps="keep" in allow or not tiers):
-            if decisions not in found:
-                found[decisions] = treat(block, decisions, min_bytes=min_bytes)
+        # Where nothing is computed again, the host takes little but for what leaves: few large values cost it least.
+        for by_size in (False, True) if preserved == sets[0] else (False,):
+            spread = _spread(block, preserved, tiers, min_bytes, keeps="keep" in allow or not tiers, by_size=by_size)
+            for decisions in spread:
+                if decisions not in found:
+                    found[decisions] = treat(block, decisions, min_bytes=min_bytes)
     return _worthwhile(found.values())
 
 
 def _spread(
-    block: BlockProfile, preserved: frozenset[int], tiers: Sequence[Decision], min_bytes: int, *, keeps: bool
+    block: BlockProfile,
+    preserved: frozenset[int],
+    tiers: Sequence[Decision],
+    min_bytes: int,
+    *,
+    keeps: bool,
+    by_size: bool,
 ) -> Iterable[tuple[Decision, ...]]:
-    """The set, with nothing, the inputs, or ever more of the first values leaving."""
+    """The set, with nothing, the inputs, or ever more of the first values leaving, or of the largest."""
     inputs = [number for number, value in enumerate(block.values) if value.is_input]
     stays = [
         Decision.KEEP if number in preserved or number in inputs else Decision.RECOMPUTE
         for number in range(len(block.values))
     ]
     candidates = sorted(preserved, key=lambda number: (block.values[number].saved_at or 0, number))
+    if by_size:
+        candidates.sort(key=lambda number: -block.values[number].nbytes)
     leaving = [_made_with(block, number) for number in candidates if block.values[number].nbytes >= min_bytes]
     if any(block.values[number].nbytes >= min_bytes for number in inputs):
-        leaving.insert(0, tuple(inputs))
+        leaving.insert(len(leaving) if by_size else 0, tuple(inputs))
     if keeps or not leaving:
         yield tuple(stays)
     sizes = np.cumsum([sum(block.values[number].nbytes for number in numbers) for numbers in leaving])

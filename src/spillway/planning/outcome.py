@@ -9,8 +9,8 @@ then what it reads is wanted too. What nobody wants is not run, but while the co
 NOTE [ What a plan can say ]
 
 A plan says one thing of all that an operator makes, and one of all inputs: so does what is treated here. What shapes or
-the host hang on stays. Where there is a region at all, what runs again in any case is not kept (no plan names it), and
-neither is what is written after it was made. A block that is left alone keeps these, too.
+the host hang on stays. Where there is a region, what runs again in any case is not kept (no plan names it), and neither
+is what is written after it was made. A block of which nothing is computed again is no region, and keeps these, too.
 """
 
 from __future__ import annotations
@@ -60,10 +60,7 @@ class Outcome:
             if value.saved_at is not None and number not in again and (value.maker is not None or value.is_input)
         }
         held |= given
-        is_region = bool(again) or any(
-            decisions[number] in _LEAVES and values[number].nbytes >= min_bytes for number in held
-        )
-        if is_region:
+        if again:
             # Whether or not an operator saved them.
             held.update(number for number, value in enumerate(values) if value.is_input)
         given_anyway = {number for each in block.operators if each.again is Again.GIVEN for number in each.makes}
@@ -73,7 +70,7 @@ class Outcome:
             for number in sorted(held, key=lambda number: leaves_at(block, number))
             if decisions[number] in _LEAVES and values[number].nbytes >= min_bytes
         }
-        copied = frozenset(given_anyway) if is_region else frozenset()
+        copied = frozenset(given_anyway) if again else frozenset()
         return cls(runs, frozenset(held - leaves.keys()), leaves, again, given, copied, reach)
 
 
@@ -144,18 +141,14 @@ def as_planned(block: BlockProfile, decisions: Sequence[Decision], min_bytes: in
             decision = Decision.RECOMPUTE if decision is Decision.RECOMPUTE else Decision.KEEP
         for number in each.makes:
             said[number] = decision
-    if any(_needs_a_region(value, decision, min_bytes) for value, decision in zip(values, said, strict=True)):
+    if any(_needs_a_region(value, decision) for value, decision in zip(values, said, strict=True)):
         for number in again:
             said[number] = Decision.RECOMPUTE
     return said
 
 
-def _needs_a_region(value: Value, decision: Decision, min_bytes: int) -> bool:
-    if value.saved_at is None or (value.maker is None and not value.is_input):
-        return False
-    if decision is Decision.RECOMPUTE:
-        return value.maker is not None
-    return decision in _LEAVES and value.nbytes >= min_bytes
+def _needs_a_region(value: Value, decision: Decision) -> bool:
+    return value.saved_at is not None and value.maker is not None and decision is Decision.RECOMPUTE
 
 
 def leaves_at(block: BlockProfile, number: int) -> int:

@@ -19,7 +19,10 @@ SCHEMA = 1
 
 @dataclass(frozen=True, slots=True)
 class OperatorPlan:
-    """What is done with what one operator of a block gives. One that is not named is computed again."""
+    """What is done with what one operator of a block gives.
+
+    One that is not named is computed again, or stays where nothing is (:attr:`BlockPlan.recomputes`).
+    """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
@@ -51,13 +54,16 @@ class BlockPlan:
     """Leave it."""
     rerun_seconds: Seconds
     """What is computed again."""
+    recomputes: bool = True
+    """Whether anything is; else what is not named stays."""
 
     def __str__(self) -> str:
         if self.plain:
             return f"{self.name}: keeps all of its {format_bytes(self.kept_bytes)}"
+        again = f"{format_seconds(self.rerun_seconds)} again" if self.recomputes else "nothing again"
         return (
             f"{self.name}: keeps {format_bytes(self.kept_bytes)}, sends away {format_bytes(self.sent_bytes)}, computes "
-            f"{format_seconds(self.rerun_seconds)} again"
+            f"{again}"
         )
 
 
@@ -153,10 +159,10 @@ def planned_block(name: str, block: BlockProfile, option: Option) -> BlockPlan:
         if not each.makes or each.again is not Again.FREE:
             continue
         decision = option.decisions[each.makes[0]]
-        if decision is Decision.RECOMPUTE:
+        leaves = not sent.isdisjoint(each.makes)
+        if decision is Decision.RECOMPUTE or not (reruns or leaves):
             continue
         nbytes = sum(block.values[number].nbytes for number in each.makes)
-        leaves = not sent.isdisjoint(each.makes)
         price = each.seconds / nbytes * 1e12 if nbytes else 0.0
         operators.append(
             OperatorPlan(
@@ -176,6 +182,7 @@ def planned_block(name: str, block: BlockProfile, option: Option) -> BlockPlan:
         kept_bytes=option.kept_bytes,
         sent_bytes=option.sent_bytes,
         rerun_seconds=option.rerun_seconds,
+        recomputes=reruns,
     )
 
 

@@ -371,7 +371,7 @@ _EMPTY = Problem(0, (), (), (), (), (), _ANY_RATES, 0)
 
 def _decisions(block: BlockProfile, planned: BlockPlan) -> list[Decision]:
     """For each value of a block, what its plan says."""
-    rest = Decision.KEEP if planned.plain else Decision.RECOMPUTE
+    rest = Decision.KEEP if planned.plain or not planned.recomputes else Decision.RECOMPUTE
     decisions = [planned.inputs if value.is_input else rest for value in block.values]
     for each in planned.operators:
         if each.place >= len(block.operators) or block.operators[each.place].name != each.operator:

@@ -144,7 +144,8 @@ def _forward_host(block: BlockProfile, outcome: Outcome) -> float:
         return 0.0
     if not (outcome.again or outcome.leaves):
         return block.host.plain
-    return block.host.region + _host_by_operator(block) * (len(outcome.stays) + _SEND * len(outcome.leaves))
+    watched = block.host.region if outcome.again else block.host.plain
+    return watched + _host_by_operator(block) * (len(outcome.stays) + _SEND * len(outcome.leaves))
 
 
 def _host_by_operator(block: BlockProfile) -> float:

@@ -114,7 +114,7 @@ def _operators(kind: BlockProfile, block: BlockPlan, option: Option, outcome: Ou
             decision, reason = "keep", "the block is left alone" if block.plain else "shapes or the host hang on it"
         elif place in outcome.runs:
             decision, reason = "recompute", f"runs again: {price}"
-        elif option.decisions[each.makes[0]] is Decision.RECOMPUTE:
+        elif option.decisions[each.makes[0]] is Decision.RECOMPUTE or outcome.stays.isdisjoint(each.makes):
             decision, reason = "let go", "backward does not need it"
         else:
             decision, reason = "keep", f"stays: {price} to compute again"

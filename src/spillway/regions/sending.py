@@ -1,0 +1,160 @@
+"""A block of which nothing is computed again: what it saves leaves or stays by the order in which it is saved.
+
+NOTE [ By the order ]
+
+A plan names operators. To know which one made what is saved, each must be seen, and that takes the host several times
+as long as to queue it. But a block saves the same things in the same order in each of its calls. So its operators are
+seen in one call, and it is written down what was decided about the first, the second, the third thing that was saved;
+the calls after that go by this order, and operators are not looked at.
+
+Nothing hangs on it but memory: whatever leaves comes back as it was, and nothing is computed again. Where what is saved
+is of another type or has another number of dimensions than it had, the order is another one: the rest stays, and in the
+next call operators are seen again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from spillway.capture.dynamo import keep_out
+from spillway.capture.handles import Handle, KeptHandle, unpack
+from spillway.capture.hooks import Pass, refuse_transforms
+from spillway.capture.identity import is_parameter
+from spillway.operators import Choices, Planned
+from spillway.records import Decision
+from spillway.regions.recording import Recording
+from spillway.regions.tensors import PLAIN, tensors_in
+from spillway.regions.trace import Trace
+from spillway.session import Session
+
+_Saved = tuple[torch.dtype, int, Decision | None]
+"""Type and number of dimensions of what was saved, and what was decided. ``None``: it is alive anyway."""
+
+
+class Sending:
+    """Calls a function whose saved tensors leave or stay as a plan says. See NOTE [ By the order ].
+
+    Args:
+        planned: the decisions. What it does not name stays.
+    """
+
+    def __init__(self, planned: Planned) -> None:
+        self.planned = planned
+        self._order: Sequence[_Saved] | None = None
+
+    @torch._disable_dynamo  # type: ignore[attr-defined, untyped-decorator, unused-ignore]
+    def __call__(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], session: Session
+    ) -> Any:
+        """What the function gives, called once."""
+        refuse_transforms()
+        keep_out()
+        session.check_open()
+        passage = session.current_pass()
+        order = self._order
+        call: _Call = _Seen(passage, self.planned, args, kwargs) if order is None else _Followed(passage, order)
+        with saved_tensors_hooks(call.pack, unpack), call.watching():
+            output = function(*args, **kwargs)
+        self._order = call.order()
+        with torch._C._DisableTorchDispatch():
+            passage.flush()
+        return output
+
+
+class _Call:
+    """One call: its pack hook."""
+
+    def __init__(self, passage: Pass) -> None:
+        self._passage = passage
+
+    def pack(self, tensor: torch.Tensor) -> Handle:
+        """The hook."""
+        if type(tensor) not in PLAIN:
+            # A wrapper's own code may have to run.
+            with _disable_current_modes():
+                return self._packed(tensor)
+        with torch._C._DisableTorchDispatch():
+            return self._packed(tensor)
+
+    def _packed(self, tensor: torch.Tensor) -> Handle:
+        decision = self.decided(tensor)
+        self._passage.advance()
+        return KeptHandle(tensor) if decision is None else self._passage.save(tensor, decision)
+
+    def decided(self, tensor: torch.Tensor) -> Decision | None:
+        """What becomes of what is saved now."""
+        raise NotImplementedError
+
+    def watching(self) -> AbstractContextManager[object]:
+        """A context around the function."""
+        return nullcontext()
+
+    def order(self) -> Sequence[_Saved] | None:
+        """What the next call goes by, once the function has returned."""
+        raise NotImplementedError
+
+
+class _Followed(_Call):
+    """A call that goes by the order of an earlier one."""
+
+    def __init__(self, passage: Pass, order: Sequence[_Saved]) -> None:
+        super().__init__(passage)
+        self._order = order
+        self._place = 0
+        self._differs = False
+
+    def decided(self, tensor: torch.Tensor) -> Decision | None:
+        place = self._place
+        self._place += 1
+        if not self._differs and place < len(self._order):
+            dtype, dim, decision = self._order[place]
+            if tensor.dtype is dtype and tensor.dim() == dim:
+                return decision
+        self._differs = True
+        return Decision.KEEP
+
+    def order(self) -> Sequence[_Saved] | None:
+        return None if self._differs or self._place < len(self._order) else self._order
+
+
+class _Seen(_Call):
+    """A call whose operators are seen."""
+
+    def __init__(self, passage: Pass, planned: Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        super().__init__(passage)
+        self._planned = planned
+        self._trace = Trace()
+        self._trace.take_inputs([leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)])
+        self._inputs = {value for values in self._trace.inputs for value in values}
+        self._order: list[_Saved] = []
+
+    def watching(self) -> AbstractContextManager[object]:
+        return Recording(self._trace, Choices((), (), None), None, root=None, draws=False)
+
+    def decided(self, tensor: torch.Tensor) -> Decision | None:
+        decision = self._by_maker(tensor)
+        self._order.append((tensor.dtype, tensor.dim(), decision))
+        return decision
+
+    def order(self) -> Sequence[_Saved]:
+        return tuple(self._order)
+
+    def _by_maker(self, tensor: torch.Tensor) -> Decision | None:
+        trace = self._trace
+        values = [value for part in tensors_in((tensor,)) if (value := trace.values.find(part)) is not None]
+        makers = [trace.makers[value] for value in values if value in trace.makers]
+        if makers:
+            planned = {self._planned.decision(trace.calls.index(maker), maker.func) for maker in makers}
+            decision = planned.pop()
+            return Decision.KEEP if planned or decision is Decision.RECOMPUTE else decision
+        if is_parameter(tensor) or not values or not self._inputs.issuperset(values):
+            return None
+        # What needs no grad, as a mask, is not this block's alone.
+        return self._planned.inputs if tensor.requires_grad else None

@@ -1,0 +1,225 @@
+"""Blocks of which nothing is computed again: they go by the order in which they save, and operators are seen once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import spillway
+from budgets import KINDS, Kind, hardware, one_step, train
+from spillway.planning.plan import BlockPlan, planned_block
+from spillway.planning.treatment import treat
+from spillway.records import Decision
+from spillway.regions.recording import Recording
+from spillway.testing import AdversaryBackend
+from steps import Block
+
+KiB = 1024
+HOST, DISK = Decision.OFFLOAD_HOST, Decision.OFFLOAD_DISK
+
+
+@pytest.fixture(params=[0, 64 * KiB, 1 << 30], ids=["no window", "small window", "large window"])
+def session(request: pytest.FixtureRequest) -> Iterator[spillway.Session]:
+    adversary = AdversaryBackend()
+    with spillway.Session(backend=adversary.serve, window=request.param) as session:
+        yield session
+    adversary.check()
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows with each block whose operators are seen."""
+    found: list[int] = []
+    enter = Recording.__enter__
+
+    def counted(self: Recording) -> Recording:
+        found.append(1)
+        return enter(self)
+
+    monkeypatch.setattr(Recording, "__enter__", counted)
+    return found
+
+
+def plan_of(model: nn.Module, batch: Tensor, session: spillway.Session, to: Decision = HOST) -> spillway.Plan:
+    """One by which all that can leave does, and nothing is computed again."""
+    profile = replace(spillway.profile(model, batch, session=session), min_bytes=KiB)
+    options = [treat(kind, [to] * len(kind.values), min_bytes=KiB) for kind in profile.kinds]
+    blocks = tuple(planned_block(call.name, profile.kinds[call.kind], options[call.kind]) for call in profile.calls)
+    window = max(session.runtime(batch.device).window, 1)
+    return replace(spillway.plan(profile, budget="1TiB", hardware=hardware()), blocks=blocks, window=window)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("to", [HOST, DISK], ids=["host", "disk"])
+def test_gradients_are_plains_and_operators_are_seen_once(
+    kind: Kind, to: Decision, session: spillway.Session, seen: list[int]
+) -> None:
+    batch = kind.batch()
+    wanted = train(kind.model(), batch, 4)
+    model = kind.model()
+    plan = plan_of(model, batch[: len(batch) // 2], session, to)
+    assert plan.rerun_seconds == 0 and not any(block.recomputes or block.plain for block in plan.blocks)
+    model = kind.model()
+    seen.clear()
+    with spillway.attach(model, plan=plan, min_bytes=KiB, session=session) as attached:
+        counts = []
+        got = train(model, batch, 4, after=lambda: counts.append(len(seen)))
+        stats = attached.stats()
+    assert all(map(torch.equal, chain.from_iterable(got), chain.from_iterable(wanted)))
+    assert counts == [len(plan.blocks)] * 4
+    assert stats.recomputed_bytes == 0
+    assert stats.notes == ()
+
+
+def test_what_leaves_is_what_the_plan_says(session: spillway.Session) -> None:
+    model, batch = KINDS[0].model(), KINDS[0].batch()
+    plan = plan_of(model, batch, session)
+    with spillway.attach(model, plan=plan, min_bytes=KiB, session=session) as attached:
+        one_step(model, batch)
+        assert attached.stats().offloaded_bytes == plan.sent_bytes > 0
+        for _ in range(3):
+            one_step(model, batch)
+            stats = attached.stats()
+            # By then it is known what backward asks for before it has left.
+            assert stats.offloaded_bytes <= plan.sent_bytes <= stats.offloaded_bytes + stats.reused_bytes
+
+
+class Turning(nn.Module):
+    """Saves other things once it has turned."""
+
+    def __init__(self, other: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+        self.other = other
+        self.turned = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return x + (self.other(y) if self.turned else y.tanh().exp())
+
+
+@pytest.mark.parametrize(
+    ("other", "notices"),
+    [
+        (lambda y: y.tanh(), True),
+        (lambda y: y.tanh().exp().sin(), True),
+        (lambda y: y.tanh().view(-1, 8, 8).exp().flatten(1), True),
+        (lambda y: y.double().tanh().exp().float(), True),
+        (lambda y: y.sigmoid().exp(), False),
+    ],
+    ids=["less", "more", "other dimensions", "other type", "the same"],
+)
+def test_a_block_that_saves_otherwise_is_seen_again_and_is_right_meanwhile(
+    other: Callable[[Tensor], Tensor], notices: bool, session: spillway.Session, seen: list[int]
+) -> None:
+    def build() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(64, 64), *(Turning(other) for _ in range(3)), nn.Linear(64, 8))
+
+    batch = torch.randn(256, 64)
+    plain, ours = build(), build()
+    plan = plan_of(build(), batch, session)
+    seen.clear()
+    with spillway.attach(ours, plan=plan, min_bytes=KiB, session=session):
+        for step, (turned, sees) in enumerate([(False, 3), (False, 0), (True, 0), (True, 3), (True, 0)]):
+            for model in (plain, ours):
+                for block in model:
+                    if isinstance(block, Turning):
+                        block.turned = turned
+            before = len(seen)
+            assert all(map(torch.equal, one_step(ours, batch), one_step(plain, batch)))
+            assert len(seen) - before == (sees if notices or step < 3 else 0), step
+
+
+def test_graphs_may_be_kept_and_gone_through_twice_and_in_any_order(session: spillway.Session) -> None:
+    model, batch = KINDS[1].model(), KINDS[1].batch()
+    plan = plan_of(model, batch, session)
+    other = torch.randn_like(batch)
+
+    def gradients() -> list[Any]:
+        losses = [model(each).square().mean() for each in (batch, other)]
+        parameters = list(model.parameters())
+        found = []
+        for loss in (losses[0], losses[1], losses[0]):
+            found += torch.autograd.grad(loss, parameters, retain_graph=True)
+        return found
+
+    wanted = gradients()
+    with spillway.attach(model, plan=plan, min_bytes=KiB, session=session):
+        for _ in range(3):
+            assert all(map(torch.equal, gradients(), wanted))
+
+
+def test_within_another_checkpoint_and_without_gradients(session: spillway.Session) -> None:
+    model, batch = KINDS[0].model(), KINDS[0].batch()
+    plan = plan_of(model, batch, session)
+    wanted, without = one_step(model, batch), model(batch).detach()
+
+    def outer() -> list[Tensor]:
+        loss = torch.utils.checkpoint.checkpoint(model, batch, use_reentrant=False).square().mean()
+        loss.backward()
+        found = [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+        model.zero_grad()
+        return found
+
+    with spillway.attach(model, plan=plan, min_bytes=KiB, session=session):
+        for _ in range(2):
+            assert all(map(torch.equal, outer(), wanted))
+            assert all(map(torch.equal, one_step(model, batch), wanted))
+            with torch.no_grad():
+                assert torch.equal(model(batch), without)
+
+
+def test_an_error_leaves_no_hook_and_the_next_step_is_right(session: spillway.Session) -> None:
+    model, batch = KINDS[0].model(), KINDS[0].batch()
+    plan = plan_of(model, batch, session)
+    wanted = one_step(model, batch)
+    with spillway.attach(model, plan=plan, min_bytes=KiB, session=session):
+        for _ in range(2):
+            handle = model[2].register_forward_hook(fails)
+            with pytest.raises(RuntimeError, match="on purpose"):
+                one_step(model, batch)
+            handle.remove()
+            model.zero_grad()
+            assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+            assert torch._C._len_torch_dispatch_stack() == 0
+            assert all(map(torch.equal, one_step(model, batch), wanted))
+
+
+def fails(module: nn.Module, args: object, output: object) -> None:
+    raise RuntimeError("on purpose")
+
+
+def test_what_autocast_makes_of_weights_stays(session: spillway.Session) -> None:
+    torch.manual_seed(0)
+    model, batch = (
+        nn.Sequential(nn.Linear(64, 64), *(Block(64) for _ in range(3)), nn.Linear(64, 8)),
+        torch.randn(64, 64),
+    )
+
+    def step() -> list[Tensor]:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(batch).float().square().mean()
+        loss.backward()
+        found = [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+        model.zero_grad()
+        return found
+
+    wanted = step()
+    profile = replace(spillway.profile(model, batch, session=session), min_bytes=KiB)
+    plan = spillway.plan(profile, budget="1TiB", hardware=hardware())
+    everything = tuple(
+        BlockPlan(block.name, False, Decision.OFFLOAD_HOST, (), 0, 1, 0.0, recomputes=False) for block in plan.blocks
+    )
+    plan = replace(plan, blocks=everything)
+    weights = sum(2 * p.numel() for p in model.parameters())
+    with spillway.attach(model, plan=plan, min_bytes=KiB, session=session) as attached:
+        assert all(map(torch.equal, step(), wanted))
+        assert 0 < attached.stats().offloaded_bytes <= 3 * batch.nbytes < weights
+        assert all(map(torch.equal, step(), wanted))
