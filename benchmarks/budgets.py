@@ -121,7 +121,9 @@ def llama(shape: str, layers: int, tokens: int) -> Callable[[torch.device], tupl
     def make(device: torch.device) -> tuple[nn.Module, Tensor]:
         stack = make_stack(shape, layers, tokens, device, torch.bfloat16)
         size = stack.layers[0].shape.hidden
-        return stack, torch.randn(1, tokens, size, device=device, dtype=torch.bfloat16, requires_grad=True)
+        # As after an embedding.
+        model = nn.Sequential(nn.Linear(64, size, device=device, dtype=torch.bfloat16), stack)
+        return model, torch.randn(1, tokens, 64, device=device, dtype=torch.bfloat16)
 
     return make
 

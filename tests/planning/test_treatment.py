@@ -339,6 +339,21 @@ def test_what_a_backward_needs_is_that_of_the_part_in_which_it_is_by_hand() -> N
     assert peaks == [("again", 110), ("backward", 150), ("backward", 120), ("backward", 90)]
 
 
+def test_what_is_saved_twice_is_asked_for_where_it_was_saved_last_and_is_gone_where_it_was_saved_first() -> None:
+    values = list(BY_HAND.values)
+    values[NORMED] = replace(values[NORMED], saved_last_at=3)
+    block = replace(BY_HAND, values=tuple(values))
+    sent = treat(block, [KEEP, KEEP, HOST, KEEP, KEEP, KEEP], min_bytes=0)
+    tasks = [(task.takes, task.drops) for task in sent.backward]
+    assert tasks == [((NORMED,), ()), ((), (NORMED,))]
+    once = treat(BY_HAND, [KEEP, KEEP, HOST, KEEP, KEEP, KEEP], min_bytes=0)
+    assert [(task.takes, task.drops) for task in once.backward] == [((), ()), ((NORMED,), (NORMED,))]
+    # What runs again for it runs earlier.
+    again = treat(block, [KEEP, KEEP, AGAIN, KEEP, KEEP, KEEP], min_bytes=0)
+    assert again.backward[0].phase is Phase.RERUN
+    assert treat(BY_HAND, [KEEP, KEEP, AGAIN, KEEP, KEEP, KEEP], min_bytes=0).backward[1].phase is Phase.RERUN
+
+
 def test_what_is_kept_is_there_until_gradients_are_summed_up_and_what_comes_back_is_not() -> None:
     parts = (*PARTS[:2], replace(PARTS[2], late_bytes=119), *PARTS[3:])
     block = replace(BY_HAND, backward_parts=tuple(replace(part, peak_bytes=120) for part in parts))

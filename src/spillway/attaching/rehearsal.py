@@ -227,7 +227,7 @@ class FakeRegion:
             return
         if value is not None and maker is None:
             self._packs.add(NOT_WANTED)
-            self._packs.outside.add(value)
+            self._packs.outside[value] = len(trace.calls)
             return
         if maker is not None and maker.is_given:
             return

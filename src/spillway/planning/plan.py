@@ -14,7 +14,7 @@ from spillway.planning.tasks import Option, Phase
 from spillway.records import Decision
 from spillway.units import format_bytes, format_seconds
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from pydantic import ConfigDict, TypeAdapter
 from spillway.planning.files import STRICT, Count, Seconds, is_none, read_file, read_json, write_file
 from spillway.units import format_bytes
 
-SCHEMA = 2
+SCHEMA = 3
 
 
 class Again(enum.Enum):
@@ -50,6 +50,14 @@ class Value:
     """How many operators had run when autograd saved it first; ``None``: it does not."""
     dies_at: Count = 0
     """How many operators had run when the block's own code held it no more. One more than there are: it outlives."""
+    saved_last_at: Count | None = None
+    """How many operators had run when autograd saved it last: there backward asks for it first. ``None``: ``saved_at``.
+    """
+
+    @property
+    def asked_at(self) -> int | None:
+        """How many operators had run where backward asks for it first."""
+        return self.saved_at if self.saved_last_at is None else self.saved_last_at
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,6 +303,11 @@ def _check_numbers(block: BlockProfile, where: str) -> None:
                 raise is_none("profile", maker, f"{value.maker}, which does not make it by its own word", SCHEMA)
         if value.saved_at is not None:
             _check_below(value.saved_at, len(block.operators) + 1, f"{where}.values.{number}.saved_at", "operators")
+        if value.saved_last_at is not None:
+            last = f"{where}.values.{number}.saved_last_at"
+            _check_below(value.saved_last_at, len(block.operators) + 1, last, "operators")
+            if value.saved_at is None or value.saved_last_at < value.saved_at:
+                raise is_none("profile", last, f"{value.saved_last_at}, before it was saved first", SCHEMA)
 
 
 def _check_below(number: int, count: int, place: str, what: str) -> None:

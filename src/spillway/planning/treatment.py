@@ -174,12 +174,13 @@ def _backward(block: BlockProfile, outcome: Outcome) -> tuple[Task, ...]:
     if not any(weights):
         weights = [1.0] * count
     done = list(accumulate(weights, initial=0.0))
-    wanted_at = {
-        number: min((value.saved_at if value.saved_at is not None else 0) + 1, count)
-        for number, value in enumerate(values)
-    }
-    rerun_at = max((wanted_at[number] for number in outcome.again), default=None)
-    cuts = {count, 0, *(wanted_at[number] for number in outcome.leaves if values[number].saved_at is not None)}
+    wanted_at = {number: min((value.saved_at or 0) + 1, count) for number, value in enumerate(values)}
+    """To where it is wanted."""
+    asked_at = {number: min((value.asked_at or 0) + 1, count) for number, value in enumerate(values)}
+    """From where on."""
+    rerun_at = max((asked_at[number] for number in outcome.again), default=None)
+    taken = [number for number in outcome.leaves if values[number].saved_at is not None]
+    cuts = {count, 0, *(places[number] for number in taken for places in (wanted_at, asked_at))}
     if rerun_at is not None:
         cuts.add(rerun_at)
     places = sorted(cuts, reverse=True)
@@ -189,11 +190,7 @@ def _backward(block: BlockProfile, outcome: Outcome) -> tuple[Task, ...]:
     for start, end in list(pairwise(places)) or [(0, 0)]:
         if start == rerun_at:
             tasks.append(_rerun(block, outcome, _part_at(block, start).begin_bytes))
-        takes = tuple(
-            number
-            for number in sorted(outcome.leaves, key=lambda number: -wanted_at[number])
-            if values[number].saved_at is not None and wanted_at[number] == start
-        )
+        takes = tuple(number for number in taken if asked_at[number] == start)
         over = {
             number
             for number in (*outcome.stays, *outcome.leaves, *outcome.again)

@@ -83,9 +83,11 @@ class Probe:
         count = len(trace.calls)
         self.note_deaths(count)
         saved_at: dict[int, int] = {}
+        saved_last_at = dict(packs.outside)
         for pack in packs.all:
             for value in pack.values:
                 saved_at.setdefault(value, pack.place)
+                saved_last_at[value] = pack.place
         inputs = {value for values in trace.inputs for value in values}
         values = []
         for number in range(trace.count):
@@ -98,8 +100,9 @@ class Probe:
                     nbytes=self._nbytes.get(number, 0) if maker is not None else _outside_bytes(trace, number),
                     maker=place,
                     is_input=is_input,
-                    # When, is not written down of inputs: the first operators use them, as a rule.
+                    # Inputs may leave at once.
                     saved_at=0 if is_input and number in packs.outside else saved_at.get(number),
+                    saved_last_at=saved_last_at.get(number) if is_input or number in saved_at else None,
                     dies_at=self._dies_at.get(number, count + (maker is None or number in given or not maker.held)),
                 )
             )
@@ -122,7 +125,7 @@ class Probe:
         calls, values = self._ended
         others = {value for place in shared if place < len(self._inputs) for value in self._inputs[place]}
         self.values = tuple(
-            replace(value, is_input=False, saved_at=None) if number in others else value
+            replace(value, is_input=False, saved_at=None, saved_last_at=None) if number in others else value
             for number, value in enumerate(values)
         )
         self._wait()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -43,7 +42,8 @@ class Slowness:
             until = ("back", number - 1) if number else ("first", 0)
             if until in watched.readings and ("back", number) in watched.readings:
                 backward.append(_ratio(watched.host_seconds(("back", number), until), option.backward))
-        return cls(statistics.median(forward or [1.0]), statistics.median(backward or [1.0]))
+        # Of all blocks the one that waited least for the device: see NOTE [ The host's clock ] in ``watch.py``.
+        return cls(min(forward, default=1.0), min(backward, default=1.0))
 
     @classmethod
     def most(cls, ranks: Sequence[Slowness]) -> Slowness:

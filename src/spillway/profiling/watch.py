@@ -13,7 +13,8 @@ instants they are a constant, and can be taken off. What was allocated meanwhile
 NOTE [ The host's clock ]
 
 The host queues work ahead of the device, and may be the slower of the two. It is timed without what it spends on this
-watch. Where the queue is full it waits for the device, and is timed too long: of several calls, the shortest counts.
+watch. Where the queue is full it waits for the device, and is timed too long. So a pass in which it is timed begins on
+a device that has nothing to do, and of several calls the shortest counts: when that was made, the queue was not full.
 """
 
 from __future__ import annotations

@@ -43,8 +43,8 @@ class Packs:
     def __init__(self, *, stops_early: bool) -> None:
         self.all: list[Pack] = []
         self.stops_early = stops_early
-        self.outside: set[int] = set()
-        """Values from outside that autograd saved, and that are alive anyway."""
+        self.outside: dict[int, int] = {}
+        """Values from outside that autograd saved, and that are alive anyway: how many operators had run at last."""
         self.saves_at: list[int] = []
         """After how many operators autograd saved something for another operator than before: then what it saved for
         the earlier ones can leave. Only where somebody watches."""

@@ -232,7 +232,7 @@ class Region:
                 return KeptHandle(tensor)
             if values and not makers and self._is_alive_anyway(values):
                 self._packs.add(NOT_WANTED)
-                self._packs.outside.update(values)
+                self._packs.outside.update(dict.fromkeys(values, len(trace.calls)))
                 return self._passage.alias(tensor) if self._surroundings is Surroundings.PASS else KeptHandle(tensor)
         pack = Pack(len(trace.calls), values)
         decision = self._decided(pack, makers)
