@@ -111,8 +111,8 @@ def _columns(rows: torch.Tensor) -> torch.Tensor:
     whole = rows.shape[0] // _GO * _GO
     if whole < _GO * 2:
         return rows.sum(0, dtype=torch.int64)
-    parts = rows[:whole].reshape(-1, _GO, rows.shape[1]).sum(1, dtype=torch.int64)
-    return parts.sum(0) + rows[whole:].sum(0, dtype=torch.int64)
+    total = rows[:whole].reshape(-1, _GO, rows.shape[1]).sum(1, dtype=torch.int64).sum(0)
+    return total if whole == rows.shape[0] else total + rows[whole:].sum(0, dtype=torch.int64)
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
