@@ -290,7 +290,10 @@ class Gradient:
         with torch.no_grad():
             work = self.held.work_dtype
             orders = [order for order in self.shared.norms if order != math.inf or tensor.numel()]
-            return {order: torch.linalg.vector_norm(tensor, order, dtype=work) for order in orders}
+            if tensor.device.type == "cpu" or not tensor.numel():
+                return {order: torch.linalg.vector_norm(tensor, order, dtype=work) for order in orders}
+            # As clip_grad_norm_ takes it there: another kernel's last bit may be another.
+            return {order: torch._foreach_norm([tensor], order, dtype=work)[0] for order in orders}
 
     def _settle(self) -> None:
         """What has come so far becomes the sum, with its factors."""

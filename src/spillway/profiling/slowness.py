@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -42,8 +43,9 @@ class Slowness:
             until = ("back", number - 1) if number else ("first", 0)
             if until in watched.readings and ("back", number) in watched.readings:
                 backward.append(_ratio(watched.host_seconds(("back", number), until), option.backward))
-        # Of all blocks the one that waited least for the device: see NOTE [ The host's clock ] in ``watch.py``.
-        return cls(min(forward, default=1.0), min(backward, default=1.0))
+        # In forward the queue fills up. In backward it may be full: there the block counts that waited least. See
+        # NOTE [ The host's clock ] in ``watch.py``.
+        return cls(statistics.median(forward or [1.0]), min(backward, default=1.0))
 
     @classmethod
     def most(cls, ranks: Sequence[Slowness]) -> Slowness:
