@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -182,6 +183,23 @@ def of_budgets(result: Result) -> list[str]:
     return [conditions, "", *table([*heading, "found in"], *rows)]
 
 
+# budgets.py: one budget of one model a row.
+
+
+def of_pairs(result: Result) -> list[str]:
+    """Of each model, what came of its budgets."""
+    rows = [["model", "budgets", "kept to", "peak off by, median", "at most", "step off by, median"]]
+    for model in dict.fromkeys(row["model"] for row in result["rows"]):
+        its = [row for row in result["rows"] if row["model"] == model]
+        peaks, steps = (
+            sorted(abs(row[f"predicted_{what}"] - row[what]) / row[what] for row in its) for what in ("peak", "seconds")
+        )
+        kept = sum(row["peak"] <= row["budget"] for row in its)
+        offs = (f"{off:.1%}" for off in (statistics.median(peaks), peaks[-1], statistics.median(steps)))
+        rows.append([model, str(len(its)), str(kept), *offs])
+    return [where_and_when(result), "", *table(*rows)]
+
+
 # resnet.py: one ratio a row.
 
 
@@ -242,6 +260,7 @@ KINDS: dict[str, Callable[[Result], list[str]]] = {
     "part": of_ranks,
     "parameters": of_optimizers,
     "asked": of_budgets,
+    "stages_peak": of_pairs,
     "ratio": of_ratios,
 }
 """By what a row has that those of the other benchmarks have not."""
