@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import chain
@@ -135,6 +137,78 @@ def test_a_block_that_saves_otherwise_is_seen_again_and_is_right_meanwhile(
             before = len(seen)
             assert all(map(torch.equal, one_step(ours, batch), one_step(plain, batch)))
             assert len(seen) - before == (sees if notices or step < 3 else 0), step
+
+
+class Flat(nn.Module):
+    """Works on rows, whatever dimensions they have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(x).tanh().exp()
+
+
+def test_arguments_of_other_dimensions_have_an_order_of_their_own(session: spillway.Session, seen: list[int]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), *(Flat() for _ in range(3)), nn.Linear(64, 8))
+    batches = torch.randn(256, 64), torch.randn(16, 16, 64)
+    plan = plan_of(model, batches[0], session)
+    wanted = [one_step(model, batch) for batch in batches]
+    seen.clear()
+    with spillway.attach(model, plan=plan, min_bytes=KiB, session=session):
+        for turn in range(3):
+            for batch, plain in zip(batches, wanted, strict=True):
+                assert all(map(torch.equal, one_step(model, batch), plain))
+            assert len(seen) == 6, turn
+
+
+class Remembering(nn.Module):
+    """Writes what it did not make, and reads what it does not save."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+        self.state: Tensor | None = None
+        self.register_buffer("counted", torch.zeros(64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.state is not None
+        y = self.linear(x).tanh()
+        self.counted += y.detach().sum(0)
+        self.state.copy_(y)
+        return x + y.exp()
+
+
+@pytest.mark.parametrize("raises", [False, True], ids=["dropped", "raised"])
+def test_what_a_call_has_seen_goes_with_its_graph(raises: bool, session: spillway.Session) -> None:
+    torch.manual_seed(0)
+    blocks = [Remembering() for _ in range(3)]
+    model, batch = nn.Sequential(nn.Linear(64, 64), *blocks, nn.Linear(64, 8)), torch.randn(32, 64)
+
+    def begin() -> list[weakref.ref[Tensor]]:
+        for block in blocks:
+            block.state = torch.zeros(32, 64)
+        return [weakref.ref(block.state) for block in blocks if block.state is not None]
+
+    begin()
+    plan = plan_of(model, batch, session)
+    with spillway.attach(model, plan=plan, min_bytes=KiB, session=session):
+        for _ in range(3):
+            states = begin()
+            handle = model[-1].register_forward_hook(fails) if raises else None
+            try:
+                loss = model(batch).sum()
+                del loss
+            except RuntimeError:
+                assert raises
+            if handle is not None:
+                handle.remove()
+            for block in blocks:
+                block.state = None
+            gc.collect()
+            assert [state() for state in states] == [None] * 3
 
 
 def test_graphs_may_be_kept_and_gone_through_twice_and_in_any_order(session: spillway.Session) -> None:

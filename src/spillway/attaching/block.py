@@ -104,7 +104,9 @@ class RegionCall(ModuleCall):
             return forward(*args, **kwargs)
         sending = self._sending_of(how)
         if sending is not None:
-            return sending(forward, args, kwargs, self._session if self._session is not None else Session.default())
+            session = self._session if self._session is not None else Session.default()
+            session.check_open()
+            return sending(forward, args, kwargs, session.current_pass())
         run = _Run(self, module, forward, how, self._number.now)
         return self.runner(how, run, args, kwargs, self._session, self.observer)
 

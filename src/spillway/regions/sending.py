@@ -9,7 +9,9 @@ the calls after that go by this order, and operators are not looked at.
 
 Nothing hangs on it but memory: whatever leaves comes back as it was, and nothing is computed again. Where what is saved
 is of another type or has another number of dimensions than it had, the order is another one: the rest stays, and in the
-next call operators are seen again.
+next call operators are seen again. Calls whose arguments are told apart in that way have orders of their own.
+
+Autograd holds the pack hook for as long as what it packed, and so the call: what that has seen goes when it has ended.
 """
 
 from __future__ import annotations
@@ -30,12 +32,14 @@ from spillway.capture.identity import is_parameter
 from spillway.operators import Choices, Planned
 from spillway.records import Decision
 from spillway.regions.recording import Recording
+from spillway.regions.schema import Facts
 from spillway.regions.tensors import PLAIN, tensors_in
 from spillway.regions.trace import Trace
-from spillway.session import Session
 
 _Saved = tuple[torch.dtype, int, Decision | None]
 """Type and number of dimensions of what was saved, and what was decided. ``None``: it is alive anyway."""
+_Arguments = tuple[tuple[torch.dtype, int], ...]
+_MOST_ORDERS = 8
 
 
 class Sending:
@@ -47,22 +51,29 @@ class Sending:
 
     def __init__(self, planned: Planned) -> None:
         self.planned = planned
-        self._order: Sequence[_Saved] | None = None
+        self._orders: dict[_Arguments, Sequence[_Saved]] = {}
 
     @torch._disable_dynamo  # type: ignore[attr-defined, untyped-decorator, unused-ignore]
     def __call__(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], session: Session
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], passage: Pass
     ) -> Any:
-        """What the function gives, called once."""
+        """What the function gives, called once in a pass."""
         refuse_transforms()
         keep_out()
-        session.check_open()
-        passage = session.current_pass()
-        order = self._order
-        call: _Call = _Seen(passage, self.planned, args, kwargs) if order is None else _Followed(passage, order)
-        with saved_tensors_hooks(call.pack, unpack), call.watching():
-            output = function(*args, **kwargs)
-        self._order = call.order()
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        arguments = tuple([(tensor.dtype, tensor.dim()) for tensor in tensors])
+        order = self._orders.pop(arguments, None)
+        call: _Call = _Seen(passage, self.planned, tensors) if order is None else _Followed(passage, order)
+        del tensors
+        try:
+            with saved_tensors_hooks(call.pack, unpack), call.watching():
+                output = function(*args, **kwargs)
+        finally:
+            order = call.end()
+        if order is not None:
+            if len(self._orders) >= _MOST_ORDERS:
+                self._orders.clear()
+            self._orders[arguments] = order
         with torch._C._DisableTorchDispatch():
             passage.flush()
         return output
@@ -96,8 +107,8 @@ class _Call:
         """A context around the function."""
         return nullcontext()
 
-    def order(self) -> Sequence[_Saved] | None:
-        """What the next call goes by, once the function has returned."""
+    def end(self) -> Sequence[_Saved] | None:
+        """The function has ended; gives what the next call goes by, if it has come to its end."""
         raise NotImplementedError
 
 
@@ -120,18 +131,27 @@ class _Followed(_Call):
         self._differs = True
         return Decision.KEEP
 
-    def order(self) -> Sequence[_Saved] | None:
+    def end(self) -> Sequence[_Saved] | None:
         return None if self._differs or self._place < len(self._order) else self._order
+
+
+class _Makers(Trace):
+    """Of what is written it need not know what it was before: nothing runs again."""
+
+    def written(
+        self, facts: Facts, args: tuple[Any, ...], kwargs: dict[str, Any], reads: tuple[int, ...], *, seen: int
+    ) -> tuple[int, ...]:
+        return ()
 
 
 class _Seen(_Call):
     """A call whose operators are seen."""
 
-    def __init__(self, passage: Pass, planned: Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(self, passage: Pass, planned: Planned, tensors: Sequence[torch.Tensor]) -> None:
         super().__init__(passage)
         self._planned = planned
-        self._trace = Trace()
-        self._trace.take_inputs([leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)])
+        self._trace = _Makers()
+        self._trace.take_inputs(tensors)
         self._inputs = {value for values in self._trace.inputs for value in values}
         self._order: list[_Saved] = []
 
@@ -143,7 +163,8 @@ class _Seen(_Call):
         self._order.append((tensor.dtype, tensor.dim(), decision))
         return decision
 
-    def order(self) -> Sequence[_Saved]:
+    def end(self) -> Sequence[_Saved]:
+        self._trace = _Makers()
         return tuple(self._order)
 
     def _by_maker(self, tensor: torch.Tensor) -> Decision | None:
