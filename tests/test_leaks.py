@@ -379,22 +379,3 @@ def test_trim_gives_host_memory_back(tmp_path: Path) -> None:
         assert session.trim() > 0
         assert session.host_bytes == 0
         step(small_model(), small_batch(), spillway.offload(min_bytes=0, tier="host", session=session))
-
-
-@pytest.mark.parametrize("offload", [(), "inputs"], ids=["kept", "sent"])
-def test_what_a_region_writes_with_a_history_dies_with_the_graph(session: Session, offload: str | tuple[()]) -> None:
-    x, w = torch.randn(32, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True)
-    states: list[Tensor] = []
-
-    def region(x: Tensor) -> Tensor:
-        return x + states[0].copy_((x @ w).tanh()).exp()
-
-    for _ in range(3):
-        states.append(torch.zeros(32, 8))
-        memory = weakref.ref(states[0].untyped_storage())
-        loss = spillway.recompute(region, x * 1, offload=offload, session=session).sum()
-        assert states[0].grad_fn is not None
-        states.clear()
-        del loss
-        gc.collect()
-        assert memory() is None

@@ -29,8 +29,8 @@ class Outside:
         self.has_gradient = tensor.requires_grad
         storage = None if is_input or not is_strided(tensor) else tensor.untyped_storage()
         self._storage: Callable[[], torch.UntypedStorage | None] = _none if storage is None else weakref.ref(storage)
-        self.held = _without_history(tensor) if holds and storage is not None and not self.has_gradient else None
-        """An alias of it, if it might be made anew (from a list, from an array) and have another content then."""
+        self.held = tensor if holds and storage is not None and not self.has_gradient else None
+        """The tensor itself, if it might be made anew (from a list, from an array) and have another content then."""
         self.content: list[Any] | None = None
         """What a small constant of the host's holds, where nothing can stand for it."""
         if not holds and not is_input and not self.has_gradient and is_strided(tensor):
@@ -70,14 +70,6 @@ class Outside:
         """Whether it was written since the region first read it, by somebody else."""
         tensor = self.tensor()
         return tensor is not None and self.before is None and _version(tensor) != self.version
-
-
-def _without_history(tensor: torch.Tensor) -> torch.Tensor:
-    """The same bytes. The tensor itself may get a history that holds its region, by being written."""
-    if type(tensor) is not torch.Tensor:
-        return tensor
-    with torch._C._DisableTorchDispatch():
-        return tensor.detach()
 
 
 def _tracker(tensor: torch.Tensor) -> Callable[[], torch.Tensor | None]:
