@@ -282,7 +282,9 @@ def test_the_peak_of_a_plan_is_the_predicted_one(kind: Kind, share: float, sessi
         assert attached.plan is not None and attached.measured is not None and attached.profile is not None
         assert "anew" not in attached.explain()
         activations = attached.measured.peak_bytes - attached.profile.static_bytes
-        assert abs(attached.plan.predicted_peak - attached.measured.peak_bytes) <= 0.02 * activations
+        off = (attached.plan.predicted_peak - attached.measured.peak_bytes) / activations
+        # What has been sent and is still in use counts twice as long as it is on its way: see treatment.py.
+        assert -0.02 <= off <= (0.1 if attached.plan.sent_bytes else 0.02)
 
 
 # Several, and others
