@@ -66,6 +66,42 @@ def test_how_slow_it_was_is_told_of_regions_alone() -> None:
     assert told == replace(HOST, region=pytest.approx(0.0075))
 
 
+def test_in_backward_the_block_counts_that_waited_least_and_in_forward_the_one_in_the_middle() -> None:
+    profile = Slowness(4.0, 4.0).told(PROFILE)
+    plan = spillway.plan(profile, budget=profile.static_bytes + int(0.5 * profile.saved_bytes), hardware="h200")
+    treated = [number for number, block in enumerate(plan.blocks) if not block.plain]
+    assert len(treated) > 2
+    seen = watched(profile, plan, 1.5, 1.2)
+    # All but one waited for room in the queue, or were late.
+    for direction, ends in (("end", treated[:1]), ("back", treated[:-1])):
+        for number in ends:
+            later = [place for place, at in seen.host.items() if at >= seen.host[direction, number]]
+            if direction == "back":
+                later.remove(("back", number))
+            for place in later:
+                seen.host[place] += 1000.0
+    found = Slowness.of(profile, plan, seen)
+    assert found.forward == pytest.approx(1.5)
+    assert found.backward == pytest.approx(1.2)
+
+
+def test_where_the_host_is_timed_a_pass_begins_on_an_idle_device(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[int] = []
+    monkeypatch.setattr(meter.CpuMeter, "wait", lambda self: waits.append(1))
+    kind = NAMED["mlp"]
+    model, batch = kind.model(), kind.batch()
+    with attached_to(model, "8GiB", session) as attached:
+        told = []
+        while attached.stage != "holding":
+            before = len(waits)
+            one_step(model, batch)
+            told.append((str(attached.stage), len(waits) - before))
+    # The stage is that of the pass that has just been made.
+    assert {stage for stage, count in told if count} == {"measuring", "checking"}, told
+
+
 def test_a_step_of_other_blocks_says_nothing() -> None:
     plan = spillway.plan(PROFILE, budget="1TiB", hardware="h200")
     other = watched(PROFILE, plan, 9.0, 9.0)

@@ -50,7 +50,7 @@ from spillway.errors import BudgetError, UsageError
 from spillway.operators import Planned
 from spillway.planning.plan import BlockPlan, Plan
 from spillway.planning.profile import Outside, Profile
-from spillway.profiling.compile import compile_profile, queues
+from spillway.profiling.compile import compile_profile
 from spillway.profiling.meter import allocated
 from spillway.profiling.probe import Probe, WatchedRegion
 from spillway.profiling.slowness import Slowness
@@ -96,6 +96,8 @@ class Stage(enum.Enum):
 
 _SEEKING = (Stage.TRACING, Stage.WEIGHING, Stage.MEASURING)
 """Before there is a profile."""
+_TIMED = (Stage.MEASURING, Stage.CHECKING)
+"""Where it counts what the host takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +234,6 @@ class Pilot:
             self._known = self._tell()
         if self.stage is not Stage.HOLDING:
             self._has_traced = False
-            self._catch_up()
             self._watch = self._new_watch()
 
     def finish(self) -> None:
@@ -502,7 +503,7 @@ class Pilot:
         return Probe(self._device)
 
     def _new_watch(self) -> Watch:
-        watch = Watch(self._device, self._carried)
+        watch = Watch(self._device, self._carried, times_host=self.stage in _TIMED)
         if self._weighs:
             self._mover().listen(watch.moves)
         return watch
@@ -511,11 +512,6 @@ class Pilot:
     def _weighs(self) -> bool:
         """Whether a block's backward is watched within."""
         return self.stage is Stage.WEIGHING
-
-    def _catch_up(self) -> None:
-        """Where the host is timed, it begins when the device has nothing to do: no queue is full at first."""
-        if self.stage in (Stage.MEASURING, Stage.CHECKING) and queues(self._device):
-            torch.accelerator.synchronize(self._device)
 
     def _take_watch(self) -> Watch | None:
         watch, self._watch = self._watch, None

@@ -111,9 +111,6 @@ class Rehearsal(Pilot):
     def _new_watch(self) -> Watch:
         return Watch(META, lambda: 0, FakeMeter(self._fake))
 
-    def _catch_up(self) -> None:
-        """There is no queue."""
-
     @property
     def _weighs(self) -> bool:
         return True

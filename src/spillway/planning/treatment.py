@@ -19,10 +19,10 @@ counted for both: what is predicted too high fits, what is predicted too low doe
 NOTE [ What the host needs ]
 
 A block that is left alone is queued in a fraction of the time that a region takes, which is watched operator by
-operator. What else it does is put in multiples of what a region takes beyond that for each operator: to keep a tensor
-once, to send one four times, to bring it back three times as much. These are guesses between rough readings of
-Llama-8B's block on an H200's host (1.4 for a kept one; 2.5, and 6 beside a busy device, for a sent one). A checked step
-corrects them.
+operator; so is one of which nothing is computed again, but for what it keeps and sends. What else is done is put in
+multiples of what a region takes beyond that for each operator: to keep a tensor once, to send one four times, to bring
+it back three times as much. These are guesses between rough readings of Llama-8B's block on an H200's host (1.4 for a
+kept one; 2.5, and 6 beside a busy device, for a sent one). A checked step corrects them.
 
 NOTE [ What is free ]
 
@@ -144,8 +144,8 @@ def _forward_host(block: BlockProfile, outcome: Outcome) -> float:
         return 0.0
     if not (outcome.again or outcome.leaves):
         return block.host.plain
-    watched = block.host.region if outcome.again else block.host.plain
-    return watched + _host_by_operator(block) * (len(outcome.stays) + _SEND * len(outcome.leaves))
+    queued = block.host.region if outcome.again else block.host.plain
+    return queued + _host_by_operator(block) * (len(outcome.stays) + _SEND * len(outcome.leaves))
 
 
 def _host_by_operator(block: BlockProfile) -> float:

@@ -50,6 +50,9 @@ class Meter(ABC):
         """Whether an instant of the calling thread can be told."""
         return True
 
+    def wait(self) -> None:  # noqa: B027
+        """Until the device has nothing to do."""
+
     def close(self) -> None:  # noqa: B027
         """Nobody wants to know any more."""
 
@@ -83,8 +86,11 @@ class AcceleratorMeter(Meter):
         torch.accelerator.reset_peak_memory_stats(self._device)
         self._instants.append((event, level, peak, made))
 
-    def finish(self) -> list[Reading]:
+    def wait(self) -> None:
         torch.accelerator.synchronize(self._device)
+
+    def finish(self) -> list[Reading]:
+        self.wait()
         if not self._instants:
             return []
         first, *_, before = self._instants[0]

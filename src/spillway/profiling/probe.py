@@ -94,7 +94,6 @@ class Probe:
             maker = trace.makers.get(number)
             place = None if maker is None else trace.calls.index(maker)
             is_input = number in inputs and maker is None and self._may_leave(trace, number)
-            # What is still there may be so because the trace holds it, for a re-run.
             values.append(
                 Value(
                     nbytes=self._nbytes.get(number, 0) if maker is not None else _outside_bytes(trace, number),
@@ -103,6 +102,7 @@ class Probe:
                     # Inputs may leave at once.
                     saved_at=0 if is_input and number in packs.outside else saved_at.get(number),
                     saved_last_at=saved_last_at.get(number) if is_input or number in saved_at else None,
+                    # What is still there may be so because the trace holds it, for a re-run.
                     dies_at=self._dies_at.get(number, count + (maker is None or number in given or not maker.held)),
                 )
             )

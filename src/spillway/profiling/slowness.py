@@ -18,7 +18,7 @@ _WORTH = 1.1
 
 @dataclass(frozen=True, slots=True)
 class Slowness:
-    """What the host took in a planned step for each second that was predicted, of the blocks that are regions."""
+    """What the host took in a planned step for each second that was predicted, of blocks that are not left alone."""
 
     forward: float = 1.0
     backward: float = 1.0

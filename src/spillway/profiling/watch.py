@@ -120,10 +120,20 @@ class Watch:
         device: where the model computes.
         carried: bytes that are on their way, now.
         meter: that reads the instants. ``None``: the device's.
+        times_host: whether it counts what the host takes: see NOTE [ The host's clock ].
     """
 
-    def __init__(self, device: torch.device, carried: Callable[[], int], meter: Meter | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        carried: Callable[[], int],
+        meter: Meter | None = None,
+        *,
+        times_host: bool = False,
+    ) -> None:
         self._meter = meter_of(device) if meter is None else meter
+        if times_host:
+            self._meter.wait()
         self._carried = carried
         self._calls: list[WatchedCall] = []
         self._order: list[Place] = []

@@ -38,7 +38,6 @@ from typing import Any
 import torch
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from spillway.capture.handles import Handle, KeptHandle, unpack
@@ -54,7 +53,7 @@ from spillway.regions.proofs import Proofs, fingerprint
 from spillway.regions.recording import Recording
 from spillway.regions.replay import Act
 from spillway.regions.rerun import Rerun
-from spillway.regions.tensors import PLAIN, aliases_of, tensors_in
+from spillway.regions.tensors import aliases_of, below_modes, tensors_in
 from spillway.regions.trace import Trace
 
 _next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
@@ -199,11 +198,7 @@ class Region:
     # Hooks of the first run.
 
     def _pack(self, tensor: torch.Tensor) -> Any:
-        if type(tensor) not in PLAIN:
-            # A wrapper's own code may have to run.
-            with _disable_current_modes():
-                return self._pack_here(tensor)
-        with torch._C._DisableTorchDispatch():
+        with below_modes(tensor):
             return self._pack_here(tensor)
 
     def _pack_watched(self, tensor: torch.Tensor) -> Any:

@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from spillway.capture.dynamo import keep_out
@@ -33,7 +32,7 @@ from spillway.operators import Choices, Planned
 from spillway.records import Decision
 from spillway.regions.recording import Recording
 from spillway.regions.schema import Facts
-from spillway.regions.tensors import PLAIN, tensors_in
+from spillway.regions.tensors import below_modes, tensors_in
 from spillway.regions.trace import Trace
 
 _Saved = tuple[torch.dtype, int, Decision | None]
@@ -87,17 +86,10 @@ class _Call:
 
     def pack(self, tensor: torch.Tensor) -> Handle:
         """The hook."""
-        if type(tensor) not in PLAIN:
-            # A wrapper's own code may have to run.
-            with _disable_current_modes():
-                return self._packed(tensor)
-        with torch._C._DisableTorchDispatch():
-            return self._packed(tensor)
-
-    def _packed(self, tensor: torch.Tensor) -> Handle:
-        decision = self.decided(tensor)
-        self._passage.advance()
-        return KeptHandle(tensor) if decision is None else self._passage.save(tensor, decision)
+        with below_modes(tensor):
+            decision = self.decided(tensor)
+            self._passage.advance()
+            return KeptHandle(tensor) if decision is None else self._passage.save(tensor, decision)
 
     def decided(self, tensor: torch.Tensor) -> Decision | None:
         """What becomes of what is saved now."""

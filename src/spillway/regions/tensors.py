@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from spillway.capture.identity import is_wrapper, storage_parts
 from spillway.runtime.bytes import over
@@ -19,6 +21,12 @@ _VERSIONS = torch._C.DispatchKey.ADInplaceOrView
 
 # By class, since to ask whether something is a tensor or a generator is to ask a metaclass, in Python.
 _NUMBERS = frozenset((int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.layout))
+
+
+def below_modes(tensor: torch.Tensor) -> AbstractContextManager[object]:
+    """A context for what is done with it that is no operator of the user's."""
+    # Of a wrapper, its own code may have to run.
+    return torch._C._DisableTorchDispatch() if type(tensor) in PLAIN else _disable_current_modes()
 
 
 def is_strided(tensor: torch.Tensor) -> bool:
