@@ -93,7 +93,7 @@ class saved_by:  # noqa: N801  (read aloud: offload=[saved_by("attention")])
         return bool(_test_of(self.selector)(operator))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Planned:
     """Decisions about a region, operator by operator, as a plan makes them.
 
@@ -162,6 +162,10 @@ class Choices:
         if policy is not None and self._planned is None and not callable(policy):
             raise UsageError(f"policy: got {policy!r}, expected a callable as torch's selective checkpointing takes it")
         self._policy: Any = policy
+        self.said = tuple(
+            (tuple(_listed(selectors)), name) for selectors, name in ((save, "save"), (offload, "offload"))
+        )
+        """The selectors. With these alone, and no predicate among them, the same is decided again."""
         self.inputs: Decision | None = None
         """What is done with the inputs of a region."""
         self.wants_modules = False

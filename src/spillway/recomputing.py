@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
+from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
@@ -20,11 +21,13 @@ from spillway.capture.hooks import Pass, in_backward, refuse_transforms
 from spillway.errors import UsageError
 from spillway.operators import Choices, Planned, Selector
 from spillway.records import Decision
+from spillway.regions.followed import Followed
 from spillway.regions.inputs import InputHooks
 from spillway.regions.observer import Observer
 from spillway.regions.partition import Partition
 from spillway.regions.region import Region, Surroundings, surroundings
 from spillway.regions.rerun import in_rerun
+from spillway.regions.tensors import PLAIN, is_strided
 from spillway.session import Session
 
 if TYPE_CHECKING:
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _CHECKS = ("default", "none")
+_PLAIN = frozenset((int, float, bool, str, torch.dtype, torch.device))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +77,7 @@ class Recompute:
     check_partition: bool = field(default=False, repr=False)
     choices: Choices = field(init=False, repr=False, compare=False)
     partition: Partition | None = field(init=False, repr=False, compare=False)
+    tape_key: Hashable = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.determinism_check not in _CHECKS:
@@ -92,12 +97,22 @@ class Recompute:
                         f"use_reentrant=False"
                     )
         object.__setattr__(self, "choices", choices)
+        object.__setattr__(self, "tape_key", self._tape_key())
         if self.check_partition and self.partition_inputs is None:
             raise UsageError("check_partition: got it without partition_inputs, expected the group to compare over")
         partition = None
         if self.partition_inputs is not None:
             partition = Partition(self.partition_inputs, always_checks=self.check_partition)
         object.__setattr__(self, "partition", partition)
+
+    def _tape_key(self) -> Hashable:
+        """What tells options apart under which other things are done; ``None``: regions run their function again."""
+        if not (self.early_stop and self.preserve_rng_state) or self.use_reentrant or self.drop_output:
+            return None
+        if isinstance(self.policy, Planned):
+            return self.policy
+        choices = self.choices
+        return None if choices.saved_by or choices.asks else choices.said
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function so: what it returns."""
@@ -245,6 +260,8 @@ def call_region(
             "consumer, since nothing else sees the consumer save the output; write `with "
             "spillway.offload(policy=spillway.policies.Keep()):` around both"
         )
+    if around is Surroundings.TORCH:
+        _tell_outer()
     proofs = session.proofs(_identity_of(function, arguments.callables()))
     partition = _partition(how, passage, around)
     if partition is not None:
@@ -253,6 +270,19 @@ def call_region(
         around = Surroundings.TORCH
     elif choices.inputs is not None and around is not Surroundings.TORCH:
         around = Surroundings.KEEP if choices.inputs is Decision.KEEP else Surroundings.PASS
+    key = None
+    if partition is None and around is not Surroundings.TORCH and how.tape_key is not None:
+        kinds = arguments.kinds(tensors)
+        key = None if kinds is None else ((how.tape_key, around), kinds)
+    if key is not None and observer is None and not in_backward():
+        tape = proofs.script.tape(key)
+        if tape is not None and not any(map(passage.is_captured, {tensor.device for tensor in tensors})):
+            rerunning = getattr(function, "rerunning", nullcontext)
+            followed = Followed(tape, passage, choices.inputs, aliases=around is Surroundings.PASS, rerunning=rerunning)
+            output, is_whole = followed.run(lambda: function(*args, **kwargs), tensors)
+            if not is_whole:
+                proofs.script.lose(key)
+            return output
     region = Region(
         again,
         lambda: function(*args, **kwargs),
@@ -266,6 +296,8 @@ def call_region(
         draws=how.preserve_rng_state,
         drops_output=how.drop_output,
         observer=observer,
+        key=key,
+        writes_at_once=getattr(function, "writes_tape", None),
     )
     with InputHooks(region, tensors, passage, choices.inputs, partition).pushed():
         output = _flat(checked, region.run, tensors) if how.use_reentrant else checked(region.run, *tensors)
@@ -280,6 +312,14 @@ def call_region(
         session.outputs.add(tensor, handle)
     region.outputs.clear()
     return output
+
+
+def _tell_outer() -> None:
+    """The region around, if it is one, has another in it."""
+    hooks: tuple[object, object] | None = _top_saved_tensors_default_hooks(True)
+    outer = None if hooks is None else getattr(hooks[0], "__self__", None)
+    if isinstance(outer, Region):
+        outer.has_inner = True
 
 
 def _partition(how: Recompute, passage: Pass, around: Surroundings) -> Partition | None:
@@ -341,6 +381,14 @@ class _Arguments:
     def callables(self) -> list[Any]:
         """The functions and modules among them."""
         return [leaf for leaf in self._leaves if callable(leaf) and not isinstance(leaf, torch.Tensor)]
+
+    def kinds(self, tensors: Sequence[torch.Tensor]) -> Hashable:
+        """What tells calls apart that do other things: forms of tensors, and numbers. ``None``: it cannot be said."""
+        if any(type(tensor) not in PLAIN or not is_strided(tensor) for tensor in tensors):
+            return None
+        forms = [(tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in tensors]
+        others = [leaf if type(leaf) in _PLAIN else type(leaf) for leaf in self._leaves if leaf is not None]
+        return (tuple(forms), tuple(others), tuple(map(type, others)))
 
     def put(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with these tensors in them."""

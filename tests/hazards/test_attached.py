@@ -759,12 +759,11 @@ def test_compiled_blocks_run_compiled_inside_of_their_regions(compiler: Any) -> 
     compiler.runs = 0
     with spillway.attach(model) as attached:
         assert len(attached.blocks) == 3
-        step(model, x)
-        for _ in range(2):
+        for runs in (9, 9, 3):
+            # Once forward, and once again; and once more to be tried, and to be written down.
             compiler.runs = 0
             assert step(model, x) == plain
-            # Once forward, and once again.
-            assert compiler.runs == 6
+            assert compiler.runs == runs
         assert attached.stats().recomputed_bytes > 0
     compiler.runs = 0
     assert step(model, x) == plain
@@ -791,10 +790,11 @@ def test_wrapped_compiled_blocks_are_blocks(compiler: Any, blocks: Any) -> None:
     plain = step(model, x)
     with spillway.attach(model, blocks=blocks) as attached:
         assert attached.blocks == ("body.0", "body.1", "body.2")
-        step(model, x)
+        for _ in range(2):
+            step(model, x)
         compiler.runs = 0
         assert step(model, x) == plain
-        assert compiler.runs == 6
+        assert compiler.runs == 3
     failing(UsageError, lambda: spillway.attach(model, blocks="*.up"), match="'body.0' .* compiled around blocks")
 
 
@@ -1036,5 +1036,5 @@ def test_fsdp2_around_compiled_blocks(one_rank: None, compiler: Any, in_place: b
     with spillway.attach(model, blocks=Block) as attached:
         compiler.runs = 0
         assert all(map(torch.equal, sharded_steps(model, x), plain))
-        assert compiler.runs >= 4 * 6
+        assert compiler.runs >= 4 * 3
         assert attached.stats().recomputed_bytes > 0

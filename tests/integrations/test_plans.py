@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.skipif(not dist.is_available(), reason="a torch without torch.distributed"),
     pytest.mark.timeout(240),
 ]
-STEPS, LENGTH = 8, 64
+STEPS, LENGTH = 10, 64
 BUDGET = "6MiB"
 
 

@@ -70,9 +70,9 @@ def away(session: spillway.Session) -> spillway.offload:
 
 
 def again(session: spillway.Session, **how: Any) -> Counter[str]:
-    """What backward runs of the forward's operators, in the second step (the first tries the re-run)."""
+    """What backward runs of the forward's operators, in the third step (the others try the re-run, and its tape)."""
     model = Attention()
-    for _ in range(2):
+    for _ in range(3):
         x = torch.randn(2, 8, 32, requires_grad=True)
         with away(session):
             loss = spillway.recompute(model, x, session=session, **how).sum()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -52,6 +53,7 @@ class RegionCall(ModuleCall):
         self.pilot: Steers | None = None
         """Who says how, if somebody does, and wants to know of each call."""
         self.observer: Observer | None = None
+        self.writes_tape: bool | None = None
         self.runner: Callable[..., Any] = call_region
         """What runs it as a region."""
         inside = {id(module) for module in named.module.modules()} - {id(named.module)}
@@ -107,7 +109,7 @@ class RegionCall(ModuleCall):
             session = self._session if self._session is not None else Session.default()
             session.check_open()
             return sending(forward, args, kwargs, session.current_pass())
-        run = _Run(self, module, forward, how, self._number.now)
+        run = _Run(self, module, forward, how, self._number.now, self.writes_tape)
         return self.runner(how, run, args, kwargs, self._session, self.observer)
 
     def _sending_of(self, how: Recompute) -> Sending | None:
@@ -126,9 +128,16 @@ class _Run:
     """What a region runs, first and again: like a bound method, it says by ``__self__`` of which module it is."""
 
     def __init__(
-        self, call: RegionCall, module: Module, forward: Callable[..., Any], how: Recompute, number: int
+        self,
+        call: RegionCall,
+        module: Module,
+        forward: Callable[..., Any],
+        how: Recompute,
+        number: int,
+        writes_tape: bool | None,
     ) -> None:
         self.__self__ = module
+        self.writes_tape = writes_tape
         self._call = call
         self._forward = forward
         self._wants_modules = how.choices.wants_modules
@@ -137,12 +146,21 @@ class _Run:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._call.removed:
             self._check_inner()
-        pilot = self._call.pilot
-        if pilot is None or not in_rerun():
+        if not in_rerun():
             return self._call_forward(args, kwargs)
+        with self.rerunning():
+            return self._call_forward(args, kwargs)
+
+    @contextmanager
+    def rerunning(self) -> Iterator[None]:
+        """A context around what runs again."""
+        pilot = self._call.pilot
+        if pilot is None:
+            yield
+            return
         pilot.rerun_begins(self._number)
         try:
-            return self._call_forward(args, kwargs)
+            yield
         finally:
             pilot.rerun_ended(self._number)
 

@@ -96,6 +96,7 @@ class Stage(enum.Enum):
 
 _SEEKING = (Stage.TRACING, Stage.WEIGHING, Stage.MEASURING)
 """Before there is a profile."""
+_WRITES_TAPES = {Stage.TRACING: True, Stage.TRYING: True, Stage.HOLDING: None}
 _TIMED = (Stage.MEASURING, Stage.CHECKING)
 """Where it counts what the host takes."""
 
@@ -243,6 +244,8 @@ class Pilot:
     def block_begins(self, call: Steered, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """A block is called; gives the number of its call in the pass, or -1 if nobody is watching."""
         call.observer = None
+        # It costs two re-runs, which are not to be measured.
+        call.writes_tape = _WRITES_TAPES.get(self.stage, False)
         if self._watch is None or self._is_strange(self._watch):
             return -1
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]

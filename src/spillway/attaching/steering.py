@@ -19,6 +19,8 @@ class Steered(Protocol):
     """The module's, dotted."""
     observer: Observer | None
     """Who watches its next region."""
+    writes_tape: bool | None
+    """Whether a tape is to be written when that runs again: at once, not now, or if its arguments came before."""
 
 
 class Steers(Protocol):

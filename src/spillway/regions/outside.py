@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
-from spillway.regions.calls import Form
+from spillway.errors import RecomputeError
 from spillway.regions.tensors import aliases_of, is_strided
 from spillway.runtime.bytes import Bytes
 
@@ -18,12 +18,11 @@ _SMALL = 64
 class Outside:
     """Bytes that the region did not make."""
 
-    __slots__ = ("_storage", "before", "content", "form", "has_gradient", "held", "is_input", "tensor", "version")
+    __slots__ = ("_storage", "before", "content", "has_gradient", "held", "is_input", "tensor", "version")
 
     def __init__(self, tensor: torch.Tensor, *, is_input: bool, holds: bool) -> None:
         self.tensor: Callable[[], torch.Tensor | None] = weakref.ref(tensor)
         self.version = _version(tensor)
-        self.form = Form.of(tensor)
         self.is_input = is_input
         """Whether it is made anew for each run: an input, or a cast."""
         self.has_gradient = tensor.requires_grad
@@ -70,6 +69,15 @@ class Outside:
         """Whether it was written since the region first read it, by somebody else."""
         tensor = self.tensor()
         return tensor is not None and self.before is None and _version(tensor) != self.version
+
+
+def refuse_written(tensor: torch.Tensor, version: int) -> NoReturn:
+    """What a region has read was written since."""
+    raise RecomputeError(
+        f"got a tensor of shape {list(tensor.shape)} and dtype {tensor.dtype} that was written in place (version "
+        f"{tensor._version}, expected {version}) after a recomputed region had read it, expected it unchanged until "
+        f"backward; write a copy, or save or offload what the region computes from it"
+    )
 
 
 def _tracker(tensor: torch.Tensor) -> Callable[[], torch.Tensor | None]:

@@ -53,6 +53,7 @@ from spillway.regions.proofs import Proofs, fingerprint
 from spillway.regions.recording import Recording
 from spillway.regions.replay import Act
 from spillway.regions.rerun import Rerun
+from spillway.regions.script import TapeKey
 from spillway.regions.tensors import aliases_of, below_modes, tensors_in
 from spillway.regions.trace import Trace
 
@@ -94,6 +95,8 @@ class Region:
         draws: whether random numbers are to be the same in the re-run.
         drops_output: whether the output, too, can be computed again: :attr:`outputs` then has handles of it.
         observer: who watches the first run.
+        key: by which calls of the function are told from others, if a tape of them is wanted.
+        writes_at_once: whether one is written even if no such call came before; ``None``: only if one did.
     """
 
     def __init__(
@@ -111,7 +114,11 @@ class Region:
         draws: bool,
         drops_output: bool,
         observer: Observer | None = None,
+        key: TapeKey | None = None,
+        writes_at_once: bool | None = None,
     ) -> None:
+        self._key = key
+        self._writes_at_once = writes_at_once
         self._first: Callable[[], Any] | None = first
         self._choices = choices
         self._passage = passage
@@ -132,6 +139,8 @@ class Region:
         self._unknown: list[tuple[Pack, ComputedHandle, torch.Tensor]] = []
         self._script = proofs.script
         self._takes_prints = proofs.is_untried and not reentrant
+        self.has_inner = False
+        """Whether another region, or a backward, was in its first run."""
         self._last_node = 0
         self._saving_node = 0
         self.outputs: list[tuple[torch.Tensor, ComputedHandle]] = []
@@ -209,7 +218,9 @@ class Region:
         return self._pack(tensor)
 
     def _pack_here(self, tensor: torch.Tensor) -> Any:
-        if not in_backward():
+        if in_backward():
+            self.has_inner = True
+        else:
             self._passage.advance()
         trace = self._trace
         find = trace.values.find
@@ -372,6 +383,8 @@ class Region:
                     call.given = [self._give(call, *each) for each in zip(call.makes, held or (), strict=True)]
             self._passage.flush()
         self._rerun.acts = acts
+        if self._key is not None and not self.has_inner:
+            self._rerun.wants_tape(self._key, self._writes_at_once)
 
     def _find_unknown(self) -> None:
         """Of what was saved before any operator had it: whether it comes from outside, or was made unseen."""

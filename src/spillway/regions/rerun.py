@@ -21,11 +21,13 @@ from spillway.operators import Choices
 from spillway.records import Decision
 from spillway.regions.generators import generators_now
 from spillway.regions.globals import Globals
+from spillway.regions.outside import refuse_written
 from spillway.regions.packs import Collected, Packs
 from spillway.regions.proofs import Proofs, Sums, same_sums, sums
 from spillway.regions.recording import Recording
 from spillway.regions.regraph import Collecting, Regraph
 from spillway.regions.replay import Act, Differs, Replay, acts_of
+from spillway.regions.script import TapeKey
 from spillway.regions.tensors import tensors_in
 from spillway.regions.trace import Trace
 from spillway.regions.trial import Trial
@@ -67,6 +69,10 @@ class Rerun:
         self.acts: list[Act] = []
         """What is done with each operator of the trace."""
         self._given: list[Sums | None] = []
+
+    def wants_tape(self, key: TapeKey, at_once: bool | None) -> None:
+        """Of calls that are told apart in this way, a tape may be written."""
+        self._trial.key, self._trial.writes_at_once = key, at_once
 
     def gave(self, output: Any) -> None:
         """The first run has returned."""
@@ -162,7 +168,12 @@ class Rerun:
     def _check(self) -> None:
         """What was kept or offloaded, and what the re-run reads and the region did not make, must be as it was."""
         trace = self._trace
-        written = [call for call in trace.calls if call.given and not all(each.is_intact() for each in call.given)]
+        renamed = trace.written_since()
+        written = [
+            call
+            for call in trace.calls
+            if call.given and not (renamed.isdisjoint(call.makes) and all(each.is_intact() for each in call.given))
+        ]
         if written:
             for call in trace.calls:
                 if call in written or (call.is_given and call.given is None):
@@ -178,12 +189,7 @@ class Rerun:
             tensor = outside.tensor()
             # Compiled code makes its buffers anew, and may have used one for several things.
             if value in read and value not in trace.targets and tensor is not None and outside.changed():
-                raise RecomputeError(
-                    f"got a tensor of shape {list(outside.form.size)} and dtype {tensor.dtype} that was written in "
-                    f"place (version {tensor._version}, expected {outside.version}) after a recomputed region had read "
-                    f"it, expected it unchanged until backward; write a copy, or save or offload what the region "
-                    f"computes from it"
-                )
+                refuse_written(tensor, outside.version)
 
 
 def _sums(output: Any) -> list[Sums | None]:

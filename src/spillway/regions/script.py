@@ -8,20 +8,26 @@ what follows from that alone (what runs again, and that it was seen to be right)
 remembered with all that it follows from, and is worked out anew if any of that is otherwise: a function that takes
 another branch, or is given another shape, makes other calls.
 
-A script is only ever replaced as a whole, so that threads may share it.
+What is remembered is only ever replaced as a whole, so that threads may share it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence, Set
 
 from spillway.records import Decision
 from spillway.regions.calls import Call
 from spillway.regions.packs import Packs
 from spillway.regions.replay import Act, acts_of
+from spillway.regions.tape import Tape
 from spillway.regions.trace import Trace
 
 _Values = list[tuple[int, ...]]
+TapeKey = tuple[Hashable, Hashable]
+"""By what calls of a function are told apart: what was decided about its values, and what its arguments are like."""
+_MOST_TAPES = 16
+_MOST_KINDS = 256
+_MOST_LOSSES = 3
 
 
 class Script:
@@ -32,6 +38,10 @@ class Script:
         """Of each operator, the shared call, if there is one."""
         self._acts: tuple[Sequence[Call | None], list[Decision], list[tuple[int, int]], list[Act]] | None = None
         self._trusted: tuple[Sequence[Call | None], list[Act], _Values] | None = None
+        self._tapes: dict[TapeKey, Tape | None] = {}
+        self._kinds: Set[Hashable] = frozenset()
+        """Of arguments that came."""
+        self._losses = 0
 
     def learn(self, trace: Trace) -> None:
         """A region has ended, and its trace is shared."""
@@ -61,6 +71,35 @@ class Script:
         """This re-run is trusted."""
         if None not in trace.shared:
             self._trusted = trace.shared, acts, _wanted(packs)
+
+    def tape(self, key: TapeKey) -> Tape | None:
+        """What calls that are told apart in this way do, if there is a tape of it."""
+        return self._tapes.get(key)
+
+    def wants_tape(self, key: TapeKey, at_once: bool | None) -> bool:
+        """Whether one is to be written, which costs two re-runs.
+
+        Args:
+            key: of the call.
+            at_once: whether even if no arguments like these came before; ``None``: only if some did.
+        """
+        _, kinds = key
+        came = kinds in self._kinds
+        if not came:
+            self._kinds = {*(() if len(self._kinds) >= _MOST_KINDS else self._kinds), kinds}
+        wanted = came if at_once is None else at_once
+        return wanted and key not in self._tapes and self._losses < _MOST_LOSSES
+
+    def write(self, key: TapeKey, tape: Tape | None) -> None:
+        """There is this tape, or none."""
+        tapes = {} if len(self._tapes) >= _MOST_TAPES else self._tapes
+        self._tapes = {**tapes, key: tape}
+
+    def lose(self, key: TapeKey) -> None:
+        """A call did something else than is on its tape. Where that happens often, tapes are no use."""
+        self._losses += 1
+        kept = {} if self._losses >= _MOST_LOSSES else self._tapes
+        self._tapes = {other: tape for other, tape in kept.items() if other != key}
 
 
 def _wanted(packs: Packs) -> _Values:

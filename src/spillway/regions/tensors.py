@@ -129,6 +129,22 @@ def aliases_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         return [tensor.detach() for tensor in tensors]
 
 
+class Tracker:
+    """Knows whether a tensor is written, and does not hold its memory."""
+
+    __slots__ = ("_tensor", "_version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._version = -1 if tensor.is_inference() else tensor._version
+        with _no_dispatch():
+            self._tensor = aliases_of([tensor])[0]
+            self._tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+
+    @property
+    def was_written(self) -> bool:
+        return self._version != -1 and self._tensor._version != self._version
+
+
 def alias_of(tensor: torch.Tensor) -> torch.Tensor:
     """The same bytes without history, on a counter of its own."""
     plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided

@@ -33,7 +33,7 @@ from spillway.errors import UnsupportedError
 from spillway.regions.calls import Argument, Call, Form
 from spillway.regions.outside import Outside
 from spillway.regions.schema import Facts, argument
-from spillway.regions.tensors import PLAIN, is_strided, tensors_in
+from spillway.regions.tensors import PLAIN, Tracker, is_strided, tensors_in
 from spillway.regions.values import Values
 from spillway.runtime.bytes import Bytes
 
@@ -70,6 +70,8 @@ class Trace:
         """Generators of the user's, with their states when the region first drew from them."""
         self._sources: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         """Of values that are casts, the memory of the leaves that were cast."""
+        self._aliases: list[tuple[int, Tracker]] = []
+        """Of values that are preserved, tensors that autograd does not know to share their memory."""
         self.targets: set[int] = set()
         """Values that came into sight as mere targets of operators, or with such: most likely of compiled code."""
         self._first_node = _next_node()
@@ -253,6 +255,7 @@ class Trace:
         if not like.aliases or like.makes or self.values.find(output) is None:
             return None
         self.calls.append(like)
+        self._follow(output)
         return []
 
     def own_last(self) -> Call:
@@ -268,6 +271,7 @@ class Trace:
             value = self.values.find_or_name(output, self.count)
             if value != self.count:
                 call.aliases = True
+                self._follow(output)
                 return []
             self.count += 1
             call.plain = True
@@ -309,6 +313,17 @@ class Trace:
         for value in made:
             self.makers[value] = call
         return new
+
+    def _follow(self, output: torch.Tensor) -> None:
+        """An operator gave memory of its argument, which its schema does not say: a version counter of its own."""
+        value = self.values.find(output)
+        maker = None if value is None else self.makers.get(value)
+        if value is not None and maker is not None and maker.is_given:
+            self._aliases.append((value, Tracker(output)))
+
+    def written_since(self) -> set[int]:
+        """Values that are preserved and were written by such a name."""
+        return {value for value, tracker in self._aliases if tracker.was_written}
 
     def written_outside(self) -> tuple[torch.Tensor, ...]:
         """What the region wrote and did not make, as far as it is alive."""

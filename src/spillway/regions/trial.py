@@ -11,11 +11,14 @@ from spillway.capture.hooks import Pass
 from spillway.capture.identity import storage_parts
 from spillway.errors import RecomputeError, UnsupportedError
 from spillway.regions.calls import Form
+from spillway.regions.draft import Draft
 from spillway.regions.generators import generators_now
 from spillway.regions.packs import Collected, Enough, Packs
 from spillway.regions.proofs import Proofs, fingerprint, same_bits
 from spillway.regions.regraph import Collecting
 from spillway.regions.replay import Act, Differs, Replay, whole
+from spillway.regions.script import TapeKey
+from spillway.regions.tape import Tape
 from spillway.regions.trace import Trace
 
 _WRONG = (
@@ -41,6 +44,11 @@ class Trial:
         passage: the pass that the region belongs to, which takes the note, if it is wrong.
     """
 
+    key: TapeKey | None = None
+    """By which calls like this one are told from others, if a tape of them is wanted."""
+    writes_at_once: bool | None = None
+    """See :meth:`~spillway.regions.script.Script.wants_tape`."""
+
     def __init__(self, function: Callable[..., Any], trace: Trace, packs: Packs, proofs: Proofs, passage: Pass) -> None:
         self._function = function
         self._trace = trace
@@ -60,6 +68,8 @@ class Trial:
             if self._proofs.wrong is None:
                 script.trust(self._trace, acts, self._packs)
         if self._proofs.wrong is None:
+            if self.key is not None and script.wants_tape(self.key, self.writes_at_once) and not self._is_captured():
+                script.write(self.key, self._tape(tensors))
             return acts
         self._refuse_capture()
         self._check_whole(tensors)
@@ -67,12 +77,26 @@ class Trial:
 
     def _refuse_capture(self) -> None:
         """Bits are about to be compared, which a graph that is captured cannot wait for."""
-        devices = {form.device for call in self._trace.calls for form in call.forms if isinstance(form, Form)}
-        if any(map(self._passage.is_captured, devices)):
+        if self._is_captured():
             raise UnsupportedError(
                 "got a region whose re-run has to be compared with its first run while a graph is captured, expected "
                 "one that was found right before; run a step like it in the same session, without capturing, first"
             )
+
+    def _is_captured(self) -> bool:
+        devices = {form.device for call in self._trace.calls for form in call.forms if isinstance(form, Form)}
+        return any(map(self._passage.is_captured, devices))
+
+    def _tape(self, tensors: Sequence[torch.Tensor]) -> Tape | None:
+        """A tape of the region, if there is one, and it gives what the function gives."""
+        restore = generators_now(tensors)
+        try:
+            draft = Draft.of(self._function, tensors, self._trace, self._packs)
+            if draft is None or not same_bits(draft.prints, draft.played(self._trace)):
+                return None
+            return draft.tape
+        finally:
+            restore()
 
     def _signature(self, acts: list[Act]) -> tuple[tuple[object, ...], tuple[object, ...]]:
         """By what a re-run is known: its operators, how they hang together and on what types; and the shapes."""

@@ -1,0 +1,156 @@
+"""A tape that was written of a region while it ran again, and was not tried yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from spillway.capture.identity import is_parameter
+from spillway.records import Decision
+from spillway.regions.packs import Packs
+from spillway.regions.proofs import fingerprint
+from spillway.regions.scribe import Scribe
+from spillway.regions.tape import Base, Saved, Spot, Step, Tape, Untold
+from spillway.regions.tensors import below_modes
+from spillway.regions.trace import Trace
+
+
+class Draft:
+    """See the top of this file.
+
+    Args:
+        tape: what was written.
+        scribe: who wrote it.
+        tensors: what the function was called with.
+        prints: fingerprints of what it had autograd save, and what is computed again.
+    """
+
+    def __init__(
+        self, tape: Tape, scribe: Scribe, tensors: Sequence[torch.Tensor], prints: list[torch.Tensor | None]
+    ) -> None:
+        self.tape = tape
+        self.prints = prints
+        self._scribe = scribe
+        self._tensors = tensors
+
+    @classmethod
+    def of(
+        cls,
+        function: Callable[..., Any],
+        tensors: Sequence[torch.Tensor],
+        trace: Trace,
+        packs: Packs,
+    ) -> Draft | None:
+        """Of a function that runs again for that; ``None``: there can be no tape of it.
+
+        Args:
+            function: the region's.
+            tensors: what it is called with.
+            trace: of its first run.
+            packs: what it had autograd save in its first run.
+        """
+        if trace.values.opaque is not None or trace.targets or packs.output_leaves:
+            return None
+        if any(call.writes or call.is_settled for call in trace.calls):
+            return None
+        try:
+            scribe = Scribe(tensors, trace.calls)
+            saving = _Saving(scribe, packs)
+            with saved_tensors_hooks(saving.pack, _unpack), scribe:
+                function(*tensors)
+        except Untold:
+            return None
+        if scribe.is_untold or len(scribe.steps) != len(trace.calls) or len(saving.spots) != len(packs.all):
+            return None
+        makers: dict[int, Step] = {}
+        for step, call in zip(scribe.steps, trace.calls, strict=True):
+            step.decision = call.decision
+            makers.update((spot.value, step) for _, spot in step.makes)
+        saved = [
+            _saved(spot, pack.wanted, is_parameter, makers)
+            for spot, is_parameter, pack in zip(saving.spots, saving.are_parameters, packs.all, strict=True)
+        ]
+        told = [each for each in saved if each is not None]
+        if len(told) < len(saved):
+            return None
+        tape = Tape(scribe.steps, told, tuple(scribe.inputs), scribe.count)
+        return cls(tape, scribe, tensors, saving.prints)
+
+    def played(self, trace: Trace) -> list[torch.Tensor | None]:
+        """Fingerprints of what the tape gives; none, if it does not come to its end.
+
+        Args:
+            trace: of the first run, which has handles of what is preserved.
+        """
+        tape = self.tape
+        prints: list[torch.Tensor | None] = [None] * len(tape.saved)
+        inputs = dict(zip(tape.inputs, self._tensors, strict=True))
+        given = {
+            spot.value: (handle, spot)
+            for step, call in zip(tape.steps, trace.calls, strict=True)
+            for (_, spot), handle in zip(step.makes, call.given or (), strict=False)
+        }
+
+        def base_of(value: int) -> Base:
+            if value in given:
+                handle, spot = given[value]
+                tensor = handle.unpack()
+                return Base(
+                    tensor.untyped_storage(), (spot.offset - int(tensor.storage_offset())) * tensor.dtype.itemsize
+                )
+            known = inputs.get(value)
+            return Base((self._scribe.outside[value] if known is None else known).untyped_storage())
+
+        def give(place: int, tensor: torch.Tensor) -> None:
+            prints[place] = fingerprint(tensor)
+
+        try:
+            tape.play(tape.runs(None, ()), base_of, self._scribe.states, give)
+        except Untold:
+            return []
+        return [None if known is None else each for known, each in zip(self.prints, prints, strict=True)]
+
+
+class _Saving:
+    """Takes what the function has autograd save while a tape is written."""
+
+    def __init__(self, scribe: Scribe, packs: Packs) -> None:
+        self._scribe = scribe
+        self._packs = packs.all
+        self.spots: list[Spot | None] = []
+        self.are_parameters: list[bool] = []
+        self.prints: list[torch.Tensor | None] = []
+
+    def pack(self, tensor: torch.Tensor) -> None:
+        """The hook."""
+        with below_modes(tensor):
+            place = len(self.spots)
+            wanted = place < len(self._packs) and self._packs[place].wanted
+            spot = self._scribe.spot_of(tensor) if wanted or type(tensor) is torch.Tensor else None
+            self.spots.append(spot)
+            self.are_parameters.append(is_parameter(tensor))
+            self.prints.append(fingerprint(tensor) if wanted and not self._is_state(tensor, spot) else None)
+
+    def _is_state(self, tensor: torch.Tensor, spot: Spot | None) -> bool:
+        """Whether it may be what a random operator keeps its seed in, and leaves unwritten where it drew nothing."""
+        if tensor.is_floating_point() or spot is None:
+            return False
+        made = (step for step in self._scribe.steps if step.is_random)
+        return any(each.value == spot.value for step in made for _, each in step.makes)
+
+
+def _unpack(packed: None) -> NoReturn:
+    raise Untold
+
+
+def _saved(spot: Spot | None, wanted: bool, is_parameter: bool, makers: dict[int, Step]) -> Saved | None:
+    """What is on the tape; ``None``: it cannot be told."""
+    maker = None if spot is None else makers.get(spot.value)
+    if wanted:
+        return None if spot is None else Saved(spot)
+    if maker is None:
+        return Saved(None, is_parameter=is_parameter)
+    return Saved(spot, maker.decision) if maker.decision is not Decision.RECOMPUTE else None

@@ -1,0 +1,285 @@
+"""The operators of a region by themselves: they are run again without the function that ran them.
+
+NOTE [ Tapes ]
+
+To run a function again means to run all of its Python code, under a mode that looks at each operator and leaves most of
+them out. On small blocks the host takes longer for that than the device for what is computed. So of a function that did
+the same in two runs, a *tape* is written: its operators with all that they were given. Backward then calls those that
+are needed, one after the other, and nothing else: no module, no hook, no graph.
+
+A tape is right for a call if the call did what stands on it. That is not believed but seen: each operator of the call
+is compared with the tape's (``followed.py``): that it is the same one, with the same numbers, on tensors that lie in
+the same way in the same values. What is drawn at random is drawn from the state that the generator had in that call.
+From the first operator on that is another one, nothing is left to the tape: what is saved from there on is kept.
+
+What is not seen cannot be compared: a kernel that no operator launches. So a tape is tried before it is used: what it
+gives must be what the function gives, bit by bit (``trial.py``).
+
+There is a tape of what can be told by values alone. A function that writes in place, or asks for memory that somebody
+is to write unseen, whose shapes hang on data, that calls other regions or collectives, or that has tensors of another
+class or layout, is run again itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+
+from spillway.capture.identity import ViewRecipe
+from spillway.records import Decision
+from spillway.regions.generators import GeneratorState, default_generator
+
+_RECOMPUTE = Decision.RECOMPUTE
+
+
+class Untold(Exception):  # noqa: N818  (no error of anybody's: there is no tape)
+    """What a function does cannot be told by a tape."""
+
+
+class Spot:
+    """How a tensor lies in the memory of a value. Of equal ones a tape has one."""
+
+    __slots__ = ("dtype", "offset", "size", "stride", "value", "view")
+
+    def __init__(self, value: int, view: ViewRecipe) -> None:
+        self.value = value
+        self.view = view
+        self.dtype, self.size, self.stride, self.offset = view.dtype, view.size, view.stride, view.offset
+
+
+class Step:
+    """One operator."""
+
+    __slots__ = (
+        *("args", "constants", "decision", "func", "is_random", "kwargs", "lists", "makes", "reads", "renames"),
+        *("single", "spots"),
+    )
+
+    def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_random: bool) -> None:
+        self.func = func
+        self.args = args
+        """What it is given, with a :class:`Spot` in place of each tensor."""
+        self.kwargs = kwargs
+        """The same by keyword. None of them is a tensor."""
+        self.spots = tuple((place, arg) for place, arg in enumerate(args) if type(arg) is Spot)
+        self.lists = tuple((place, arg) for place, arg in enumerate(args) if type(arg) is list and any(spots_in(arg)))
+        """Arguments with tensors in them."""
+        others = (*dict(self.spots), *dict(self.lists))
+        self.constants = tuple((place, arg) for place, arg in enumerate(args) if place not in others)
+        self.is_random = is_random
+        self.single = True
+        """Whether it gives one tensor."""
+        self.makes: tuple[tuple[int, Spot], ...] = ()
+        """New values, by their places among the outputs. None: it is a view, and computes nothing."""
+        self.reads = tuple(dict.fromkeys(spot.value for spot in spots_in(args)))
+        """Values."""
+        self.decision = _RECOMPUTE
+        """What becomes of what it makes."""
+        self.renames = -1
+        """A value of which it gives another name, though it is no view by its schema; -1: none."""
+
+
+def spots_in(values: Any) -> Iterator[Spot]:
+    """Those among arguments, in lists too."""
+    for value in values:
+        if type(value) is Spot:
+            yield value
+        elif type(value) is list:
+            yield from spots_in(value)
+
+
+class Saved(NamedTuple):
+    """What a function has autograd save."""
+
+    spot: Spot | None
+    """``None``: it comes from outside, and is alive anyway, or left with the function's tensors."""
+    decision: Decision = _RECOMPUTE
+    is_parameter: bool = False
+    """Whether it comes from outside, and nobody sends it away."""
+
+
+class Base(NamedTuple):
+    """Memory of a value."""
+
+    storage: torch.UntypedStorage
+    low: int = 0
+    """Its first bytes that are not there."""
+
+
+class _Run(NamedTuple):
+    """A step that runs again, or a value that is handed in."""
+
+    step: Step | None
+    place: int
+    """Of the step."""
+    values: tuple[int, ...]
+    """What there is after it."""
+    gives: tuple[int, ...]
+    """Which of what was saved is there after it."""
+    ends: tuple[int, ...] = ()
+    """Values that nobody reads after it."""
+
+
+@dataclass(frozen=True)
+class Tape:
+    """See NOTE [ Tapes ]."""
+
+    steps: Sequence[Step]
+    saved: Sequence[Saved]
+    """What autograd saves, in order."""
+    inputs: tuple[int, ...]
+    """Values of the function's tensors."""
+    count: int
+    """How many values there are."""
+
+    @cached_property
+    def outside(self) -> frozenset[int]:
+        """Values that the function did not make, and that are none of its tensors."""
+        made = {spot.value for step in self.steps for _, spot in step.makes}
+        return frozenset(range(self.count)) - made - set(self.inputs)
+
+    @cached_property
+    def computed(self) -> int:
+        """How much of what is saved is computed again."""
+        return sum(each.spot is not None and each.decision is _RECOMPUTE for each in self.saved)
+
+    @cached_property
+    def needed(self) -> frozenset[int]:
+        """Values that the function did not make, and that it takes to compute all of it, if nothing is preserved."""
+        saved = [each.spot for each in self.saved if each.decision is _RECOMPUTE]
+        want = {spot.value for spot in saved if spot is not None}
+        for step in reversed(self.steps):
+            made = {spot.value for _, spot in step.makes}
+            if not want.isdisjoint(made):
+                want.difference_update(made)
+                want.update(step.reads)
+        return frozenset(want)
+
+    @cached_property
+    def _whole(self) -> Sequence[_Run]:
+        return self._runs(range(len(self.saved)), ())
+
+    def runs(self, wanted: Sequence[int] | None, lost: Collection[int]) -> Sequence[_Run]:
+        """What to do for what was saved.
+
+        Args:
+            wanted: of what is computed again, by its place in :attr:`saved`; ``None``: all of it.
+            lost: values that cannot be handed in, since they were written.
+        """
+        if wanted is None and not lost:
+            return self._whole
+        return self._runs(range(len(self.saved)) if wanted is None else wanted, lost)
+
+    def _runs(self, wanted: Sequence[int], lost: Collection[int]) -> Sequence[_Run]:
+        gives: dict[int, list[int]] = {}
+        for number in wanted:
+            spot = self.saved[number].spot
+            if spot is not None and self.saved[number].decision is _RECOMPUTE:
+                gives.setdefault(spot.value, []).append(number)
+        want = set(gives)
+        found: list[tuple[Step | None, int, tuple[int, ...]]] = []
+        """From the last on: a step, its place and what it makes, or a value that is handed in."""
+        for place in range(len(self.steps) - 1, -1, -1):
+            step = self.steps[place]
+            made = tuple(spot.value for _, spot in step.makes)
+            needed = want.intersection(made)
+            if step.decision is not _RECOMPUTE and needed.isdisjoint(lost):
+                found += ((None, place, (value,)) for value in sorted(needed))
+            elif needed:
+                found.append((step, place, made))
+                want.update(step.reads)
+            want.difference_update(made)
+        runs: list[_Run] = []
+        # What is wanted of no step comes from outside, and is fetched as late as that may be.
+        for again, place, values in reversed(found):
+            for value in () if again is None else again.reads:
+                if value in want:
+                    want.remove(value)
+                    runs.append(_Run(None, -1, (value,), tuple(gives.get(value, ()))))
+            runs.append(
+                _Run(again, place, values, tuple([number for value in values for number in gives.get(value, ())]))
+            )
+        runs += (_Run(None, -1, (value,), tuple(gives[value])) for value in sorted(want))
+        last = {
+            value: place
+            for place, run in enumerate(runs)
+            for value in (*run.values, *(() if run.step is None else run.step.reads))
+        }
+        ends: dict[int, list[int]] = {}
+        for value, place in last.items():
+            ends.setdefault(place, []).append(value)
+        return [run._replace(ends=tuple(ends.get(place, ()))) for place, run in enumerate(runs)]
+
+    def play(
+        self,
+        runs: Sequence[_Run],
+        base_of: Callable[[int], Base],
+        states: Mapping[int, GeneratorState],
+        give: Callable[[int, torch.Tensor], object],
+    ) -> None:
+        """Run what is needed.
+
+        Args:
+            runs: of :meth:`runs`.
+            base_of: fetches what the tape does not make.
+            states: of generators before steps that draw, by their places.
+            give: takes what was saved, by its place in :attr:`saved`, as soon as it is there.
+        """
+        bases: dict[int, Base] = {}
+        tensors: dict[int, dict[Spot, torch.Tensor]] = {}
+
+        def at(spot: Spot) -> torch.Tensor:
+            known = tensors.setdefault(spot.value, {})
+            tensor = known.get(spot)
+            if tensor is None:
+                storage, low = bases[spot.value]
+                tensor = known[spot] = spot.view.rebuild(storage, low)
+            return tensor
+
+        drawn: dict[torch.device, torch.Tensor] = {}
+        # What stands on a tape ran below autocast, and below autograd.
+        with torch.no_grad(), torch._C._DisableAutocast():
+            try:
+                for run in runs:
+                    step = run.step
+                    if step is None:
+                        (value,) = run.values
+                        bases[value] = base_of(value)
+                    else:
+                        if step.is_random:
+                            _set(states[run.place], drawn)
+                        args = list(step.args)
+                        for place, spot in step.spots:
+                            args[place] = at(spot)
+                        for place, parts in step.lists:
+                            args[place] = [at(each) if type(each) is Spot else each for each in parts]
+                        output = step.func(*args, **step.kwargs)
+                        for index, spot in step.makes:
+                            tensor = output if step.single else output[index]
+                            if tensor is None:
+                                # It gives less where nobody needs gradients.
+                                raise Untold
+                            bases[spot.value] = Base(tensor.untyped_storage())
+                            tensors[spot.value] = {spot: tensor}
+                        del args, output, tensor
+                    for number in run.gives:
+                        saved = self.saved[number].spot
+                        assert saved is not None
+                        give(number, at(saved).detach())
+                    for value in run.ends:
+                        del bases[value]
+                        tensors.pop(value, None)
+            finally:
+                for device, state in drawn.items():
+                    default_generator(device).set_state(state)
+
+
+def _set(state: GeneratorState, drawn: dict[torch.device, torch.Tensor]) -> None:
+    generator = default_generator(state.device)
+    if state.device not in drawn:
+        drawn[state.device] = generator.get_state()
+    generator.set_state(state.state)

@@ -1,0 +1,434 @@
+"""A function that does what it did before is not run again: its operators are. And where it does something else, that
+is seen. See NOTE [ Tapes ] in ``regions/tape.py``."""
+
+from __future__ import annotations
+
+import gc
+import random
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import spillway
+from recompute.regions import CHOICES, Call, Regions, one_place
+from spillway.errors import RecomputeError
+from spillway.regions.tape import Tape
+from support import assert_identical, grads
+
+pytestmark = one_place
+
+HOWS = pytest.mark.parametrize("how", [each for name, each in CHOICES.items() if name != "saved_by"])
+
+
+class Block(nn.Module):
+    """Attention and an MLP with something random, which count their calls. (Dropout writes in place on a CPU.)"""
+
+    def __init__(self, dropout: float = 0.1) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.qkv, self.out = nn.LayerNorm(16), nn.Linear(16, 48), nn.Linear(16, 16)
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+        self.dropout = dropout
+        self.scale = 1.0
+        self.calls = 0
+        self.register_buffer("bias", torch.linspace(0, 1, 16))
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        self.calls += 1
+        q, k, v = (part.unflatten(-1, (2, 8)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, -1))
+        attended = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        x = x + self.out(attended.transpose(1, 2).flatten(-2)) * self.scale + self.bias
+        kept = torch.bernoulli(torch.full_like(x, 1 - self.dropout))
+        return x + self.down(functional.gelu(self.up(x * kept)))
+
+
+def leaf(*sizes: int, seed: int = 1) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*(sizes or (2, 5, 16)), generator=generator, requires_grad=True)
+
+
+def gradients_of(
+    regions: Regions | None, function: Callable[..., Tensor], *args: Any, seed: int = 0, **how: Any
+) -> Any:
+    """Loss and gradients of one call, and of what it closes over if it is a module."""
+    call = Call(regions, **how)
+    torch.manual_seed(seed)
+    x = leaf()
+    with call.context():
+        loss = call(function, x * 1, *args).square().mean()
+    loss.backward()
+    parameters = list(function.parameters()) if isinstance(function, nn.Module) else []
+    found = [loss.detach(), *grads(x, *(each for each in parameters if each.grad is not None))]
+    for parameter in parameters:
+        parameter.grad = None
+    return found
+
+
+def tapes_of(session: spillway.Session) -> list[Tape | None]:
+    return [tape for proofs in session._proofs.values() for tape in proofs.script._tapes.values()]
+
+
+def followed(regions: Regions, function: Callable[..., Tensor], *args: Any, **how: Any) -> None:
+    """Call it as often as it takes, and be sure that there is a tape."""
+    for seed in range(3):
+        assert_identical(
+            gradients_of(regions, function, *args, seed=seed, **how), gradients_of(None, function, *args, seed=seed)
+        )
+    assert [tape is not None for tape in tapes_of(regions.session)] == [True]
+
+
+@HOWS
+def test_a_function_is_not_run_again(regions: Regions, how: dict[str, Any]) -> None:
+    block = Block()
+    followed(regions, block, **how)
+    for seed in range(3, 6):
+        block.calls = 0
+        ours = gradients_of(regions, block, seed=seed, **how)
+        assert block.calls == 1
+        assert_identical(ours, gradients_of(None, block, seed=seed))
+    assert regions.last is not None
+    assert regions.last.stats().recomputed_bytes > 0
+
+
+def test_a_number_that_changes_is_seen(regions: Regions) -> None:
+    """As one that is annealed from step to step: the call is kept, and the next tape has it."""
+    block = Block()
+    followed(regions, block)
+    block.scale = 0.5
+    for seed in (7, 8, 9):
+        assert_identical(gradients_of(regions, block, seed=seed), gradients_of(None, block, seed=seed))
+    # One loss, and a tape that was written anew.
+    assert [tape is not None for tape in tapes_of(regions.session)] == [True]
+
+
+def test_where_a_number_changes_in_each_call_there_is_no_tape(regions: Regions) -> None:
+    block = Block()
+    for number in range(12):
+        block.scale = 1.0 + number
+        block.calls = 0
+        ours = gradients_of(regions, block, seed=number)
+        assert_identical(ours, gradients_of(None, block, seed=number))
+    assert tapes_of(regions.session) == []
+    block.calls = 0
+    gradients_of(regions, block)
+    assert block.calls == 2
+
+
+class Odd(nn.Module):
+    """Does one of several things, and says so by nothing but its operators or what they read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weights = nn.ParameterList([nn.Parameter(torch.randn(16, 16)) for _ in range(2)])
+        self.register_buffer("fixed", torch.randn(16))
+        self.way = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        way = self.way
+        first, second = self.weights if way != "other weight" else reversed(list(self.weights))
+        if way == "one weight":
+            second = first
+        y, z = (
+            (x.sin() @ first).exp().chunk(2, 1) if way != "swapped" else reversed((x.sin() @ first).exp().chunk(2, 1))
+        )
+        y = (y * z).tanh() if way != "not the other" else (y * y).tanh()
+        if way == "less":
+            return y
+        fixed = self.fixed if way != "other constant" else self.fixed * 2
+        y = y.cos() * (3.0 if way != "number" else 4.0) * (0.0 if way != "sign" else -0.0 if way == "sign" else 1.0) + y
+        y = (y.sigmoid() if way != "operator" else y.tanh()) @ second + fixed
+        if way == "more":
+            y = y.sin().sin()
+        if way == "view":
+            return (y.view(-1, 16).exp() * y.view(-1, 16)).view(y.shape).sin()
+        if way == "in place":
+            y = y * 2
+            y.mul_(3)
+        return (y.view(-1, 2, 8).exp() * y.view(-1, 2, 8)).view(y.shape).sin()
+
+
+WAYS = [
+    *("other weight", "one weight", "swapped", "not the other", "less", "other constant", "number", "sign", "operator"),
+    *("more", "view", "in place"),
+]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@HOWS
+def test_whatever_else_it_does_is_seen(regions: Regions, way: str, how: dict[str, Any]) -> None:
+    model = Odd()
+
+    def function(x: Tensor) -> Tensor:
+        return model(x.repeat(1, 2, 1))
+
+    x = leaf()
+
+    def step(regions: Regions | None) -> list[Tensor]:
+        call = Call(regions, **how)
+        with call.context():
+            y = call(function, x * 1)
+        # What it does when backward runs is neither here nor there.
+        model.way, now = random.Random(0).choice(WAYS), model.way
+        y.square().mean().backward()
+        model.way = now
+        found = [y.detach(), x.grad, *(each.grad for each in model.weights if each.grad is not None)]
+        x.grad = None
+        model.zero_grad()
+        return [each for each in found if each is not None]
+
+    model.way = ""
+    for _ in range(2):
+        # The function itself runs again: as it was.
+        call = Call(regions, **how)
+        with call.context():
+            y = call(function, x * 1)
+        y.square().mean().backward()
+        x.grad = None
+        model.zero_grad()
+    assert [tape is not None for tape in tapes_of(regions.session)] == [True]
+    assert_identical(step(regions), step(None))
+    model.way = way
+    assert_identical(step(regions), step(None))
+
+
+def test_a_function_that_calls_no_operator_more_or_less_reads_what_it_reads(regions: Regions) -> None:
+    """Tensors from outside are those of the call, and not those of the call that the tape was written of."""
+    tables = [torch.randn(16) for _ in range(6)]
+    numbers = iter(range(6))
+    table = tables[0]
+
+    def function(x: Tensor) -> Tensor:
+        return ((x * table).sin() + torch.tensor([float(i) for i in range(16)]).cos()).exp()
+
+    for number in numbers:
+        table = tables[number]
+        assert_identical(gradients_of(regions, function), gradients_of(None, function))
+    assert [tape is not None for tape in tapes_of(regions.session)] == [True]
+
+
+def test_a_weight_that_is_written_before_backward_is_refused(regions: Regions) -> None:
+    block = Block()
+    followed(regions, block)
+    with regions.offload():
+        loss = spillway.recompute(block, leaf() * 1, session=regions.session).sum()
+    with torch.no_grad():
+        block.qkv.weight.mul_(2)
+    with pytest.raises(RecomputeError, match="written in place"):
+        loss.backward()
+
+
+def test_what_is_saved_and_written_is_refused(regions: Regions) -> None:
+    kept: list[Tensor] = []
+
+    def function(x: Tensor) -> Tensor:
+        y = x.sin()
+        kept[:] = [y]
+        return y.cos().exp()
+
+    for _ in range(2):
+        gradients_of(regions, function)
+    with regions.offload():
+        loss = spillway.recompute(function, leaf() * 1, session=regions.session).sum()
+    with torch.no_grad():
+        kept[0].mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_what_is_preserved_and_written_is_computed_again(regions: Regions) -> None:
+    """Autograd did not save it: so writing it is nobody's mistake."""
+
+    def function(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        y = x.exp() @ weight
+        return (y + 1).sin().cos(), y
+
+    weight = torch.randn(16, 16, generator=torch.Generator().manual_seed(3))
+
+    def step(regions: Regions | None, writes: bool) -> list[Tensor]:
+        call = Call(regions, save="matmul")
+        x = leaf()
+        with call.context():
+            z, y = call(function, x * 1, weight)
+        loss = z.sum()
+        if writes:
+            with torch.no_grad():
+                y.zero_()
+        loss.backward()
+        return [z.detach(), *grads(x)]
+
+    for number in range(5):
+        assert_identical(step(regions, writes=number > 2), step(None, writes=number > 2))
+    assert [tape is not None for tape in tapes_of(regions.session)] == [True]
+
+
+def test_a_kernel_that_nobody_sees_is_on_no_tape(regions: Regions) -> None:
+    """It writes what an operator gave: by the tape, that would be anything."""
+
+    class Unseen(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            out = torch.empty_like(x)
+            out.numpy()[...] = np.sin(x.numpy())
+            ctx.save_for_backward(x)
+            return out
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            return gradient * ctx.saved_tensors[0].cos()
+
+    def function(x: Tensor) -> Tensor:
+        return Unseen.apply(x.cos()).exp().tanh()
+
+    for _ in range(4):
+        assert_identical(gradients_of(regions, function), gradients_of(None, function))
+    assert tapes_of(regions.session) == [None]
+
+
+def test_what_is_written_unseen_is_on_no_tape(regions: Regions) -> None:
+    def function(x: Tensor) -> Tensor:
+        y = x.sin()
+        y.detach().numpy()[...] *= 2
+        return y.exp().tanh()
+
+    for _ in range(4):
+        assert_identical(gradients_of(regions, function), gradients_of(None, function))
+    assert tapes_of(regions.session) == [None]
+
+
+def test_backward_in_parts_and_twice(regions: Regions) -> None:
+    block = Block()
+    followed(regions, block)
+
+    def step(regions: Regions | None) -> list[Tensor]:
+        call = Call(regions)
+        x = leaf()
+        torch.manual_seed(5)
+        with call.context():
+            y = call(block, x * 1)
+        found = [*torch.autograd.grad(y.sum(), block.down.weight, retain_graph=True)]
+        found += torch.autograd.grad(y.square().sum(), [x, block.qkv.weight], retain_graph=True)
+        found += torch.autograd.grad(y.square().sum(), [block.qkv.weight, x, block.up.bias])
+        return found
+
+    assert_identical(step(regions), step(None))
+
+
+def test_gradients_of_gradients(regions: Regions) -> None:
+    def function(x: Tensor) -> Tensor:
+        return (x.sin() * x).exp().tanh()
+
+    def step(regions: Regions | None) -> list[Tensor]:
+        call = Call(regions)
+        x = leaf()
+        with call.context():
+            y = call(function, x * 1)
+        (first,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        first.square().sum().backward()
+        return [first.detach(), *grads(x)]
+
+    for _ in range(4):
+        assert_identical(step(regions), step(None))
+    assert [tape is not None for tape in tapes_of(regions.session)] == [True]
+
+
+def test_many_calls_in_any_order(regions: Regions) -> None:
+    blocks = [Block(), Block(0.0)]
+    blocks[1].load_state_dict(blocks[0].state_dict())
+
+    def step(call: Call) -> Iterator[Tensor]:
+        xs = [leaf(seed=seed) for seed in range(4)]
+        torch.manual_seed(4)
+        losses = []
+        for number, x in enumerate(xs):
+            with call.context():
+                losses.append(call(blocks[number % 2], x * 1).square().mean())
+        for number in (2, 0, 3, 1):
+            losses[number].backward()
+        yield from grads(*xs)
+
+    regions(step, passes=4)
+
+
+def test_a_graph_that_is_dropped_leaves_nothing(regions: Regions) -> None:
+    block = Block()
+    followed(regions, block, offload=["inputs", "matmul"])
+    for asks in (False, True):
+        x = leaf()
+        y = x * 1
+        with regions.offload():
+            loss = spillway.recompute(block, y, session=regions.session, offload=["inputs", "matmul"]).sum()
+        dies = weakref.ref(y)
+        del y
+        if asks:
+            torch.autograd.grad(loss, block.down.weight, retain_graph=True)
+        gc.disable()
+        try:
+            del loss
+            assert dies() is None
+        finally:
+            gc.enable()
+
+
+def test_under_autocast(regions: Regions) -> None:
+    block = Block()
+
+    def step(call: Call) -> Iterator[Tensor]:
+        x = leaf()
+        torch.manual_seed(6)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            with call.context():
+                y = call(block, x * 1)
+            y.float().square().mean().backward()
+        yield from grads(x)
+
+    regions(step, passes=5)
+
+
+def test_another_region_inside(regions: Regions) -> None:
+    inner, calls = Block(), []
+
+    def outer(x: Tensor) -> Tensor:
+        calls.append(1)
+        return spillway.recompute(inner, x.sin(), session=regions.session).exp()
+
+    for seed in range(5):
+        ours = gradients_of(regions, outer, seed=seed)
+        torch.manual_seed(seed)
+        x = leaf()
+        inner((x * 1).sin()).exp().square().mean().backward()
+        assert torch.equal(ours[1], x.grad if x.grad is not None else x)
+    assert len(calls) > 5
+
+
+def test_many_sizes_cost_nothing_more(regions: Regions) -> None:
+    """Of sizes that do not come again no tape is written."""
+    for size in range(20, 40):
+        x = leaf(size)
+        with regions.offload():
+            spillway.recompute(lambda x: x.sin().cos().exp(), x * 1, session=regions.session).sum().backward()
+    assert tapes_of(regions.session) == []
+
+
+def test_a_function_that_fails_half_way(regions: Regions) -> None:
+    fails = False
+
+    def function(x: Tensor) -> Tensor:
+        y = x.sin().cos()
+        if fails:
+            raise ValueError("half-way")
+        return y.exp().tanh()
+
+    for _ in range(3):
+        assert_identical(gradients_of(regions, function), gradients_of(None, function))
+    fails = True
+    with pytest.raises(ValueError, match="half-way"):
+        gradients_of(regions, function)
+    fails = False
+    assert_identical(gradients_of(regions, function), gradients_of(None, function))
