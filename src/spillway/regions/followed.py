@@ -186,6 +186,7 @@ class Followed:
                 made.append(tensor)
 
         self._passage.was_recomputed = True
+        self._passage.ledger.note_unused(self._tape.unused)
         with torch._C._DisableTorchDispatch() if mode is not None else self._rerunning(), self._globals.in_force():
             self._tape.play(self._tape.runs(wanted, lost), self._base, self._states, give)
         self._passage.ledger.recomputed_bytes += storage_bytes(made)

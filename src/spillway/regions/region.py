@@ -152,10 +152,7 @@ class Region:
         """The function, for the first time or again. See NOTE [ How a region goes ]."""
         first, self._first = self._first, None
         if first is None:
-            for selector in self._choices.unused():
-                self._passage.ledger.note(
-                    f"{selector!r} decided nothing: it names no operator that ran, or others do, too"
-                )
+            self._passage.ledger.note_unused(self._choices.unused())
             return self._rerun(tensors)
         try:
             return self._run_first(first, tensors)
@@ -384,7 +381,7 @@ class Region:
             self._passage.flush()
         self._rerun.acts = acts
         if self._key is not None and not self.has_inner:
-            self._rerun.wants_tape(self._key, self._writes_at_once)
+            self._rerun.wants_tape(self._key, self._writes_at_once, self._choices.unused())
 
     def _find_unknown(self) -> None:
         """Of what was saved before any operator had it: whether it comes from outside, or was made unseen."""

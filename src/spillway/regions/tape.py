@@ -135,6 +135,8 @@ class Tape:
     """Values of the function's tensors."""
     count: int
     """How many values there are."""
+    unused: Sequence[object] = ()
+    """Selectors that decided nothing."""
 
     @cached_property
     def outside(self) -> frozenset[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -48,6 +49,8 @@ class Trial:
     """By which calls like this one are told from others, if a tape of them is wanted."""
     writes_at_once: bool | None = None
     """See :meth:`~spillway.regions.script.Script.wants_tape`."""
+    unused: Sequence[object] = ()
+    """Selectors that decided nothing."""
 
     def __init__(self, function: Callable[..., Any], trace: Trace, packs: Packs, proofs: Proofs, passage: Pass) -> None:
         self._function = function
@@ -94,7 +97,7 @@ class Trial:
             draft = Draft.of(self._function, tensors, self._trace, self._packs)
             if draft is None or not same_bits(draft.prints, draft.played(self._trace)):
                 return None
-            return draft.tape
+            return replace(draft.tape, unused=self.unused)
         finally:
             restore()
 

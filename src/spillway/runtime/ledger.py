@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -78,3 +79,8 @@ class Ledger:
         """Say once what was done otherwise than asked."""
         if text not in self.notes:
             self.notes.append(text)
+
+    def note_unused(self, selectors: Iterable[object]) -> None:
+        """Say of selectors of a region that they decided nothing."""
+        for selector in selectors:
+            self.note(f"{selector!r} decided nothing: it names no operator that ran, or others do, too")
