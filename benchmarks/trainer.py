@@ -2,7 +2,8 @@
 
 Each way is a process of its own. A step's time is between two ends of steps, the device waited for; medians of all but
 the first. The budget of the callback is the peak that gradient checkpointing had, all that is allocated; a second one
-is half-way between that and the plain peak. Losses are compared bit for bit with the plain ones.
+is half-way between that and the plain peak. Losses are compared bit for bit with the plain ones in shorter runs of two
+layers, by deterministic algorithms: by the others, no two runs of plain PyTorch have the same.
 
     python benchmarks/trainer.py --json trainer.json                       # 1B width, 8192 tokens
     python benchmarks/trainer.py --layers 2 --hidden 64 --tokens 128       # a rehearsal
@@ -45,7 +46,10 @@ class Row:
     predicted_peak: int | None = None
     predicted_seconds: float | None = None
     stage: str | None = None
+    plan: str | None = None
     losses: list[str] = field(default_factory=list)
+    identical: bool | None = None
+    """Whether a smaller run has the plain one's losses."""
 
 
 def measure(way: str, budget: int | None, options: argparse.Namespace, pipe: Any) -> None:
@@ -71,6 +75,7 @@ def measure(way: str, budget: int | None, options: argparse.Namespace, pipe: Any
             self.ends.append(time.perf_counter())
 
     set_seed(0)
+    torch.use_deterministic_algorithms(options.deterministic)
     config = LlamaConfig(
         vocab_size=options.vocabulary,
         hidden_size=options.hidden,
@@ -122,6 +127,7 @@ def measure(way: str, budget: int | None, options: argparse.Namespace, pipe: Any
         row.predicted_peak = attached.plan.predicted_peak
         row.predicted_seconds = attached.plan.predicted_seconds
         row.stage = attached.stage
+        row.plan = str(attached.plan)
     pipe.send(row)
 
 
@@ -139,6 +145,30 @@ def in_a_process(way: str, budget: int | None, options: argparse.Namespace) -> R
     return row
 
 
+def sweep(options: argparse.Namespace, identical: dict[str, bool] | None = None) -> list[Row]:
+    """All ways; printed as they come if it is known whether they are identical."""
+    rows: list[Row] = []
+    budgets: dict[str, int | None] = {KEEP: None, CHECKPOINT: None}
+    for way in (KEEP, CHECKPOINT, WITHIN, BETWEEN):
+        row = in_a_process(way, budgets[way], options)
+        rows.append(row)
+        if way == CHECKPOINT:
+            small = row.peak_bytes or 16 << 30
+            budgets |= {WITHIN: small, BETWEEN: (small + rows[0].peak_bytes) // 2 or small}
+        if identical is None:
+            continue
+        row.identical = identical[way]
+        print(
+            f"{row.way:24} {row.step_seconds * 1e3:8.1f} ms ({row.step_min * 1e3:.1f} to {row.step_max * 1e3:.1f})  "
+            f"x{row.step_seconds / rows[0].step_seconds:5.3f}  {format_bytes(row.peak_bytes):>9}  {row.stage or '':8} "
+            f"{'identical' if row.identical else 'OTHER LOSSES'}",
+            flush=True,
+        )
+        if row.predicted_seconds is not None:
+            print(f"  predicted {row.predicted_seconds * 1e3:.1f} ms; {row.plan}", flush=True)
+    return rows
+
+
 def main() -> None:
     accelerator = torch.accelerator.current_accelerator()
     here = "cpu" if accelerator is None else accelerator.type
@@ -152,19 +182,13 @@ def main() -> None:
     parser.add_argument("--timed", type=int, default=9 if here != "cpu" else 3, help="of these, the last")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    rows = [in_a_process(KEEP, None, options), in_a_process(CHECKPOINT, None, options)]
-    plain, checkpointed = rows
-    small = checkpointed.peak_bytes or 16 << 30
-    for way, budget in ((WITHIN, small), (BETWEEN, (small + plain.peak_bytes) // 2 or small)):
-        rows.append(in_a_process(way, budget, options))
-    for row in rows:
-        said = "identical" if row.losses == plain.losses else "OTHER LOSSES"
-        print(
-            f"{row.way:24} {row.step_seconds * 1e3:8.1f} ms ({row.step_min * 1e3:.1f} to {row.step_max * 1e3:.1f})  "
-            f"x{row.step_seconds / plain.step_seconds:5.3f}  {format_bytes(row.peak_bytes):>9}  {row.stage or '':8} "
-            f"{said}",
-            flush=True,
-        )
+    options.deterministic = True
+    # Deterministic products of matrices need it, and it is read when a process begins.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    smaller = sweep(argparse.Namespace(**{**vars(options), "layers": 2, "timed": 3}))
+    identical = {row.way: row.losses == smaller[0].losses for row in smaller}
+    options.deterministic = False
+    rows = sweep(options, identical)
     if options.json:
         header = {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -71,7 +71,7 @@ class Rerun:
         self._given: list[Sums | None] = []
 
     def wants_tape(self, key: TapeKey, at_once: bool | None, unused: Sequence[object]) -> None:
-        """Of calls that are told apart in this way, a tape may be written: with these selectors that decided nothing."""
+        """Of calls that are told apart in this way, a tape may be written. These selectors decided nothing."""
         self._trial.key, self._trial.writes_at_once, self._trial.unused = key, at_once, tuple(unused)
 
     def gave(self, output: Any) -> None:
