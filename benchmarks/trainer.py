@@ -153,7 +153,8 @@ def sweep(options: argparse.Namespace, identical: dict[str, bool] | None = None)
         row = in_a_process(way, budgets[way], options)
         rows.append(row)
         if way == CHECKPOINT:
-            small = row.peak_bytes or 16 << 30
+            # Of the smaller run, whose peak is that of the head, a little more.
+            small = (row.peak_bytes if identical is not None else row.peak_bytes * 5 // 4) or 16 << 30
             budgets |= {WITHIN: small, BETWEEN: (small + rows[0].peak_bytes) // 2 or small}
         if identical is None:
             continue
