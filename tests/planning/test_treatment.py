@@ -385,9 +385,10 @@ def test_the_hosts_seconds_by_hand() -> None:
         return [(task.name, task.host_seconds) for task in (*option.forward, *option.backward)]
 
     assert host(*[KEEP] * 6) == [("forward", 1.0), ("backward", 4.0)]
-    # A region takes 2 s more for each of four operators: as long for the input that stays. Three operators run again.
-    assert host(*[AGAIN] * 6) == [("forward", 11.0), ("again", 4.5), ("backward", 4.0)]
+    # A region takes 2 s more for each of four operators: twice that for the input that stays. Three of four operators
+    # run again.
+    assert host(*[AGAIN] * 6) == [("forward", 13.0), ("again", 4.5), ("backward", 4.0)]
     sent = host(HOST, KEEP, AGAIN, DISK, AGAIN, AGAIN)
-    # Four times as long for each of two that leave, and three times to bring one back.
-    assert sum(seconds for name, seconds in sent if name == "forward") == pytest.approx(9.0 + 2 * 8.0)
-    assert sum(seconds for name, seconds in sent if name == "backward") == pytest.approx(4.0 + 2 * 6.0)
+    # Nine times as long for each of two that leave, and six times to bring one back.
+    assert sum(seconds for name, seconds in sent if name == "forward") == pytest.approx(9.0 + 2 * 18.0)
+    assert sum(seconds for name, seconds in sent if name == "backward") == pytest.approx(4.0 + 2 * 12.0)

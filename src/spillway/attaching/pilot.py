@@ -97,6 +97,8 @@ class Stage(enum.Enum):
 _SEEKING = (Stage.TRACING, Stage.WEIGHING, Stage.MEASURING)
 """Before there is a profile."""
 _WRITES_TAPES = {Stage.TRACING: True, Stage.TRYING: True, Stage.HOLDING: None}
+_LAG = 0.1
+"""Seconds by which the device is behind the host where it is timed."""
 _TIMED = (Stage.MEASURING, Stage.CHECKING)
 """Where it counts what the host takes."""
 
@@ -506,7 +508,8 @@ class Pilot:
         return Probe(self._device)
 
     def _new_watch(self) -> Watch:
-        watch = Watch(self._device, self._carried, times_host=self.stage in _TIMED)
+        lag = _LAG if self.stage is Stage.MEASURING else 0.0
+        watch = Watch(self._device, self._carried, times_host=self.stage in _TIMED, lag=lag)
         if self._weighs:
             self._mover().listen(watch.moves)
         return watch

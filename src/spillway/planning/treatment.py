@@ -20,10 +20,11 @@ NOTE [ What the host needs ]
 
 A block that is left alone is queued in a fraction of the time that a region takes, which is watched operator by
 operator; so is one of which nothing is computed again, but for what it keeps and sends. What else is done is put in
-multiples of what a region takes beyond that for each operator: to keep a tensor once, to send one four times, to bring
-it back three times as much. These are guesses between rough readings of Llama-8B's block on an H200's host (1.4 for a
-kept one; 2.5, and 6 beside a busy device, for a sent one), and on a CPU (1.3, 3.6, and 2 to bring one back). What is
-computed again is queued operator by operator, and nothing else is. A checked step corrects all of it.
+multiples of what a region takes beyond that for each operator: twice as much to keep a tensor, nine times to send one,
+six times to bring it back. These are guesses: on a CPU it was 1.3, 3.6 and 2 (a layer of transformers' Llama, whose
+function is followed by a tape); on an H200's host, where a copy is queued on a stream, a plan of such multiples took
+1.8 of what they say. What is computed again is queued operator by operator, and nothing else is. A checked step
+corrects all of it.
 
 NOTE [ What is free ]
 
@@ -45,7 +46,7 @@ from spillway.records import Decision
 
 _SECONDS_A_BYTE = 2e-13
 """See NOTE [ What is free ]."""
-_SEND, _TAKE = 4, 3
+_KEEP, _SEND, _TAKE = 2, 9, 6
 """See NOTE [ What the host needs ]."""
 
 
@@ -148,7 +149,7 @@ def _forward_host(block: BlockProfile, outcome: Outcome) -> float:
     if not (outcome.again or outcome.leaves):
         return block.host.plain
     queued = block.host.region if outcome.again else block.host.plain
-    return queued + _host_by_operator(block) * (len(outcome.stays) + _SEND * len(outcome.leaves))
+    return queued + _host_by_operator(block) * (_KEEP * len(outcome.stays) + _SEND * len(outcome.leaves))
 
 
 def _host_by_operator(block: BlockProfile) -> float:

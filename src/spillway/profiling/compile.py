@@ -70,7 +70,7 @@ def compile_profile(
         calls=tuple(BlockCall(call.name, list(kinds).index(call.kind)) for call in watched.calls),
         static_bytes=static_bytes,
         before=_outside(watched, weighed, ("begin", 0), ("forward", 0), has_host=has_host),
-        middle=_outside(watched, weighed, ("end", last), ("back", last), has_host=has_host),
+        middle=_middle(watched, weighed, last, has_host=has_host),
         # The host may wait in it, as for a loss that is printed.
         after=_outside(watched, weighed, end, ("done", 0), has_host=False),
         min_bytes=min_bytes,
@@ -95,23 +95,46 @@ def _outside(watched: Watched, weighed: Watched, since: Place, until: Place, *, 
     )
 
 
+def _middle(watched: Watched, weighed: Watched, last: int, *, has_host: bool) -> Outside:
+    """Head and loss, without what the device was made to lag behind after them."""
+    middle = _outside(watched, weighed, ("end", last), ("back", last), has_host=has_host)
+    turned = ("turned", 0)
+    return middle if turned not in watched.readings else replace(middle, seconds=watched.seconds(("end", last), turned))
+
+
+def _times(watched: Watched, spans: list[list[tuple[Place, Place]]]) -> float:
+    """Of several calls, what one takes the device: the median of those that show it, if any does.
+
+    See NOTE [ The device's clock ] in ``watch.py``.
+
+    Args:
+        watched: the pass.
+        spans: of each call.
+    """
+    shown = [each for each in spans if watched.is_behind(*(place for span in each for place in span))]
+    return statistics.median(sum(watched.seconds(*span) for span in each) for each in shown or spans)
+
+
 def _kind(
     watched: Watched, weighed: Watched, probe: Probe, numbers: list[int], end: Place, *, has_host: bool
 ) -> BlockProfile:
     probe.read(frozenset().union(*(watched.calls[number].shared for number in numbers)))
     assert probe.operators is not None
-    forward, backward, again, peaks, changes = [], [], [], [], []
+    forward: list[list[tuple[Place, Place]]] = []
+    backward: list[list[tuple[Place, Place]]] = []
+    again: list[list[tuple[Place, Place]]] = []
+    peaks, changes = [], []
     parts: list[tuple[BackwardPart, ...]] = []
     for number in numbers:
         begin, until = ("back", number), ("back", number - 1) if number else end
         ran = ("ran", number)
         since = ran if ran in watched.readings else begin
         given = next((("asked", n) for n, (whose, _) in enumerate(weighed.asked) if whose == number), begin)
-        forward.append(watched.seconds(("forward", number), ("end", number)))
-        backward.append(watched.seconds(since, until))
+        forward.append([(("forward", number), ("end", number))])
+        backward.append([(since, until)])
         if ran in watched.readings:
-            backward[-1] += watched.seconds(begin, ("again", number))
-            again.append(watched.seconds(("again", number), ran))
+            backward[-1].append((begin, ("again", number)))
+            again.append([(("again", number), ran)])
         peaks.append(max(weighed.peak(given, until) - weighed.level(given), 0))
         changes.append(weighed.level(until) - weighed.level(begin))
         parts.append(_parts(weighed, probe, number, until))
@@ -120,8 +143,8 @@ def _kind(
         operators=probe.operators,
         values=probe.values,
         # Where the host was late because it wrote down a trace, the operators' own times are nearer.
-        forward_seconds=min(statistics.median(forward), sum(each.seconds for each in probe.operators)),
-        backward_seconds=statistics.median(backward),
+        forward_seconds=min(_times(watched, forward), sum(each.seconds for each in probe.operators)),
+        backward_seconds=_times(watched, backward),
         backward_peak_bytes=int(statistics.median(peaks)),
         backward_change_bytes=int(statistics.median(changes)),
         rerun_factor=1.0,
@@ -132,7 +155,7 @@ def _kind(
     if not again:
         return block
     all_again = treat(block, [Decision.RECOMPUTE] * len(block.values), min_bytes=0).rerun_seconds
-    return replace(block, rerun_factor=statistics.median(again) / all_again if all_again else 1.0)
+    return replace(block, rerun_factor=_times(watched, again) / all_again if all_again else 1.0)
 
 
 def _parts(weighed: Watched, probe: Probe, number: int, until: Place) -> tuple[BackwardPart, ...]:

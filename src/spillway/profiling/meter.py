@@ -21,6 +21,9 @@ import torch
 
 from spillway.profiling.allocations import Listener
 
+_LEAST_CYCLES, _MOST_CYCLES = 1.2e9, 2.6e9
+"""Of an accelerator, in a second."""
+
 
 class Reading(NamedTuple):
     """What was measured at an instant."""
@@ -52,6 +55,10 @@ class Meter(ABC):
 
     def wait(self) -> None:  # noqa: B027
         """Until the device has nothing to do."""
+
+    def lag(self, seconds: float) -> float:
+        """Have the device do nothing for about so long, and what it is given then wait; at least how long it does."""
+        return 0.0
 
     def close(self) -> None:  # noqa: B027
         """Nobody wants to know any more."""
@@ -88,6 +95,14 @@ class AcceleratorMeter(Meter):
 
     def wait(self) -> None:
         torch.accelerator.synchronize(self._device)
+
+    def lag(self, seconds: float) -> float:
+        if self._device.type != "cuda":
+            return 0.0
+        # It is told in cycles, and no device has fewer in a second.
+        with torch.cuda.device(self._device):
+            torch.cuda._sleep(int(seconds * _LEAST_CYCLES))  # type: ignore[no-untyped-call]
+        return seconds * _LEAST_CYCLES / _MOST_CYCLES
 
     def finish(self) -> list[Reading]:
         self.wait()

@@ -15,6 +15,12 @@ NOTE [ The host's clock ]
 The host queues work ahead of the device, and may be the slower of the two. It is timed without what it spends on this
 watch. Where the queue is full it waits for the device, and is timed too long. So a pass in which it is timed begins on
 a device that has nothing to do, and of several calls the shortest counts: when that was made, the queue was not full.
+
+NOTE [ The device's clock ]
+
+Where the host is the slower of the two, the time between two instants on the device is the host's. So where times are
+to be the device's, it is made to lag at the beginning of the forward and of the backward: then it has a queue to work
+off, for a while. A call counts at whose begin and end it was behind the host.
 """
 
 from __future__ import annotations
@@ -34,6 +40,8 @@ from spillway.profiling.meter import Meter, Reading, meter_of
 
 Place = tuple[str, int]
 """An instant: what happens, and to which call of a block."""
+_BEHIND = 2e-4
+"""Seconds by which the clocks of host and device may be apart."""
 
 
 @dataclass(slots=True)
@@ -61,6 +69,10 @@ class Watched:
     """Of each instant ``("asked", n)``: which call's backward was given what it had saved after how many operators."""
     freed: list[int] = field(default_factory=list)
     """Of each instant ``("let go", n)``: bytes of what a backward was given, and its own code holds no more."""
+    queued: dict[Place, float] = field(default_factory=dict)
+    """Seconds since the first instant on the host's clock, with all that it did."""
+    lag: float = 0.0
+    """At least so many seconds lay between the first instant on the host and on the device."""
 
     def level(self, place: Place) -> int:
         """Bytes allocated at an instant, without those on their way."""
@@ -108,6 +120,13 @@ class Watched:
         """Time between two instants."""
         return self.readings[until].seconds - self.readings[since].seconds
 
+    def is_behind(self, *places: Place) -> bool:
+        """Whether the device was behind the host at these instants. See NOTE [ The device's clock ]."""
+        return all(
+            place in self.queued and self.readings[place].seconds + self.lag - self.queued[place] > _BEHIND
+            for place in places
+        )
+
     def host_seconds(self, since: Place, until: Place) -> float:
         """What the host needed between two instants. See NOTE [ The host's clock ]."""
         return self.host[until] - self.host[since]
@@ -121,6 +140,7 @@ class Watch:
         carried: bytes that are on their way, now.
         meter: that reads the instants. ``None``: the device's.
         times_host: whether it counts what the host takes: see NOTE [ The host's clock ].
+        lag: seconds by which the device is made to lag: see NOTE [ The device's clock ].
     """
 
     def __init__(
@@ -130,15 +150,19 @@ class Watch:
         meter: Meter | None = None,
         *,
         times_host: bool = False,
+        lag: float = 0.0,
     ) -> None:
         self._meter = meter_of(device) if meter is None else meter
         if times_host:
             self._meter.wait()
+        self._wanted_lag = lag
+        self._lag = self._meter.lag(lag) if lag else 0.0
         self._carried = carried
         self._calls: list[WatchedCall] = []
         self._order: list[Place] = []
         self._on_their_way: dict[Place, int] = {}
         self._host: dict[Place, float] = {}
+        self._queued: dict[Place, float] = {}
         self._spent = 0.0
         self._asked: list[tuple[int, int]] = []
         self._moves = self._releases = 0
@@ -147,7 +171,7 @@ class Watch:
         """What backward was given and has not let go of yet, and the handles of that."""
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._inputs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._closed = False
+        self._closed = self._turned = False
         self._frozen = 0
         self.thread = threading.current_thread()
         """Whose passes are measured."""
@@ -219,7 +243,18 @@ class Watch:
         readings = dict(zip(self._order, found, strict=True))
         # Of an instant that came twice, the last counts, and the peak is that of both.
         order = list(dict.fromkeys(reversed(self._order)))[::-1]
-        return Watched(self._calls, readings, self._on_their_way, self._host, order, self._asked, self._freed)
+        first = self._queued[self._order[0]]
+        return Watched(
+            self._calls,
+            readings,
+            self._on_their_way,
+            self._host,
+            order,
+            self._asked,
+            self._freed,
+            {place: queued - first for place, queued in self._queued.items()},
+            self._lag,
+        )
 
     def close(self) -> None:
         """Hooks that have not been called never are, and nothing is measured any more."""
@@ -269,8 +304,13 @@ class Watch:
             self._hooks.append(hook)
 
     def _on_gradient(self, what: str, number: int) -> None:
-        if not self._closed and (what, number) not in self._on_their_way:
-            self._mark(what, number)
+        if self._closed or (what, number) in self._on_their_way:
+            return
+        if self._wanted_lag and not self._turned and what == "back":
+            self._turned = True
+            self._mark("turned", 0)
+            self._meter.lag(self._wanted_lag)
+        self._mark(what, number)
 
     def _mark(self, what: str, number: int) -> None:
         now = time.perf_counter()
@@ -278,4 +318,5 @@ class Watch:
         self._order.append((what, number))
         self._on_their_way[what, number] = self._carried()
         self._host[what, number] = now - self._spent
+        self._queued[what, number] = now
         self._spent += time.perf_counter() - now
