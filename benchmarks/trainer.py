@@ -47,6 +47,8 @@ class Row:
     predicted_seconds: float | None = None
     stage: str | None = None
     plan: str | None = None
+    profile: dict[str, Any] | None = None
+    """What the plan was made of, in short."""
     losses: list[str] = field(default_factory=list)
     identical: bool | None = None
     """Whether a smaller run has the plain one's losses."""
@@ -128,6 +130,19 @@ def measure(way: str, budget: int | None, options: argparse.Namespace, pipe: Any
         row.predicted_seconds = attached.plan.predicted_seconds
         row.stage = attached.stage
         row.plan = str(attached.plan)
+        profile = attached.profile
+        if profile is not None:
+            outside = {name: asdict(getattr(profile, name)) for name in ("before", "middle", "after")}
+            kinds = [
+                {
+                    "forward_seconds": kind.forward_seconds,
+                    "operator_seconds": sum(each.seconds for each in kind.operators),
+                    "backward_seconds": kind.backward_seconds,
+                    "host": None if kind.host is None else asdict(kind.host),
+                }
+                for kind in profile.kinds
+            ]
+            row.profile = {**outside, "kinds": kinds}
     pipe.send(row)
 
 

@@ -169,3 +169,37 @@ def test_the_host_is_timed_without_what_the_watch_takes(monkeypatch: pytest.Monk
     assert watched is not None
     assert watched.host_seconds(("begin", 0), ("forward", 0)) == 2.0
     assert watched.host_seconds(("forward", 0), ("end", 0)) == 3.0
+
+
+class Lagging(Counter):
+    """A device that does what it is given at once, or when it has lagged."""
+
+    def __init__(self, lags: float) -> None:
+        super().__init__()
+        self.lags = lags
+        self.asked: list[int] = []
+
+    def lag(self, seconds: float) -> float:
+        self.asked.append(len(self.readings))
+        return self.lags
+
+
+@pytest.mark.parametrize("lags", [0.0, 3600.0])
+def test_a_device_that_is_not_behind_its_host_is_told_from_one_that_is(lags: float) -> None:
+    meter = Lagging(lags)
+    watch = Watch(torch.device("cpu"), lambda: 0, meter, lag=1.0)
+    layers = [nn.Linear(1, 1) for _ in range(2)]
+    output = torch.ones(1, 1, requires_grad=True) * 1
+    for layer in layers:
+        number = watch.block_begins("a", "kind", (output,))
+        output = layer(output)
+        watch.block_ended(number, output)
+    output.sum().backward()
+    watched = watch.finish()
+    assert watched is not None
+    # Before the first instant, and after that in which the backward came.
+    assert meter.asked == [0, watched.order.index(("turned", 0)) + 1]
+    assert watched.order.index(("turned", 0)) + 1 == watched.order.index(("back", 1))
+    # This device has a second from instant to instant, and so it is behind from the second one on.
+    watched.readings = {place: reading._replace(seconds=0.0) for place, reading in watched.readings.items()}
+    assert watched.is_behind(("forward", 0), ("end", 1), ("back", 0)) is (lags > 0)

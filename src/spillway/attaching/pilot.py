@@ -262,7 +262,7 @@ class Pilot:
             self._has_traced = True
             if len(self._probes) >= _MOST_PROBES:
                 self._probes.clear()
-            probe = self._probes[kind] = self._new_probe()
+            probe = self._probes[kind] = self._new_probe(known)
         number = self._watch.block_begins(call.name, kind, (args, kwargs))
         if self._weighs:
             call.observer = WatchedRegion(probe, partial(self._watch.asked, number))
@@ -443,7 +443,8 @@ class Pilot:
                 budget=self._budget,
                 least=peak,
             )
-        self._aim -= peak - self._budget + _SLACK
+        # A step's peak moves a little, with what is just on its way: the more often it was over, the more is left.
+        self._aim -= (peak - self._budget + _SLACK) * 2 ** max(self._rounds - 2, 0)
         self._note(f"planned anew for {format_bytes(self._aim)}")
         try:
             self._replan()
@@ -504,8 +505,8 @@ class Pilot:
 
     # What is asked of the device.
 
-    def _new_probe(self) -> Probe:
-        return Probe(self._device)
+    def _new_probe(self, before: Probe | None) -> Probe:
+        return Probe(self._device, before)
 
     def _new_watch(self) -> Watch:
         lag = _LAG if self.stage is Stage.MEASURING else 0.0

@@ -105,7 +105,7 @@ class Rehearsal(Pilot):
         region = self._regions[self._watch.count - 1] = FakeRegion(self._fake, self._min_bytes)
         return region.run(function, args, kwargs, observer)
 
-    def _new_probe(self) -> Probe:
+    def _new_probe(self, before: Probe | None) -> Probe:
         return FakeProbe(self._fake)
 
     def _new_watch(self) -> Watch:
