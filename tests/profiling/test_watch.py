@@ -172,34 +172,36 @@ def test_the_host_is_timed_without_what_the_watch_takes(monkeypatch: pytest.Monk
 
 
 class Lagging(Counter):
-    """A device that does what it is given at once, or when it has lagged."""
+    """A device on which an hour goes by whenever it is to lag."""
 
-    def __init__(self, lags: float) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.lags = lags
-        self.asked: list[int] = []
+        self.hours = 0
 
-    def lag(self, seconds: float) -> float:
-        self.asked.append(len(self.readings))
-        return self.lags
+    def mark(self) -> None:
+        self.readings.append(Reading(3600.0 * self.hours, 0, 0, 0))
+
+    def lag(self, seconds: float) -> None:
+        self.hours += 1
 
 
-@pytest.mark.parametrize("lags", [0.0, 3600.0])
-def test_a_device_that_is_not_behind_its_host_is_told_from_one_that_is(lags: float) -> None:
-    meter = Lagging(lags)
-    watch = Watch(torch.device("cpu"), lambda: 0, meter, lag=1.0)
-    layers = [nn.Linear(1, 1) for _ in range(2)]
+@pytest.mark.parametrize("lag", [0.0, 1.0])
+def test_a_device_that_lags_is_behind_its_host_from_the_first_block_on(lag: float) -> None:
+    watch = Watch(torch.device("cpu"), lambda: 0, Lagging(), lag=lag)
     output = torch.ones(1, 1, requires_grad=True) * 1
-    for layer in layers:
+    for layer in [nn.Linear(1, 1) for _ in range(2)]:
         number = watch.block_begins("a", "kind", (output,))
         output = layer(output)
         watch.block_ended(number, output)
     output.sum().backward()
     watched = watch.finish()
     assert watched is not None
-    # Before the first instant, and after that in which the backward came.
-    assert meter.asked == [0, watched.order.index(("turned", 0)) + 1]
-    assert watched.order.index(("turned", 0)) + 1 == watched.order.index(("back", 1))
-    # This device has a second from instant to instant, and so it is behind from the second one on.
-    watched.readings = {place: reading._replace(seconds=0.0) for place, reading in watched.readings.items()}
-    assert watched.is_behind(("forward", 0), ("end", 1), ("back", 0)) is (lags > 0)
+    behind = [watched.is_behind(place) for place in watched.order]
+    if not lag:
+        assert not any(behind)
+        return
+    # Nothing that is outside of blocks has waited for it.
+    assert watched.order[:3] == [("begin", 0), ("started", 0), ("forward", 0)]
+    assert behind == [place[0] not in ("begin", "started") for place in watched.order]
+    hours = [watched.readings[place].seconds / 3600 for place in (("end", 1), ("turned", 0), ("back", 1), ("back", 0))]
+    assert hours == [1, 1, 2, 2]

@@ -69,8 +69,8 @@ def compile_profile(
         ),
         calls=tuple(BlockCall(call.name, list(kinds).index(call.kind)) for call in watched.calls),
         static_bytes=static_bytes,
-        before=_outside(watched, weighed, ("begin", 0), ("forward", 0), has_host=has_host),
-        middle=_middle(watched, weighed, last, has_host=has_host),
+        before=_outside(watched, weighed, ("begin", 0), ("forward", 0), has_host=has_host, stops=("started", 0)),
+        middle=_outside(watched, weighed, ("end", last), ("back", last), has_host=has_host, stops=("turned", 0)),
         # The host may wait in it, as for a loss that is printed.
         after=_outside(watched, weighed, end, ("done", 0), has_host=False),
         min_bytes=min_bytes,
@@ -83,23 +83,20 @@ def queues(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def _outside(watched: Watched, weighed: Watched, since: Place, until: Place, *, has_host: bool) -> Outside:
+def _outside(
+    watched: Watched, weighed: Watched, since: Place, until: Place, *, has_host: bool, stops: Place | None = None
+) -> Outside:
+    """What is outside of blocks. Its times end at ``stops``, if the device lagged from there on."""
     if since == until:
         return Outside(0.0, 0, 0)
+    end = stops if stops is not None and stops in watched.readings else until
     level = weighed.level(since)
     return Outside(
-        seconds=watched.seconds(since, until),
+        seconds=watched.seconds(since, end),
         peak_bytes=max(weighed.peak(since, until) - level, 0),
         change_bytes=weighed.level(until) - level,
-        host_seconds=watched.host_seconds(since, until) if has_host else 0.0,
+        host_seconds=watched.host_seconds(since, end) if has_host else 0.0,
     )
-
-
-def _middle(watched: Watched, weighed: Watched, last: int, *, has_host: bool) -> Outside:
-    """Head and loss, without what the device was made to lag behind after them."""
-    middle = _outside(watched, weighed, ("end", last), ("back", last), has_host=has_host)
-    turned = ("turned", 0)
-    return middle if turned not in watched.readings else replace(middle, seconds=watched.seconds(("end", last), turned))
 
 
 def _times(watched: Watched, spans: list[list[tuple[Place, Place]]]) -> float:

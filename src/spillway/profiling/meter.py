@@ -21,8 +21,8 @@ import torch
 
 from spillway.profiling.allocations import Listener
 
-_LEAST_CYCLES, _MOST_CYCLES = 1.2e9, 2.6e9
-"""Of an accelerator, in a second."""
+_CYCLES = 1.5e9
+"""Of an accelerator, in a second, about."""
 
 
 class Reading(NamedTuple):
@@ -56,9 +56,8 @@ class Meter(ABC):
     def wait(self) -> None:  # noqa: B027
         """Until the device has nothing to do."""
 
-    def lag(self, seconds: float) -> float:
-        """Have the device do nothing for about so long, and what it is given then wait; at least how long it does."""
-        return 0.0
+    def lag(self, seconds: float) -> None:  # noqa: B027
+        """Have the device do nothing for about so long: what it is given then waits."""
 
     def close(self) -> None:  # noqa: B027
         """Nobody wants to know any more."""
@@ -96,13 +95,10 @@ class AcceleratorMeter(Meter):
     def wait(self) -> None:
         torch.accelerator.synchronize(self._device)
 
-    def lag(self, seconds: float) -> float:
-        if self._device.type != "cuda":
-            return 0.0
-        # It is told in cycles, and no device has fewer in a second.
-        with torch.cuda.device(self._device):
-            torch.cuda._sleep(int(seconds * _LEAST_CYCLES))  # type: ignore[no-untyped-call]
-        return seconds * _LEAST_CYCLES / _MOST_CYCLES
+    def lag(self, seconds: float) -> None:
+        if self._device.type == "cuda":
+            with torch.cuda.device(self._device):
+                torch.cuda._sleep(int(seconds * _CYCLES))  # type: ignore[no-untyped-call]
 
     def finish(self) -> list[Reading]:
         self.wait()

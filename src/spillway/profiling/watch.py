@@ -19,8 +19,9 @@ a device that has nothing to do, and of several calls the shortest counts: when 
 NOTE [ The device's clock ]
 
 Where the host is the slower of the two, the time between two instants on the device is the host's. So where times are
-to be the device's, it is made to lag at the beginning of the forward and of the backward: then it has a queue to work
-off, for a while. A call counts at whose begin and end it was behind the host.
+to be the device's, it is made to lag where the first block begins, forward and backward: then it has a queue to work
+off, for a while. A call counts at whose begin and end it was behind the host. Before the first block nothing lags: where a
+model reads a number from the device, the host waits for it, and would be timed too long.
 """
 
 from __future__ import annotations
@@ -71,8 +72,6 @@ class Watched:
     """Of each instant ``("let go", n)``: bytes of what a backward was given, and its own code holds no more."""
     queued: dict[Place, float] = field(default_factory=dict)
     """Seconds since the first instant on the host's clock, with all that it did."""
-    lag: float = 0.0
-    """At least so many seconds lay between the first instant on the host and on the device."""
 
     def level(self, place: Place) -> int:
         """Bytes allocated at an instant, without those on their way."""
@@ -123,8 +122,7 @@ class Watched:
     def is_behind(self, *places: Place) -> bool:
         """Whether the device was behind the host at these instants. See NOTE [ The device's clock ]."""
         return all(
-            place in self.queued and self.readings[place].seconds + self.lag - self.queued[place] > _BEHIND
-            for place in places
+            place in self.queued and self.readings[place].seconds - self.queued[place] > _BEHIND for place in places
         )
 
     def host_seconds(self, since: Place, until: Place) -> float:
@@ -155,8 +153,7 @@ class Watch:
         self._meter = meter_of(device) if meter is None else meter
         if times_host:
             self._meter.wait()
-        self._wanted_lag = lag
-        self._lag = self._meter.lag(lag) if lag else 0.0
+        self._lag = lag
         self._carried = carried
         self._calls: list[WatchedCall] = []
         self._order: list[Place] = []
@@ -192,6 +189,8 @@ class Watch:
         number = len(self._calls)
         tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
         self._calls.append(WatchedCall(name, kind, self._shared(tensors)))
+        if number == 0:
+            self._fall_behind("started")
         self._mark("forward", number)
         if number == 0:
             self._tell_of_gradient(tensors, "first", 0)
@@ -253,7 +252,6 @@ class Watch:
             self._asked,
             self._freed,
             {place: queued - first for place, queued in self._queued.items()},
-            self._lag,
         )
 
     def close(self) -> None:
@@ -306,11 +304,16 @@ class Watch:
     def _on_gradient(self, what: str, number: int) -> None:
         if self._closed or (what, number) in self._on_their_way:
             return
-        if self._wanted_lag and not self._turned and what == "back":
+        if not self._turned and what == "back":
             self._turned = True
-            self._mark("turned", 0)
-            self._meter.lag(self._wanted_lag)
+            self._fall_behind("turned")
         self._mark(what, number)
+
+    def _fall_behind(self, what: str) -> None:
+        """Have the device lag from here on: the instant before that is marked, too."""
+        if self._lag:
+            self._mark(what, 0)
+            self._meter.lag(self._lag)
 
     def _mark(self, what: str, number: int) -> None:
         now = time.perf_counter()
