@@ -21,7 +21,7 @@ from spillway.capture.hooks import Pass, in_backward, refuse_transforms
 from spillway.errors import UsageError
 from spillway.operators import Choices, Planned, Selector
 from spillway.records import Decision
-from spillway.regions.followed import Followed
+from spillway.regions.followed import Followed, may_follow
 from spillway.regions.inputs import InputHooks
 from spillway.regions.observer import Observer
 from spillway.regions.partition import Partition
@@ -112,7 +112,7 @@ class Recompute:
         if isinstance(self.policy, Planned):
             return self.policy
         choices = self.choices
-        return None if choices.saved_by or choices.asks else choices.said
+        return None if choices.asks else choices.said
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function so: what it returns."""
@@ -276,7 +276,8 @@ def call_region(
         key = None if kinds is None else ((how.tape_key, around), kinds)
     if key is not None and observer is None and not in_backward():
         tape = proofs.script.tape(key)
-        if tape is not None and not any(map(passage.is_captured, {tensor.device for tensor in tensors})):
+        captured = any(map(passage.is_captured, {tensor.device for tensor in tensors}))
+        if tape is not None and not captured and may_follow(tape, tensors):
             rerunning = getattr(function, "rerunning", nullcontext)
             followed = Followed(tape, passage, choices.inputs, aliases=around is Surroundings.PASS, rerunning=rerunning)
             output, is_whole = followed.run(lambda: function(*args, **kwargs), tensors)
@@ -386,9 +387,14 @@ class _Arguments:
         """What tells calls apart that do other things: forms of tensors, and numbers. ``None``: it cannot be said."""
         if any(type(tensor) not in PLAIN or not is_strided(tensor) for tensor in tensors):
             return None
-        forms = [(tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in tensors]
+        forms = [
+            (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.requires_grad)
+            for tensor in tensors
+        ]
         others = [leaf if type(leaf) in _PLAIN else type(leaf) for leaf in self._leaves if leaf is not None]
-        return (tuple(forms), tuple(others), tuple(map(type, others)))
+        devices = {"cpu", *(tensor.device.type for tensor in tensors)}
+        cast = [(each, torch.get_autocast_dtype(each)) for each in devices if torch.is_autocast_enabled(each)]
+        return (tuple(forms), tuple(others), tuple(map(type, others)), tuple(cast))
 
     def put(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with these tensors in them."""

@@ -20,8 +20,8 @@ NOTE [ The device's clock ]
 
 Where the host is the slower of the two, the time between two instants on the device is the host's. So where times are
 to be the device's, it is made to lag where the first block begins, forward and backward: then it has a queue to work
-off, for a while. A call counts at whose begin and end it was behind the host. Before the first block nothing lags: where a
-model reads a number from the device, the host waits for it, and would be timed too long.
+off, for a while. A call counts at whose begin and end it was behind the host. Before the first block nothing lags:
+where a model reads a number from the device, the host waits for it, and would be timed too long.
 """
 
 from __future__ import annotations

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from spillway.capture.handles import KeptHandle, unpack
 from spillway.capture.identity import is_parameter
 from spillway.records import Decision
-from spillway.regions.packs import Packs
+from spillway.regions.packs import Pack, Packs
 from spillway.regions.proofs import fingerprint
-from spillway.regions.scribe import Scribe
+from spillway.regions.scribe import Peeks, Scribe
 from spillway.regions.tape import Base, Saved, Spot, Step, Tape, Untold
 from spillway.regions.tensors import below_modes
 from spillway.regions.trace import Trace
@@ -56,21 +57,24 @@ class Draft:
             return None
         if any(call.writes or call.is_settled for call in trace.calls):
             return None
-        try:
-            scribe = Scribe(tensors, trace.calls)
-            saving = _Saving(scribe, packs)
-            with saved_tensors_hooks(saving.pack, _unpack), scribe:
-                function(*tensors)
-        except Untold:
-            return None
-        if scribe.is_untold or len(scribe.steps) != len(trace.calls) or len(saving.spots) != len(packs.all):
+        scribe = Scribe(tensors, trace.calls)
+        saving = _Saving(scribe, packs)
+        peeks = Peeks()
+        with saved_tensors_hooks(saving.pack, unpack), peeks, scribe:
+            function(*tensors)
+        if (
+            scribe.is_untold
+            or peeks.any
+            or len(scribe.steps) != len(trace.calls)
+            or len(saving.spots) != len(packs.all)
+        ):
             return None
         makers: dict[int, Step] = {}
         for step, call in zip(scribe.steps, trace.calls, strict=True):
             step.decision = call.decision
             makers.update((spot.value, step) for _, spot in step.makes)
         saved = [
-            _saved(spot, pack.wanted, is_parameter, makers)
+            _saved(spot, pack, is_parameter, makers)
             for spot, is_parameter, pack in zip(saving.spots, saving.are_parameters, packs.all, strict=True)
         ]
         told = [each for each in saved if each is not None]
@@ -124,15 +128,16 @@ class _Saving:
         self.are_parameters: list[bool] = []
         self.prints: list[torch.Tensor | None] = []
 
-    def pack(self, tensor: torch.Tensor) -> None:
+    def pack(self, tensor: torch.Tensor) -> KeptHandle:
         """The hook."""
-        with below_modes(tensor):
+        with below_modes(tensor), torch._C.DisableTorchFunction():
             place = len(self.spots)
             wanted = place < len(self._packs) and self._packs[place].wanted
-            spot = self._scribe.spot_of(tensor) if wanted or type(tensor) is torch.Tensor else None
+            spot = self._scribe.spot_of(tensor)
             self.spots.append(spot)
             self.are_parameters.append(is_parameter(tensor))
             self.prints.append(fingerprint(tensor) if wanted and not self._is_state(tensor, spot) else None)
+            return KeptHandle(tensor)
 
     def _is_state(self, tensor: torch.Tensor, spot: Spot | None) -> bool:
         """Whether it may be what a random operator keeps its seed in, and leaves unwritten where it drew nothing."""
@@ -142,15 +147,13 @@ class _Saving:
         return any(each.value == spot.value for step in made for _, each in step.makes)
 
 
-def _unpack(packed: None) -> NoReturn:
-    raise Untold
-
-
-def _saved(spot: Spot | None, wanted: bool, is_parameter: bool, makers: dict[int, Step]) -> Saved | None:
+def _saved(spot: Spot | None, pack: Pack, is_parameter: bool, makers: dict[int, Step]) -> Saved | None:
     """What is on the tape; ``None``: it cannot be told."""
     maker = None if spot is None else makers.get(spot.value)
-    if wanted:
+    if pack.wanted:
         return None if spot is None else Saved(spot)
     if maker is None:
         return Saved(None, is_parameter=is_parameter)
+    if pack.decision is not None:
+        return Saved(spot, pack.decision)
     return Saved(spot, maker.decision) if maker.decision is not Decision.RECOMPUTE else None

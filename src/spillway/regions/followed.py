@@ -28,20 +28,32 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from spillway.capture.handles import Handle, KeptHandle, check_version, unpack
 from spillway.capture.hooks import Pass, in_backward
-from spillway.capture.identity import ViewRecipe
+from spillway.capture.identity import ViewRecipe, reach
 from spillway.records import Decision
 from spillway.regions.generators import GeneratorState, state_of
-from spillway.regions.globals import Globals
+from spillway.regions.globals import Globals, Numerics
 from spillway.regions.outside import refuse_written
-from spillway.regions.schema import facts_of
+from spillway.regions.schema import argument, facts_of
 from spillway.regions.tape import Base, Spot, Step, Tape
-from spillway.regions.tensors import PLAIN, Tracker, aliases_of, below_modes, is_strided, storage_bytes
+from spillway.regions.tensors import PLAIN, Tracker, aliases_of, below_modes, is_strided, storage_bytes, tensors_in
+from spillway.runtime.bytes import Bytes
 
 _RECOMPUTE, _KEEP = Decision.RECOMPUTE, Decision.KEEP
 
 _SEQUENCES = (list, tuple)
 Rerunning = Callable[[], AbstractContextManager[object]]
 """A context around what runs again."""
+
+
+def may_follow(tape: Tape, tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether what comes back of the function's tensors, if they leave, is all that the tape reads of their memory."""
+    for tensor, value in zip(tensors, tape.inputs, strict=True):
+        extent = tape.extents.get(value)
+        if extent is not None:
+            start, nbytes = reach(tensor, tensor.untyped_storage().nbytes())
+            if extent[0] < start or extent[1] > start + nbytes:
+                return False
+    return True
 
 
 class Followed:
@@ -70,6 +82,8 @@ class Followed:
         self._given: dict[int, tuple[Handle, ViewRecipe]] = {}
         """What is handed in to the tape, by its values, and how it lay."""
         self._outside: dict[int, _FromOutside] = {}
+        self._before: dict[int, torch.Tensor] = {}
+        """Of what the function wrote when it was lost, all bytes as they were."""
         self._trackers: list[tuple[int, Tracker]] = []
         self._states: dict[int, GeneratorState] = {}
         self._handles: dict[int, weakref.ref[TapeHandle]] = {}
@@ -90,13 +104,14 @@ class Followed:
             with saved_tensors_hooks(self._pack, unpack), mode:
                 output = function()
             is_whole = not mode.is_lost and (mode.place, self._packed) == (len(self._tape.steps), len(self._tape.saved))
+        finally:
+            # Some of the graph may be used, even if the function has failed.
             with torch._C._DisableTorchDispatch():
                 for value, (tensor, decision) in mode.held.items():
                     self._given[value] = self._passage.save(tensor, decision), ViewRecipe.of(tensor)
                 self._outside.update(mode.outside)
-                self._trackers = mode.trackers
+                self._before, self._trackers = mode.before, mode.trackers
                 self._passage.flush()
-        finally:
             # Autograd holds the pack hook for as long as what it packed.
             self._mode = None
         return output, is_whole
@@ -113,7 +128,8 @@ class Followed:
         for tensor, value in zip(tensors, self._tape.inputs, strict=True):
             # What leaves here is not held by what else autograd saves of it.
             if leave or value in needed:
-                handle = pack(tensor)
+                # Another name for a leaf: its memory may be another one by then, as plain PyTorch would not notice.
+                handle = pack(tensor if leave else tensor.detach())
                 if value in needed:
                     self._given[value] = handle, ViewRecipe.of(tensor)
 
@@ -173,7 +189,9 @@ class Followed:
         if mode is not None:
             # Within the function itself: what it has come to is there.
             self._outside.update(mode.outside)
-        wanted = None if len(self._handles) == self._tape.computed else sorted(self._handles)
+            self._before = mode.before
+        alive = [place for place, handle in self._handles.items() if handle() is not None]
+        wanted = None if len(alive) == self._tape.computed else sorted(alive)
         lost = {value for value, (handle, _) in self._given.items() if not handle.is_intact()}
         lost.update(value for value, tracker in self._trackers if tracker.was_written)
         lost.difference_update(self._tape.inputs)
@@ -193,6 +211,9 @@ class Followed:
 
     def _base(self, value: int) -> Base:
         """Memory that the tape does not make."""
+        before = self._before.get(value)
+        if before is not None:
+            return Base(before.untyped_storage())
         given = self._given.get(value)
         if given is not None:
             handle, view = given
@@ -238,9 +259,8 @@ class _FromOutside:
     __slots__ = ("_tensor", "_version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        # A leaf that needs grad has no history, and its memory may be another one by then, which counts.
-        is_leaf = tensor.grad_fn is None and tensor.requires_grad
-        self._tensor = tensor if is_leaf else aliases_of([tensor])[0]
+        # Not the tensor itself: a leaf may be given other memory by then, as plain PyTorch would not notice either.
+        self._tensor = aliases_of([tensor])[0]
         self._version = -1 if tensor.is_inference() else tensor._version
 
     def tensor(self) -> torch.Tensor:
@@ -271,6 +291,8 @@ class _Following(TorchDispatchMode):
         self.held: dict[int, tuple[torch.Tensor, Decision]] = {}
         """What is preserved and was not saved yet, with what becomes of it."""
         self.outside: dict[int, _FromOutside] = {}
+        self.before: dict[int, torch.Tensor] = {}
+        """Of what was written since, all bytes as they were."""
         self.trackers: list[tuple[int, Tracker]] = []
         """Of preserved values, tensors that autograd does not know to share their memory."""
         self._preserved: set[int] = set()
@@ -296,17 +318,16 @@ class _Following(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if self.is_lost:
-            return func(*args, **(kwargs or {}))
+            return self._unfollowed(func, args, kwargs or {})
         place = self.place
         step = self._steps[place] if place < len(self._steps) else None
         if step is None or step.func is not func:
             facts = facts_of(func)
-            if not (facts.ignored or facts.is_label):
-                self.is_lost = True
-            return func(*args, **(kwargs or {}))
+            if facts.ignored or facts.is_label:
+                return func(*args, **(kwargs or {}))
+            return self._unfollowed(func, args, kwargs or {})
         if not self._is_like(step, args, kwargs):
-            self.is_lost = True
-            return func(*args, **(kwargs or {}))
+            return self._unfollowed(func, args, kwargs or {})
         if step.is_random:
             self._states[place] = state_of(args, kwargs or {})
         output = func(*args, **kwargs) if kwargs else func(*args)
@@ -317,11 +338,27 @@ class _Following(TorchDispatchMode):
             self.trackers.append((step.renames, Tracker(output)))
         return output
 
+    def _unfollowed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Something that is on no tape. What it writes, the tape may have read: that is copied first."""
+        self.is_lost = True
+        for key in facts_of(func).writes:
+            for tensor in tensors_in((argument(args, kwargs, key),)):
+                self._keep_bytes(tensor)
+        return func(*args, **kwargs)
+
+    def _keep_bytes(self, tensor: torch.Tensor) -> None:
+        if not is_strided(tensor):
+            return
+        storage = tensor.untyped_storage()
+        for value in self._tape.needed:
+            if value not in self.before and self._memory[value]() is storage:
+                with torch._C._DisableTorchDispatch():
+                    self.before[value] = Bytes(storage, 0, storage.nbytes()).tensor().clone()
+
     def knows(self, tensor: Any, spot: Spot) -> bool:
         """Whether it is a tensor in a value's memory, as the tape says that it lies there."""
-        if type(tensor) is not torch.Tensor and type(tensor) not in PLAIN:
+        if (type(tensor) is not torch.Tensor and type(tensor) not in PLAIN) or not is_strided(tensor):
             return False
-        # Who is in the memory of a tensor with strides has them, too.
         return (
             self._memory[spot.value]() is tensor.untyped_storage()
             and tensor.shape == spot.size
@@ -342,7 +379,7 @@ class _Following(TorchDispatchMode):
                 return False
         for place, parts in step.lists:
             given = args[place]
-            if len(given) != len(parts):
+            if type(given) not in _SEQUENCES or len(given) != len(parts):
                 return False
             for arg, part in zip(given, parts, strict=True):
                 known = (self.knows(arg, part) or self._meets(arg, part)) if type(part) is Spot else _same(arg, part)
@@ -352,7 +389,7 @@ class _Following(TorchDispatchMode):
             for name, want in step.kwargs.items():
                 if name not in kwargs or not _same(kwargs[name], want):
                     return False
-        return True
+        return step.numerics is None or step.numerics == Numerics.now()
 
     def _meets(self, tensor: Any, spot: Spot) -> bool:
         """Whether it comes from outside, and is read for the first time. Whatever it is: it is what the tape gets."""
@@ -368,8 +405,15 @@ class _Following(TorchDispatchMode):
         return True
 
     def _made(self, step: Step, output: Any) -> None:
+        outputs = (output,) if step.single else output
+        if type(outputs) not in _SEQUENCES:
+            self.is_lost = True
+            return
         for index, spot in step.makes:
-            tensor = output if step.single else output[index]
+            tensor = outputs[index] if index < len(outputs) else None
+            if type(tensor) is not torch.Tensor or not is_strided(tensor):
+                self.is_lost = True
+                return
             self._memory[spot.value] = weakref.ref(tensor.untyped_storage())
             if step.decision is not _RECOMPUTE:
                 self._preserved.add(spot.value)

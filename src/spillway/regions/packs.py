@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from spillway.records import Decision
 from spillway.regions.tensors import storage_bytes, tensors_in
 from spillway.runtime.ledger import Ledger
 
@@ -15,12 +16,14 @@ from spillway.runtime.ledger import Ledger
 class Pack:
     """One tensor that autograd saved in the first run."""
 
-    __slots__ = ("place", "prints", "told", "values", "wanted")
+    __slots__ = ("decision", "place", "prints", "told", "values", "wanted")
 
     def __init__(self, place: int, values: tuple[int, ...]) -> None:
         self.place = place
         """How many operators had run."""
         self.values = values
+        self.decision: Decision | None = None
+        """What became of it, if that was decided when torch had been told of it."""
         self.told = False
         """Whether torch was told of it."""
         self.wanted = False

@@ -331,6 +331,7 @@ class Region:
 
     def _save_after_all(self, pack: Pack, handle: ComputedHandle, tensor: torch.Tensor, decision: Decision) -> None:
         pack.wanted = False
+        pack.decision = decision
         handle.forgo(self._save(tensor, pack, decision))
         (value, *others) = pack.values
         maker = self._trace.makers.get(value)

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from spillway.capture.identity import ViewRecipe
 from spillway.regions.calls import Call
 from spillway.regions.generators import GeneratorState, generator_of
-from spillway.regions.schema import facts_of_call
-from spillway.regions.tape import Spot, Step, Untold
+from spillway.regions.schema import Facts, facts_of_call
+from spillway.regions.tape import Spot, Step
 from spillway.regions.tensors import PLAIN, are_numbers, is_strided
 from spillway.regions.values import Values
 
-_COLLECTIVES = frozenset(("c10d", "_c10d_functional", "c10d_functional", "_dtensor"))
-"""Libraries whose operators wait for other ranks."""
+_OWN = frozenset(("aten", "prims"))
+"""Libraries whose operators hang on what they are given, and on settings that are known."""
+_PEEKS = frozenset(("numpy", "data_ptr", "__dlpack__", "__array__", "_to_dlpack"))
 _UNWRITTEN = frozenset(
     (
         *("aten::empty", "aten::empty_like", "aten::empty_strided", "aten::empty_permuted", "aten::new_empty"),
@@ -34,8 +36,7 @@ class Scribe(TorchDispatchMode):
         inputs: what the function is called with.
         calls: what it did in its first run, from whose states of generators is drawn.
 
-    Raises:
-        Untold: if inputs cannot be told apart; from within an operator, or where something is saved.
+    Where something cannot be told, the function goes on, and :attr:`is_untold`: no error of ours comes up in it.
     """
 
     supports_higher_order_operators = True
@@ -44,7 +45,7 @@ class Scribe(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._calls = calls
         self.is_untold = False
-        """Whether it was raised: the function may have caught it."""
+        """Whether there is no tape."""
         self.steps: list[Step] = []
         self.states: dict[int, GeneratorState] = {}
         """Of generators, before steps that draw."""
@@ -55,9 +56,9 @@ class Scribe(TorchDispatchMode):
         self._values = Values()
         self._spots: dict[tuple[int, ViewRecipe], Spot] = {}
         # Two inputs in one memory may be in two when they come back.
-        self.inputs = [self._spot(tensor).value for tensor in inputs]
-        if self.count < len(self.inputs):
-            self._fail()
+        self.inputs = [spot.value for tensor in inputs if (spot := self._spot(tensor)) is not None]
+        if self.count < len(inputs):
+            self.is_untold = True
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -73,65 +74,93 @@ class Scribe(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self.is_untold:
+            return func(*args, **kwargs)
         facts = facts_of_call(func, args)
-        if facts.ignored:
+        if facts.ignored or (facts.is_label and not str(args[:1]).startswith("('FSDP::")):
             return func(*args, **kwargs)
-        if facts.is_label and not str(args[:1]).startswith("('FSDP::"):
+        step = self._step(func, facts, args, kwargs)
+        if step is None:
+            self.is_untold = True
             return func(*args, **kwargs)
-        told = isinstance(func, torch._ops.OpOverload) and func.namespace not in _COLLECTIVES
-        if not told or facts.is_label or facts.writes or facts.is_settled:
-            self._fail()
-        if not are_numbers(tuple(kwargs.values())):
-            self._fail()
-        place = len(self.steps)
-        if place >= len(self._calls) or self._calls[place].func is not func:
-            self._fail()
-        step = Step(func, tuple([self._told(arg) for arg in args]), dict(kwargs), is_random=facts.is_random)
-        if facts.is_random:
-            before = self._calls[place].before
-            if before is None:
-                self._fail()
-            generator_of(args, kwargs, before.device).set_state(before.state)
-            self.states[place] = before
         output = func(*args, **kwargs)
-        if func._schema.name in _UNWRITTEN and output.numel():
-            self._fail()
-        self._made(step, output)
-        if not (step.makes or facts.is_view) and step.single:
-            step.renames = self._spot(output).value
-        self.steps.append(step)
+        if self._ends(step, facts, output):
+            self.steps.append(step)
+        else:
+            self.is_untold = True
         return output
 
     def spot_of(self, tensor: torch.Tensor) -> Spot | None:
-        """Where a tensor that is saved lies; ``None``: it was never seen."""
-        if type(tensor) not in PLAIN or not is_strided(tensor) or tensor.is_complex() or tensor.is_neg():
-            self._fail()
+        """Where a tensor that is saved lies; ``None``: it was never seen, or cannot be told."""
+        if not _is_plain(tensor):
+            return None
         value = self._values.find(tensor)
         return None if value is None else self._at(value, tensor)
 
-    def _fail(self) -> NoReturn:
-        self.is_untold = True
-        raise Untold
+    def _step(self, func: Any, facts: Facts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step | None:
+        """An operator that is about to run; ``None``: it cannot be told."""
+        if not isinstance(func, torch._ops.OpOverload) or func.namespace not in _OWN:
+            return None
+        if facts.is_label or facts.writes or facts.is_settled or not are_numbers(tuple(kwargs.values())):
+            return None
+        place = len(self.steps)
+        if place >= len(self._calls) or self._calls[place].func is not func:
+            return None
+        told = tuple([self._told(arg) for arg in args])
+        if any(each is _UNTOLD for each in told) or self._values.opaque is not None:
+            return None
+        if facts.is_random:
+            before = self._calls[place].before
+            if before is None:
+                return None
+            generator_of(args, kwargs, before.device).set_state(before.state)
+            self.states[place] = before
+        return Step(func, told, dict(kwargs), is_random=facts.is_random)
+
+    def _ends(self, step: Step, facts: Facts, output: Any) -> bool:
+        """It has run; whether that can be told."""
+        step.single = isinstance(output, torch.Tensor)
+        outputs = [output] if step.single else output
+        if not isinstance(outputs, (list, tuple)):
+            return False
+        if step.func._schema.name in _UNWRITTEN and output.numel():
+            return False
+        makes = []
+        for index, tensor in enumerate(outputs):
+            if not isinstance(tensor, torch.Tensor):
+                if not are_numbers((tensor,)):
+                    return False
+                continue
+            if type(tensor) is not torch.Tensor or not _is_plain(tensor):
+                return False
+            if self._values.find_or_name(tensor, self.count) == self.count:
+                makes.append((index, self._at(self.count, tensor)))
+                self.count += 1
+        step.makes = tuple(makes)
+        if not (makes or facts.is_view) and step.single:
+            renamed = self._spot(output)
+            if renamed is None:
+                return False
+            step.renames = renamed.value
+        return self._values.opaque is None
 
     def _told(self, value: Any) -> Any:
         if type(value) in PLAIN:
-            return self._spot(value)
+            spot = self._spot(value)
+            return _UNTOLD if spot is None else spot
         if type(value) in (list, tuple):
-            return [self._told(each) for each in value]
-        if isinstance(value, torch.Tensor) or not are_numbers((value,)):
-            self._fail()
-        return value
+            parts = [self._told(each) for each in value]
+            return _UNTOLD if any(each is _UNTOLD for each in parts) else parts
+        return value if not isinstance(value, torch.Tensor) and are_numbers((value,)) else _UNTOLD
 
-    def _spot(self, tensor: torch.Tensor) -> Spot:
-        """Where an argument lies."""
-        if type(tensor) not in PLAIN or not is_strided(tensor) or tensor.is_complex() or tensor.is_neg():
-            self._fail()
+    def _spot(self, tensor: torch.Tensor) -> Spot | None:
+        """Where an argument lies; ``None``: it cannot be told."""
+        if not _is_plain(tensor):
+            return None
         value = self._values.find_or_name(tensor, self.count)
         if value == self.count:
             self.count += 1
             self.outside[value] = tensor
-        if self._values.opaque is not None:
-            self._fail()
         return self._at(value, tensor)
 
     def _at(self, value: int, tensor: torch.Tensor) -> Spot:
@@ -142,17 +171,24 @@ class Scribe(TorchDispatchMode):
             spot = self._spots[key] = Spot(value, view)
         return spot
 
-    def _made(self, step: Step, output: Any) -> None:
-        step.single = isinstance(output, torch.Tensor)
-        makes = []
-        for index, tensor in enumerate([output] if step.single else output):
-            if not isinstance(tensor, torch.Tensor):
-                if not are_numbers((tensor,)):
-                    self._fail()
-                continue
-            if type(tensor) is not torch.Tensor or not is_strided(tensor) or tensor.is_complex() or tensor.is_neg():
-                self._fail()
-            if self._values.find_or_name(tensor, self.count) == self.count:
-                makes.append((index, self._at(self.count, tensor)))
-                self.count += 1
-        step.makes = tuple(makes)
+
+class Peeks(TorchFunctionMode):
+    """Sees whether anybody asks where a tensor's bytes are: who knows that may write them, and no operator tells."""
+
+    def __init__(self) -> None:
+        self.any = False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.any |= getattr(func, "__name__", "") in _PEEKS
+        return func(*args, **(kwargs or {}))
+
+
+_UNTOLD = object()
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's memory, and how it lies there, say all of it."""
+    plain = type(tensor) in PLAIN and is_strided(tensor)
+    return plain and not (tensor.is_quantized or tensor.is_complex() or tensor.is_neg())

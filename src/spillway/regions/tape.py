@@ -16,8 +16,9 @@ What is not seen cannot be compared: a kernel that no operator launches. So a ta
 gives must be what the function gives, bit by bit (``trial.py``).
 
 There is a tape of what can be told by values alone. A function that writes in place, or asks for memory that somebody
-is to write unseen, whose shapes hang on data, that calls other regions or collectives, or that has tensors of another
-class or layout, is run again itself.
+is to write unseen, whose shapes hang on data, that calls other regions, collectives, or operators that are not
+PyTorch's own and may know more than they are given, or that has tensors of another class or layout, is run again
+itself.
 """
 
 from __future__ import annotations
@@ -30,10 +31,14 @@ from typing import Any, NamedTuple
 import torch
 
 from spillway.capture.identity import ViewRecipe
+from spillway.errors import RecomputeError
 from spillway.records import Decision
 from spillway.regions.generators import GeneratorState, default_generator
+from spillway.regions.globals import Numerics
 
 _RECOMPUTE = Decision.RECOMPUTE
+_ADDS_UP = ("mm", "mv", "dot", "conv", "attention", "linear", "matmul", "rnn", "lstm", "gru")
+"""Words in the names of operators that hang on :class:`Numerics`."""
 
 
 class Untold(Exception):  # noqa: N818  (no error of anybody's: there is no tape)
@@ -43,20 +48,25 @@ class Untold(Exception):  # noqa: N818  (no error of anybody's: there is no tape
 class Spot:
     """How a tensor lies in the memory of a value. Of equal ones a tape has one."""
 
-    __slots__ = ("dtype", "offset", "size", "stride", "value", "view")
+    __slots__ = ("dtype", "end", "offset", "size", "start", "stride", "value", "view")
 
     def __init__(self, value: int, view: ViewRecipe) -> None:
         self.value = value
         self.view = view
         self.dtype, self.size, self.stride, self.offset = view.dtype, view.size, view.stride, view.offset
+        last = view.offset + sum((size - 1) * stride for size, stride in zip(view.size, view.stride, strict=True))
+        self.start = view.offset * view.dtype.itemsize
+        """Its first byte."""
+        self.end = self.start if 0 in view.size else (last + 1) * view.dtype.itemsize
+        """The one after its last."""
 
 
 class Step:
     """One operator."""
 
     __slots__ = (
-        *("args", "constants", "decision", "func", "is_random", "kwargs", "lists", "makes", "reads", "renames"),
-        *("single", "spots"),
+        *("args", "constants", "decision", "func", "is_random", "kwargs", "lists", "makes", "numerics", "reads"),
+        *("renames", "single", "spots"),
     )
 
     def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_random: bool) -> None:
@@ -79,6 +89,8 @@ class Step:
         """Values."""
         self.decision = _RECOMPUTE
         """What becomes of what it makes."""
+        self.numerics = Numerics.now() if any(word in func._schema.name for word in _ADDS_UP) else None
+        """The settings under which it ran, if it hangs on them."""
         self.renames = -1
         """A value of which it gives another name, though it is no view by its schema; -1: none."""
 
@@ -143,6 +155,18 @@ class Tape:
         """Values that the function did not make, and that are none of its tensors."""
         made = {spot.value for step in self.steps for _, spot in step.makes}
         return frozenset(range(self.count)) - made - set(self.inputs)
+
+    @cached_property
+    def extents(self) -> Mapping[int, tuple[int, int]]:
+        """For each of the function's tensors that is needed, the bytes of its memory that are read of it."""
+        extents: dict[int, tuple[int, int]] = {}
+        given = self.needed.intersection(self.inputs)
+        for step in self.steps:
+            for spot in spots_in(step.args):
+                if spot.value in given:
+                    start, end = extents.get(spot.value, (spot.start, spot.end))
+                    extents[spot.value] = min(start, spot.start), max(end, spot.end)
+        return extents
 
     @cached_property
     def computed(self) -> int:
@@ -239,6 +263,12 @@ class Tape:
             tensor = known.get(spot)
             if tensor is None:
                 storage, low = bases[spot.value]
+                if spot.start < low or spot.end - low > storage.nbytes():
+                    # A tensor over it would grow it, and have anything in it.
+                    raise RecomputeError(
+                        f"got {storage.nbytes()} bytes of memory in which a tensor of shape {list(spot.size)} was, "
+                        f"expected {spot.end - low}; leave memory that a region reads as it is until backward"
+                    )
                 tensor = known[spot] = spot.view.rebuild(storage, low)
             return tensor
 
@@ -259,7 +289,12 @@ class Tape:
                             args[place] = at(spot)
                         for place, parts in step.lists:
                             args[place] = [at(each) if type(each) is Spot else each for each in parts]
-                        output = step.func(*args, **step.kwargs)
+                        numerics = step.numerics
+                        if numerics is None or numerics == Numerics.now():
+                            output = step.func(*args, **step.kwargs)
+                        else:
+                            with numerics.in_force():
+                                output = step.func(*args, **step.kwargs)
                         for index, spot in step.makes:
                             tensor = output if step.single else output[index]
                             if tensor is None:
