@@ -254,6 +254,33 @@ def of_ways(result: Result) -> list[str]:
     ]
 
 
+# trainer.py: one way a row.
+
+
+def of_trainers(result: Result) -> list[str]:
+    options = result["options"]
+    conditions = (
+        f"{options['layers']} layers of width {options['hidden']}, {options['tokens']} tokens; median of "
+        f"{options['timed']} steps; {where_and_when(result)}"
+    )
+    plain = result["rows"][0]
+    rows = [
+        [
+            row["way"],
+            f"{row['step_seconds'] * 1e3:.0f} ms ({row['step_min'] * 1e3:.0f} to {row['step_max'] * 1e3:.0f})",
+            f"{row['step_seconds'] / plain['step_seconds']:.3f}",
+            gib(row["peak_bytes"]),
+            f"{row['peak_bytes'] / plain['peak_bytes']:.1%}",
+            gib(row["budget"]) if row["budget"] else "-",
+            f"{row['predicted_seconds'] * 1e3:.0f} ms, {gib(row['predicted_peak'])}" if row["budget"] else "-",
+            {True: "yes", False: "NO", None: "not compared"}[row["identical"]],
+        ]
+        for row in result["rows"]
+    ]
+    heads = ["way", "step", "of keep", "peak", "of keep", "budget", "predicted", "identical"]
+    return [conditions, "", *table(heads, *rows)]
+
+
 KINDS: dict[str, Callable[[Result], list[str]]] = {
     "activation_peak_bytes": of_ways,
     "method": of_steps,
@@ -261,6 +288,7 @@ KINDS: dict[str, Callable[[Result], list[str]]] = {
     "parameters": of_optimizers,
     "asked": of_budgets,
     "stages_peak": of_pairs,
+    "losses": of_trainers,
     "ratio": of_ratios,
 }
 """By what a row has that those of the other benchmarks have not."""
