@@ -135,14 +135,18 @@ class Odd(nn.Module):
         first, second = self.weights if way != "other weight" else reversed(list(self.weights))
         if way == "one weight":
             second = first
-        y, z = (
-            (x.sin() @ first).exp().chunk(2, 1) if way != "swapped" else reversed((x.sin() @ first).exp().chunk(2, 1))
-        )
-        y = (y * z).tanh() if way != "not the other" else (y * y).tanh()
+        whole = torch.cat([x.sin(), x.cos()], 1) @ first
+        y, z = whole.chunk(2, 1) if way != "swapped" else reversed(whole.chunk(2, 1))
+        y = (y.exp() * z).tanh() if way != "not the other" else (y.exp() * y).tanh()
         if way == "less":
             return y
+        # In either case all of these are there.
+        square, other = first @ second, second @ first
+        turned = square.t()
+        y = y @ (square if way not in ("turned", "other value") else turned if way == "turned" else other)
+        zero = 0.0 if way != "sign" else -0.0
+        y = y.cos() * (3.0 if way != "number" else 4.0) * (1 / (y.detach().abs() * zero)).atan() + y
         fixed = self.fixed if way != "other constant" else self.fixed * 2
-        y = y.cos() * (3.0 if way != "number" else 4.0) * (0.0 if way != "sign" else -0.0 if way == "sign" else 1.0) + y
         y = (y.sigmoid() if way != "operator" else y.tanh()) @ second + fixed
         if way == "more":
             y = y.sin().sin()
@@ -156,7 +160,7 @@ class Odd(nn.Module):
 
 WAYS = [
     *("other weight", "one weight", "swapped", "not the other", "less", "other constant", "number", "sign", "operator"),
-    *("more", "view", "in place"),
+    *("more", "view", "in place", "turned", "other value"),
 ]
 
 
@@ -166,7 +170,8 @@ def test_whatever_else_it_does_is_seen(regions: Regions, way: str, how: dict[str
     model = Odd()
 
     def function(x: Tensor) -> Tensor:
-        return model(x.repeat(1, 2, 1))
+        y: Tensor = model(x)
+        return y
 
     x = leaf()
 
@@ -389,6 +394,32 @@ def test_under_autocast(regions: Regions) -> None:
         yield from grads(x)
 
     regions(step, passes=5)
+    assert [tape is not None for tape in tapes_of(regions.session)] == [True]
+
+
+def test_weights_that_autocast_casts_are_cast_again(regions: Regions) -> None:
+    """What it cast in forward is not held until backward."""
+    linear = torch.nn.Linear(16, 16)
+
+    def function(x: Tensor) -> Tensor:
+        y: Tensor = linear(linear(x).exp()).exp()
+        return linear(y.tanh()).sin()
+
+    def storages() -> set[int]:
+        gc.collect()
+        size = 2 * linear.weight.numel()
+        tensors = [each for each in gc.get_objects() if type(each) is Tensor]
+        return {each.untyped_storage()._cdata for each in tensors if each.untyped_storage().nbytes() == size}
+
+    for number in range(5):
+        x = leaf()
+        before = storages()
+        with torch.autocast("cpu", dtype=torch.bfloat16), regions.offload():
+            y = spillway.recompute(function, x * 1, session=regions.session)
+        assert number < 3 or storages() <= before
+        y.float().sum().backward()
+        linear.zero_grad()
+    assert [tape is not None for tape in tapes_of(regions.session)] == [True]
 
 
 def test_another_region_inside(regions: Regions) -> None:

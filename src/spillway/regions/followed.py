@@ -36,11 +36,13 @@ from spillway.regions.outside import refuse_written
 from spillway.regions.schema import argument, facts_of
 from spillway.regions.tape import Base, Spot, Step, Tape
 from spillway.regions.tensors import PLAIN, Tracker, aliases_of, below_modes, is_strided, storage_bytes, tensors_in
+from spillway.regions.trace import is_cast, leaf_of
 from spillway.runtime.bytes import Bytes
 
 _RECOMPUTE, _KEEP = Decision.RECOMPUTE, Decision.KEEP
 
 _SEQUENCES = (list, tuple)
+_CAST = torch.ops.aten._to_copy.default
 Rerunning = Callable[[], AbstractContextManager[object]]
 """A context around what runs again."""
 
@@ -256,17 +258,24 @@ class TapeHandle:
 class _FromOutside:
     """A tensor that the function read and did not make."""
 
-    __slots__ = ("_tensor", "_version")
+    __slots__ = ("_dtype", "_tensor", "_version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
+        node = tensor.grad_fn
+        cast = node is not None and node.name() == "ToCopyBackward0" and tensor._base is None
+        leaf = leaf_of(node) if cast and node is not None else None
+        if leaf is not None and (leaf.stride() != tensor.stride() or leaf.device != tensor.device):
+            leaf = None
+        self._dtype = tensor.dtype
+        """What autocast has cast is dropped, and cast again."""
         # Not the tensor itself: a leaf may be given other memory by then, as plain PyTorch would not notice either.
-        self._tensor = aliases_of([tensor])[0]
-        self._version = -1 if tensor.is_inference() else tensor._version
+        self._tensor = aliases_of([tensor if leaf is None else leaf])[0]
+        self._version = -1 if tensor.is_inference() else self._tensor._version
 
     def tensor(self) -> torch.Tensor:
         if self._version != -1 and self._tensor._version != self._version:
             refuse_written(self._tensor, self._version)
-        return self._tensor
+        return self._tensor if self._tensor.dtype is self._dtype else self._tensor.to(self._dtype)
 
 
 class _Following(TorchDispatchMode):
@@ -321,6 +330,8 @@ class _Following(TorchDispatchMode):
             return self._unfollowed(func, args, kwargs or {})
         place = self.place
         step = self._steps[place] if place < len(self._steps) else None
+        if func is _CAST and is_cast(args):
+            return func(*args, **(kwargs or {}))
         if step is None or step.func is not func:
             facts = facts_of(func)
             if facts.ignored or facts.is_label:

@@ -15,6 +15,7 @@ from spillway.regions.generators import GeneratorState, generator_of
 from spillway.regions.schema import Facts, facts_of_call
 from spillway.regions.tape import Spot, Step
 from spillway.regions.tensors import PLAIN, are_numbers, is_strided
+from spillway.regions.trace import is_cast
 from spillway.regions.values import Values
 
 _OWN = frozenset(("aten", "prims"))
@@ -78,6 +79,9 @@ class Scribe(TorchDispatchMode):
             return func(*args, **kwargs)
         facts = facts_of_call(func, args)
         if facts.ignored or (facts.is_label and not str(args[:1]).startswith("('FSDP::")):
+            return func(*args, **kwargs)
+        if facts.casts and is_cast(args):
+            # By autocast, which does it now and then. What it gives comes from outside: see NOTE [ Autocast's casts ].
             return func(*args, **kwargs)
         step = self._step(func, facts, args, kwargs)
         if step is None:

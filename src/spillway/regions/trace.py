@@ -40,6 +40,19 @@ from spillway.runtime.bytes import Bytes
 _next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 
+def is_cast(args: tuple[Any, ...]) -> bool:
+    """Whether a copy of its first argument is one that autocast may make, and remember."""
+    # Whether autocast is on cannot be asked here: it is off inside of its own casts.
+    tensor = args[0]
+    return bool(tensor.requires_grad and tensor.is_leaf and tensor._base is None)
+
+
+def leaf_of(node: torch.autograd.graph.Node) -> torch.Tensor | None:
+    """What was cast, if it was a leaf."""
+    leaf: torch.Tensor | None = getattr(node.next_functions[0][0], "variable", None)
+    return leaf
+
+
 class Trace:
     """The operators of a region, in order."""
 
@@ -111,19 +124,15 @@ class Trace:
         if node.name() != "ToCopyBackward0":
             return False
         # Autocast may have made it in another region.
-        leaf = getattr(node.next_functions[0][0], "variable", None)
+        leaf = leaf_of(node)
         if leaf is not None:
             self._sources[value] = weakref.ref(leaf.untyped_storage())
         return True
 
     def is_cast(self, values: Values, args: tuple[Any, ...]) -> bool:
         """Whether autocast may cast this now, and not another time. See NOTE [ Autocast's casts ]."""
-        # Whether autocast is on cannot be asked here: it is off inside of its own casts.
-        tensor = args[0]
-        if not (tensor.requires_grad and tensor.is_leaf and tensor._base is None):
-            return False
         # In the reentrant mode, inputs are leaves in the re-run only.
-        return not self.reentrant or (values.find(tensor),) not in self.inputs
+        return is_cast(args) and (not self.reentrant or (values.find(args[0]),) not in self.inputs)
 
     def add_cast(self, tensor: torch.Tensor, output: torch.Tensor) -> None:
         """A leaf was cast. See NOTE [ Autocast's casts ]."""
