@@ -24,25 +24,19 @@ from typing import Any
 import torch
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from spillway.capture.handles import Handle, KeptHandle, check_version, unpack
 from spillway.capture.hooks import Pass, in_backward
 from spillway.capture.identity import ViewRecipe, reach
 from spillway.records import Decision
-from spillway.regions.generators import GeneratorState, state_of
-from spillway.regions.globals import Globals, Numerics
-from spillway.regions.outside import refuse_written
-from spillway.regions.schema import argument, facts_of
-from spillway.regions.tape import Base, Spot, Step, Tape
-from spillway.regions.tensors import PLAIN, Tracker, aliases_of, below_modes, is_strided, storage_bytes, tensors_in
-from spillway.regions.trace import is_cast, leaf_of
-from spillway.runtime.bytes import Bytes
+from spillway.regions.following import Following, FromOutside
+from spillway.regions.generators import GeneratorState
+from spillway.regions.globals import Globals
+from spillway.regions.tape import Base, Tape
+from spillway.regions.tensors import Tracker, below_modes, storage_bytes
 
 _RECOMPUTE, _KEEP = Decision.RECOMPUTE, Decision.KEEP
 
-_SEQUENCES = (list, tuple)
-_CAST = torch.ops.aten._to_copy.default
 Rerunning = Callable[[], AbstractContextManager[object]]
 """A context around what runs again."""
 
@@ -78,12 +72,12 @@ class Followed:
         self._aliases = aliases
         self._rerunning = rerunning
         self._globals = Globals.now()
-        self._mode: _Following | None = None
+        self._mode: Following | None = None
         self._packed = 0
         self._lock = threading.Lock()
         self._given: dict[int, tuple[Handle, ViewRecipe]] = {}
         """What is handed in to the tape, by its values, and how it lay."""
-        self._outside: dict[int, _FromOutside] = {}
+        self._outside: dict[int, FromOutside] = {}
         self._before: dict[int, torch.Tensor] = {}
         """Of what the function wrote when it was lost, all bytes as they were."""
         self._trackers: list[tuple[int, Tracker]] = []
@@ -99,7 +93,7 @@ class Followed:
             function: the call.
             tensors: its tensors.
         """
-        self._mode = mode = _Following(self._tape, tensors, self._states)
+        self._mode = mode = Following(self._tape, tensors, self._states)
         try:
             with torch._C._DisableTorchDispatch():
                 self._save_inputs(tensors)
@@ -253,194 +247,3 @@ class TapeHandle:
 
     def __del__(self) -> None:
         self._call.forget(self._place)
-
-
-class _FromOutside:
-    """A tensor that the function read and did not make."""
-
-    __slots__ = ("_dtype", "_tensor", "_version")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        node = tensor.grad_fn
-        cast = node is not None and node.name() == "ToCopyBackward0" and tensor._base is None
-        leaf = leaf_of(node) if cast and node is not None else None
-        if leaf is not None and (leaf.stride() != tensor.stride() or leaf.device != tensor.device):
-            leaf = None
-        self._dtype = tensor.dtype
-        """What autocast has cast is dropped, and cast again."""
-        # Not the tensor itself: a leaf may be given other memory by then, as plain PyTorch would not notice either.
-        self._tensor = aliases_of([tensor if leaf is None else leaf])[0]
-        self._version = -1 if tensor.is_inference() else self._tensor._version
-
-    def tensor(self) -> torch.Tensor:
-        if self._version != -1 and self._tensor._version != self._version:
-            refuse_written(self._tensor, self._version)
-        return self._tensor if self._tensor.dtype is self._dtype else self._tensor.to(self._dtype)
-
-
-class _Following(TorchDispatchMode):
-    """Compares operators with a tape's.
-
-    Args:
-        tape: these.
-        inputs: what the function is called with.
-        states: takes the states of generators before steps that draw.
-    """
-
-    supports_higher_order_operators = True
-
-    def __init__(self, tape: Tape, inputs: Sequence[torch.Tensor], states: dict[int, GeneratorState]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._steps = tape.steps
-        self._states = states
-        self.place = 0
-        """How many of the tape's operators have run."""
-        self.is_lost = False
-        """Whether something else was done than is on the tape."""
-        self.held: dict[int, tuple[torch.Tensor, Decision]] = {}
-        """What is preserved and was not saved yet, with what becomes of it."""
-        self.outside: dict[int, _FromOutside] = {}
-        self.before: dict[int, torch.Tensor] = {}
-        """Of what was written since, all bytes as they were."""
-        self.trackers: list[tuple[int, Tracker]] = []
-        """Of preserved values, tensors that autograd does not know to share their memory."""
-        self._preserved: set[int] = set()
-        self._tape = tape
-        self._met: set[int] = set()
-        """Values from outside that were read."""
-        self._memory: list[Callable[[], torch.UntypedStorage | None]] = [_nothing] * tape.count
-        """Of each value, if it is known."""
-        for tensor, value in zip(inputs, tape.inputs, strict=True):
-            self._memory[value] = weakref.ref(tensor.untyped_storage())
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Without a wrapper against Dynamo around each operator: see ``dynamo.py``."""
-        return False
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """What a compiled function does inside is one operator's business."""
-        return True
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if self.is_lost:
-            return self._unfollowed(func, args, kwargs or {})
-        place = self.place
-        step = self._steps[place] if place < len(self._steps) else None
-        if func is _CAST and is_cast(args):
-            return func(*args, **(kwargs or {}))
-        if step is None or step.func is not func:
-            facts = facts_of(func)
-            if facts.ignored or facts.is_label:
-                return func(*args, **(kwargs or {}))
-            return self._unfollowed(func, args, kwargs or {})
-        if not self._is_like(step, args, kwargs):
-            return self._unfollowed(func, args, kwargs or {})
-        if step.is_random:
-            self._states[place] = state_of(args, kwargs or {})
-        output = func(*args, **kwargs) if kwargs else func(*args)
-        self.place = place + 1
-        if step.makes:
-            self._made(step, output)
-        elif step.renames in self._preserved:
-            self.trackers.append((step.renames, Tracker(output)))
-        return output
-
-    def _unfollowed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Something that is on no tape. What it writes, the tape may have read: that is copied first."""
-        self.is_lost = True
-        for key in facts_of(func).writes:
-            for tensor in tensors_in((argument(args, kwargs, key),)):
-                self._keep_bytes(tensor)
-        return func(*args, **kwargs)
-
-    def _keep_bytes(self, tensor: torch.Tensor) -> None:
-        if not is_strided(tensor):
-            return
-        storage = tensor.untyped_storage()
-        for value in self._tape.needed:
-            if value not in self.before and self._memory[value]() is storage:
-                with torch._C._DisableTorchDispatch():
-                    self.before[value] = Bytes(storage, 0, storage.nbytes()).tensor().clone()
-
-    def knows(self, tensor: Any, spot: Spot) -> bool:
-        """Whether it is a tensor in a value's memory, as the tape says that it lies there."""
-        if (type(tensor) is not torch.Tensor and type(tensor) not in PLAIN) or not is_strided(tensor):
-            return False
-        return (
-            self._memory[spot.value]() is tensor.untyped_storage()
-            and tensor.shape == spot.size
-            and tensor.stride() == spot.stride
-            and tensor.storage_offset() == spot.offset
-            and tensor.dtype is spot.dtype
-        )
-
-    def _is_like(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
-        """Whether the step was given the same."""
-        if len(args) != len(step.args) or len(kwargs or ()) != len(step.kwargs):
-            return False
-        for place, spot in step.spots:
-            if not (self.knows(args[place], spot) or self._meets(args[place], spot)):
-                return False
-        for place, want in step.constants:
-            if not _same(args[place], want):
-                return False
-        for place, parts in step.lists:
-            given = args[place]
-            if type(given) not in _SEQUENCES or len(given) != len(parts):
-                return False
-            for arg, part in zip(given, parts, strict=True):
-                known = (self.knows(arg, part) or self._meets(arg, part)) if type(part) is Spot else _same(arg, part)
-                if not known:
-                    return False
-        if kwargs:
-            for name, want in step.kwargs.items():
-                if name not in kwargs or not _same(kwargs[name], want):
-                    return False
-        return step.numerics is None or step.numerics == Numerics.now()
-
-    def _meets(self, tensor: Any, spot: Spot) -> bool:
-        """Whether it comes from outside, and is read for the first time. Whatever it is: it is what the tape gets."""
-        value = spot.value
-        if value not in self._tape.outside or value in self._met or type(tensor) not in PLAIN:
-            return False
-        if not is_strided(tensor) or ViewRecipe.of(tensor) != spot.view:
-            return False
-        self._met.add(value)
-        if value in self._tape.needed:
-            self.outside[value] = _FromOutside(tensor)
-        self._memory[value] = weakref.ref(tensor.untyped_storage())
-        return True
-
-    def _made(self, step: Step, output: Any) -> None:
-        outputs = (output,) if step.single else output
-        if type(outputs) not in _SEQUENCES:
-            self.is_lost = True
-            return
-        for index, spot in step.makes:
-            tensor = outputs[index] if index < len(outputs) else None
-            if type(tensor) is not torch.Tensor or not is_strided(tensor):
-                self.is_lost = True
-                return
-            self._memory[spot.value] = weakref.ref(tensor.untyped_storage())
-            if step.decision is not _RECOMPUTE:
-                self._preserved.add(spot.value)
-                self.held[spot.value] = aliases_of([tensor])[0], step.decision
-
-
-def _same(arg: Any, want: Any) -> bool:
-    """Whether two arguments without tensors are the same to the letter: 0.0 is not -0.0, nor is 1 True."""
-    if arg is want:
-        return True
-    kind = type(want)
-    if kind is list:
-        alike = type(arg) in _SEQUENCES and len(arg) == len(want)
-        return alike and all(x is y or _same(x, y) for x, y in zip(arg, want, strict=True))
-    return type(arg) is kind and arg == want and (kind is int or repr(arg) == repr(want))
-
-
-def _nothing() -> None:
-    return None
