@@ -13,7 +13,7 @@ from spillway.capture.identity import is_parameter
 from spillway.records import Decision
 from spillway.regions.packs import Pack, Packs
 from spillway.regions.proofs import fingerprint
-from spillway.regions.scribe import Peeks, Scribe
+from spillway.regions.scribe import Peeks, Scribe, is_own
 from spillway.regions.tape import Base, Saved, Spot, Step, Tape, Untold
 from spillway.regions.tensors import below_modes
 from spillway.regions.trace import Trace
@@ -55,7 +55,8 @@ class Draft:
         """
         if trace.values.opaque is not None or trace.targets or packs.output_leaves:
             return None
-        if any(call.writes or call.is_settled for call in trace.calls):
+        # Above all, nobody waits for other ranks, which may have a tape.
+        if any(call.writes or call.is_settled or not is_own(call.func) for call in trace.calls):
             return None
         scribe = Scribe(tensors, trace.calls)
         saving = _Saving(scribe, packs)
@@ -134,6 +135,8 @@ class _Saving:
             place = len(self.spots)
             wanted = place < len(self._packs) and self._packs[place].wanted
             spot = self._scribe.spot_of(tensor)
+            # What cannot be told is of no use, and need not even have bits of its own.
+            wanted = wanted and spot is not None
             self.spots.append(spot)
             self.are_parameters.append(is_parameter(tensor))
             self.prints.append(fingerprint(tensor) if wanted and not self._is_state(tensor, spot) else None)

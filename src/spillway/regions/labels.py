@@ -23,6 +23,8 @@ class Unseen:
     def __init__(self) -> None:
         self.depth = 0
         """How many labels are open, from the first that hides what is below it."""
+        self.any = False
+        """Whether anything was hidden."""
 
     def __call__(self, operator: Any, args: tuple[Any, ...]) -> bool:
         """Whether the region does not see this operator."""
@@ -30,6 +32,7 @@ class Unseen:
             label = str(args[0])
             if self.depth or (label.startswith(_LABEL) and not label.startswith(_CASTS)):
                 self.depth += 1
+                self.any = True
             return True
         if operator is _EXIT:
             self.depth = max(0, self.depth - 1)

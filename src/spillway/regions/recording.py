@@ -67,6 +67,11 @@ class Recording(TorchDispatchMode):
         """What a compiled function does inside is one operator's business."""
         return True
 
+    @property
+    def hides(self) -> bool:
+        """Whether there was anything that belongs to no region."""
+        return self._unseen.any
+
     def __enter__(self) -> Recording:
         if self._locator is not None:
             self._locator.__enter__()

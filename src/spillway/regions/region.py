@@ -140,7 +140,7 @@ class Region:
         self._script = proofs.script
         self._takes_prints = proofs.is_untried and not reentrant
         self.has_inner = False
-        """Whether another region, or a backward, was in its first run."""
+        """Whether another region, a backward, or FSDP's own work was in its first run."""
         self._last_node = 0
         self._saving_node = 0
         self.outputs: list[tuple[torch.Tensor, ComputedHandle]] = []
@@ -190,6 +190,7 @@ class Region:
             pack = self._pack if self._observer is None else self._pack_watched
             with saved_tensors_hooks(pack, unpack), recording, watching:
                 output = first()
+            self.has_inner |= recording.hides
             if self._drops_output:
                 self._save_outputs(output)
             self._end(output)

@@ -30,6 +30,11 @@ _UNWRITTEN = frozenset(
 """Operators that give memory with anything in it."""
 
 
+def is_own(func: Any) -> bool:
+    """Whether it is an operator of one of those libraries."""
+    return isinstance(func, torch._ops.OpOverload) and func.namespace in _OWN
+
+
 class Scribe(TorchDispatchMode):
     """Writes down every operator. Its hook for what is saved is :meth:`pack`.
 
@@ -103,7 +108,7 @@ class Scribe(TorchDispatchMode):
 
     def _step(self, func: Any, facts: Facts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step | None:
         """An operator that is about to run; ``None``: it cannot be told."""
-        if not isinstance(func, torch._ops.OpOverload) or func.namespace not in _OWN:
+        if not is_own(func):
             return None
         if facts.is_label or facts.writes or facts.is_settled or not are_numbers(tuple(kwargs.values())):
             return None
