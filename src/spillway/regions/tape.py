@@ -37,6 +37,7 @@ from spillway.regions.generators import GeneratorState, default_generator
 from spillway.regions.globals import Numerics
 
 _RECOMPUTE = Decision.RECOMPUTE
+_MOST_OTHERS = 16
 _ADDS_UP = ("mm", "mv", "dot", "conv", "attention", "linear", "matmul", "rnn", "lstm", "gru")
 """Words in the names of operators that hang on :class:`Numerics`."""
 
@@ -151,6 +152,11 @@ class Tape:
     """Selectors that decided nothing."""
 
     @cached_property
+    def _others(self) -> dict[tuple[tuple[int, ...] | None, frozenset[int]], Sequence[_Run]]:
+        """What was found out for a part of it."""
+        return {}
+
+    @cached_property
     def outside(self) -> frozenset[int]:
         """Values that the function did not make, and that are none of its tensors."""
         made = {spot.value for step in self.steps for _, spot in step.makes}
@@ -198,7 +204,14 @@ class Tape:
         """
         if wanted is None and not lost:
             return self._whole
-        return self._runs(range(len(self.saved)) if wanted is None else wanted, lost)
+        key = (None if wanted is None else tuple(wanted), frozenset(lost))
+        runs = self._others.get(key)
+        if runs is None:
+            if len(self._others) >= _MOST_OTHERS:
+                self._others.clear()
+            # Where a branch of the function is of no use to anybody, it is the same in each call.
+            runs = self._others[key] = self._runs(range(len(self.saved)) if wanted is None else wanted, lost)
+        return runs
 
     def _runs(self, wanted: Sequence[int], lost: Collection[int]) -> Sequence[_Run]:
         gives: dict[int, list[int]] = {}
