@@ -27,6 +27,8 @@ from spillway.regions.observer import Observer
 from spillway.regions.partition import Partition
 from spillway.regions.region import Region, Surroundings, surroundings
 from spillway.regions.rerun import in_rerun
+from spillway.regions.script import Script, TapeKey
+from spillway.regions.tape import Tape
 from spillway.regions.tensors import PLAIN, is_strided
 from spillway.session import Session
 
@@ -274,16 +276,14 @@ def call_region(
     if partition is None and around is not Surroundings.TORCH and how.tape_key is not None:
         kinds = arguments.kinds(tensors)
         key = None if kinds is None else ((how.tape_key, around), kinds)
-    if key is not None and observer is None and not in_backward():
-        tape = proofs.script.tape(key)
-        captured = any(map(passage.is_captured, {tensor.device for tensor in tensors}))
-        if tape is not None and not captured and may_follow(tape, tensors):
-            rerunning = getattr(function, "rerunning", nullcontext)
-            followed = Followed(tape, passage, choices.inputs, aliases=around is Surroundings.PASS, rerunning=rerunning)
-            output, is_whole = followed.run(lambda: function(*args, **kwargs), tensors)
-            if not is_whole:
-                proofs.script.lose(key)
-            return output
+    tape = None if key is None or observer is not None else _tape_of(proofs.script, key, passage, tensors)
+    if key is not None and tape is not None:
+        rerunning = getattr(function, "rerunning", nullcontext)
+        followed = Followed(tape, passage, choices.inputs, aliases=around is Surroundings.PASS, rerunning=rerunning)
+        output, is_whole = followed.run(lambda: function(*args, **kwargs), tensors)
+        if not is_whole:
+            proofs.script.lose(key)
+        return output
     region = Region(
         again,
         lambda: function(*args, **kwargs),
@@ -313,6 +313,14 @@ def call_region(
         session.outputs.add(tensor, handle)
     region.outputs.clear()
     return output
+
+
+def _tape_of(script: Script, key: TapeKey, passage: Pass, tensors: Sequence[torch.Tensor]) -> Tape | None:
+    """The tape that a call may be followed by."""
+    tape = None if in_backward() else script.tape(key)
+    if tape is None or any(map(passage.is_captured, {tensor.device for tensor in tensors})):
+        return None
+    return tape if may_follow(tape, tensors) else None
 
 
 def _tell_outer() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from spillway.profiling.compile import _outside
 from spillway.profiling.meter import Meter, Reading
 from spillway.profiling.watch import Watch
 
@@ -205,3 +206,29 @@ def test_a_device_that_lags_is_behind_its_host_from_the_first_block_on(lag: floa
     assert behind == [place[0] not in ("begin", "started") for place in watched.order]
     hours = [watched.readings[place].seconds / 3600 for place in (("end", 1), ("turned", 0), ("back", 1), ("back", 0))]
     assert hours == [1, 1, 2, 2]
+
+
+class Ticking(Lagging):
+    """One on which a second goes by from instant to instant, besides."""
+
+    def mark(self) -> None:
+        self.readings.append(Reading(3600.0 * self.hours + len(self.readings), 0, 0, 0))
+
+
+def test_frozen_blocks_are_outside_and_the_lag_is_nowhere() -> None:
+    watch = Watch(torch.device("cpu"), lambda: 0, Ticking(), lag=1.0)
+    output = torch.ones(1, 1)
+    for layer in [nn.Linear(1, 1).requires_grad_(False), nn.Linear(1, 1)]:
+        number = watch.block_begins("a", "kind", (output,))
+        output = layer(output)
+        watch.block_ended(number, output)
+    output.sum().backward()
+    watched = watch.finish()
+    assert watched is not None
+    names = [what for what, _ in watched.order]
+    assert names == ["begin", "started", "frozen", "frozen", "forward", "end", "turned", "back", "done"]
+    before = _outside(watched, watched, ("begin", 0), ("forward", 0), has_host=True, stops=("started", 0))
+    middle = _outside(watched, watched, ("end", 0), ("back", 0), has_host=True, stops=("turned", 0))
+    # From the first instant to where it lags; and from the frozen block's begin to its end, and on to the next one.
+    assert (before.seconds, middle.seconds) == (3.0, 1.0)
+    assert 0 <= before.host_seconds < 1

@@ -86,16 +86,19 @@ def queues(device: torch.device) -> bool:
 def _outside(
     watched: Watched, weighed: Watched, since: Place, until: Place, *, has_host: bool, stops: Place | None = None
 ) -> Outside:
-    """What is outside of blocks. Its times end at ``stops``, if the device lagged from there on."""
+    """What is outside of blocks. If the device lagged behind ``stops``, times go on at the instant after it."""
     if since == until:
         return Outside(0.0, 0, 0)
-    end = stops if stops is not None and stops in watched.readings else until
+    spans = [(since, until)]
+    if stops is not None and stops in watched.readings:
+        # Frozen blocks may follow: they are outside, too.
+        spans = [(since, stops), (watched.order[watched.order.index(stops) + 1], until)]
     level = weighed.level(since)
     return Outside(
-        seconds=watched.seconds(since, end),
+        seconds=sum(watched.seconds(*span) for span in spans),
         peak_bytes=max(weighed.peak(since, until) - level, 0),
         change_bytes=weighed.level(until) - level,
-        host_seconds=watched.host_seconds(since, end) if has_host else 0.0,
+        host_seconds=sum(watched.host_seconds(*span) for span in spans) if has_host else 0.0,
     )
 
 

@@ -19,12 +19,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
 from spillway.operators import full_name
 from spillway.planning.profile import Again, OperatorProfile, Value
 from spillway.profiling.meter import allocated
 from spillway.regions.calls import Call
+from spillway.regions.mode import OperatorMode
 from spillway.regions.packs import Packs
 from spillway.regions.tensors import tensors_in
 from spillway.regions.trace import Trace
@@ -244,23 +245,13 @@ def _keep_busy(device: torch.device) -> None:
             torch.mm(factor, factor, out=product)
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(OperatorMode):
     """Sits on top of the mode that writes the trace."""
-
-    supports_higher_order_operators = True
 
     def __init__(self, probe: Probe, trace: Trace) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._probe = probe
         self._trace = trace
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

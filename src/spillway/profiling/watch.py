@@ -168,7 +168,7 @@ class Watch:
         """What backward was given and has not let go of yet, and the handles of that."""
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._inputs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._closed = self._turned = False
+        self._closed = False
         self._frozen = 0
         self.thread = threading.current_thread()
         """Whose passes are measured."""
@@ -189,8 +189,7 @@ class Watch:
         number = len(self._calls)
         tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
         self._calls.append(WatchedCall(name, kind, self._shared(tensors)))
-        if number == 0:
-            self._fall_behind("started")
+        self._fall_behind("started")
         self._mark("forward", number)
         if number == 0:
             self._tell_of_gradient(tensors, "first", 0)
@@ -283,6 +282,8 @@ class Watch:
             place = ("frozen", self._frozen)
             self._order[self._order.index((what, number))] = place
             self._on_their_way[place] = 0
+            self._host[place] = self._host.pop((what, number))
+            self._queued[place] = self._queued.pop((what, number))
             self._frozen += 1
 
     def _shared(self, tensors: list[torch.Tensor]) -> frozenset[int]:
@@ -304,14 +305,13 @@ class Watch:
     def _on_gradient(self, what: str, number: int) -> None:
         if self._closed or (what, number) in self._on_their_way:
             return
-        if not self._turned and what == "back":
-            self._turned = True
+        if what == "back":
             self._fall_behind("turned")
         self._mark(what, number)
 
     def _fall_behind(self, what: str) -> None:
-        """Have the device lag from here on: the instant before that is marked, too."""
-        if self._lag:
+        """Have the device lag from here on, if it does not yet: the instant before that is marked, too."""
+        if self._lag and (what, 0) not in self._on_their_way:
             self._mark(what, 0)
             self._meter.lag(self._lag)
 

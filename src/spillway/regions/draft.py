@@ -102,10 +102,7 @@ class Draft:
         def base_of(value: int) -> Base:
             if value in given:
                 handle, spot = given[value]
-                tensor = handle.unpack()
-                return Base(
-                    tensor.untyped_storage(), (spot.offset - int(tensor.storage_offset())) * tensor.dtype.itemsize
-                )
+                return Base.under(handle.unpack(), spot.view)
             known = inputs.get(value)
             return Base((self._scribe.outside[value] if known is None else known).untyped_storage())
 

@@ -213,9 +213,7 @@ class Followed:
         given = self._given.get(value)
         if given is not None:
             handle, view = given
-            tensor = handle.unpack()
-            low = (view.offset - int(tensor.storage_offset())) * view.dtype.itemsize
-            return Base(tensor.untyped_storage(), low)
+            return Base.under(handle.unpack(), view)
         if self._mode is not None and value in self._mode.held:
             return Base(self._mode.held[value][0].untyped_storage())
         return Base(self._outside[value].tensor().untyped_storage())

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from spillway.capture.identity import ViewRecipe
 from spillway.records import Decision
 from spillway.regions.generators import GeneratorState, state_of
 from spillway.regions.globals import Numerics
+from spillway.regions.mode import OperatorMode
 from spillway.regions.outside import refuse_written
 from spillway.regions.schema import argument, facts_of
 from spillway.regions.tape import Spot, Step, Tape
@@ -48,7 +48,7 @@ class FromOutside:
         return self._tensor if self._tensor.dtype is self._dtype else self._tensor.to(self._dtype)
 
 
-class Following(TorchDispatchMode):
+class Following(OperatorMode):
     """Compares operators with a tape's.
 
     Args:
@@ -56,8 +56,6 @@ class Following(TorchDispatchMode):
         inputs: what the function is called with.
         states: takes the states of generators before steps that draw.
     """
-
-    supports_higher_order_operators = True
 
     def __init__(self, tape: Tape, inputs: Sequence[torch.Tensor], states: dict[int, GeneratorState]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -82,16 +80,6 @@ class Following(TorchDispatchMode):
         """Of each value, if it is known."""
         for tensor, value in zip(inputs, tape.inputs, strict=True):
             self._memory[value] = weakref.ref(tensor.untyped_storage())
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Without a wrapper against Dynamo around each operator: see ``dynamo.py``."""
-        return False
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """What a compiled function does inside is one operator's business."""
-        return True
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -138,7 +126,7 @@ class Following(TorchDispatchMode):
 
     def knows(self, tensor: Any, spot: Spot) -> bool:
         """Whether it is a tensor in a value's memory, as the tape says that it lies there."""
-        if (type(tensor) is not torch.Tensor and type(tensor) not in PLAIN) or not is_strided(tensor):
+        if type(tensor) not in PLAIN or not is_strided(tensor):
             return False
         return (
             self._memory[spot.value]() is tensor.untyped_storage()

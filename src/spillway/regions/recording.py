@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from spillway.capture.location import Locator
 from spillway.errors import RecomputeError
@@ -15,6 +14,7 @@ from spillway.records import Decision
 from spillway.regions.calls import Call
 from spillway.regions.generators import given_generator, state_of
 from spillway.regions.labels import Unseen
+from spillway.regions.mode import OperatorMode
 from spillway.regions.schema import facts_of_call
 from spillway.regions.tensors import aliases_of, are_same, nbytes_of, split
 from spillway.regions.trace import Trace
@@ -22,7 +22,7 @@ from spillway.regions.trace import Trace
 _MOST_SETTLED_BYTES = 64 << 20
 
 
-class Recording(TorchDispatchMode):
+class Recording(OperatorMode):
     """Runs every operator, and notes it.
 
     Args:
@@ -33,8 +33,6 @@ class Recording(TorchDispatchMode):
         draws: whether states of generators are noted.
         script: what a region of the function did before.
     """
-
-    supports_higher_order_operators = True
 
     def __init__(
         self,
@@ -56,16 +54,6 @@ class Recording(TorchDispatchMode):
         self._decides = choices.any
         self._is_planned = choices.is_planned
         self._locator = Locator(modules=True, operators=False, root=root) if choices.wants_modules else None
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Without a wrapper against Dynamo around each operator: see ``dynamo.py``."""
-        return False
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """What a compiled function does inside is one operator's business."""
-        return True
 
     @property
     def hides(self) -> bool:

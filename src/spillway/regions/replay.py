@@ -24,13 +24,13 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from spillway.capture.identity import is_parameter
 from spillway.errors import RecomputeError
 from spillway.regions.calls import Argument, Call, Form
 from spillway.regions.generators import GeneratorState, generator_of
 from spillway.regions.labels import Unseen
+from spillway.regions.mode import OperatorMode
 from spillway.regions.outside import Outside
 from spillway.regions.schema import argument, facts_of
 from spillway.regions.tensors import alias_of, split, tensors_in
@@ -97,7 +97,7 @@ def whole(trace: Trace) -> list[Act]:
     return [Act.GIVE if call.is_settled else Act.RUN for call in trace.calls]
 
 
-class Replay(TorchDispatchMode):
+class Replay(OperatorMode):
     """Sees the operators of a re-run, and leaves out those that need not run.
 
     Args:
@@ -109,8 +109,6 @@ class Replay(TorchDispatchMode):
     Raises:
         Differs: from within any operator, once one of them was not the one of the first run.
     """
-
-    supports_higher_order_operators = True
 
     def __init__(
         self,
@@ -142,16 +140,6 @@ class Replay(TorchDispatchMode):
         self.watched: list[weakref.ref[torch.UntypedStorage]] | None = None
         """What was handed out unwritten, if somebody wants to know."""
         self.differs: str | None = None
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Without a wrapper against Dynamo around each operator: see ``dynamo.py``."""
-        return False
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """What a compiled function does inside is one operator's business."""
-        return True
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

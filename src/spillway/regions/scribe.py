@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from spillway.capture.identity import ViewRecipe
 from spillway.regions.calls import Call
 from spillway.regions.generators import GeneratorState, generator_of
+from spillway.regions.mode import OperatorMode
 from spillway.regions.schema import Facts, facts_of_call
 from spillway.regions.tape import Spot, Step
 from spillway.regions.tensors import PLAIN, are_numbers, is_strided
@@ -35,17 +35,16 @@ def is_own(func: Any) -> bool:
     return isinstance(func, torch._ops.OpOverload) and func.namespace in _OWN
 
 
-class Scribe(TorchDispatchMode):
-    """Writes down every operator. Its hook for what is saved is :meth:`pack`.
+class Scribe(OperatorMode):
+    """Writes down every operator.
+
+    Where something cannot be told, the function goes on, and :attr:`is_untold` says so: no error of ours comes up in
+    it.
 
     Args:
         inputs: what the function is called with.
         calls: what it did in its first run, from whose states of generators is drawn.
-
-    Where something cannot be told, the function goes on, and :attr:`is_untold`: no error of ours comes up in it.
     """
-
-    supports_higher_order_operators = True
 
     def __init__(self, inputs: Sequence[torch.Tensor], calls: Sequence[Call]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -65,16 +64,6 @@ class Scribe(TorchDispatchMode):
         self.inputs = [spot.value for tensor in inputs if (spot := self._spot(tensor)) is not None]
         if self.count < len(inputs):
             self.is_untold = True
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Without a wrapper against Dynamo around each operator: see ``dynamo.py``."""
-        return False
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """What a compiled function does inside is one operator's business."""
-        return True
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -12,8 +12,9 @@ is compared with the tape's (``followed.py``): that it is the same one, with the
 the same way in the same values. What is drawn at random is drawn from the state that the generator had in that call.
 From the first operator on that is another one, nothing is left to the tape: what is saved from there on is kept.
 
-What is not seen cannot be compared: a kernel that no operator launches. So a tape is tried before it is used: what it
-gives must be what the function gives, bit by bit (``trial.py``).
+What is not seen cannot be compared: a kernel that no operator launches. So there is none of a function that asks where
+bytes are, and a tape is tried before it is used: what it gives must be what the function gives, bit by bit
+(``trial.py``).
 
 There is a tape of what can be told by values alone. A function that writes in place, or asks for memory that somebody
 is to write unseen, whose shapes hang on data, that calls other regions, collectives, or operators that are not
@@ -121,6 +122,11 @@ class Base(NamedTuple):
     storage: torch.UntypedStorage
     low: int = 0
     """Its first bytes that are not there."""
+
+    @classmethod
+    def under(cls, tensor: torch.Tensor, view: ViewRecipe) -> Base:
+        """That of a tensor which once lay like this."""
+        return cls(tensor.untyped_storage(), (view.offset - int(tensor.storage_offset())) * view.dtype.itemsize)
 
 
 class _Run(NamedTuple):
