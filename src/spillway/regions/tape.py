@@ -43,7 +43,7 @@ _ADDS_UP = ("mm", "mv", "dot", "conv", "attention", "linear", "matmul", "rnn", "
 """Words in the names of operators that hang on :class:`Numerics`."""
 
 
-class Untold(Exception):  # noqa: N818  (no error of anybody's: there is no tape)
+class Untold(RecomputeError):  # noqa: N818  (when a tape is tried, it is no error of anybody's: there is none)
     """What a function does cannot be told by a tape."""
 
 
@@ -317,8 +317,10 @@ class Tape:
                         for index, spot in step.makes:
                             tensor = output if step.single else output[index]
                             if tensor is None:
-                                # It gives less where nobody needs gradients.
-                                raise Untold
+                                raise Untold(
+                                    f"got nothing from {step.func}, expected a tensor, as where gradients are needed; "
+                                    f"leave it outside of the region"
+                                )
                             bases[spot.value] = Base(tensor.untyped_storage())
                             tensors[spot.value] = {spot: tensor}
                         del args, output, tensor
