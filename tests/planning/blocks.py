@@ -73,6 +73,17 @@ class InPlace(nn.Module):
         return z.relu_()
 
 
+class Normed(nn.Module):
+    """Normalised by its mean square, to which something is added in place: nobody needs it where the root is kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up = nn.RMSNorm(8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.up(self.norm(x)).sigmoid()
+
+
 class Routed(nn.Module):
     """Each row goes by its two largest scores: topk is settled."""
 
@@ -101,7 +112,7 @@ class Constant(nn.Module):
 
 
 MODULES: dict[str, Callable[[], nn.Module]] = {
-    each.__name__: each for each in (MLP, Attention, Dropout, InPlace, Routed, Constant)
+    each.__name__: each for each in (MLP, Attention, Dropout, InPlace, Normed, Routed, Constant)
 }
 
 
@@ -136,8 +147,6 @@ class Engine:
     """Values that the re-run is handed."""
     again: frozenset[int] = frozenset()
     """Saved values that are computed again."""
-    writers: frozenset[int] = frozenset()
-    """Operators that write in place, and need not run if nobody wants that."""
 
     def watching(self, trace: Trace) -> AbstractContextManager[object]:
         # A context that does nothing.
@@ -162,9 +171,6 @@ class Engine:
             value for call, act in zip(trace.calls, acts, strict=True) if act is Act.GIVE for value in call.makes
         )
         self.again = frozenset(value for value, _ in wanted if value in trace.makers)
-        self.writers = frozenset(
-            place for place, call in enumerate(trace.calls) if call.writes and call.plain and not call.facts.reshapes
-        )
 
 
 def told_apart(block: BlockProfile) -> BlockProfile:
@@ -181,15 +187,6 @@ def decoded(total: float) -> frozenset[int]:
     number = int(total)
     assert number == total
     return frozenset(place for place in range(number.bit_length()) if number >> place & 1)
-
-
-def freed(block: BlockProfile, places: frozenset[int]) -> BlockProfile:
-    """The block with these operators free not to run."""
-    operators = tuple(
-        replace(each, again=Again.FREE) if place in places and each.again is Again.ALWAYS else each
-        for place, each in enumerate(block.operators)
-    )
-    return replace(block, operators=operators)
 
 
 @st.composite

@@ -22,7 +22,6 @@ from planning.blocks import (
     MODULES,
     Engine,
     decoded,
-    freed,
     inputs,
     profiled,
     random_blocks,
@@ -73,17 +72,13 @@ def test_what_runs_again_is_given_and_is_held_is_what_the_engine_says(
     block = profile_of_module(name, session)
     drawn = data.draw(st.lists(decisions, min_size=len(block.values), max_size=len(block.values)))
     engine = Engine()
-    for _ in range(2):
-        # The first time for what the engine does; then for a profile that knows which writers need not run.
-        option = treat(block, drawn, min_bytes=0)
-        how = how_of(planned_block("block", block, option))
-        if how is None or not how.policy.recomputes:
-            assert not any(task.phase is Phase.RERUN for task in option.backward)
-            assert how is not None or not any(task.takes for task in option.backward)
-            return
-        recorded(module(name), inputs(), how, engine, session)
-        block = freed(block, engine.writers)
     option = treat(block, drawn, min_bytes=0)
+    how = how_of(planned_block("block", block, option))
+    if how is None or not how.policy.recomputes:
+        assert not any(task.phase is Phase.RERUN for task in option.backward)
+        assert how is not None or not any(task.takes for task in option.backward)
+        return
+    recorded(module(name), inputs(), how, engine, session)
     reruns = [task for task in option.backward if task.phase is Phase.RERUN]
     assert decoded(sum(task.seconds for task in reruns)) == engine.runs
     assert decoded(sum(task.change_bytes for task in reruns)) == engine.again
@@ -305,6 +300,19 @@ def test_what_is_written_after_it_was_made_is_computed_again_with_its_writers_bu
     again = [HOST, KEEP, KEEP, AGAIN, KEEP]
     assert treat(block, again, min_bytes=0).rerun_seconds == pytest.approx(1.5 * 8 * (4 + 2) / 9)
     assert not treat(block, [HOST, *[KEEP] * 4], min_bytes=0).rerun_seconds
+
+
+def test_no_plan_names_what_nobody_needs() -> None:
+    """What only the kept one read, say: a region would hold it until the block has ended."""
+    values = list(BY_HAND.values)
+    values[NORMED] = replace(values[NORMED], saved_at=None)
+    block = replace(BY_HAND, values=tuple(values))
+    named = treat(block, [KEEP, KEEP, KEEP, KEEP, AGAIN, AGAIN], min_bytes=0)
+    assert named.decisions[NORMED] is AGAIN
+    assert named == treat(block, [KEEP, KEEP, AGAIN, KEEP, AGAIN, AGAIN], min_bytes=0)
+    # It is needed where the product is not kept, and where nothing runs again it is as it is.
+    assert treat(block, [KEEP, KEEP, KEEP, AGAIN, AGAIN, AGAIN], min_bytes=0).decisions[NORMED] is KEEP
+    assert treat(block, [KEEP] * 6, min_bytes=0).decisions[NORMED] is KEEP
 
 
 def test_what_the_host_hangs_on_never_leaves() -> None:

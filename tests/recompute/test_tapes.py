@@ -273,6 +273,61 @@ def test_what_is_preserved_and_written_is_computed_again(regions: Regions) -> No
     assert [tape is not None for tape in tapes_of(regions.session)] == [True]
 
 
+def test_what_is_preserved_and_written_is_computed_from_what_was_not_handed_in(regions: Regions) -> None:
+    """A product of a product: of the first nobody holds anything."""
+
+    def function(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        y = x.exp() @ weight @ weight
+        return (y + 1).sin().cos(), y
+
+    weight = torch.randn(16, 16, generator=torch.Generator().manual_seed(3))
+
+    def step(regions: Regions | None, writes: bool) -> list[Tensor]:
+        call = Call(regions, save="matmul")
+        x = leaf()
+        with call.context():
+            z, y = call(function, x * 1, weight)
+        loss = z.sum()
+        if writes:
+            with torch.no_grad():
+                y.zero_()
+        loss.backward()
+        return [z.detach(), *grads(x)]
+
+    for number in range(5):
+        assert_identical(step(regions, writes=number > 2), step(None, writes=number > 2))
+    (tape,) = tapes_of(regions.session)
+    assert tape is not None
+    assert len(tape.handed) == 1
+
+
+@pytest.mark.parametrize("saved", [True, False], ids=["saved", "not saved"])
+def test_what_is_preserved_is_held_for_those_only_who_need_it(regions: Regions, saved: bool) -> None:
+    """It comes after all that runs again: when autograd has done with it, it is gone."""
+    alive: list[bool] = []
+    memory: list[weakref.ref[torch.UntypedStorage]] = []
+
+    def function(x: Tensor, weight: Tensor) -> Tensor:
+        z = x.exp()
+        y = z @ weight
+        memory.append(weakref.ref(y.untyped_storage()))
+        z.register_hook(lambda _: alive.append(memory[-1]() is not None))
+        return y.sin() if saved else y + 1
+
+    weight = torch.randn(16, 16, generator=torch.Generator().manual_seed(3))
+    for number in range(4):
+        call = Call(regions, save="matmul")
+        x = leaf()
+        with call.context():
+            loss = call(function, x * 1, weight).sum()
+        # The function runs again in the first two.
+        del memory[:-1]
+        assert (memory[-1]() is not None) == saved, number
+        loss.backward()
+    assert [tape is not None for tape in tapes_of(regions.session)] == [True]
+    assert alive[-1] is False
+
+
 def test_a_kernel_that_nobody_sees_is_on_no_tape(regions: Regions) -> None:
     """It writes what an operator gave: by the tape, that would be anything."""
 

@@ -13,7 +13,9 @@ from torch.nn import functional
 
 import spillway
 from recompute.regions import Call, Regions, gradients, modes, one_place
-from spillway.regions.proofs import same_sums, sums
+from spillway.profiling.meter import meter_of
+from spillway.regions import proofs
+from spillway.regions.proofs import fingerprint, same_sums, sums
 
 
 class Count:
@@ -430,3 +432,45 @@ def test_any_element_tells_and_sums_are_small(of: str) -> None:
             swapped.select(dim, 0).copy_(tensor.select(dim, 1))
             swapped.select(dim, 1).copy_(tensor.select(dim, 0))
             assert not same_sums([sums(swapped)], [found])
+
+
+# What fingerprints see
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.bool, torch.complex64]
+)
+def test_a_fingerprint_is_of_elements_wherever_they_lie(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proofs, "_HOST_PIECE", 64)
+    x = torch.randn(7, 13, 5, 3, generator=torch.Generator().manual_seed(1)) * 10
+    x = x > 0 if dtype is torch.bool else x.to(dtype)
+    expected = fingerprint(x)
+    assert expected is not None
+    reversed_dims = x.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0)
+    for same in (
+        x.transpose(0, 2).contiguous().transpose(0, 2),
+        reversed_dims,
+        torch.cat([x, x], 1)[:, :13],
+        torch._neg_view(-x) if dtype.is_floating_point else x,
+    ):
+        assert fingerprint(same) == expected
+    for at in ((0, 0, 0, 0), (3, 4, 2, 1), (6, 12, 4, 2)):
+        other = x.clone()
+        other[at] = not other[at] if dtype == torch.bool else other[at] + 1
+        assert fingerprint(other) != expected
+    swapped = x.clone()
+    swapped[0], swapped[1] = x[1], x[0]
+    assert fingerprint(swapped) != expected
+
+
+def test_a_fingerprint_takes_little_memory() -> None:
+    """The device may be full."""
+    x = torch.zeros(512, 3, 1024)
+    for tensor in (x, x[:, 1], x.transpose(0, 2), x[:1].expand(256, 3, 1024)):
+        measuring = meter_of(torch.device("cpu"))
+        measuring.mark()
+        fingerprint(tensor)
+        measuring.mark()
+        readings = measuring.finish()
+        assert readings is not None
+        assert readings[1].peak - readings[0].level < 1 << 19

@@ -10,7 +10,8 @@ NOTE [ What a plan can say ]
 
 A plan says one thing of all that an operator makes, and one of all inputs: so does what is treated here. What shapes or
 the host hang on stays. Where there is a region, what runs again in any case is not kept (no plan names it), and neither
-is what is written after it was made. A block of which nothing is computed again is no region, and keeps these, too.
+is what is written after it was made, nor what nobody needs: a region would hold it for as long as the block runs. A
+block of which nothing is computed again is no region, and keeps these, too.
 """
 
 from __future__ import annotations
@@ -72,6 +73,18 @@ class Outcome:
         }
         copied = frozenset(given_anyway) if again else frozenset()
         return cls(runs, frozenset(held - leaves.keys()), leaves, again, given, copied, reach)
+
+    def told(self, block: BlockProfile, decisions: Sequence[Decision]) -> list[Decision]:
+        """These decisions without those about what nobody needs. See NOTE [ What a plan can say ]."""
+        said = list(decisions)
+        if self.again:
+            for each in block.operators:
+                if each.again is Again.FREE and not any(
+                    made in self.stays or made in self.leaves for made in each.makes
+                ):
+                    for number in each.makes:
+                        said[number] = Decision.RECOMPUTE
+        return said
 
 
 def _wanted_at(block: BlockProfile, number: int) -> int:

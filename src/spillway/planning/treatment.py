@@ -63,7 +63,7 @@ def treat(block: BlockProfile, decisions: Sequence[Decision], *, min_bytes: int)
     said = as_planned(block, decisions, min_bytes)
     outcome = Outcome.of(block, said, min_bytes)
     return Option(
-        tuple(said),
+        tuple(outcome.told(block, said)),
         _forward(block, outcome),
         _backward(block, outcome),
         output_bytes=sum(block.values[number].nbytes for number in outcome.stays if _outlives(block, number)),

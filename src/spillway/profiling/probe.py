@@ -274,7 +274,7 @@ def _again(call: Call) -> Again:
         return Again.GIVEN
     if call.is_only_a_view:
         return Again.VIEW
-    if not call.plain or call.facts.reshapes or call.writes or not call.depends:
+    if not call.plain or call.facts.reshapes or not call.depends:
         return Again.ALWAYS
     return Again.FREE
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from spillway.capture.handles import KeptHandle, unpack
 from spillway.capture.identity import is_parameter
 from spillway.records import Decision
 from spillway.regions.packs import Pack, Packs
@@ -61,8 +60,11 @@ class Draft:
         scribe = Scribe(tensors, trace.calls)
         saving = _Saving(scribe, packs)
         peeks = Peeks()
-        with saved_tensors_hooks(saving.pack, unpack), peeks, scribe:
-            function(*tensors)
+        try:
+            with saved_tensors_hooks(saving.pack, _unpack), peeks, scribe:
+                function(*tensors)
+        except Untold:
+            return None
         if (
             scribe.is_untold
             or peeks.any
@@ -126,8 +128,8 @@ class _Saving:
         self.are_parameters: list[bool] = []
         self.prints: list[torch.Tensor | None] = []
 
-    def pack(self, tensor: torch.Tensor) -> KeptHandle:
-        """The hook."""
+    def pack(self, tensor: torch.Tensor) -> Scribe:
+        """The hook. Nothing is held: it would be all that the function saves, beside what is there already."""
         with below_modes(tensor), torch._C.DisableTorchFunction():
             place = len(self.spots)
             wanted = place < len(self._packs) and self._packs[place].wanted
@@ -137,7 +139,7 @@ class _Saving:
             self.spots.append(spot)
             self.are_parameters.append(is_parameter(tensor))
             self.prints.append(fingerprint(tensor) if wanted and not self._is_state(tensor, spot) else None)
-            return KeptHandle(tensor)
+            return self._scribe
 
     def _is_state(self, tensor: torch.Tensor, spot: Spot | None) -> bool:
         """Whether it may be what a random operator keeps its seed in, and leaves unwritten where it drew nothing."""
@@ -145,6 +147,15 @@ class _Saving:
             return False
         made = (step for step in self._scribe.steps if step.is_random)
         return any(each.value == spot.value for step in made for _, each in step.makes)
+
+
+def _unpack(scribe: Scribe) -> torch.Tensor:
+    # Whoever catches this has not told all.
+    scribe.is_untold = True
+    raise Untold(
+        "got a backward inside of a region that had none in its first run, expected the same in each run; leave it "
+        "outside of the region"
+    )
 
 
 def _saved(spot: Spot | None, pack: Pack, is_parameter: bool, makers: dict[int, Step]) -> Saved | None:

@@ -20,7 +20,6 @@ from spillway.regions.tensors import PLAIN, Tracker, aliases_of, is_strided, ten
 from spillway.regions.trace import is_cast, leaf_of
 from spillway.runtime.bytes import Bytes
 
-_RECOMPUTE = Decision.RECOMPUTE
 _SEQUENCES = (list, tuple)
 _CAST = torch.ops.aten._to_copy.default
 
@@ -66,13 +65,12 @@ class Following(OperatorMode):
         self.is_lost = False
         """Whether something else was done than is on the tape."""
         self.held: dict[int, tuple[torch.Tensor, Decision]] = {}
-        """What is preserved and was not saved yet, with what becomes of it."""
+        """What is preserved for what runs again and was not saved yet, with what becomes of it."""
         self.outside: dict[int, FromOutside] = {}
         self.before: dict[int, torch.Tensor] = {}
         """Of what was written since, all bytes as they were."""
         self.trackers: list[tuple[int, Tracker]] = []
         """Of preserved values, tensors that autograd does not know to share their memory."""
-        self._preserved: set[int] = set()
         self._tape = tape
         self._met: set[int] = set()
         """Values from outside that were read."""
@@ -103,7 +101,7 @@ class Following(OperatorMode):
         self.place = place + 1
         if step.makes:
             self._made(step, output)
-        elif step.renames in self._preserved:
+        elif step.renames in self._tape.handed:
             self.trackers.append((step.renames, Tracker(output)))
         return output
 
@@ -184,8 +182,7 @@ class Following(OperatorMode):
                 self.is_lost = True
                 return
             self._memory[spot.value] = weakref.ref(tensor.untyped_storage())
-            if step.decision is not _RECOMPUTE:
-                self._preserved.add(spot.value)
+            if spot.value in self._tape.handed:
                 self.held[spot.value] = aliases_of([tensor])[0], step.decision
 
 

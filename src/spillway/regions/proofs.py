@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 
 import torch
 
@@ -11,9 +11,9 @@ from spillway.regions.script import Script
 _ENOUGH_STRUCTURES = 64
 _ENOUGH_FORMS = 8
 
-_PIECE = 1 << 22
+_PIECE = 1 << 20
 _HOST_PIECE = 1 << 14
-"""Words of a piece on the CPU, whose memory would be left in holes by larger ones, and never be given back."""
+"""Elements of a piece on the CPU, whose memory would be left in holes by larger ones, and never be given back."""
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 _SHIFT = 0x2545F4914F6CDD1D
 
@@ -64,23 +64,34 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor | None:
     ``None`` of plain bytes, since kernels keep workspaces in such, and leave some of them unwritten; and of what has no
     strides.
 
-    A sum of the tensor's words, each times an odd number that its place gives (multiplicative hashing, Dietzfelbinger
-    et al. 1997), in pieces, since the device may be full. Integer sums do not depend on their order.
+    A sum of the tensor's elements as integers, each times an odd number that its place gives (multiplicative hashing,
+    Dietzfelbinger et al. 1997), in pieces, since the device may be full. Integer sums do not depend on their order.
     """
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.dtype is torch.uint8:
         return None
     if tensor.numel() == 0:
         return torch.zeros((), dtype=torch.int64)
-    words = tensor.detach().resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8)
-    if words.numel() % 4 == 0 and words.data_ptr() % 4 == 0:
-        words = words.view(torch.int32)
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    size = _HOST_PIECE if tensor.device.type == "cpu" else _PIECE
-    for start in range(0, words.numel(), size):
-        piece = words[start : start + size]
+    start = 0
+    for piece in _pieces(tensor, _HOST_PIECE if tensor.device.type == "cpu" else _PIECE):
         places = torch.arange(start, start + piece.numel(), dtype=torch.int64, device=tensor.device)
-        total += ((places * _ODD + _SHIFT).bitwise_or_(1) * piece).sum()
+        total += places.mul_(_ODD).add_(_SHIFT).bitwise_or_(1).mul_(piece.view(_INTEGERS[piece.element_size()])).sum()
+        start += piece.numel()
     return total
+
+
+def _pieces(tensor: torch.Tensor, size: int) -> Iterator[torch.Tensor]:
+    """All elements in their order, so many at a time, in one dimension. No more than that are copied at once."""
+    if tensor.is_contiguous():
+        yield from torch.split(tensor.flatten(), size)
+    elif tensor.numel() <= size:
+        yield tensor.flatten()
+    else:
+        for rows in torch.split(tensor, max(size * len(tensor) // tensor.numel(), 1)):
+            yield from _pieces(rows if len(rows) > 1 else rows[0], size)
 
 
 def same_bits(a: Sequence[torch.Tensor | None], b: Sequence[torch.Tensor | None]) -> bool:

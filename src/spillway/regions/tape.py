@@ -169,6 +169,11 @@ class Tape:
         return frozenset(range(self.count)) - made - set(self.inputs)
 
     @cached_property
+    def _preserved(self) -> frozenset[int]:
+        steps = (step for step in self.steps if step.decision is not _RECOMPUTE)
+        return frozenset(spot.value for step in steps for _, spot in step.makes)
+
+    @cached_property
     def extents(self) -> Mapping[int, tuple[int, int]]:
         """For each of the function's tensors that is needed, the bytes of its memory that are read of it."""
         extents: dict[int, tuple[int, int]] = {}
@@ -198,6 +203,12 @@ class Tape:
         return frozenset(want)
 
     @cached_property
+    def handed(self) -> frozenset[int]:
+        """Values that are preserved, and handed in to what runs again: nobody holds the others for it."""
+        given = {value for run in self._whole if run.step is None for value in run.values}
+        return frozenset(given) - self.outside - set(self.inputs)
+
+    @cached_property
     def _whole(self) -> Sequence[_Run]:
         return self._runs(range(len(self.saved)), ())
 
@@ -215,6 +226,9 @@ class Tape:
         if runs is None:
             if len(self._others) >= _MOST_OTHERS:
                 self._others.clear()
+            if lost:
+                # What takes their place may hang on what nobody holds.
+                lost = {*lost, *(self._preserved - self.handed)}
             # Where a branch of the function is of no use to anybody, it is the same in each call.
             runs = self._others[key] = self._runs(range(len(self.saved)) if wanted is None else wanted, lost)
         return runs
