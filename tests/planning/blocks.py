@@ -84,6 +84,18 @@ class Normed(nn.Module):
         return x + self.up(self.norm(x)).sigmoid()
 
 
+class Twice(nn.Module):
+    """What is normalised is saved by the first operator after it and by the last: a re-run goes on to the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up = nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normed = self.norm(x)
+        return self.up(normed).sigmoid().exp() * normed
+
+
 class Routed(nn.Module):
     """Each row goes by its two largest scores: topk is settled."""
 
@@ -112,7 +124,7 @@ class Constant(nn.Module):
 
 
 MODULES: dict[str, Callable[[], nn.Module]] = {
-    each.__name__: each for each in (MLP, Attention, Dropout, InPlace, Normed, Routed, Constant)
+    each.__name__: each for each in (MLP, Attention, Dropout, InPlace, Normed, Twice, Routed, Constant)
 }
 
 

@@ -302,6 +302,17 @@ def test_what_is_written_after_it_was_made_is_computed_again_with_its_writers_bu
     assert not treat(block, [HOST, *[KEEP] * 4], min_bytes=0).rerun_seconds
 
 
+def test_a_re_run_goes_on_to_where_the_last_was_saved_last() -> None:
+    once = treat(BY_HAND, [KEEP, KEEP, AGAIN, KEEP, KEEP, AGAIN], min_bytes=0)
+    values = list(BY_HAND.values)
+    values[NORMED] = replace(values[NORMED], saved_last_at=3, dies_at=4)
+    twice = treat(replace(BY_HAND, values=tuple(values)), [KEEP, KEEP, AGAIN, KEEP, KEEP, AGAIN], min_bytes=0)
+    (first,), (last,) = ([task for task in option.backward if task.phase is Phase.RERUN] for option in (once, twice))
+    # The norm's 40; then, unwritten, the product's 80 and the activation's 60 are there.
+    assert (first.peak_bytes, first.change_bytes, first.seconds) == (40, 40, 1.5)
+    assert (last.peak_bytes, last.change_bytes, last.seconds) == (180, 40, 1.5)
+
+
 def test_no_plan_names_what_nobody_needs() -> None:
     """What only the kept one read, say: a region would hold it until the block has ended."""
     values = list(BY_HAND.values)

@@ -463,6 +463,29 @@ def test_a_fingerprint_is_of_elements_wherever_they_lie(dtype: torch.dtype, monk
     assert fingerprint(swapped) != expected
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.complex128])
+def test_round_numbers_that_change_places_have_other_fingerprints(dtype: torch.dtype) -> None:
+    found = set()
+    for row in range(4):
+        x = torch.zeros(4, 4096, dtype=dtype)
+        x[row] = 1
+        print_ = fingerprint(x)
+        assert print_ is not None
+        found.add(print_.item())
+    assert len(found) == 4
+
+
+def test_one_element_has_a_fingerprint_whatever_its_strides_say() -> None:
+    one = torch.randn(1, 1, dtype=torch.float64)
+    for strides in ((0, 0), (7, 3), (1, 1)):
+        assert fingerprint(one.as_strided((1, 1), strides)) == fingerprint(one)
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_what_is_quantized_has_no_fingerprint() -> None:
+    assert fingerprint(torch.quantize_per_tensor(torch.randn(8), 0.1, 0, torch.qint8)) is None
+
+
 def test_a_fingerprint_takes_little_memory() -> None:
     """The device may be full."""
     x = torch.zeros(512, 3, 1024)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -115,6 +117,32 @@ def test_the_first_forward_in_training_is_managed(seeing: Seeing) -> None:
     model = net()
     model(batch()).sum().backward()
     assert seeing.roots.attached[0].attached.stats().recomputed_bytes > 0
+
+
+def test_whoever_looks_for_models_holds_nothing_of_their_forward(seeing: Seeing) -> None:
+    """A list of frames that is in one of them is a circle, and what all of them have made is gone when it is broken."""
+    made: list[weakref.ref[Tensor]] = []
+
+    class Holding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = Block(WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = x.exp()
+            made.append(weakref.ref(y))
+            return self.block(y)  # type: ignore[no-any-return]
+
+    model = nn.Sequential(Holding(), Holding())
+    gc.disable()
+    try:
+        for _ in range(3):
+            with torch.no_grad():
+                model(batch())
+            model(batch()).sum().backward()
+            assert [each() for each in made] == [None] * len(made)
+    finally:
+        gc.enable()
 
 
 def test_an_error_of_the_first_forward_is_the_models_own(seeing: Seeing) -> None:

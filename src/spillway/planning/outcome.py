@@ -99,7 +99,8 @@ def _wanted_at(block: BlockProfile, number: int) -> int:
 def _reach(block: BlockProfile, again: frozenset[int]) -> int:
     if any(_wanted_at(block, number) != block.values[number].saved_at for number in again):
         return len(block.operators)
-    return max((_wanted_at(block, number) for number in again), default=0)
+    # What is saved twice is told of twice.
+    return max((max(_wanted_at(block, number), block.values[number].asked_at or 0) for number in again), default=0)
 
 
 def _reruns(

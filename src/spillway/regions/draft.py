@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from spillway.capture.handles import KeptHandle, unpack
 from spillway.capture.identity import is_parameter
 from spillway.records import Decision
 from spillway.regions.packs import Pack, Packs
@@ -54,6 +56,9 @@ class Draft:
         """
         if trace.values.opaque is not None or trace.targets or packs.output_leaves:
             return None
+        if trace.generators:
+            # Of the function's own: there is no telling in what state it expects them.
+            return None
         # Above all, nobody waits for other ranks, which may have a tape.
         if any(call.writes or call.is_settled or not is_own(call.func) for call in trace.calls):
             return None
@@ -61,9 +66,17 @@ class Draft:
         saving = _Saving(scribe, packs)
         peeks = Peeks()
         try:
-            with saved_tensors_hooks(saving.pack, _unpack), peeks, scribe:
+            with saved_tensors_hooks(saving.pack, _Nothing.unpack), peeks, scribe:
                 function(*tensors)
-        except Untold:
+        except Exception:
+            # The function may have made another error of what it was told.
+            if not saving.was_asked:
+                raise
+        if saving.is_held:
+            # In a module, say. Somebody may go through that graph, as through one that a re-run leaves.
+            with saved_tensors_hooks(_kept, unpack), Scribe(tensors, trace.calls):
+                function(*tensors)
+        if saving.was_asked:
             return None
         if (
             scribe.is_untold
@@ -124,12 +137,20 @@ class _Saving:
     def __init__(self, scribe: Scribe, packs: Packs) -> None:
         self._scribe = scribe
         self._packs = packs.all
+        self._given: weakref.WeakSet[_Nothing] = weakref.WeakSet()
+        self.was_asked = False
+        """Whether there was a backward through the function's graph within it."""
         self.spots: list[Spot | None] = []
         self.are_parameters: list[bool] = []
         self.prints: list[torch.Tensor | None] = []
 
-    def pack(self, tensor: torch.Tensor) -> Scribe:
-        """The hook. Nothing is held: it would be all that the function saves, beside what is there already."""
+    @property
+    def is_held(self) -> bool:
+        """Whether anybody still has some of the graph."""
+        return len(self._given) > 0
+
+    def pack(self, tensor: torch.Tensor) -> _Nothing:
+        """The hook. No tensor is held: it would be all that the function saves, beside what is there already."""
         with below_modes(tensor), torch._C.DisableTorchFunction():
             place = len(self.spots)
             wanted = place < len(self._packs) and self._packs[place].wanted
@@ -139,7 +160,9 @@ class _Saving:
             self.spots.append(spot)
             self.are_parameters.append(is_parameter(tensor))
             self.prints.append(fingerprint(tensor) if wanted and not self._is_state(tensor, spot) else None)
-            return self._scribe
+            nothing = _Nothing(self)
+            self._given.add(nothing)
+            return nothing
 
     def _is_state(self, tensor: torch.Tensor, spot: Spot | None) -> bool:
         """Whether it may be what a random operator keeps its seed in, and leaves unwritten where it drew nothing."""
@@ -149,13 +172,26 @@ class _Saving:
         return any(each.value == spot.value for step in made for _, each in step.makes)
 
 
-def _unpack(scribe: Scribe) -> torch.Tensor:
-    # Whoever catches this has not told all.
-    scribe.is_untold = True
-    raise Untold(
-        "got a backward inside of a region that had none in its first run, expected the same in each run; leave it "
-        "outside of the region"
-    )
+class _Nothing:
+    """What autograd has in place of a tensor while a tape is written."""
+
+    __slots__ = ("__weakref__", "_saving")
+
+    def __init__(self, saving: _Saving) -> None:
+        self._saving = saving
+
+    def unpack(self) -> torch.Tensor:
+        """The hook."""
+        self._saving.was_asked = True
+        raise Untold(
+            "got a backward inside of a region that had none in its first run, expected the same in each run; leave it "
+            "outside of the region"
+        )
+
+
+def _kept(tensor: torch.Tensor) -> KeptHandle:
+    with below_modes(tensor), torch._C.DisableTorchFunction():
+        return KeptHandle(tensor)
 
 
 def _saved(spot: Spot | None, pack: Pack, is_parameter: bool, makers: dict[int, Step]) -> Saved | None:

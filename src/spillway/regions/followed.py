@@ -104,6 +104,8 @@ class Followed:
             # Some of the graph may be used, even if the function has failed.
             with torch._C._DisableTorchDispatch():
                 for value, (tensor, decision) in mode.held.items():
+                    if value in mode.before:
+                        continue
                     self._given[value] = self._passage.save(tensor, decision), ViewRecipe.of(tensor)
                 self._outside.update(mode.outside)
                 self._before, self._trackers = mode.before, mode.trackers

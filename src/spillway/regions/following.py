@@ -117,7 +117,7 @@ class Following(OperatorMode):
         if not is_strided(tensor):
             return
         storage = tensor.untyped_storage()
-        for value in self._tape.needed:
+        for value in (*self._tape.needed, *self.held):
             if value not in self.before and self._memory[value]() is storage:
                 with torch._C._DisableTorchDispatch():
                     self.before[value] = Bytes(storage, 0, storage.nbytes()).tensor().clone()

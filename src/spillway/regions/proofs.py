@@ -61,13 +61,14 @@ class Proofs:
 def fingerprint(tensor: torch.Tensor) -> torch.Tensor | None:
     """64 bits that tell a tensor's bits from others, on its device: one number, NaN and all told apart.
 
-    ``None`` of plain bytes, since kernels keep workspaces in such, and leave some of them unwritten; and of what has no
-    strides.
+    ``None`` of plain bytes, since kernels keep workspaces in such, and leave some of them unwritten; of what has no
+    strides; and of what is quantized.
 
-    A sum of the tensor's elements as integers, each times an odd number that its place gives (multiplicative hashing,
-    Dietzfelbinger et al. 1997), in pieces, since the device may be full. Integer sums do not depend on their order.
+    A sum of the tensor's elements as integers, or of both halves of wide ones, each times an odd number that its place
+    gives (multiplicative hashing, Dietzfelbinger et al. 1997), in pieces, since the device may be full. Integer sums do
+    not depend on their order.
     """
-    if tensor.layout is not torch.strided or tensor.is_nested or tensor.dtype is torch.uint8:
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or tensor.dtype is torch.uint8:
         return None
     if tensor.numel() == 0:
         return torch.zeros((), dtype=torch.int64)
@@ -77,9 +78,14 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor | None:
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     start = 0
     for piece in _pieces(tensor, _HOST_PIECE if tensor.device.type == "cpu" else _PIECE):
-        places = torch.arange(start, start + piece.numel(), dtype=torch.int64, device=tensor.device)
-        total += places.mul_(_ODD).add_(_SHIFT).bitwise_or_(1).mul_(piece.view(_INTEGERS[piece.element_size()])).sum()
-        start += piece.numel()
+        if piece.stride(0) != 1:
+            # Of one element, which may say anything.
+            piece = piece.reshape(()).reshape(1)
+        # Of round numbers in 64 bits the low half is nothing, and what is left would lose its place in the product.
+        words = piece.view(_INTEGERS[min(piece.element_size(), 4)])
+        places = torch.arange(start, start + words.numel(), dtype=torch.int64, device=tensor.device)
+        total += places.mul_(_ODD).add_(_SHIFT).bitwise_or_(1).mul_(words).sum()
+        start += words.numel()
     return total
 
 

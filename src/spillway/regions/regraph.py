@@ -9,6 +9,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
 from spillway.capture.handles import KeptHandle, unpack
+from spillway.errors import RecomputeError
 from spillway.regions.packs import Collected
 from spillway.regions.replay import Differs, Replay
 from spillway.regions.tensors import is_strided
@@ -55,6 +56,11 @@ class _Absent:
         self._replay = replay
 
     def unpack(self) -> torch.Tensor:
+        if self._replay.is_over:
+            raise RecomputeError(
+                "got a backward through a graph that a region left behind when it ran again, expected one through the "
+                "graph of its first run; give what the region keeps in a module or a list back as an output"
+            )
         self._replay.differs = "a backward inside of the region asks for what was not computed"
         raise Differs(self._replay.differs)
 

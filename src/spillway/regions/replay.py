@@ -140,6 +140,7 @@ class Replay(OperatorMode):
         self.watched: list[weakref.ref[torch.UntypedStorage]] | None = None
         """What was handed out unwritten, if somebody wants to know."""
         self.differs: str | None = None
+        self.is_over = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -248,6 +249,7 @@ class Replay(OperatorMode):
         generator.set_state(moment.state)
 
     def __exit__(self, *error: Any) -> None:
+        self.is_over = True
         for generator, state in self._generators.values():
             generator.set_state(state)
         super().__exit__(*error)  # type: ignore[no-untyped-call]

@@ -26,7 +26,7 @@ from spillway.regions.packs import Collected, Packs
 from spillway.regions.proofs import Proofs, Sums, same_sums, sums
 from spillway.regions.recording import Recording
 from spillway.regions.regraph import Collecting, Regraph
-from spillway.regions.replay import Act, Differs, Replay, acts_of
+from spillway.regions.replay import Act, Replay, acts_of
 from spillway.regions.script import TapeKey
 from spillway.regions.tensors import tensors_in
 from spillway.regions.trace import Trace
@@ -109,7 +109,8 @@ class Rerun:
 
     def _unseen(self, tensors: Sequence[torch.Tensor], collected: Collected | None) -> Any:
         """Run whole, and without the mode."""
-        generators = self._trace.generators.values()
+        # A region inside of its own first run may come to know of others.
+        generators = list(self._trace.generators.values())
         states = [generator.get_state() for generator, _ in generators]
         written = self._trace.written_bytes()
         now = [content.clone() for content, _ in written]
@@ -134,7 +135,10 @@ class Rerun:
         try:
             with graph.hooks(), replay:
                 output = self._function(*tensors)
-        except Differs:
+        except Exception:
+            # The function may have made another error of it.
+            if replay.differs is None:
+                raise
             output = None
         if replay.differs is None:
             return output

@@ -17,7 +17,7 @@ from spillway.regions.generators import generators_now
 from spillway.regions.packs import Collected, Enough, Packs
 from spillway.regions.proofs import Proofs, fingerprint, same_bits
 from spillway.regions.regraph import Collecting
-from spillway.regions.replay import Act, Differs, Replay, whole
+from spillway.regions.replay import Act, Replay, whole
 from spillway.regions.script import TapeKey
 from spillway.regions.tape import Tape
 from spillway.regions.trace import Trace
@@ -170,8 +170,12 @@ class Trial:
             with Collecting(collected, replay).hooks(), replay:
                 output = self._function(*tensors)
             collected.end(output)
-        except (Differs, Enough):
+        except Enough:
             pass
+        except Exception:
+            # The function may have made another error of it.
+            if replay.differs is None:
+                raise
         restore()
         output = None
         if any(storage() is not None for storage in replay.watched):

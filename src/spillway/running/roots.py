@@ -253,7 +253,8 @@ def _count_blocks(model: Module) -> int:
 
 
 def _frames() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe(1)
+    """Those around the caller's. With its own among them it would hold itself, and what all of them have made."""
+    frame: FrameType | None = sys._getframe(1).f_back
     while frame is not None:
         yield frame
         frame = frame.f_back
