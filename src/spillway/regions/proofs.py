@@ -78,11 +78,9 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor | None:
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     start = 0
     for piece in _pieces(tensor, _HOST_PIECE if tensor.device.type == "cpu" else _PIECE):
-        if piece.stride(0) != 1:
-            # Of one element, which may say anything.
-            piece = piece.reshape(()).reshape(1)
+        dense = piece if piece.stride(0) == 1 else piece.clone(memory_format=torch.contiguous_format)
         # Of round numbers in 64 bits the low half is nothing, and what is left would lose its place in the product.
-        words = piece.view(_INTEGERS[min(piece.element_size(), 4)])
+        words = dense.view(_INTEGERS[min(piece.element_size(), 4)])
         places = torch.arange(start, start + words.numel(), dtype=torch.int64, device=tensor.device)
         total += places.mul_(_ODD).add_(_SHIFT).bitwise_or_(1).mul_(words).sum()
         start += words.numel()
