@@ -10,7 +10,7 @@ from torch import nn
 
 from spillway.profiling.compile import _outside
 from spillway.profiling.meter import Meter, Reading
-from spillway.profiling.watch import Watch
+from spillway.profiling.watch import Watch, Watched
 
 
 class Counter(Meter):
@@ -186,17 +186,22 @@ class Lagging(Counter):
         self.hours += 1
 
 
-@pytest.mark.parametrize("lag", [0.0, 1.0])
-def test_a_device_that_lags_is_behind_its_host_from_the_first_block_on(lag: float) -> None:
-    watch = Watch(torch.device("cpu"), lambda: 0, Lagging(), lag=lag)
-    output = torch.ones(1, 1, requires_grad=True) * 1
-    for layer in [nn.Linear(1, 1) for _ in range(2)]:
+def passed(watch: Watch, layers: list[nn.Linear], output: torch.Tensor) -> Watched:
+    """What was seen of a pass through blocks, forward and backward."""
+    for layer in layers:
         number = watch.block_begins("a", "kind", (output,))
         output = layer(output)
         watch.block_ended(number, output)
     output.sum().backward()
     watched = watch.finish()
     assert watched is not None
+    return watched
+
+
+@pytest.mark.parametrize("lag", [0.0, 1.0])
+def test_a_device_that_lags_is_behind_its_host_from_the_first_block_on(lag: float) -> None:
+    watch = Watch(torch.device("cpu"), lambda: 0, Lagging(), lag=lag)
+    watched = passed(watch, [nn.Linear(1, 1) for _ in range(2)], torch.ones(1, 1, requires_grad=True) * 1)
     behind = [watched.is_behind(place) for place in watched.order]
     if not lag:
         assert not any(behind)
@@ -217,14 +222,7 @@ class Ticking(Lagging):
 
 def test_frozen_blocks_are_outside_and_the_lag_is_nowhere() -> None:
     watch = Watch(torch.device("cpu"), lambda: 0, Ticking(), lag=1.0)
-    output = torch.ones(1, 1)
-    for layer in [nn.Linear(1, 1).requires_grad_(False), nn.Linear(1, 1)]:
-        number = watch.block_begins("a", "kind", (output,))
-        output = layer(output)
-        watch.block_ended(number, output)
-    output.sum().backward()
-    watched = watch.finish()
-    assert watched is not None
+    watched = passed(watch, [nn.Linear(1, 1).requires_grad_(False), nn.Linear(1, 1)], torch.ones(1, 1))
     names = [what for what, _ in watched.order]
     assert names == ["begin", "started", "frozen", "frozen", "forward", "end", "turned", "back", "done"]
     before = _outside(watched, watched, ("begin", 0), ("forward", 0), has_host=True, stops=("started", 0))

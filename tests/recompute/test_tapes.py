@@ -247,37 +247,14 @@ def test_what_is_saved_and_written_is_refused(regions: Regions) -> None:
         loss.backward()
 
 
-def test_what_is_preserved_and_written_is_computed_again(regions: Regions) -> None:
-    """Autograd did not save it: so writing it is nobody's mistake."""
+@pytest.mark.parametrize("products", [1, 2])
+def test_what_is_preserved_and_written_is_computed_again(regions: Regions, products: int) -> None:
+    """Autograd did not save it: so writing it is nobody's mistake. Of a product of a product nobody holds the first."""
 
     def function(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        y = x.exp() @ weight
-        return (y + 1).sin().cos(), y
-
-    weight = torch.randn(16, 16, generator=torch.Generator().manual_seed(3))
-
-    def step(regions: Regions | None, writes: bool) -> list[Tensor]:
-        call = Call(regions, save="matmul")
-        x = leaf()
-        with call.context():
-            z, y = call(function, x * 1, weight)
-        loss = z.sum()
-        if writes:
-            with torch.no_grad():
-                y.zero_()
-        loss.backward()
-        return [z.detach(), *grads(x)]
-
-    for number in range(5):
-        assert_identical(step(regions, writes=number > 2), step(None, writes=number > 2))
-    assert [tape is not None for tape in tapes_of(regions.session)] == [True]
-
-
-def test_what_is_preserved_and_written_is_computed_from_what_was_not_handed_in(regions: Regions) -> None:
-    """A product of a product: of the first nobody holds anything."""
-
-    def function(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        y = x.exp() @ weight @ weight
+        y = x.exp()
+        for _ in range(products):
+            y = y @ weight
         return (y + 1).sin().cos(), y
 
     weight = torch.randn(16, 16, generator=torch.Generator().manual_seed(3))
@@ -402,7 +379,7 @@ def test_a_backward_inside_that_comes_in_one_run_only(regions: Regions, wraps: b
             if self.calls == self.at:
                 try:
                     torch.autograd.grad(z.sum(), x, retain_graph=True)
-                except RuntimeError as error:
+                except Exception as error:
                     if wraps:
                         raise ValueError("wrapped") from error
                     raise
@@ -412,8 +389,7 @@ def test_a_backward_inside_that_comes_in_one_run_only(regions: Regions, wraps: b
         ours, plain = Sometimes(at), Sometimes(0)
         for seed in range(4):
             assert_identical(gradients_of(regions, ours, seed=seed), gradients_of(None, plain, seed=seed))
-        with torch.no_grad():
-            assert torch.ones(2).add(1).sum() == 4
+        assert torch._C._len_torch_dispatch_stack() == torch._C._len_torch_function_stack() == 0
 
 
 @pytest.mark.parametrize("saved", [True, False], ids=["saved", "not saved"])

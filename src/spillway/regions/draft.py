@@ -76,10 +76,9 @@ class Draft:
             # In a module, say. Somebody may go through that graph, as through one that a re-run leaves.
             with saved_tensors_hooks(_kept, unpack), Scribe(tensors, trace.calls):
                 function(*tensors)
-        if saving.was_asked:
-            return None
         if (
-            scribe.is_untold
+            saving.was_asked
+            or scribe.is_untold
             or peeks.any
             or len(scribe.steps) != len(trace.calls)
             or len(saving.spots) != len(packs.all)

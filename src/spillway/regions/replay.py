@@ -141,6 +141,7 @@ class Replay(OperatorMode):
         """What was handed out unwritten, if somebody wants to know."""
         self.differs: str | None = None
         self.is_over = False
+        """Whether the run has ended: what its graph was given is no more asked for by the function itself."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
