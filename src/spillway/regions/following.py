@@ -72,10 +72,13 @@ class Following(OperatorMode):
         self.trackers: list[tuple[int, Tracker]] = []
         """Of preserved values, tensors that autograd does not know to share their memory."""
         self._tape = tape
+        self._handed = tape.handed
         self._met: set[int] = set()
         """Values from outside that were read."""
         self._memory: list[Callable[[], torch.UntypedStorage | None]] = [_nothing] * tape.count
         """Of each value, if it is known."""
+        self._made: list[Callable[[], torch.Tensor | None]] = [_nothing] * tape.count
+        """Of each value, what the operator gave that made it: who reads the same tensor need not be looked at twice."""
         for tensor, value in zip(inputs, tape.inputs, strict=True):
             self._memory[value] = weakref.ref(tensor.untyped_storage())
 
@@ -100,8 +103,8 @@ class Following(OperatorMode):
         output = func(*args, **kwargs) if kwargs else func(*args)
         self.place = place + 1
         if step.makes:
-            self._made(step, output)
-        elif step.renames in self._tape.handed:
+            self._take(step, output)
+        elif step.renames in self._handed:
             self.trackers.append((step.renames, Tracker(output)))
         return output
 
@@ -124,10 +127,11 @@ class Following(OperatorMode):
 
     def knows(self, tensor: Any, spot: Spot) -> bool:
         """Whether it is a tensor in a value's memory, as the tape says that it lies there."""
-        if type(tensor) not in PLAIN or not is_strided(tensor):
-            return False
         return (
-            self._memory[spot.value]() is tensor.untyped_storage()
+            type(tensor) in PLAIN
+            and tensor.layout is torch.strided
+            and not tensor.is_nested
+            and self._memory[spot.value]() is tensor.untyped_storage()
             and tensor.shape == spot.size
             and tensor.stride() == spot.stride
             and tensor.storage_offset() == spot.offset
@@ -136,13 +140,17 @@ class Following(OperatorMode):
 
     def _is_like(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
         """Whether the step was given the same."""
-        if len(args) != len(step.args) or len(kwargs or ()) != len(step.kwargs):
+        if len(args) != len(step.args):
             return False
         for place, spot in step.spots:
-            if not (self.knows(args[place], spot) or self._meets(args[place], spot)):
+            tensor = args[place]
+            if spot.is_made and self._made[spot.value]() is tensor:
+                continue
+            if not (self.knows(tensor, spot) or self._meets(tensor, spot)):
                 return False
         for place, want in step.constants:
-            if not _same(args[place], want):
+            arg = args[place]
+            if arg is not want and not _same(arg, want):
                 return False
         for place, parts in step.lists:
             given = args[place]
@@ -152,9 +160,12 @@ class Following(OperatorMode):
                 known = (self.knows(arg, part) or self._meets(arg, part)) if type(part) is Spot else _same(arg, part)
                 if not known:
                     return False
-        if kwargs:
+        if kwargs or step.kwargs:
+            kwargs = kwargs or {}
+            if kwargs.keys() != step.kwargs.keys():
+                return False
             for name, want in step.kwargs.items():
-                if name not in kwargs or not _same(kwargs[name], want):
+                if not _same(kwargs[name], want):
                     return False
         return step.numerics is None or step.numerics == Numerics.now()
 
@@ -171,30 +182,31 @@ class Following(OperatorMode):
         self._memory[value] = weakref.ref(tensor.untyped_storage())
         return True
 
-    def _made(self, step: Step, output: Any) -> None:
+    def _take(self, step: Step, output: Any) -> None:
+        """The step has made this."""
         outputs = (output,) if step.single else output
         if type(outputs) not in _SEQUENCES:
             self.is_lost = True
             return
         for index, spot in step.makes:
             tensor = outputs[index] if index < len(outputs) else None
-            if type(tensor) is not torch.Tensor or not is_strided(tensor):
+            if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_nested:
                 self.is_lost = True
                 return
-            self._memory[spot.value] = weakref.ref(tensor.untyped_storage())
-            if spot.value in self._tape.handed:
-                self.held[spot.value] = aliases_of([tensor])[0], step.decision
+            value = spot.value
+            self._memory[value] = weakref.ref(tensor.untyped_storage())
+            if value in self._handed:
+                self.held[value] = aliases_of([tensor])[0], step.decision
+            self._made[value] = weakref.ref(tensor)
 
 
 def _same(arg: Any, want: Any) -> bool:
     """Whether two arguments without tensors are the same to the letter: 0.0 is not -0.0, nor is 1 True."""
-    if arg is want:
-        return True
     kind = type(want)
     if kind is list:
-        alike = type(arg) in _SEQUENCES and len(arg) == len(want)
-        return alike and all(x is y or _same(x, y) for x, y in zip(arg, want, strict=True))
-    return type(arg) is kind and arg == want and (kind is int or repr(arg) == repr(want))
+        return type(arg) in _SEQUENCES and len(arg) == len(want) and all(map(_same, arg, want))
+    # Of what is equal, and no zero, there is one way to write it.
+    return type(arg) is kind and arg == want and (kind is int or (kind is float and want != 0) or repr(arg) == repr(want))
 
 
 def _nothing() -> None:

@@ -132,7 +132,9 @@ class Scribe(OperatorMode):
             if type(tensor) is not torch.Tensor or not _is_plain(tensor):
                 return False
             if self._values.find_or_name(tensor, self.count) == self.count:
-                makes.append((index, self._at(self.count, tensor)))
+                spot = self._at(self.count, tensor)
+                spot.is_made = True
+                makes.append((index, spot))
                 self.count += 1
         step.makes = tuple(makes)
         if not (makes or facts.is_view) and step.single:

@@ -50,7 +50,7 @@ class Untold(RecomputeError):  # noqa: N818  (when a tape is tried, it is no err
 class Spot:
     """How a tensor lies in the memory of a value. Of equal ones a tape has one."""
 
-    __slots__ = ("dtype", "end", "offset", "size", "start", "stride", "value", "view")
+    __slots__ = ("dtype", "end", "is_made", "offset", "size", "start", "stride", "value", "view")
 
     def __init__(self, value: int, view: ViewRecipe) -> None:
         self.value = value
@@ -61,6 +61,8 @@ class Spot:
         """Its first byte."""
         self.end = self.start if 0 in view.size else (last + 1) * view.dtype.itemsize
         """The one after its last."""
+        self.is_made = False
+        """Whether the operator that made the value gave it so."""
 
 
 class Step:
