@@ -30,6 +30,7 @@ from spillway.regions.rerun import in_rerun
 from spillway.regions.script import Script, TapeKey
 from spillway.regions.tape import Tape
 from spillway.regions.tensors import PLAIN, is_strided
+from spillway.regions.unwatched import Unwatched
 from spillway.session import Session
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ class Recompute:
         drop_output: let the output go, too, after its consumer has run.
         partition_inputs: the group of ranks over which inputs are the same, and are split until the re-run.
         check_partition: compare inputs over that group at each call, and not at the first of each function alone.
+        watch: look at each operator, in every call. ``False``: see :func:`recompute`.
 
     Raises:
         UsageError: for options that cannot be meant, or not together; a group that this process is not in.
@@ -77,6 +79,7 @@ class Recompute:
     drop_output: bool = False
     partition_inputs: ProcessGroup | DeviceMesh | None = field(default=None, repr=False)
     check_partition: bool = field(default=False, repr=False)
+    watch: bool = True
     choices: Choices = field(init=False, repr=False, compare=False)
     partition: Partition | None = field(init=False, repr=False, compare=False)
     tape_key: Hashable = field(init=False, repr=False, compare=False)
@@ -141,6 +144,7 @@ def recompute(
     drop_output: bool = False,
     partition_inputs: ProcessGroup | DeviceMesh | None = None,
     check_partition: bool = False,
+    watch: bool = True,
     session: Session | None = None,
     **kwargs: Any,
 ) -> Any:
@@ -176,6 +180,10 @@ def recompute(
             requires grad, and the ranks gather them before the re-run.
         check_partition: compare the inputs over that group at each call, which reads them once more and waits for the
             device. Without, that is done at the first call of each function alone.
+        watch: look at each operator, in every call, which takes the host several times as long as to queue it.
+            ``False``: once the function was seen to do the same twice, and where nothing of it is kept or sent away,
+            it runs as under ``torch.utils.checkpoint``; the device compares what both runs have made, and is not
+            waited for. A difference is an error in a later call, or when the session is closed.
         session: ``None``: the default one.
         **kwargs: keyword arguments for the function, saved like the others.
 
@@ -202,6 +210,7 @@ def recompute(
         drop_output=drop_output,
         partition_inputs=partition_inputs,
         check_partition=check_partition,
+        watch=watch,
     )
     if function is None:
         return functools.partial(_wrapped, how=how, session=session)
@@ -277,29 +286,35 @@ def call_region(
         kinds = arguments.kinds(tensors)
         key = None if kinds is None else ((how.tape_key, around), kinds)
     tape = None if key is None or observer is not None else _tape_of(proofs.script, key, passage, tensors)
-    if key is not None and tape is not None:
+    said = getattr(function, "watches", None)
+    if key is not None and tape is not None and ((how.watch if said is None else said) or not tape.leaves_nothing_out):
         rerunning = getattr(function, "rerunning", nullcontext)
         followed = Followed(tape, passage, choices.inputs, aliases=around is Surroundings.PASS, rerunning=rerunning)
         output, is_whole = followed.run(lambda: function(*args, **kwargs), tensors)
         if not is_whole:
             proofs.script.lose(key)
         return output
-    region = Region(
-        again,
-        lambda: function(*args, **kwargs),
-        choices,
-        passage,
-        proofs,
-        root=_module_of(function),
-        surroundings=around,
-        reentrant=how.use_reentrant,
-        stops_early=how.early_stop and not how.drop_output,
-        draws=how.preserve_rng_state,
-        drops_output=how.drop_output,
-        observer=observer,
-        key=key,
-        writes_at_once=getattr(function, "writes_tape", None),
-    )
+    region: Region | Unwatched
+    if tape is not None:
+        label = _label(function)
+        region = Unwatched(again, lambda: function(*args, **kwargs), tape, passage, session.verdicts, label)
+    else:
+        region = Region(
+            again,
+            lambda: function(*args, **kwargs),
+            choices,
+            passage,
+            proofs,
+            root=_module_of(function),
+            surroundings=around,
+            reentrant=how.use_reentrant,
+            stops_early=how.early_stop and not how.drop_output,
+            draws=how.preserve_rng_state,
+            drops_output=how.drop_output,
+            observer=observer,
+            key=key,
+            writes_at_once=getattr(function, "writes_tape", None),
+        )
     with InputHooks(region, tensors, passage, choices.inputs, partition).pushed():
         output = _flat(checked, region.run, tensors) if how.use_reentrant else checked(region.run, *tensors)
     if region.error is not None:
@@ -309,6 +324,10 @@ def call_region(
         finally:
             # An error that its own frame holds would hold all that its frames do.
             del error
+    if isinstance(region, Unwatched):
+        if key is not None and not region.is_whole:
+            proofs.script.lose(key)
+        return output
     for tensor, handle in region.outputs:
         session.outputs.add(tensor, handle)
     region.outputs.clear()
@@ -346,6 +365,12 @@ def _module_of(function: Callable[..., Any]) -> torch.nn.Module | None:
     """The module that the function is, or is a method of."""
     module = function if isinstance(function, torch.nn.Module) else getattr(function, "__self__", None)
     return module if isinstance(module, torch.nn.Module) else None
+
+
+def _label(function: Callable[..., Any]) -> str:
+    """How an error names it."""
+    module = _module_of(function)
+    return type(module).__name__ if module is not None else getattr(function, "__qualname__", repr(function))
 
 
 def _identity_of(function: Any, more: Sequence[Any] = (), depth: int = 3) -> Hashable:

@@ -25,6 +25,7 @@ from spillway.events import Recorder
 from spillway.records import GroupStats, StepStats
 from spillway.regions.outputs import DroppedOutputs
 from spillway.regions.proofs import Proofs
+from spillway.regions.verdicts import Verdicts
 from spillway.runtime.device import DeviceRuntime, MakeBackend, Runtime, backend_for
 from spillway.runtime.disk import SpillFile
 from spillway.runtime.host_memory import local_ranks, memory_limit
@@ -95,6 +96,7 @@ class Session:
         self.identity = Identity()
         self.marks = Marks()
         self.outputs = DroppedOutputs()
+        self.verdicts = Verdicts()
         self.passes = Passes()
         self.enabled = True
         """Whether anything may leave. What has left comes back all the same. Set it as you like, for all passes."""
@@ -282,7 +284,11 @@ class Session:
         return sum(runtime.release_graphs() for runtime in self._runtimes.values())
 
     def close(self) -> None:
-        """Stop the threads, give back memory and disk. What is away is lost: close after the last backward."""
+        """Stop the threads, give back memory and disk. What is away is lost: close after the last backward.
+
+        Raises:
+            RecomputeError: if what a backward computed again was not what the forward had, and nobody was told yet.
+        """
         if self._process != os.getpid():
             # A forked child has neither the threads nor a lock that it could trust. The file knows its owner by itself.
             if self._file is not None:
@@ -297,6 +303,8 @@ class Session:
                 runtime.close()
             if self._file is not None:
                 self._file.close()
+            self.verdicts.send()
+            self.verdicts.read(wait=True)
 
     @property
     def closed(self) -> bool:

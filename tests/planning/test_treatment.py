@@ -404,10 +404,35 @@ def test_the_hosts_seconds_by_hand() -> None:
         return [(task.name, task.host_seconds) for task in (*option.forward, *option.backward)]
 
     assert host(*[KEEP] * 6) == [("forward", 1.0), ("backward", 4.0)]
-    # A region takes 2 s more for each of four operators: twice that for the input that stays. Three of four operators
+    # A region takes 2 s more for each of four operators: half of that for the input that stays. Three of four operators
     # run again.
-    assert host(*[AGAIN] * 6) == [("forward", 13.0), ("again", 4.5), ("backward", 4.0)]
+    assert host(*[AGAIN] * 6) == [("forward", 10.0), ("again", 4.5), ("backward", 4.0)]
     sent = host(HOST, KEEP, AGAIN, DISK, AGAIN, AGAIN)
-    # Nine times as long for each of two that leave, and six times to bring one back.
-    assert sum(seconds for name, seconds in sent if name == "forward") == pytest.approx(9.0 + 2 * 18.0)
-    assert sum(seconds for name, seconds in sent if name == "backward") == pytest.approx(4.0 + 2 * 12.0)
+    # Two and a half times as long for each of two that leave, and 1.6 times to bring one back.
+    assert sum(seconds for name, seconds in sent if name == "forward") == pytest.approx(9.0 + 2 * 5.0)
+    assert sum(seconds for name, seconds in sent if name == "backward") == pytest.approx(4.0 + 2 * 3.2)
+
+
+@pytest.mark.parametrize(
+    ("region", "unwatched", "is_watched"),
+    [(19.0, 2.0, False), (9.0, 2.0, True), (19.0, 20.0, True), (19.0, None, True)],
+    ids=["the host is late", "the device is", "it takes no less", "it is not known"],
+)
+def test_what_is_computed_again_whole_is_not_watched_where_the_host_would_be_late(
+    region: float, unwatched: float | None, is_watched: bool
+) -> None:
+    # The device takes 10 s.
+    times = HostTimes(plain=1.0, region=region, rerun=6.0, backward=4.0, unwatched=unwatched, unwatched_rerun=3.0)
+    block = replace(BY_HAND, forward_seconds=10.0, host=times)
+    for decisions in ([AGAIN] * 6, [HOST, *[AGAIN] * 5]):
+        option = treat(block, decisions, min_bytes=0)
+        assert option.watched == is_watched
+        plan = planned_block("block", block, option)
+        assert plan.watched == is_watched
+        assert ("unwatched" in str(plan)) is not is_watched
+        if not is_watched:
+            assert sum(task.host_seconds for task in option.forward) == 2.0
+            assert [task.host_seconds for task in option.backward if task.name == "again"] == [3.0]
+    # What is made in it stays, or leaves: then its operators are looked at.
+    assert treat(block, [KEEP, AGAIN, AGAIN, HOST, AGAIN, AGAIN], min_bytes=0).watched
+    assert treat(block, [KEEP] * 6, min_bytes=0).watched

@@ -52,7 +52,7 @@ def watched(profile: Profile, plan: spillway.Plan, forward: float, backward: flo
 
 def test_how_slow_it_was_is_told_of_regions_alone() -> None:
     # On so slow a host some blocks are left alone.
-    profile = Slowness(4.0, 4.0).told(PROFILE)
+    profile = Slowness(12.0, 12.0).told(PROFILE)
     budget = profile.static_bytes + int(0.8 * profile.saved_bytes)
     plan = spillway.plan(profile, budget=budget, hardware="h200")
     assert 0 < sum(block.plain for block in plan.blocks) < len(plan.blocks), "this proves nothing"

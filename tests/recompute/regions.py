@@ -24,7 +24,7 @@ from support import assert_identical, assert_nothing_left
 
 OPTIONS = (
     *("save", "offload", "policy", "use_reentrant", "early_stop", "preserve_rng_state", "determinism_check"),
-    *("drop_output", "session"),
+    *("drop_output", "session", "watch"),
 )
 
 
@@ -44,11 +44,12 @@ PLACES = [Place("host", 0), Place("disk", 1024), Place("host", 0, adversary=True
 
 CHOICES: dict[str, dict[str, Any]] = {
     "nothing": {},
+    "unwatched": {"watch": False},
     "save": {"save": ["pointwise", "random"]},
     "offload": {"offload": ["inputs", "matmul", "norm", "random"]},
     "saved_by": {"offload": [spillway.saved_by("matmul"), spillway.saved_by("pointwise")]},
 }
-REENTRANT_CHOICES = {name: how for name, how in CHOICES.items() if name != "saved_by"}
+REENTRANT_CHOICES = {name: how for name, how in CHOICES.items() if name not in ("saved_by", "unwatched")}
 
 modes = pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
 choices = pytest.mark.parametrize("how", CHOICES.values(), ids=CHOICES)

@@ -54,6 +54,7 @@ class RegionCall(ModuleCall):
         """Who says how, if somebody does, and wants to know of each call."""
         self.observer: Observer | None = None
         self.writes_tape: bool | None = None
+        self.watches: bool | None = None
         self.runner: Callable[..., Any] = call_region
         """What runs it as a region."""
         inside = {id(module) for module in named.module.modules()} - {id(named.module)}
@@ -109,7 +110,7 @@ class RegionCall(ModuleCall):
             session = self._session if self._session is not None else Session.default()
             session.check_open()
             return sending(forward, args, kwargs, session.current_pass())
-        run = _Run(self, module, forward, how, self._number.now, self.writes_tape)
+        run = _Run(self, module, forward, how, self._number.now)
         return self.runner(how, run, args, kwargs, self._session, self.observer)
 
     def _sending_of(self, how: Recompute) -> Sending | None:
@@ -134,10 +135,10 @@ class _Run:
         forward: Callable[..., Any],
         how: Recompute,
         number: int,
-        writes_tape: bool | None,
     ) -> None:
         self.__self__ = module
-        self.writes_tape = writes_tape
+        self.writes_tape = call.writes_tape
+        self.watches = call.watches
         self._call = call
         self._forward = forward
         self._wants_modules = how.choices.wants_modules

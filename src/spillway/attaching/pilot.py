@@ -248,6 +248,7 @@ class Pilot:
         call.observer = None
         # It costs two re-runs, which are not to be measured.
         call.writes_tape = _WRITES_TAPES.get(self.stage, False)
+        call.watches = None
         if self._watch is None or self._is_strange(self._watch):
             return -1
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
@@ -263,7 +264,10 @@ class Pilot:
             if len(self._probes) >= _MOST_PROBES:
                 self._probes.clear()
             probe = self._probes[kind] = self._new_probe(known)
-        number = self._watch.block_begins(call.name, kind, (args, kwargs))
+        if self.stage is Stage.MEASURING:
+            # Every second one of a kind.
+            call.watches = not self._watch.count_of(kind) % 2
+        number = self._watch.block_begins(call.name, kind, (args, kwargs), is_seen=call.watches is not False)
         if self._weighs:
             call.observer = WatchedRegion(probe, partial(self._watch.asked, number))
         else:
@@ -594,4 +598,4 @@ def how_of(block: BlockPlan) -> Recompute | None:
         return None
     decisions = {each.place: (each.operator, each.decision) for each in block.operators}
     inputs = Decision.KEEP if block.inputs is Decision.RECOMPUTE else block.inputs
-    return Recompute(policy=Planned(decisions, inputs, block.recomputes))
+    return Recompute(policy=Planned(decisions, inputs, block.recomputes), watch=block.watched)

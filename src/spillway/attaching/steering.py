@@ -21,6 +21,8 @@ class Steered(Protocol):
     """Who watches its next region."""
     writes_tape: bool | None
     """Whether a tape is to be written when that runs again: at once, not now, or if its arguments came before."""
+    watches: bool | None
+    """Whether its operators are looked at; ``None``: as its options say."""
 
 
 class Steers(Protocol):

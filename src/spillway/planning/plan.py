@@ -56,11 +56,14 @@ class BlockPlan:
     """What is computed again."""
     recomputes: bool = True
     """Whether anything is; else what is not named stays."""
+    watched: bool = True
+    """Whether its operators are looked at: not if all is computed again, and the host would be late."""
 
     def __str__(self) -> str:
         if self.plain:
             return f"{self.name}: keeps all of its {format_bytes(self.kept_bytes)}"
         again = f"{format_seconds(self.rerun_seconds)} again" if self.recomputes else "nothing again"
+        again += "" if self.watched else ", unwatched"
         return (
             f"{self.name}: keeps {format_bytes(self.kept_bytes)}, sends away {format_bytes(self.sent_bytes)}, computes "
             f"{again}"
@@ -183,6 +186,7 @@ def planned_block(name: str, block: BlockProfile, option: Option) -> BlockPlan:
         sent_bytes=option.sent_bytes,
         rerun_seconds=option.rerun_seconds,
         recomputes=reruns,
+        watched=option.watched,
     )
 
 

@@ -108,6 +108,10 @@ class HostTimes:
     """All of it again."""
     backward: Seconds
     """Its backward, without that."""
+    unwatched: Seconds | None = None
+    """Its forward as a region of which all is computed again, and at whose operators nobody looks."""
+    unwatched_rerun: Seconds | None = None
+    """All of that again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +139,13 @@ class BlockProfile:
     ones leaves. Without them, it leaves at once."""
     host: HostTimes | None = None
     """``None``: the host is not waited for."""
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the host is slower than the device in its forward, if operators are looked at, and less so if not."""
+        if self.host is None or self.host.unwatched is None:
+            return False
+        return self.host.region > max(self.forward_seconds, self.host.unwatched)
 
     @property
     def saved_bytes(self) -> int:

@@ -96,6 +96,8 @@ class Option:
     """Of what it keeps, an output of the block that is counted once more for whoever takes it."""
     input_bytes: int = 0
     """Of what it keeps, its inputs."""
+    watched: bool = True
+    """Whether its operators are looked at: see NOTE [ What the host needs ] in ``treatment.py``."""
 
     def placed(self, prefix: str, by: int, twice: int) -> tuple[tuple[Task, ...], tuple[Task, ...]]:
         """Its tasks as those of a block, forward and backward: see :meth:`Task.shifted`.

@@ -203,10 +203,21 @@ def _fullest(calls: list[tuple[BackwardPart, ...]]) -> tuple[BackwardPart, ...]:
 def _host(watched: Watched, numbers: list[int], end: Place) -> HostTimes:
     """Of some calls, the shortest: see NOTE [ The host's clock ] in ``watch.py``."""
     ran = [number for number in numbers if ("ran", number) in watched.readings]
-    region = min(watched.host_seconds(("forward", number), ("end", number)) for number in ran)
+    seen = [number for number in ran if watched.calls[number].is_seen]
+    unseen = [number for number in ran if not watched.calls[number].is_seen]
+
+    def forward(numbers: list[int]) -> float:
+        return min(watched.host_seconds(("forward", number), ("end", number)) for number in numbers)
+
+    def rerun(numbers: list[int]) -> float:
+        return min(watched.host_seconds(("again", number), ("ran", number)) for number in numbers)
+
+    region = forward(seen or ran)
     return HostTimes(
         plain=_PLAIN * region,
         region=region,
-        rerun=min(watched.host_seconds(("again", number), ("ran", number)) for number in ran),
+        rerun=rerun(seen or ran),
         backward=min(watched.host_seconds(("ran", number), ("back", number - 1) if number else end) for number in ran),
+        unwatched=forward(unseen) if seen and unseen else None,
+        unwatched_rerun=rerun(unseen) if seen and unseen else None,
     )

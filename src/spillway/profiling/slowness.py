@@ -64,11 +64,14 @@ class Slowness:
     def _block(self, kind: BlockProfile) -> BlockProfile:
         if kind.host is None:
             return kind
+        forward, backward = max(self.forward, 1.0), max(self.backward, 1.0)
         host = replace(
             kind.host,
-            region=kind.host.region * max(self.forward, 1.0),
-            rerun=kind.host.rerun * max(self.backward, 1.0),
-            backward=kind.host.backward * max(self.backward, 1.0),
+            region=kind.host.region * forward,
+            rerun=kind.host.rerun * backward,
+            backward=kind.host.backward * backward,
+            unwatched=None if kind.host.unwatched is None else kind.host.unwatched * forward,
+            unwatched_rerun=None if kind.host.unwatched_rerun is None else kind.host.unwatched_rerun * backward,
         )
         return replace(kind, host=host)
 

@@ -53,6 +53,8 @@ class WatchedCall:
     kind: Hashable
     shared: frozenset[int]
     """Which of its tensors, by their place, an earlier call was given too."""
+    is_seen: bool = True
+    """Whether its operators were looked at."""
 
 
 @dataclass(slots=True)
@@ -184,11 +186,15 @@ class Watch:
         """Whether a backward has come through all the blocks."""
         return ("back", 0) in self._on_their_way
 
-    def block_begins(self, name: str, kind: Hashable, inputs: tuple[object, ...]) -> int:
+    def count_of(self, kind: Hashable) -> int:
+        """How many calls of a kind there were."""
+        return sum(call.kind == kind for call in self._calls)
+
+    def block_begins(self, name: str, kind: Hashable, inputs: tuple[object, ...], *, is_seen: bool = True) -> int:
         """A block is called; gives the number of the call."""
         number = len(self._calls)
         tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
-        self._calls.append(WatchedCall(name, kind, self._shared(tensors)))
+        self._calls.append(WatchedCall(name, kind, self._shared(tensors), is_seen))
         self._fall_behind("started")
         self._mark("forward", number)
         if number == 0:

@@ -205,8 +205,10 @@ def _same(arg: Any, want: Any) -> bool:
     kind = type(want)
     if kind is list:
         return type(arg) in _SEQUENCES and len(arg) == len(want) and all(map(_same, arg, want))
+    if type(arg) is not kind or arg != want:
+        return False
     # Of what is equal, and no zero, there is one way to write it.
-    return type(arg) is kind and arg == want and (kind is int or (kind is float and want != 0) or repr(arg) == repr(want))
+    return kind is int or (kind is float and want != 0) or repr(arg) == repr(want)
 
 
 def _nothing() -> None:

@@ -23,6 +23,7 @@ from spillway.records import Decision
 from spillway.regions.partition import PartHandle, Partition
 from spillway.regions.region import Region
 from spillway.regions.tensors import is_strided
+from spillway.regions.unwatched import Unwatched
 
 
 class InputHandle:
@@ -34,7 +35,7 @@ class InputHandle:
         self,
         packed: Any,
         unpack: Callable[[Any], torch.Tensor],
-        region: Region,
+        region: Region | Unwatched,
         place: int | None,
         recipe: ViewRecipe | None,
     ) -> None:
@@ -64,7 +65,7 @@ class InputHooks:
 
     def __init__(
         self,
-        region: Region,
+        region: Region | Unwatched,
         tensors: Sequence[torch.Tensor],
         passage: Pass,
         decision: Decision | None,

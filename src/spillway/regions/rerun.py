@@ -6,8 +6,8 @@ See NOTE [ How a region goes ] in ``region.py``.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -43,6 +43,16 @@ _here = _Here()
 def in_rerun() -> bool:
     """Whether the calling thread runs a region again."""
     return _here.depth > 0
+
+
+@contextmanager
+def rerunning(depth: int = 1) -> Iterator[None]:
+    """A context in which it does."""
+    _here.depth += depth
+    try:
+        yield
+    finally:
+        _here.depth -= depth
 
 
 class Rerun:
@@ -81,14 +91,11 @@ class Rerun:
     def __call__(self, tensors: Sequence[torch.Tensor]) -> Any:
         # The re-run of a reentrant region makes the very graph that backward goes through: regions in it are regions.
         depth = 0 if self._trace.reentrant else 1
-        _here.depth += depth
         self._passage.was_recomputed = True
-        try:
-            # What is written again is a copy, but autograd counts on the tensor itself.
-            with self._globals.in_force(), _unsafe_preserve_version_counter(self._trace.written_outside()):
-                return self._regraph(tensors) if self._trace.reentrant else self._collect(tensors)
-        finally:
-            _here.depth -= depth
+        # What is written again is a copy, but autograd counts on the tensor itself.
+        kept = _unsafe_preserve_version_counter(self._trace.written_outside())
+        with rerunning(depth), self._globals.in_force(), kept:
+            return self._regraph(tensors) if self._trace.reentrant else self._collect(tensors)
 
     def _regraph(self, tensors: Sequence[torch.Tensor]) -> Any:
         """In the reentrant mode, torch is told nothing: what is returned counts."""
@@ -96,7 +103,7 @@ class Rerun:
         return self._replayed(tensors, self.acts, None)
 
     def _collect(self, tensors: Sequence[torch.Tensor]) -> Any:
-        collected = Collected(self._packs, _tell_torch(), ledger=self._passage.ledger)
+        collected = Collected(self._packs, tell_torch(), ledger=self._passage.ledger)
         # A backward inside of the region's own first run leaves nothing to compare a later re-run with.
         self._inner_backward |= not self._trace.complete
         if self._inner_backward:
@@ -201,7 +208,7 @@ def _sums(output: Any) -> list[Sums | None]:
         return [sums(part) for part in tensors_in(tree_leaves(output))]
 
 
-def _tell_torch() -> Callable[[torch.Tensor], object]:
+def tell_torch() -> Callable[[torch.Tensor], object]:
     """The hook of ``torch.utils.checkpoint`` that takes what a re-run saves."""
     hooks = _top_saved_tensors_default_hooks(True)
     assert hooks is not None

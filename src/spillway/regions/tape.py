@@ -211,6 +211,35 @@ class Tape:
         return frozenset(given) - self.outside - set(self.inputs)
 
     @cached_property
+    def leaves_nothing_out(self) -> bool:
+        """Whether to run the function again is to compute what is on the tape, and nothing else that takes its time."""
+        decisions = {*(step.decision for step in self.steps), *(each.decision for each in self.saved)}
+        if decisions - {_RECOMPUTE}:
+            return False
+        again = {run.place for run in self._whole if run.step is not None}
+        last = max(again, default=-1)
+        return all(step.numerics is None for place, step in enumerate(self.steps[:last]) if place not in again)
+
+    @cached_property
+    def last(self) -> frozenset[int]:
+        """Places in :attr:`saved` of what is computed again at last: all the rest goes into it."""
+        makers = {spot.value: step for step in self.steps for _, spot in step.makes}
+        last, behind = set(), set[int]()
+        for place, (spot, decision, _) in reversed([*enumerate(self.saved)]):
+            # Numbers are states of generators, of which kernels leave unwritten what they do not need.
+            if spot is None or decision is not _RECOMPUTE or spot.value in behind or not spot.dtype.is_floating_point:
+                continue
+            last.add(place)
+            values = [spot.value]
+            while values:
+                step = makers.get(values.pop())
+                if step is not None:
+                    made = {other.value for _, other in step.makes}
+                    values += () if made <= behind else step.reads
+                    behind |= made
+        return frozenset(last)
+
+    @cached_property
     def _whole(self) -> Sequence[_Run]:
         return self._runs(range(len(self.saved)), ())
 

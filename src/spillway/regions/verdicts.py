@@ -1,0 +1,88 @@
+"""Comparisons whose outcome the device has yet to tell.
+
+To ask a device for a number means to wait until it is through with all that was queued before. So whether a re-run gave
+what the first run had is asked for by a copy to the host, and read when that has come: in a later call, a later
+backward, or when the session is closed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+
+import torch
+
+from spillway.errors import RecomputeError
+
+_MANY = 32
+
+
+class Verdicts:
+    """Takes comparisons, and raises :class:`~spillway.errors.RecomputeError` of those that failed. See the top."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
+        self._sent: deque[tuple[list[tuple[str, torch.Tensor]], torch.Tensor, torch.Event]] = deque()
+
+    def add(self, label: str, differs: torch.Tensor) -> None:
+        """Two runs of a function were compared.
+
+        Args:
+            label: names the function.
+            differs: a bool, without dimensions, on the device.
+
+        Raises:
+            RecomputeError: if it is known that this one, or an earlier one, failed.
+        """
+        if differs.device.type == "cpu":
+            if differs:
+                raise _error([label])
+            return
+        with self._lock:
+            waiting = self._waiting.setdefault(differs.device, [])
+            waiting.append((label, differs))
+            is_full = len(waiting) >= _MANY
+        if is_full:
+            self.send()
+        self.read()
+
+    def send(self) -> None:
+        """Ask for what waits. Nothing is waited for."""
+        with self._lock:
+            waiting, self._waiting = self._waiting, {}
+            for device, several in waiting.items():
+                told = torch.empty(len(several), dtype=torch.bool, pin_memory=True)
+                told.copy_(torch.stack([differs for _, differs in several]), non_blocking=True)
+                event = torch.Event(device)
+                event.record(torch.accelerator.current_stream(device))
+                # They are held until then: the stream that made them may be another one.
+                self._sent.append((several, told, event))
+
+    def read(self, *, wait: bool = False) -> None:
+        """Look at what has come.
+
+        Args:
+            wait: for all of it.
+
+        Raises:
+            RecomputeError: if a comparison failed.
+        """
+        while True:
+            with self._lock:
+                if not self._sent or not (wait or self._sent[0][2].query()):
+                    return
+                several, told, event = self._sent.popleft()
+            event.synchronize()
+            wrong = [label for (label, _), differs in zip(several, told.tolist(), strict=True) if differs]
+            if wrong:
+                raise _error(wrong)
+
+
+def _error(labels: list[str]) -> RecomputeError:
+    names = ", ".join(dict.fromkeys(labels))
+    return RecomputeError(
+        f"got other values when {names} ran again for backward than in its first run, expected the same: the gradients "
+        f"of that backward are wrong. It reads something besides its arguments and parameters that had changed by "
+        f"then; give it that as an argument, or leave it outside of the region"
+    )

@@ -1,0 +1,432 @@
+"""Functions at whose operators nobody looks: they run again whole, and what both runs have made is compared. See
+NOTE [ Unwatched calls ] in ``regions/unwatched.py``."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import spillway
+from recompute.regions import Regions, one_place
+from recompute.test_tapes import Block, gradients_of, leaf, tapes_of
+from spillway.errors import InplaceError, RecomputeError
+from spillway.records import Decision
+from spillway.regions.rerun import in_rerun
+from spillway.regions.tape import Tape
+from spillway.regions.unwatched import Unwatched
+from support import assert_identical, assert_nothing_left
+
+pytestmark = one_place
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[Unwatched]:
+    """Those that were made so."""
+    made: list[Unwatched] = []
+    run_first = Unwatched._run_first
+
+    def run(self: Unwatched, first: Callable[[], Any]) -> Any:
+        made.append(self)
+        return run_first(self, first)
+
+    monkeypatch.setattr(Unwatched, "_run_first", run)
+    return made
+
+
+def known(regions: Regions, function: Callable[..., Tensor], **how: Any) -> None:
+    """Call it as often as it takes until nobody looks at it."""
+    for seed in range(2):
+        assert_identical(
+            gradients_of(regions, function, seed=seed, watch=False, **how), gradients_of(None, function, seed=seed)
+        )
+    assert [tape is not None for tape in tapes_of(regions.session)] == [True]
+
+
+def test_it_runs_twice_and_is_the_same_in_every_bit(regions: Regions, calls: list[Unwatched]) -> None:
+    block = Block()
+    known(regions, block)
+    assert not calls
+    for seed in range(2, 5):
+        block.calls = 0
+        ours = gradients_of(regions, block, seed=seed, watch=False)
+        assert block.calls == 2
+        assert_identical(ours, gradients_of(None, block, seed=seed))
+    assert len(calls) == 3
+    assert regions.last is not None
+    assert regions.last.stats().recomputed_bytes > 0
+
+
+@pytest.mark.parametrize("how", [{"save": "matmul"}, {"offload": ["norm"]}, {"save": [spillway.saved_by("matmul")]}])
+def test_where_something_is_kept_or_leaves_operators_are_looked_at(
+    regions: Regions, calls: list[Unwatched], how: dict[str, Any]
+) -> None:
+    block = Block()
+    for seed in range(4):
+        ours = gradients_of(regions, block, seed=seed, watch=False, **how)
+        assert_identical(ours, gradients_of(None, block, seed=seed))
+    assert not calls
+
+
+def test_inputs_may_leave(regions: Regions, calls: list[Unwatched]) -> None:
+    block = Block()
+    known(regions, block, offload="inputs")
+    ours = gradients_of(regions, block, seed=5, watch=False, offload="inputs")
+    assert_identical(ours, gradients_of(None, block, seed=5))
+    assert len(calls) == 1
+    assert regions.last is not None
+    stats = regions.last.stats()
+    # So small a step may ask for them before they are gone.
+    assert stats.offloaded_bytes + stats.reused_bytes == leaf().nbytes
+
+
+def test_what_would_not_run_again_and_takes_its_time_is_left_out_by_a_tape(
+    regions: Regions, calls: list[Unwatched]
+) -> None:
+    weight = torch.randn(16, 16)
+
+    def function(x: Tensor) -> Tensor:
+        # No gradient goes through the product's sign.
+        return x.sin().exp() * torch.mm(x.detach().flatten(0, 1), weight).sign().view_as(x)
+
+    def useless(x: Tensor) -> Tensor:
+        torch.mm(x.detach().flatten(0, 1), weight)
+        return x.sin().exp().cos()
+
+    for each in (function, useless):
+        for seed in range(4):
+            ours = gradients_of(regions, each, seed=seed, watch=False)
+            assert_identical(ours, gradients_of(None, each, seed=seed))
+        assert len(calls) == 2, "the product is needed in the first, and in the second it is not"
+
+
+def test_a_number_that_changes_from_step_to_step_is_the_same_in_both_runs(
+    regions: Regions, calls: list[Unwatched]
+) -> None:
+    block = Block()
+    known(regions, block)
+    for number in range(4):
+        block.scale = 1 + 0.1 * number
+        ours = gradients_of(regions, block, seed=number, watch=False)
+        assert_identical(ours, gradients_of(None, block, seed=number))
+    assert len(calls) == 4
+
+
+class Changing(nn.Module):
+    """Reads what changes between its first run and backward, deep inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+        self.scale, self.eps = 1.0, 1e-5
+        self.table = torch.zeros(16)
+        self.kind = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = functional.layer_norm(x + self.table, (16,), eps=self.eps) * self.scale
+        if self.kind:
+            y = y.tanh()
+        return x + self.down(functional.silu(self.up(y)))
+
+
+def scaled(block: Changing) -> None:
+    block.scale = 1.0 + 2**-7
+
+
+def another_eps(block: Changing) -> None:
+    block.eps = 2e-5
+
+
+def written(block: Changing) -> None:
+    block.table[3] += 0.01
+
+
+def replaced(block: Changing) -> None:
+    block.table = torch.full((16,), 1e-3)
+
+
+def another_way(block: Changing) -> None:
+    block.kind = 1
+
+
+@pytest.mark.parametrize("change", [scaled, another_eps, written, replaced, another_way])
+def test_what_changes_before_backward_is_told(
+    regions: Regions, calls: list[Unwatched], change: Callable[[Changing], None]
+) -> None:
+    block = Changing()
+    known(regions, block)
+    with regions.offload():
+        loss = spillway.recompute(block, leaf() * 1, session=regions.session, watch=False).sum()
+    assert len(calls) == 1
+    change(block)
+    with pytest.raises(RecomputeError, match="got other values when Changing ran again"):
+        loss.backward()
+    del loss, calls[:]
+    assert_nothing_left(regions.session)
+
+
+def test_a_weight_that_is_written_before_backward_is_refused(regions: Regions, calls: list[Unwatched]) -> None:
+    block = Block()
+    known(regions, block)
+    with regions.offload():
+        loss = spillway.recompute(block, leaf() * 1, session=regions.session, watch=False).sum()
+    with torch.no_grad():
+        block.qkv.weight.mul_(2)
+    with pytest.raises((RecomputeError, InplaceError)):
+        loss.backward()
+
+
+@pytest.mark.parametrize("which", ["input", "output"])
+def test_an_input_or_an_output_that_is_written_before_backward_is_refused(
+    regions: Regions, calls: list[Unwatched], which: str
+) -> None:
+    def function(x: Tensor) -> Tensor:
+        return x.sin().cos().exp()
+
+    known(regions, function)
+    x = leaf() * 1
+    with regions.offload():
+        y = spillway.recompute(function, x, session=regions.session, watch=False)
+    assert len(calls) == 1
+    loss = y.sum()
+    with torch.no_grad():
+        (x if which == "input" else y).mul_(2)
+    with pytest.raises(InplaceError):
+        loss.backward()
+
+
+def test_another_way_in_both_runs_is_right_and_the_tape_is_lost(regions: Regions, calls: list[Unwatched]) -> None:
+    block = Changing()
+    known(regions, block)
+    block.kind = 1
+    for seed in range(5):
+        ours = gradients_of(regions, block, seed=seed, watch=False)
+        assert_identical(ours, gradients_of(None, block, seed=seed))
+    # One that did something else, one that was looked at again, and three that were not.
+    assert len(calls) == 4
+
+
+def test_a_graph_may_be_gone_through_twice(regions: Regions, calls: list[Unwatched]) -> None:
+    block = Changing()
+    known(regions, block)
+
+    def both(call: Callable[..., Tensor]) -> list[Tensor]:
+        torch.manual_seed(7)
+        x = leaf()
+        loss = call(block, x * 1).square().sum()
+        (first,) = torch.autograd.grad(loss, x, retain_graph=True)
+        (second,) = torch.autograd.grad(loss, x, create_graph=True)
+        (third,) = torch.autograd.grad(second.square().sum(), x)
+        return [first, second, third]
+
+    with regions.offload():
+        ours = both(lambda block, x: spillway.recompute(block, x, session=regions.session, watch=False))
+    assert len(calls) == 1
+    assert_identical(ours, both(lambda block, x: block(x)))
+
+
+def test_it_holds_nothing_but_its_inputs(regions: Regions, calls: list[Unwatched]) -> None:
+    made: list[weakref.ref[torch.UntypedStorage]] = []
+
+    def function(x: Tensor) -> Tensor:
+        y = x.sin()
+        z = y.exp()
+        made.extend(weakref.ref(each.untyped_storage()) for each in (y, z))
+        return z.cos()
+
+    known(regions, function)
+    gc.collect()
+    made.clear()
+    with regions.offload():
+        y = spillway.recompute(function, leaf() * 1, session=regions.session, watch=False)
+    assert len(calls) == 1
+    assert [each() for each in made] == [None, None]
+    y.sum().backward()
+    del y, calls[:]
+    assert [each() for each in made] == [None] * len(made)
+    assert_nothing_left(regions.session)
+
+
+def test_what_a_function_raises_comes_as_it_is(regions: Regions, calls: list[Unwatched]) -> None:
+    fails = False
+
+    def function(x: Tensor) -> Tensor:
+        y = x.sin().exp()
+        if fails:
+            raise ValueError("its own")
+        return y.cos()
+
+    known(regions, function)
+    fails = True
+    with regions.offload(), pytest.raises(ValueError, match="its own"):
+        spillway.recompute(function, leaf() * 1, session=regions.session, watch=False)
+    del calls[:]
+    assert_nothing_left(regions.session)
+    fails = False
+    assert_identical(gradients_of(regions, function, watch=False), gradients_of(None, function))
+
+
+def test_within_a_checkpoint_of_torchs(regions: Regions, calls: list[Unwatched]) -> None:
+    block = Block()
+    known(regions, block)
+
+    def outer(x: Tensor) -> Tensor:
+        y: Tensor = spillway.recompute(block, x.sin(), session=regions.session, watch=False)
+        return y.cos()
+
+    def step(function: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        torch.manual_seed(3)
+        x = leaf()
+        y = checkpoint(function, x * 1, use_reentrant=False)
+        return [*torch.autograd.grad(y.square().sum(), x)]
+
+    assert_identical(step(outer), step(lambda x: block(x.sin()).cos()))
+
+
+def test_under_autocast(regions: Regions, calls: list[Unwatched]) -> None:
+    block = Changing()
+    x = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(1))
+
+    def step(call: Callable[..., Tensor]) -> list[Tensor]:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = call(block, (x * 1).requires_grad_() * 1)
+        y.float().square().sum().backward()
+        found = [parameter.grad.clone() for parameter in block.parameters() if parameter.grad is not None]
+        block.zero_grad(set_to_none=True)
+        return found
+
+    for _ in range(5):
+        with regions.offload():
+            ours = step(lambda block, x: spillway.recompute(block, x, session=regions.session, watch=False))
+        assert_identical(ours, step(lambda block, x: block(x)))
+    assert calls
+
+
+def tape_of(regions: Regions, function: Callable[[Tensor], Tensor]) -> Tape:
+    known(regions, function)
+    (tape,) = tapes_of(regions.session)
+    assert tape is not None
+    return tape
+
+
+def test_what_is_compared_is_what_all_the_rest_goes_into(regions: Regions) -> None:
+    def function(x: Tensor) -> Tensor:
+        y = x.sin()
+        # Two ends, the first of which is saved first.
+        return (y.exp() * 3).tanh() + y.square().sigmoid()
+
+    tape = tape_of(regions, function)
+    ends = {tape.saved[place].spot.value for place in tape.last if tape.saved[place].spot is not None}  # type: ignore[union-attr]
+    makers = {spot.value: step.func._schema.name for step in tape.steps for _, spot in step.makes}
+    assert sorted(makers[value] for value in ends) == ["aten::sigmoid", "aten::tanh"]
+
+
+def test_of_a_block_it_is_little(regions: Regions) -> None:
+    block = Changing()
+    tape = tape_of(regions, block)
+    assert tape.leaves_nothing_out
+    assert len(tape.last) == 1
+
+
+def test_a_re_run_knows_that_it_is_one(regions: Regions, calls: list[Unwatched]) -> None:
+    ran: list[bool] = []
+
+    def function(x: Tensor) -> Tensor:
+        ran.append(in_rerun())
+        return x.sin().exp().cos()
+
+    known(regions, function)
+    ran.clear()
+    gradients_of(regions, function, watch=False)
+    assert ran == [False, True]
+    assert len(calls) == 1
+
+
+def test_what_comes_after_something_new_is_compared_one_by_one(regions: Regions, calls: list[Unwatched]) -> None:
+    scale, more = 1.0, False
+
+    def function(x: Tensor) -> Tensor:
+        y = x.sin().exp().cos()
+        return (y * scale).tanh().sigmoid() if more else y
+
+    known(regions, function)
+    more = True
+    with regions.offload():
+        loss = spillway.recompute(function, leaf() * 1, session=regions.session, watch=False).sum()
+    assert len(calls) == 1
+    # Of what it did before, nothing hangs on it.
+    scale = 1.5
+    with pytest.raises(RecomputeError):
+        loss.backward()
+
+
+def test_a_function_that_does_less_has_lost_its_tape(regions: Regions, calls: list[Unwatched]) -> None:
+    less = False
+
+    def function(x: Tensor) -> Tensor:
+        y = x.sin().exp()
+        return y if less else y.cos()
+
+    known(regions, function)
+    less = True
+    assert_identical(gradients_of(regions, function, watch=False), gradients_of(None, function))
+    assert len(calls) == 1
+    assert tapes_of(regions.session) == []
+
+
+def test_inputs_leave_before_the_function_has_ended(regions: Regions, calls: list[Unwatched]) -> None:
+    seen: list[int] = []
+
+    def function(x: Tensor) -> Tensor:
+        y = x.sin().exp().cos()
+        seen.append(sum(regions.session.used_bytes))
+        return y
+
+    how = {"session": regions.session, "watch": False, "offload": "inputs"}
+    for _ in range(4):
+        seen.clear()
+        with regions.offload():
+            y = leaf() * 1
+            for _ in range(4):
+                y = spillway.recompute(function, y, **how)
+        y.sum().backward()
+    assert len(calls) >= 4
+    # The last ones are asked for right away, and stay.
+    assert seen[0] > 0
+
+
+def test_a_plan_says_which_blocks_are_not_looked_at(regions: Regions, calls: list[Unwatched]) -> None:
+    def model() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(16, 16), *(Changing() for _ in range(3)), nn.Linear(16, 16))
+
+    def step(model: nn.Module) -> list[Tensor]:
+        model(leaf(4, 8, 16)).square().sum().backward()
+        found = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+        model.zero_grad(set_to_none=True)
+        return found
+
+    ours, plain = model(), model()
+    profile = spillway.profile(ours, leaf(4, 8, 16), loss=lambda y: y.square().sum(), hardware="h200")
+    plan = spillway.plan(profile, budget="1TiB", hardware="h200")
+    blocks = [
+        replace(block, plain=False, operators=(), inputs=Decision.KEEP, recomputes=True, watched=number == 1)
+        for number, block in enumerate(plan.blocks)
+    ]
+    assert [block.watched for block in blocks] == [False, True, False]
+    plan = spillway.Plan.from_json(replace(plan, blocks=tuple(blocks)).to_json())
+    with spillway.attach(ours, plan=plan, session=regions.session):
+        for _ in range(4):
+            assert_identical(step(ours), step(plain))
+    functions = {call._label for call in calls}
+    assert functions == {"Changing"}
+    assert len(calls) == 2 * 2, "two blocks in two steps, after two that were looked at"
