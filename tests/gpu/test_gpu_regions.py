@@ -17,6 +17,7 @@ import spillway
 from operator_bench import IGNORED, first_dtype, name_of
 from recompute.models import HOWS, MODELS, plainly, recomputed, steps
 from recompute.region_bench import RegionBench, few_samples
+from spillway.errors import RecomputeError
 from spillway.runtime.accelerator import AcceleratorBackend
 from spillway.runtime.backend import Lane
 from spillway.runtime.bytes import Bytes
@@ -108,6 +109,58 @@ def test_a_model_is_the_same_in_every_bit(
 @pytest.mark.parametrize("how", HOWS)
 def test_late_copies_change_no_bit(late_session: spillway.Session, name: str, how: str) -> None:
     compare(late_session, name, HOWS[how])
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 64)
+        self.scale = 1.0
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x + self.down(functional.gelu(self.up(x * self.scale)))
+
+
+@pytest.mark.parametrize("told", ["by a later call", "when the session is closed"])
+def test_that_a_re_run_made_something_else_is_told_later(told: str) -> None:
+    """The device is not waited for. Before that, another number in both runs is right, bit by bit."""
+    torch.manual_seed(0)
+    block = Scaled().to(DEVICE)
+    x = torch.randn(8, 64, device=DEVICE, requires_grad=True)
+    session = spillway.Session(window=KIB)
+
+    def loss_of(call: Callable[..., torch.Tensor]) -> torch.Tensor:
+        return call(block, x * 1).square().sum()
+
+    def ours(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = spillway.recompute(block, x, session=session, watch=False)
+        return y
+
+    for scale in (1.0, 1.0, 1.0, 1.5, 1.25):
+        block.scale = scale
+        (expected,) = torch.autograd.grad(loss_of(lambda block, x: block(x)), x)
+        block.calls = 0
+        (found,) = torch.autograd.grad(loss_of(ours), x)
+        assert torch.equal(found, expected)
+    assert block.calls == 2, "it ran again, and its operators did not run alone"
+    loss = loss_of(ours)
+    block.scale = 2.0
+    torch.autograd.grad(loss, x)
+    torch.accelerator.synchronize()
+
+    def later() -> None:
+        if told == "when the session is closed":
+            session.close()
+        # The first one asks, and the device may have answered by the second.
+        loss_of(ours)
+        torch.accelerator.synchronize()
+        loss_of(ours)
+
+    with pytest.raises(RecomputeError, match="got other values when Scaled ran again"):
+        later()
+    session.close()
 
 
 class Attention(nn.Module):

@@ -193,6 +193,7 @@ POLICIES = [CheckpointPolicy.PREFER_SAVE, CheckpointPolicy.PREFER_CPU_OFFLOAD, C
 
 HOWS: dict[str, dict[str, Any]] = {
     "nothing": {},
+    "unwatched": {"watch": False},
     "save-matmul": {"save": ["matmul"]},
     "save-attention-norm": {"save": ["attention", "norm", "convolution"]},
     "offload-matmul": {"offload": ["matmul", "convolution"]},
