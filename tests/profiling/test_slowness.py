@@ -109,6 +109,28 @@ def test_a_step_of_other_blocks_says_nothing() -> None:
     assert Slowness.of(PROFILE, plan, other) == Slowness()
 
 
+def test_every_second_block_is_timed_without_a_look_at_its_operators(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiling, "queues", lambda device: True)
+    kind = NAMED["mlp"]
+    seconds = {False: 3.0, True: 5.0}
+
+    def host_seconds(self: Watched, since: Place, until: Place) -> float:
+        what, number = since
+        return seconds[self.calls[number].is_seen] + (1.0 if what == "again" else 0.0) + 0.001 * number
+
+    monkeypatch.setattr(Watched, "host_seconds", host_seconds)
+    host = spillway.profile(kind.model(), kind.batch(), session=session).kinds[0].host
+    assert host is not None
+    # The first and the second of a kind are the fastest.
+    assert (host.region, host.rerun) == (5.0, 6.0)
+    assert (host.unwatched, host.unwatched_rerun) == (3.001, 4.001)
+    slow = Slowness(2.0, 3.0).told(replace(PROFILE, kinds=(replace(PROFILE.kinds[0], host=host),))).kinds[0].host
+    assert slow is not None
+    assert (slow.unwatched, slow.unwatched_rerun) == (2 * 3.001, 3 * 4.001)
+
+
 def test_a_slower_host_leaves_more_blocks_alone() -> None:
     budget = PROFILE.static_bytes + int(0.7 * PROFILE.saved_bytes)
 
@@ -120,13 +142,18 @@ def test_a_slower_host_leaves_more_blocks_alone() -> None:
     assert plain_blocks(Slowness(4.0, 4.0)) > plain_blocks(Slowness())
 
 
-@pytest.mark.parametrize(("slow", "plans"), [(1.0, 1), (5.0, 2)])
+@pytest.mark.parametrize(
+    ("slow", "plans", "checks"),
+    [([1.0], 1, 1), ([5.0, 1.0], 1, 2), ([5.0, 5.0, 5.0], 2, 3)],
+    ids=["as foreseen", "slow in one step", "slow"],
+)
 def test_a_plan_is_made_once_more_and_only_once(
-    slow: float, plans: int, session: Session, monkeypatch: pytest.MonkeyPatch
+    slow: list[float], plans: int, checks: int, session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(meter, "_resident", lambda: 16 * MiB)
     monkeypatch.setattr(compiling, "queues", lambda device: True)
-    monkeypatch.setattr(Slowness, "of", classmethod(lambda cls, profile, plan, seen: cls(slow, slow)))
+    seen = iter(slow)
+    monkeypatch.setattr(Slowness, "of", classmethod(lambda cls, profile, plan, watched: cls(*[next(seen)] * 2)))
     kind = NAMED["mlp"]
     model, batch = kind.model(), kind.batch()
     expected = one_step(kind.model(), batch)
@@ -134,7 +161,7 @@ def test_a_plan_is_made_once_more_and_only_once(
     assert measured.kinds[0].host is not None
     with attached_to(model, budget_of(measured, 0.5) + 3 * MiB, session) as attached:
         stages = search(model, batch, attached)
-        assert stages.count("checking") == plans
+        assert (stages.count("trying"), stages.count("checking")) == (plans, checks)
         assert all(map(torch.equal, one_step(model, batch), expected))
         assert attached.measured is not None and attached.plan is not None
         assert attached.measured.peak_bytes <= attached.plan.budget + 3 * MiB

@@ -172,6 +172,8 @@ class Pilot:
         self._rounds = 0
         self._knows_host = False
         """Whether a plan was made that knows what the host takes for one."""
+        self._slowness: Slowness | None = None
+        """Of the host in the first checked step of a plan, if it was slow."""
         self._aim = None if budget is None else _aim(budget)
         self._inputs = 0
         self.stage = Stage.TRACING if plan is None else Stage.HOLDING
@@ -391,6 +393,7 @@ class Pilot:
         if self._planner is None or self._aim is None:
             return
         assert self.profile is not None
+        self._slowness = None
         self.plan = self._planner(self.profile, self._aim, self._known_peers)
         self.apply(self.plan)
         self.stage = Stage.TRYING
@@ -402,19 +405,24 @@ class Pilot:
         self.measured = Measured(peak, watched.seconds(("begin", 0), ("done", 0)))
         if peak > self._budget:
             self._back_off(peak)
-        elif not self._is_replanned_for_host(watched):
+        elif not self._asks_for_host(watched):
             self.stage = Stage.HOLDING
             self._reset_peak()
 
-    def _is_replanned_for_host(self, watched: Watched) -> bool:
-        """Whether there is a plan to try that knows how slow the host is."""
+    def _asks_for_host(self, watched: Watched) -> bool:
+        """Whether there is a plan to try that knows how slow the host is, or that is to be seen again."""
         assert self.profile is not None
         assert self.plan is not None
         profile, plan = self.profile, self.plan
         if self._knows_host or profile.kinds[0].host is None:
             return False
-        self._knows_host = True
         slowness = Slowness.most(self._known_peers.share("slowness", lambda: Slowness.of(profile, plan, watched)))
+        before, self._slowness = self._slowness, slowness
+        if before is None and slowness.matters:
+            # Memory that is pinned in the background, for a new plan, makes a host slow for a step.
+            return True
+        self._knows_host = True
+        slowness = slowness if before is None else slowness.least(before)
         if not slowness.matters:
             return False
         self.profile = slowness.told(profile)

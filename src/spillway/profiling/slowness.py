@@ -52,6 +52,10 @@ class Slowness:
         """That of the slowest rank."""
         return cls(max(each.forward for each in ranks), max(each.backward for each in ranks))
 
+    def least(self, other: Slowness) -> Slowness:
+        """That of the faster one of two steps."""
+        return Slowness(min(self.forward, other.forward), min(self.backward, other.backward))
+
     @property
     def matters(self) -> bool:
         """Whether a plan should be made that knows of it."""

@@ -20,17 +20,28 @@ _graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
 
 class ComputedHandle:
-    """Stands for a tensor that is computed again when it is asked for."""
+    """Stands for a tensor that is computed again when it is asked for.
+
+    Args:
+        tensor: what autograd saved.
+        hooks: those of ``torch.utils.checkpoint``.
+        nothing: an empty tensor on its device; ``None``: nobody is to be told that it was written since.
+    """
 
     __slots__ = ("_asked", "_form", "_holder", "_hook", "_owner", "_tracker", "_version", "given")
 
-    def __init__(self, tensor: torch.Tensor, hooks: Hooks, nothing: torch.Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor, hooks: Hooks, nothing: torch.Tensor | None) -> None:
         pack, hook = hooks
         self._hook: Callable[[Any], torch.Tensor] = hook
         self._holder = pack(tensor)
-        self._version = tensor._version
         self._tracker: torch.Tensor | None = None
         self._owner: Callable[[], torch.Tensor | None] | None = None
+        self._asked: GraphExecGroup | int = -1
+        self.given: Handle | None = None
+        """What stands for it instead, if it was kept or offloaded after all."""
+        if nothing is None:
+            return
+        self._version = tensor._version
         if type(tensor) is torch.Tensor and is_strided(tensor):
             self._tracker = tensor.detach()
             self._tracker.data = nothing
@@ -38,9 +49,6 @@ class ComputedHandle:
             # As for the parts of a wrapper: see PartsHandle.
             self._owner = weakref.ref(version_owner(tensor))
         self._form = Form.of(tensor)
-        self._asked: GraphExecGroup | int = -1
-        self.given: Handle | None = None
-        """What stands for it instead, if it was kept or offloaded after all."""
 
     def unpack(self) -> torch.Tensor:
         owner = self._tracker if self._owner is None else self._owner()

@@ -104,18 +104,20 @@ class Unwatched:
         return output
 
     def _pack(self, tensor: torch.Tensor) -> KeptHandle | ComputedHandle:
-        with below_modes(tensor):
-            place, self._packed = self._packed, self._packed + 1
-            if self.is_whole and not (place < len(self._tape.saved) and _is_like(tensor, self._tape.saved[place])):
-                self.is_whole = False
-            # What comes after something new may hang on nothing that is compared.
-            if place in self._tape.last or not self.is_whole:
+        place = self._packed
+        self._packed = place + 1
+        if self.is_whole and not (place < len(self._tape.saved) and _is_like(tensor, self._tape.saved[place])):
+            self.is_whole = False
+        # What comes after something new may hang on nothing that is compared.
+        if place in self._tape.last or not self.is_whole:
+            with below_modes(tensor):
                 found = _sums(tensor)
-                if found is not None:
-                    self._sums[place] = found
-            if is_parameter(tensor) or self._torch is None:
-                return KeptHandle(tensor)
-            return ComputedHandle(tensor, self._torch, self._passage.nothing(tensor.device))
+            if found is not None:
+                self._sums[place] = found
+        if is_parameter(tensor) or self._torch is None:
+            return KeptHandle(tensor)
+        # What of it is written later is not what is computed again: as it was saved, it comes back.
+        return ComputedHandle(tensor, self._torch, None)
 
     def _again(self, tensors: Sequence[torch.Tensor]) -> Any:
         ledger = self._passage.ledger

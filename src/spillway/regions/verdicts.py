@@ -49,6 +49,8 @@ class Verdicts:
 
     def send(self) -> None:
         """Ask for what waits. Nothing is waited for."""
+        if not self._waiting:
+            return
         with self._lock:
             waiting, self._waiting = self._waiting, {}
             for device, several in waiting.items():
