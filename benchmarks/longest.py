@@ -2,7 +2,7 @@
 
 Embedding, layers, norm, and a head whose logits are never there as a whole: the loss is summed over pieces of the
 sequence, each of which is checkpointed, for both. SGD without momentum, which has no state. Checkpointing's longest is
-found by real steps: two tell what a token takes, and the size that follows is run, and so is one that is 3 % longer.
+found by real steps: two tell what a token takes, and the sizes that follow are run, until one that is 3 % longer fails.
 The plan's is found by ``spillway.longest``, which runs what it found.
 
     python benchmarks/longest.py --layers 32 --host-budget 120GiB --json longest.json
@@ -86,7 +86,7 @@ def step(model: Whole, tokens: Tensor) -> float:
 
 
 def peak_of(model: Whole, options: argparse.Namespace, tokens: int) -> int | None:
-    """Of two steps; ``None``: it does not fit."""
+    """Of two steps; ``None``: memory did not last."""
     gc.collect()
     try:
         positions(model, tokens, options)
@@ -103,23 +103,41 @@ def peak_of(model: Whole, options: argparse.Namespace, tokens: int) -> int | Non
         print(f"  {tokens} tokens: out of memory", flush=True)
         return None
     print(f"  {tokens} tokens: {format_bytes(peak)}, {time.perf_counter() - begin:.1f} s for two steps", flush=True)
-    return peak if peak <= options.budget else None
+    return peak
 
 
 def checkpointed(model: Whole, options: argparse.Namespace) -> int:
-    """The longest that fits, of multiples."""
+    """The longest that fits, of multiples, and no more than so much below what does not."""
     model.stack.call = lambda layer, *args: checkpoint(layer, *args, use_reentrant=False)
-    sizes = (4 * options.multiple, 8 * options.multiple)
-    peaks = [peak_of(model, options, size) for size in sizes]
-    assert None not in peaks, "give a smaller --multiple"
-    each = (peaks[1] - peaks[0]) / (sizes[1] - sizes[0])  # type: ignore[operator]
-    units = int((options.budget - peaks[0]) / each + sizes[0]) // options.multiple  # type: ignore[operator]
-    while peak_of(model, options, units * options.multiple) is None:
-        units = int(units / SLACK)
-    while peak_of(model, options, max(int(units * SLACK), units + 1) * options.multiple) is not None:
-        units = max(int(units * SLACK), units + 1)
+    found = longest_of(lambda units: peak_of(model, options, units * options.multiple), options.budget)
     model.stack.call = lambda layer, *args: layer(*args)
-    return units * options.multiple
+    return found * options.multiple
+
+
+def longest_of(peak_of: Callable[[int], int | None], budget: int) -> int:
+    """The largest size that fits, by the lines through what was measured: a peak is a line, from some size on."""
+    fits: dict[int, int] = {}
+    over: dict[int, int | None] = {}
+    for units in (8, 16):
+        peak = peak_of(units)
+        assert peak is not None and peak <= budget, "give a smaller --multiple"
+        fits[units] = peak
+    while not over or min(over) > max(max(fits) * SLACK, max(fits) + 1):
+        (before, low), (last, high) = sorted(fits.items())[-2:]
+        beyond = over[min(over)] if over else None
+        if beyond is not None:
+            (before, low), (last, high) = (last, high), (min(over), beyond)
+        units = int(before + (budget - low) * (last - before) / max(high - low, 1))
+        # Where the peak is not yet a line, that may be far off.
+        units = max(min(units, 4 * max(fits)), int(max(fits) * SLACK), max(fits) + 1)
+        if over:
+            units = (max(fits) + min(over)) // 2 if beyond is None else min(units, min(over) - 1)
+        peak = peak_of(units)
+        if peak is not None and peak <= budget:
+            fits[units] = peak
+        else:
+            over[units] = peak
+    return max(fits)
 
 
 def planned(model: Whole, options: argparse.Namespace) -> int:

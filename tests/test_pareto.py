@@ -171,3 +171,22 @@ def test_names_in_a_picture_do_not_cover_each_other(benchmark: Callable[[str], M
     assert len(circles) == 7
     assert circles[0][0] < circles[1][0] < circles[-1][0]
     assert circles[-1][1] < circles[0][1] == circles[1][1]
+
+
+@pytest.mark.parametrize("memory", [10**9, 90_000], ids=["enough", "less than the longest wants"])
+@pytest.mark.parametrize(("flat", "each"), [(37_000, 1_880), (0, 1_000), (60_000, 250)])
+def test_the_longest_that_fits_is_found_by_few_runs(
+    benchmark: Callable[[str], ModuleType], flat: int, each: int, memory: int
+) -> None:
+    ran: list[int] = []
+
+    def peak(units: int) -> int | None:
+        ran.append(units)
+        found = max(flat, 20_000 + units * each)
+        return found if found <= memory else None
+
+    found = benchmark("longest").longest_of(peak, 74_000)
+    fits = 54_000 // each
+    # Within 3 %.
+    assert fits / 1.04 - 1 <= found <= fits
+    assert len(ran) <= 8, ran

@@ -279,4 +279,5 @@ def test_how_much_of_an_optimizer_is_on_the_host_is_the_plans_to_say(device: tor
                 assert max(peaks) <= budget, attached.explain()
             optimizer.close()
     assert fractions == sorted(fractions, reverse=True)
-    assert fractions[-1] == 0.0
+    # Where all of the state has room, some of it may still be stepped on the host, beside the backward.
+    assert fractions[-1] < fractions[0], fractions

@@ -53,7 +53,8 @@ def plainly(
             model(batch).float().square().mean().backward()
             # One gradient is measured where it is, several where they are added.
             gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-            norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
+            # By the kernel that clip_grad_norm_ takes on a device.
+            norms = [*torch._foreach_norm(gradients, 2.0, dtype=torch.float32)]
             new = [gradient.to(there).float() for gradient in gradients]
             sums = [one + other for one, other in zip(sums, new, strict=True)] if sums else new
         if micro > 1:
