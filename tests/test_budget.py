@@ -376,6 +376,24 @@ def test_whatever_a_plan_is_its_peak_is_the_predicted_one(kind: Kind, seed: int,
             assert -0.035 <= off <= 0.09, number
 
 
+def test_memory_of_what_came_back_is_given_back_before_the_next_step(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU it is the budget's own. A plan that was right was taken for one that needs as much more."""
+    trimmed: list[torch.device | None] = []
+    monkeypatch.setattr(Session, "trim", lambda self, device=None: trimmed.append(device))
+    kind = NAMED["mlp"]
+    model, batch = kind.model(), kind.batch()
+    with attached_to(model, "8GiB", session) as attached:
+        for _ in range(3):
+            one_step(model, batch)
+        assert not trimmed, "there is no plan yet"
+        for _ in range(4):
+            one_step(model, batch)
+        assert attached.stage == "holding"
+    assert trimmed == [torch.device("cpu")] * 4
+
+
 # Several, and others
 
 

@@ -272,9 +272,14 @@ class Session:
         for runtime in self._runtimes.values():
             runtime.synchronize()
 
-    def trim(self) -> int:
-        """Give host memory that nobody uses back to the system; returns its bytes."""
-        return sum(runtime.trim() for runtime in self._runtimes.values())
+    def trim(self, device: torch.device | None = None) -> int:
+        """Give host memory that nobody uses back to the system; returns its bytes.
+
+        Args:
+            device: whose bytes would lie there. ``None``: that of all.
+        """
+        runtimes = self._runtimes if device is None else {device: self._runtimes.get(device)}
+        return sum(runtime.trim() for runtime in runtimes.values() if runtime is not None)
 
     def release_graphs(self) -> int:
         """Give back the host memory of CUDA graphs that were captured with offloading inside; returns its bytes.

@@ -235,6 +235,9 @@ class Pilot:
                 self._note(f"inputs of {format_bytes(nbytes)} came where there had been {format_bytes(self._inputs)}")
                 self._start_anew()
             self._inputs = nbytes
+        if self._device.type == "cpu" and self.plan is not None:
+            # What came back lay in memory that is kept for more of it. As long as nothing does, that is activations'.
+            self._used_session.trim(self._device)
         if self.stage is Stage.MEASURING and self._tell is not None:
             self._known = self._tell()
         if self.stage is not Stage.HOLDING:
