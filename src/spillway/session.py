@@ -6,6 +6,7 @@ live on one device and never meet. One default session exists for convenience, m
 
 from __future__ import annotations
 
+import atexit
 import functools
 import os
 import threading
@@ -20,7 +21,7 @@ from spillway.capture.identity import Identity, Marks
 from spillway.capture.order import Course, Memory
 from spillway.capture.passes import Passes
 from spillway.capture.succession import Succession
-from spillway.errors import SessionError, UsageError
+from spillway.errors import RecomputeError, SessionError, UsageError
 from spillway.events import Recorder
 from spillway.records import GroupStats, StepStats
 from spillway.regions.outputs import DroppedOutputs
@@ -125,6 +126,8 @@ class Session:
         with cls._default_lock:
             if cls._default is None or cls._default._closed or cls._default._process != os.getpid():
                 cls._default = cls()
+                # Most often nobody closes it.
+                atexit.register(cls._default.verdicts.end)
             return cls._default
 
     def use_as_default(self) -> None:
@@ -308,8 +311,7 @@ class Session:
                 runtime.close()
             if self._file is not None:
                 self._file.close()
-            self.verdicts.send()
-            self.verdicts.read(wait=True)
+            self.verdicts.end()
 
     @property
     def closed(self) -> bool:
@@ -330,8 +332,14 @@ class Session:
         self.check_open()
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        try:
+            self.close()
+        except RecomputeError as late:
+            if error is None:
+                raise
+            # It is of an earlier backward, and what is on its way is not to be hidden by it.
+            error.add_note(str(late))
 
     def _make_runtime(self, device: torch.device) -> DeviceRuntime:
         window = self._window

@@ -7,6 +7,7 @@ backward, or when the session is closed.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 
@@ -21,6 +22,7 @@ class Verdicts:
     """Takes comparisons, and raises :class:`~spillway.errors.RecomputeError` of those that failed. See the top."""
 
     def __init__(self) -> None:
+        self._process = os.getpid()
         self._lock = threading.Lock()
         self._waiting: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
         self._sent: deque[tuple[list[tuple[str, torch.Tensor]], torch.Tensor, torch.Event]] = deque()
@@ -60,6 +62,17 @@ class Verdicts:
                 event.record(torch.accelerator.current_stream(device))
                 # They are held until then: the stream that made them may be another one.
                 self._sent.append((several, told, event))
+
+    def end(self) -> None:
+        """Ask for all, and wait for it.
+
+        Raises:
+            RecomputeError: if a comparison failed.
+        """
+        # A forked child has no device of its parent's.
+        if self._process == os.getpid():
+            self.send()
+            self.read(wait=True)
 
     def read(self, *, wait: bool = False) -> None:
         """Look at what has come.
