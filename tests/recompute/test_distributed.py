@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import spillway
 from integrations.ranks import World
+from spillway.regions.unwatched import Unwatched
 
 pytestmark = [
     pytest.mark.skipif(not dist.is_available(), reason="a torch without torch.distributed"),
@@ -24,6 +25,7 @@ pytestmark = [
 
 HOWS: list[dict[str, Any]] = [
     {},
+    {"watch": False},
     {"offload": ["matmul"]},
     {"save": ["norm"], "offload": ["inputs"]},
     {"use_reentrant": True, "save": ["matmul"]},
@@ -81,7 +83,7 @@ def steps(kind: str, reshard: bool, how: dict[str, Any] | None) -> tuple[list[Te
     torch.manual_seed(dist.get_rank())
     seen: list[Tensor] = []
     mode = Gathers()
-    for _ in range(2):
+    for _ in range(4):
         x = torch.randn(4, 16, requires_grad=True)
         model.zero_grad()
         with mode:
@@ -92,6 +94,43 @@ def steps(kind: str, reshard: bool, how: dict[str, Any] | None) -> tuple[list[Te
             assert parameter.grad is not None
             seen.append(getattr(parameter.grad, "_local_tensor", parameter.grad).clone())
     return seen, mode.counts
+
+
+def unwatched_case() -> None:
+    """Regions within the blocks, which gather before them."""
+    from torch.distributed.fsdp import fully_shard
+
+    def losses(how: spillway.Recompute | None) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = Model()
+        for layer in model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+        attached = None if how is None else spillway.attach(model, policy=how)
+        torch.manual_seed(dist.get_rank())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        found = []
+        for _ in range(5):
+            loss = model(torch.randn(4, 16)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.detach())
+        if attached is not None:
+            attached.remove()
+        return found
+
+    calls = []
+    run_first = Unwatched._run_first
+
+    def counted(self: Unwatched, first: Callable[[], Any]) -> Any:
+        calls.append(self._label)
+        return run_first(self, first)
+
+    Unwatched._run_first = counted  # type: ignore[method-assign]
+    plain, ours = losses(None), losses(spillway.Recompute(watch=False))
+    assert all(map(torch.equal, ours, plain))
+    assert len(calls) == 3 * 3, "three blocks in all steps but the first two"
 
 
 def case(kind: str, reshard: bool) -> None:
@@ -106,6 +145,10 @@ def case(kind: str, reshard: bool) -> None:
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     with World(tmp_path_factory.mktemp("world")) as world:
         yield world
+
+
+def test_blocks_of_a_sharded_model_need_not_be_looked_at(world: World) -> None:
+    world.run(unwatched_case)
 
 
 @pytest.mark.parametrize(("kind", "reshard"), [("fsdp", True), ("fsdp", False), ("ddp", False)])
