@@ -250,6 +250,9 @@ def call_region(
     if how.use_reentrant and not any(tensor.requires_grad for tensor in tensors):
         return _without_input_grads(how, function, args, kwargs, session)
 
+    def first() -> Any:
+        return function(*args, **kwargs)
+
     def again(*tensors: torch.Tensor) -> Any:
         args, kwargs = arguments.put(tensors)
         return function(*args, **kwargs)
@@ -286,37 +289,55 @@ def call_region(
         kinds = arguments.kinds(tensors)
         key = None if kinds is None else ((how.tape_key, around), kinds)
     tape = None if key is None or observer is not None else _tape_of(proofs.script, key, passage, tensors)
-    said = getattr(function, "watches", None)
-    if key is not None and tape is not None and ((how.watch if said is None else said) or not tape.leaves_nothing_out):
-        rerunning = getattr(function, "rerunning", nullcontext)
-        followed = Followed(tape, passage, choices.inputs, aliases=around is Surroundings.PASS, rerunning=rerunning)
-        output, is_whole = followed.run(lambda: function(*args, **kwargs), tensors)
+    run = functools.partial(_run_in, checked, tensors, passage, choices.inputs, partition, reentrant=how.use_reentrant)
+    if key is not None and tape is not None:
+        said = getattr(function, "watches", None)
+        if (how.watch if said is None else said) or not tape.leaves_nothing_out:
+            rerunning = getattr(function, "rerunning", nullcontext)
+            followed = Followed(tape, passage, choices.inputs, aliases=around is Surroundings.PASS, rerunning=rerunning)
+            output, is_whole = followed.run(first, tensors)
+        else:
+            unwatched = Unwatched(again, first, tape, passage, session.verdicts, _label(function))
+            output, is_whole = run(unwatched), unwatched.is_whole
         if not is_whole:
             proofs.script.lose(key)
         return output
-    region: Region | Unwatched
-    if tape is not None:
-        label = _label(function)
-        region = Unwatched(again, lambda: function(*args, **kwargs), tape, passage, session.verdicts, label)
-    else:
-        region = Region(
-            again,
-            lambda: function(*args, **kwargs),
-            choices,
-            passage,
-            proofs,
-            root=_module_of(function),
-            surroundings=around,
-            reentrant=how.use_reentrant,
-            stops_early=how.early_stop and not how.drop_output,
-            draws=how.preserve_rng_state,
-            drops_output=how.drop_output,
-            observer=observer,
-            key=key,
-            writes_at_once=getattr(function, "writes_tape", None),
-        )
-    with InputHooks(region, tensors, passage, choices.inputs, partition).pushed():
-        output = _flat(checked, region.run, tensors) if how.use_reentrant else checked(region.run, *tensors)
+    region = Region(
+        again,
+        first,
+        choices,
+        passage,
+        proofs,
+        root=_module_of(function),
+        surroundings=around,
+        reentrant=how.use_reentrant,
+        stops_early=how.early_stop and not how.drop_output,
+        draws=how.preserve_rng_state,
+        drops_output=how.drop_output,
+        observer=observer,
+        key=key,
+        writes_at_once=getattr(function, "writes_tape", None),
+    )
+    output = run(region)
+    for tensor, handle in region.outputs:
+        session.outputs.add(tensor, handle)
+    region.outputs.clear()
+    return output
+
+
+def _run_in(
+    checked: Callable[..., Any],
+    tensors: list[torch.Tensor],
+    passage: Pass,
+    inputs: Decision | None,
+    partition: Partition | None,
+    region: Region | Unwatched,
+    *,
+    reentrant: bool,
+) -> Any:
+    """What a region gives that runs inside of torch's checkpoint."""
+    with InputHooks(region, tensors, passage, inputs, partition).pushed():
+        output = _flat(checked, region.run, tensors) if reentrant else checked(region.run, *tensors)
     if region.error is not None:
         error, region.error = region.error, None
         try:
@@ -324,13 +345,6 @@ def call_region(
         finally:
             # An error that its own frame holds would hold all that its frames do.
             del error
-    if isinstance(region, Unwatched):
-        if key is not None and not region.is_whole:
-            proofs.script.lose(key)
-        return output
-    for tensor, handle in region.outputs:
-        session.outputs.add(tensor, handle)
-    region.outputs.clear()
     return output
 
 
