@@ -56,7 +56,7 @@ class Verdicts:
         with self._lock:
             waiting, self._waiting = self._waiting, {}
             for device, several in waiting.items():
-                told = torch.empty(len(several), dtype=torch.bool, pin_memory=True)
+                told = torch.empty(len(several), dtype=torch.bool, device="cpu", pin_memory=True)
                 told.copy_(torch.stack([differs for _, differs in several]), non_blocking=True)
                 event = torch.Event(device)
                 event.record(torch.accelerator.current_stream(device))
