@@ -53,7 +53,8 @@ class Verdicts:
         """Ask for what waits. Nothing is waited for."""
         if not self._waiting:
             return
-        with self._lock:
+        # It is no operator of the user's, whose modes may be in force.
+        with self._lock, torch._C._DisableTorchDispatch():
             waiting, self._waiting = self._waiting, {}
             for device, several in waiting.items():
                 told = torch.empty(len(several), dtype=torch.bool, device="cpu", pin_memory=True)
