@@ -239,6 +239,33 @@ def test_the_longest_batch_fits_and_a_longer_one_does_not(session: Session, monk
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+def test_where_a_step_is_over_the_budget_another_plan_is_made_for_less(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(meter, "_resident", lambda: 16 * MiB)
+    model = small_model(width=64)
+    budgets: list[int] = []
+
+    def peak(self: sizes._Sizes, size: int, plan: spillway.Plan) -> int:
+        budgets.append(plan.budget)
+        return plan.budget + beyond
+
+    monkeypatch.setattr(sizes._Sizes, "_peak", peak)
+
+    def longest() -> int:
+        return spillway.longest(
+            lambda rows: (model, torch.randn(rows, 64)), budget=30 * MiB, most=16, hardware=hardware(), session=session
+        )
+
+    beyond = 1000
+    assert longest() == 16
+    assert budgets[:2] == [30 * MiB, 30 * MiB - 1000]
+    # More than any plan could be less.
+    beyond = 16 * MiB
+    with pytest.raises(UsageError, match="does not keep to it"):
+        longest()
+
+
 class Truth(sizes._Sizes):
     """Up to a size, all fit; what is foreseen may be another one."""
 

@@ -289,16 +289,24 @@ def call_region(
         kinds = arguments.kinds(tensors)
         key = None if kinds is None else ((how.tape_key, around), kinds)
     tape = None if key is None or observer is not None else _tape_of(proofs.script, key, passage, tensors)
-    run = functools.partial(_run_in, checked, tensors, passage, choices.inputs, partition, reentrant=how.use_reentrant)
     if key is not None and tape is not None:
         said = getattr(function, "watches", None)
-        if (how.watch if said is None else said) or not tape.leaves_nothing_out:
+        call: Followed | Unwatched
+        if (how.watch if said is None else said) or not tape.is_shown:
             rerunning = getattr(function, "rerunning", nullcontext)
-            followed = Followed(tape, passage, choices.inputs, aliases=around is Surroundings.PASS, rerunning=rerunning)
-            output, is_whole = followed.run(first, tensors)
+            call = Followed(tape, passage, choices.inputs, aliases=around is Surroundings.PASS, rerunning=rerunning)
         else:
-            unwatched = Unwatched(again, first, tape, passage, session.verdicts, _label(function))
-            output, is_whole = run(unwatched), unwatched.is_whole
+            call = Unwatched(
+                again,
+                tape,
+                passage,
+                choices.inputs,
+                session.verdicts,
+                label=_label(function),
+                aliases=around is Surroundings.PASS,
+                lose=functools.partial(proofs.script.lose, key),
+            )
+        output, is_whole = call.run(first, tensors)
         if not is_whole:
             proofs.script.lose(key)
         return output
@@ -318,7 +326,7 @@ def call_region(
         key=key,
         writes_at_once=getattr(function, "writes_tape", None),
     )
-    output = run(region)
+    output = _run_in(checked, tensors, passage, choices.inputs, partition, region, reentrant=how.use_reentrant)
     for tensor, handle in region.outputs:
         session.outputs.add(tensor, handle)
     region.outputs.clear()
@@ -331,7 +339,7 @@ def _run_in(
     passage: Pass,
     inputs: Decision | None,
     partition: Partition | None,
-    region: Region | Unwatched,
+    region: Region,
     *,
     reentrant: bool,
 ) -> Any:

@@ -26,6 +26,8 @@ from spillway.session import Session
 from spillway.units import parse_bytes
 
 _WINDOW = 512 << 20
+_TRIES = 3
+"""Plans for one size."""
 _FARTHEST = 64
 """How many times the largest size that was run is foreseen at most."""
 
@@ -50,8 +52,8 @@ def longest(
 
     Two sizes are profiled, in the least memory there is, and tell what larger ones need (``planning/scaling.py``). The
     largest that fits by that is profiled itself; where it was too much or too little, the search goes on between, or
-    beyond. What is found was profiled at that very size, and trained for two steps with its plan, on an accelerator
-    within the budget.
+    beyond. What is found was profiled at that very size, and trained for two steps with its plan; where these were over
+    the budget, with one for so much less.
 
     Args:
         step: from a size to a model and a batch of that size, as for :func:`spillway.profile`.
@@ -136,11 +138,18 @@ class _Sizes:
         return low
 
     def fits(self, size: int) -> bool:
-        """Whether one does, by a profile, and by two steps with its plan."""
+        """Whether one does, by a profile, and by two steps with its plan, or with one for so much less."""
+        less = 0
         try:
-            return self._trains(size, self.plan(self.profile(size)))
+            profile = self.profile(size)
+            for _ in range(_TRIES):
+                over = self._peak(size, self.plan(profile, less)) - parse_bytes(self.budget, what="budget")
+                if over <= 0:
+                    return True
+                less += over
         except (BudgetError, torch.OutOfMemoryError):
-            return False
+            pass
+        return False
 
     def profile(self, size: int) -> Profile:
         """Of a step of this size, which is run."""
@@ -150,11 +159,11 @@ class _Sizes:
         self.profiles[size] = found = profile(model, batch, loss=self.loss, session=self.session, **target)
         return found
 
-    def plan(self, profile: Profile) -> Plan:
-        """For a profile."""
+    def plan(self, profile: Profile, less: int = 0) -> Plan:
+        """For a profile, and so many bytes less than the budget."""
         return plan(
             profile,
-            budget=self.budget,
+            budget=self.budget if less == 0 else parse_bytes(self.budget, what="budget") - less,
             host_budget=self._room(profile),
             disk_budget=self.disk_budget,
             allow=self.allow,
@@ -207,11 +216,11 @@ class _Sizes:
         session = self.session if self.session is not None else Session.default()
         return session.host_room(torch.device(profile.device))
 
-    def _trains(self, size: int, plan: Plan) -> bool:
-        """Whether two steps with the plan are within the budget. The first tries its regions."""
+    def _peak(self, size: int, plan: Plan) -> int:
+        """Of the second of two steps with the plan, on an accelerator. The first tries its regions."""
         model, batch = self.step(size)
         if self.is_elsewhere:
-            return True
+            return 0
         device = torch.device(plan.device)
         with as_it_was(model, batch), attach(model, plan=plan, session=self.session):
             for _ in range(2):
@@ -219,4 +228,4 @@ class _Sizes:
                     torch.accelerator.reset_peak_memory_stats(device)
                 scalar_of(call(model, batch), self.loss).backward()  # type: ignore[no-untyped-call]
                 model.zero_grad(set_to_none=True)
-        return device.type == "cpu" or allocated(device)[1] <= plan.budget
+        return 0 if device.type == "cpu" else allocated(device)[1]

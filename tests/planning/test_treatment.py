@@ -433,6 +433,20 @@ def test_what_is_computed_again_whole_is_not_watched_where_the_host_would_be_lat
         if not is_watched:
             assert sum(task.host_seconds for task in option.forward) == 2.0
             assert [task.host_seconds for task in option.backward if task.name == "again"] == [3.0]
-    # What is made in it stays, or leaves: then its operators are looked at.
-    assert treat(block, [KEEP, AGAIN, AGAIN, HOST, AGAIN, AGAIN], min_bytes=0).watched
+    # Where nothing is computed again, it is no region.
     assert treat(block, [KEEP] * 6, min_bytes=0).watched
+
+
+def test_the_hosts_seconds_of_what_is_not_watched_by_hand() -> None:
+    times = HostTimes(plain=1.0, region=9.0, rerun=6.0, backward=4.0, unwatched=2.0, unwatched_rerun=3.0)
+    block = replace(BY_HAND, forward_seconds=5.0, host=times)
+    option = treat(block, [KEEP, AGAIN, AGAIN, HOST, AGAIN, AGAIN], min_bytes=0)
+    assert not option.watched
+    # One of what it makes leaves: two and a half times the 2 s that an operator takes in a region.
+    assert sum(task.host_seconds for task in option.forward) == 2.0 + 5.0
+    # That is handed in, and what runs again is looked at: it takes what a region's forward does.
+    assert [task.host_seconds for task in option.backward if task.name == "again"] == [9.0]
+    # What is kept for the re-run alone is seen by nobody who does not look at operators.
+    values = [replace(value, saved_at=None) if number == NORMED else value for number, value in enumerate(block.values)]
+    block = replace(block, values=tuple(values))
+    assert treat(block, [KEEP, AGAIN, KEEP, AGAIN, AGAIN, AGAIN], min_bytes=0).watched

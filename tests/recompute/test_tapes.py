@@ -165,7 +165,7 @@ WAYS = [
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("how", [each for name, each in CHOICES.items() if name != "saved_by"])
+@pytest.mark.parametrize("how", [each for name, each in CHOICES.items() if name not in ("saved_by", "unwatched")])
 def test_whatever_else_it_does_is_seen(regions: Regions, way: str, how: dict[str, Any]) -> None:
     model = Odd()
 

@@ -26,8 +26,8 @@ Llama of width 2048 under its trainer, whose function is followed by a tape; whe
 send), on a CPU 0.3, 2 and 1.8 of 7 us (sixteen sines). What is computed again is queued operator by operator, and
 nothing else is. A checked step corrects all of it.
 
-Where the host would take longer for a region than the device, and nothing of it is kept or sent away but its inputs,
-nobody looks at its operators (``regions/unwatched.py``).
+Where the host would take longer for a region than the device, nobody looks at its operators in forward; where some of
+it is handed in, they are looked at when it runs again (``regions/unwatched.py``).
 
 NOTE [ What is free ]
 
@@ -65,8 +65,9 @@ def treat(block: BlockProfile, decisions: Sequence[Decision], *, min_bytes: int)
     """
     said = as_planned(block, decisions, min_bytes)
     outcome = Outcome.of(block, said, min_bytes)
-    handed = (*outcome.stays, *outcome.leaves)
-    watched = not (block.is_late and outcome.again and all(block.values[number].is_input for number in handed))
+    handed = (block.values[number] for number in (*outcome.stays, *outcome.leaves))
+    shown = all(value.is_input or value.saved_at is not None for value in handed)
+    watched = not (block.is_late and outcome.again and shown)
     return Option(
         tuple(outcome.told(block, said)),
         _forward(block, outcome, watched=watched),
@@ -154,18 +155,27 @@ def _forward_host(block: BlockProfile, outcome: Outcome, *, watched: bool) -> fl
         return 0.0
     if not (outcome.again or outcome.leaves):
         return block.host.plain
+    queued, stays, leaves = block.host.plain, set(outcome.stays), set(outcome.leaves)
     if not watched and block.host.unwatched is not None:
-        return block.host.unwatched
-    queued = block.host.region if outcome.again else block.host.plain
-    return queued + _host_by_operator(block) * (_KEEP * len(outcome.stays) + _SEND * len(outcome.leaves))
+        # That was with inputs that leave.
+        inputs = _inputs(block)
+        queued, stays, leaves = block.host.unwatched, stays - inputs, leaves - inputs
+    elif outcome.again:
+        queued = block.host.region
+    return queued + _host_by_operator(block) * (_KEEP * len(stays) + _SEND * len(leaves))
 
 
 def _rerun_host(block: BlockProfile, outcome: Outcome, *, watched: bool) -> float:
     if block.host is None:
         return 0.0
     if not watched and block.host.unwatched_rerun is not None:
-        return block.host.unwatched_rerun
+        # Where something is handed in, the function runs under a mode, as in the forward of others.
+        return block.host.region if outcome.given - _inputs(block) else block.host.unwatched_rerun
     return block.host.rerun * _share_run(block, outcome.runs)
+
+
+def _inputs(block: BlockProfile) -> set[int]:
+    return {number for number, value in enumerate(block.values) if value.is_input}
 
 
 def _host_by_operator(block: BlockProfile) -> float:

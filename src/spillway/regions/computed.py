@@ -25,12 +25,12 @@ class ComputedHandle:
     Args:
         tensor: what autograd saved.
         hooks: those of ``torch.utils.checkpoint``.
-        nothing: an empty tensor on its device; ``None``: nobody is to be told that it was written since.
+        nothing: an empty tensor on its device.
     """
 
     __slots__ = ("_asked", "_form", "_holder", "_hook", "_owner", "_tracker", "_version", "given")
 
-    def __init__(self, tensor: torch.Tensor, hooks: Hooks, nothing: torch.Tensor | None) -> None:
+    def __init__(self, tensor: torch.Tensor, hooks: Hooks, nothing: torch.Tensor) -> None:
         pack, hook = hooks
         self._hook: Callable[[Any], torch.Tensor] = hook
         self._holder = pack(tensor)
@@ -39,8 +39,6 @@ class ComputedHandle:
         self._asked: GraphExecGroup | int = -1
         self.given: Handle | None = None
         """What stands for it instead, if it was kept or offloaded after all."""
-        if nothing is None:
-            return
         self._version = tensor._version
         if type(tensor) is torch.Tensor and is_strided(tensor):
             self._tracker = tensor.detach()

@@ -22,7 +22,6 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.autograd.graph import saved_tensors_hooks
 
 from spillway.capture.handles import Handle, KeptHandle, check_version, unpack
@@ -32,6 +31,7 @@ from spillway.records import Decision
 from spillway.regions.following import Following, FromOutside
 from spillway.regions.generators import GeneratorState
 from spillway.regions.globals import Globals
+from spillway.regions.inputs import hook_for
 from spillway.regions.tape import Base, Tape
 from spillway.regions.tensors import Tracker, below_modes, storage_bytes
 
@@ -115,13 +115,7 @@ class Followed:
         return output, is_whole
 
     def _save_inputs(self, tensors: Sequence[torch.Tensor]) -> None:
-        pack: Callable[[torch.Tensor], Handle] = KeptHandle
-        if self._inputs is None:
-            around = _top_saved_tensors_default_hooks(True)
-            if around is not None:
-                pack = around[0]
-        elif self._inputs is not _KEEP:
-            pack = self._passage.pack_to_leave
+        pack = hook_for(self._inputs, self._passage)
         needed, leave = self._tape.needed, pack is not KeptHandle
         for tensor, value in zip(tensors, self._tape.inputs, strict=True):
             # What leaves here is not held by what else autograd saves of it.

@@ -100,13 +100,17 @@ class Following(OperatorMode):
             return self._unfollowed(func, args, kwargs or {})
         if step.is_random:
             self._states[place] = state_of(args, kwargs or {})
-        output = func(*args, **kwargs) if kwargs else func(*args)
+        output = self._run(place, step, args, kwargs)
         self.place = place + 1
         if step.makes:
             self._take(step, output)
         elif step.renames in self._handed:
             self.trackers.append((step.renames, Tracker(output)))
         return output
+
+    def _run(self, place: int, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        """What an operator gives that is the tape's next one."""
+        return step.func(*args, **kwargs) if kwargs else step.func(*args)
 
     def _unfollowed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Something that is on no tape. What it writes, the tape may have read: that is copied first."""

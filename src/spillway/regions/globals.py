@@ -1,16 +1,20 @@
 """Settings of the process that decide which operators run, and that a re-run finds otherwise than the first run did.
 
 ``torch.utils.checkpoint`` brings back autocast and generators. The default dtype and the choice of attention kernels
-(``torch.nn.attention.sdpa_kernel``) are set around a forward as easily, and are brought back here.
+(``torch.nn.attention.sdpa_kernel``) are set around a forward as easily, and are brought back here; and with them
+autocast and the default device, where a function runs again without torch's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 _KERNELS: tuple[tuple[Callable[[], bool], Callable[[bool], None]], ...] = (
     (torch._C._get_flash_sdp_enabled, torch._C._set_sdp_use_flash),
@@ -98,3 +102,43 @@ class Globals(NamedTuple):
         torch.set_default_dtype(self.dtype)
         for (_, enable), enabled in zip(_KERNELS, self.kernels, strict=True):
             enable(enabled)
+
+
+class Ambience(NamedTuple):
+    """All that a function finds around it, besides modes that somebody sees operators by."""
+
+    settings: Globals
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    caches: bool
+    """Whether autocast remembers what it has cast."""
+    device: AbstractContextManager[object] | None
+    """Where tensors are made, if that was said."""
+
+    @classmethod
+    def now(cls) -> Ambience:
+        autocast = tuple([(each, torch.is_autocast_enabled(each), torch.get_autocast_dtype(each)) for each in _types()])
+        device = None
+        if torch._C._len_torch_function_stack() > 0:
+            modes = reversed(_get_current_function_mode_stack())  # type: ignore[no-untyped-call]
+            device = next((mode for mode in modes if isinstance(mode, DeviceContext)), None)
+        return cls(Globals.now(), autocast, torch.is_autocast_cache_enabled(), device)
+
+    @contextmanager
+    def in_force(self) -> Iterator[None]:
+        """Inside, it is as it was."""
+        now = Ambience.now()
+        with self.settings.in_force(), ExitStack() as stack:
+            for each, (_, *other) in zip(self.autocast, now.autocast, strict=True):
+                name, enabled, dtype = each
+                if [enabled, dtype] != other or (enabled and now.caches != self.caches):
+                    stack.enter_context(torch.autocast(name, dtype, enabled, self.caches))
+            if self.device is not None and self.device is not now.device:
+                stack.enter_context(self.device)
+            yield
+
+
+@cache
+def _types() -> tuple[str, ...]:
+    """Of devices that autocast is for."""
+    accelerator = torch.accelerator.current_accelerator()
+    return ("cpu",) if accelerator is None else ("cpu", accelerator.type)

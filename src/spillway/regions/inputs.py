@@ -16,14 +16,26 @@ import torch
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.autograd.graph import saved_tensors_hooks
 
-from spillway.capture.handles import KeptHandle, unpack
+from spillway.capture.handles import Handle, KeptHandle, unpack
 from spillway.capture.hooks import Pass
 from spillway.capture.identity import ViewRecipe
 from spillway.records import Decision
 from spillway.regions.partition import PartHandle, Partition
 from spillway.regions.region import Region
 from spillway.regions.tensors import is_strided
-from spillway.regions.unwatched import Unwatched
+
+
+def hook_for(decision: Decision | None, passage: Pass) -> Callable[[torch.Tensor], Handle]:
+    """What is called with each input of a call that no other hooks but a pass's are around.
+
+    Args:
+        decision: what is done with them; ``None``: what the pass does, if it is around.
+        passage: the pass of the call.
+    """
+    if decision is None:
+        around = _top_saved_tensors_default_hooks(True)
+        return KeptHandle if around is None else around[0]
+    return KeptHandle if decision is Decision.KEEP else passage.pack_to_leave
 
 
 class InputHandle:
@@ -35,7 +47,7 @@ class InputHandle:
         self,
         packed: Any,
         unpack: Callable[[Any], torch.Tensor],
-        region: Region | Unwatched,
+        region: Region,
         place: int | None,
         recipe: ViewRecipe | None,
     ) -> None:
@@ -65,7 +77,7 @@ class InputHooks:
 
     def __init__(
         self,
-        region: Region | Unwatched,
+        region: Region,
         tensors: Sequence[torch.Tensor],
         passage: Pass,
         decision: Decision | None,

@@ -21,7 +21,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ROW = 1024
 _GO = 128
 
-Sums = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Sums = tuple[torch.Tensor, ...]
 
 
 class Proofs:
@@ -104,7 +104,7 @@ def same_bits(a: Sequence[torch.Tensor | None], b: Sequence[torch.Tensor | None]
 
 
 def sums(tensor: torch.Tensor) -> Sums | None:
-    """Of its elements' bits, taken as integers: the sums of rows, that of each column, and what is left of a row.
+    """Of its elements' bits, as integers: the sums of rows, that of each column, and what is left of a row, if any is.
 
     A weaker fingerprint, which costs two readings of the tensor and nothing else, so that it can be taken of what every
     region gives, and is some thousandth part of it. ``None`` of what has no strides.
@@ -114,7 +114,8 @@ def sums(tensor: torch.Tensor) -> Sums | None:
     words = _words(tensor.detach())
     whole = words.numel() // _ROW * _ROW
     rows = words[:whole].view(-1, _ROW)
-    return rows.sum(1, dtype=torch.int64), _columns(rows), words[whole:].clone()
+    found = rows.sum(1, dtype=torch.int64), _columns(rows)
+    return found if whole == words.numel() else (*found, words[whole:].clone())
 
 
 def _columns(rows: torch.Tensor) -> torch.Tensor:
@@ -151,4 +152,10 @@ def same_sums(a: Sequence[Sums | None], b: Sequence[Sums | None]) -> bool:
     """Whether two lists of such are equal."""
     if len(a) != len(b):
         return False
-    return all(x is y if x is None or y is None else all(map(torch.equal, x, y)) for x, y in zip(a, b, strict=True))
+    return all(_same_sums(x, y) for x, y in zip(a, b, strict=True))
+
+
+def _same_sums(a: Sums | None, b: Sums | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return len(a) == len(b) and all(map(torch.equal, a, b))

@@ -86,7 +86,7 @@ class Rerun:
 
     def gave(self, output: Any) -> None:
         """The first run has returned."""
-        self._given = _sums(output)
+        self._given = sums_of(output)
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> Any:
         # The re-run of a reentrant region makes the very graph that backward goes through: regions in it are regions.
@@ -162,7 +162,7 @@ class Rerun:
         trace.take_inputs(tensors)
         with Recording(trace, Choices(), None, root=None, draws=False):
             output = self._unseen(tensors, collected)
-        is_same = same_sums(self._given, _sums(output))
+        is_same = same_sums(self._given, sums_of(output))
         if collected is not None:
             # What is saved on the way must be the same too, one by one. Draws come in the order of all that draws: of
             # what ran otherwise, that is not known.
@@ -203,7 +203,8 @@ class Rerun:
                 refuse_written(tensor, outside.version)
 
 
-def _sums(output: Any) -> list[Sums | None]:
+def sums_of(output: Any) -> list[Sums | None]:
+    """Those of all tensors that a function gives."""
     with torch._C._DisableTorchDispatch():
         return [sums(part) for part in tensors_in(tree_leaves(output))]
 

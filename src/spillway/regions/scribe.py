@@ -124,11 +124,13 @@ class Scribe(OperatorMode):
         if step.func._schema.name in _UNWRITTEN and output.numel():
             return False
         makes = []
+        others = list(outputs)
         for index, tensor in enumerate(outputs):
             if not isinstance(tensor, torch.Tensor):
                 if not are_numbers((tensor,)):
                     return False
                 continue
+            others[index] = None
             if type(tensor) is not torch.Tensor or not _is_plain(tensor):
                 return False
             if self._values.find_or_name(tensor, self.count) == self.count:
@@ -137,6 +139,8 @@ class Scribe(OperatorMode):
                 makes.append((index, spot))
                 self.count += 1
         step.makes = tuple(makes)
+        if len(makes) == sum(isinstance(each, torch.Tensor) for each in outputs):
+            step.others = tuple(others)
         if not (makes or facts.is_view) and step.single:
             renamed = self._spot(output)
             if renamed is None:

@@ -69,8 +69,8 @@ class Step:
     """One operator."""
 
     __slots__ = (
-        *("args", "constants", "decision", "func", "is_random", "kwargs", "lists", "makes", "numerics", "reads"),
-        *("renames", "single", "spots"),
+        *("args", "constants", "decision", "func", "is_random", "kwargs", "lists", "makes", "numerics", "others"),
+        *("reads", "renames", "single", "spots"),
     )
 
     def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_random: bool) -> None:
@@ -89,6 +89,9 @@ class Step:
         """Whether it gives one tensor."""
         self.makes: tuple[tuple[int, Spot], ...] = ()
         """New values, by their places among the outputs. None: it is a view, and computes nothing."""
+        self.others: tuple[Any, ...] | None = None
+        """What it gives, with ``None`` in place of what it makes; ``None``: it may give other names for its arguments.
+        """
         self.reads = tuple(dict.fromkeys(spot.value for spot in spots_in(args)))
         """Values."""
         self.decision = _RECOMPUTE
@@ -211,19 +214,44 @@ class Tape:
         return frozenset(given) - self.outside - set(self.inputs)
 
     @cached_property
-    def leaves_nothing_out(self) -> bool:
+    def again(self) -> tuple[frozenset[int], frozenset[int]]:
+        """Places of the steps that run again, and the preserved values that are handed in to them."""
+        return frozenset(run.place for run in self._whole if run.step is not None), self.handed
+
+    @cached_property
+    def is_whole(self) -> bool:
         """Whether to run the function again is to compute what is on the tape, and nothing else that takes its time."""
-        decisions = {*(step.decision for step in self.steps), *(each.decision for each in self.saved)}
-        if decisions - {_RECOMPUTE}:
-            return False
-        again = {run.place for run in self._whole if run.step is not None}
+        again, given = self.again
         last = max(again, default=-1)
-        return all(step.numerics is None for place, step in enumerate(self.steps[:last]) if place not in again)
+        left_out = (step for place, step in enumerate(self.steps[:last]) if place not in again)
+        return not given and all(step.numerics is None for step in left_out)
+
+    @cached_property
+    def sends(self) -> bool:
+        """Whether anything of what the function makes leaves."""
+        return any(each.decision not in (_RECOMPUTE, Decision.KEEP) for each in self.saved)
+
+    @cached_property
+    def is_shown(self) -> bool:
+        """Whether what is saved shows all that a re-run needs, and all that is drawn is drawn again."""
+        made = {spot.value: spot for step in self.steps for _, spot in step.makes}
+        again, given = self.again
+        shown = {
+            spot.value
+            for spot, decision, _ in self.saved
+            if spot is not None and decision is not _RECOMPUTE and spot.value in made
+            if spot.start <= made[spot.value].start and spot.end >= made[spot.value].end
+        }
+        last = max(again, default=-1)
+        is_drawn = all(place in again or not step.is_random for place, step in enumerate(self.steps[:last]))
+        return given <= shown and (is_drawn or self.is_whole)
 
     @cached_property
     def last(self) -> frozenset[int]:
-        """Places in :attr:`saved` of what is computed again at last: all the rest goes into it."""
-        makers = {spot.value: step for step in self.steps for _, spot in step.makes}
+        """Places in :attr:`saved` of what is computed again at last: all the rest that is goes into it."""
+        again, _ = self.again
+        steps = [step for place, step in enumerate(self.steps) if place in again]
+        makers = {spot.value: step for step in steps for _, spot in step.makes}
         last, behind = set(), set[int]()
         for place, (spot, decision, _) in reversed([*enumerate(self.saved)]):
             # Numbers are states of generators, of which kernels leave unwritten what they do not need.

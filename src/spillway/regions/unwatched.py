@@ -1,191 +1,394 @@
-"""A call of a function that runs again whole in backward, and at whose operators nobody looks.
+"""A call of a function at whose operators nobody looks, and which runs again in backward.
 
 NOTE [ Unwatched calls ]
 
-To look at each operator takes the host several times as long as to queue it. Where nothing of a function is kept or
-sent away, all of it is computed again, and there is nothing to leave out: it can run as under
-``torch.utils.checkpoint``, first and again, and the host needs little more than without.
+To look at each operator takes the host several times as long as to queue it. In forward, where the device has the least
+to do, it then waits for the host. So the first run of a function that has a tape is not looked at: what is kept, sent
+away or computed again goes by the order in which autograd saves things, as on the tape.
 
-But nobody has seen then that both runs did the same. So the values themselves are compared: of what autograd saves at
-last (of what all the rest goes into) sums are taken in the first run and in the re-run
+But nobody has seen then that it did what is on the tape, so the tape cannot stand for it. Backward runs the function
+itself again, with its generators, settings and arguments as they were. If all of it is computed again, that is all.
+Otherwise operators are looked at, in backward, where the device has more to do: what is on the tape and of no use to
+anybody is left out, and what was preserved is handed in (``retracing.py``). As soon as an operator is not the tape's
+next one, the function runs anew, whole. So a function that does something else than in the call before, and does that
+in both of its runs, is right.
+
+Whether both runs did the same is seen by their values: of what autograd saves at last of what is computed again (of
+what all the rest goes into) sums are taken in the first run and in the re-run
 (:func:`~spillway.regions.proofs.sums`). The device compares them, and is not waited for: that they differed is told as
-soon as it is known (:mod:`~spillway.regions.verdicts`). A function that does something else than in the call before,
-and does that in both of its runs, is right.
+soon as it is known (:mod:`~spillway.regions.verdicts`).
 
-Functions that have a tape can be called so: they did the same in two runs, bit by bit, and nothing but what values
-tell. Where a tape leaves out operators that take their time, calls are followed.
+Where what is saved is like nothing that the tape has next, the rest of it is kept, and the function's outputs are
+compared instead, which all goes into.
+
+Autograd owns the handles, and these own the call, which owns what the function is called with, and what is handed in.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.autograd.graph import saved_tensors_hooks
 
-from spillway.capture.handles import KeptHandle, unpack
-from spillway.capture.hooks import Pass
-from spillway.capture.identity import is_parameter
-from spillway.regions.computed import ComputedHandle, Hooks
-from spillway.regions.globals import Globals
+from spillway.capture.handles import Handle, KeptHandle, unpack
+from spillway.capture.hooks import Pass, in_backward
+from spillway.capture.identity import ViewRecipe
+from spillway.errors import RecomputeError
+from spillway.records import Decision
+from spillway.regions.generators import generators_now
+from spillway.regions.globals import Ambience
+from spillway.regions.inputs import hook_for
 from spillway.regions.proofs import sums
-from spillway.regions.rerun import rerunning, tell_torch
-from spillway.regions.tape import Saved, Tape
-from spillway.regions.tensors import below_modes, is_strided, tensors_in
+from spillway.regions.rerun import rerunning, sums_of
+from spillway.regions.retracing import Retracing
+from spillway.regions.tape import Base, Saved, Tape
+from spillway.regions.tensors import PLAIN, below_modes, storage_bytes
 from spillway.regions.verdicts import Verdicts
+
+_RECOMPUTE, _KEEP = Decision.RECOMPUTE, Decision.KEEP
+_graph_task: Callable[[], int] = torch._C._current_graph_task_id
+_disable_dynamo: Callable[..., Any] = torch._disable_dynamo  # type: ignore[attr-defined, unused-ignore]
 
 
 class Unwatched:
-    """One call, inside of ``torch.utils.checkpoint``, which calls :meth:`run`. See NOTE [ Unwatched calls ].
+    """One call. See NOTE [ Unwatched calls ].
 
     Args:
-        function: what runs again; called with the tensors that :meth:`run` is given.
-        first: runs it the first time, with the caller's own arguments.
+        function: what runs again; called with the function's tensors.
         tape: what it did before.
         passage: the pass that the call belongs to.
+        inputs: what is done with the function's tensors; ``None``: what the hooks around do.
         verdicts: takes the comparisons.
         label: names the function.
+        aliases: whether what comes from outside may have been sent away by the pass.
+        lose: is called if it turns out that the call did something else than is on the tape.
     """
 
     def __init__(
         self,
         function: Callable[..., Any],
-        first: Callable[[], Any],
         tape: Tape,
         passage: Pass,
+        inputs: Decision | None,
         verdicts: Verdicts,
+        *,
         label: str,
+        aliases: bool,
+        lose: Callable[[], object],
     ) -> None:
         self._function = function
-        self._first: Callable[[], Any] | None = first
         self._tape = tape
         self._passage = passage
+        self._inputs = inputs
         self._verdicts = verdicts
         self._label = label
-        self._globals = Globals.now()
-        self._torch: Hooks | None = None
+        self._aliases = aliases
+        self._lose = lose
+        self._ambience = Ambience.now()
+        self._restore: Callable[[], None] = _nothing
+        """Sets generators to where they were."""
+        self._tensors: list[tuple[Any, bool]] = []
+        """Handles of the function's tensors, and whether these need gradients."""
+        self._given: dict[int, tuple[Handle, ViewRecipe]] = {}
+        """What is handed in to the re-run, by its values, and how it lay."""
+        self._is_running = False
+        self._is_like = True
+        """Whether autograd has saved what is on the tape, so far."""
         self._packed = 0
+        # Read for each tensor that is saved.
+        self._saved, self._last, self._sends = tape.saved, tape.last, tape.sends
         self._sums: dict[int, torch.Tensor] = {}
         """Of what the first run saved at some places."""
-        self.is_whole = True
-        """Whether autograd saved in the first run what it had saved before."""
-        self.error: BaseException | None = None
-        """What the function raised in its first run. Torch is not told: it would leave its hooks behind."""
+        self._outputs: list[torch.Tensor | None] | None = None
+        """Of its outputs, if it saved something else."""
+        self._lock = threading.Lock()
+        self._alive: set[int] = set()
+        """Places of what somebody may ask for."""
+        self._results: dict[int, torch.Tensor] = {}
 
-    def run(self, *tensors: torch.Tensor) -> Any:
-        """The function, for the first time or again."""
-        first, self._first = self._first, None
-        if first is None:
-            return self._again(tensors)
-        try:
-            return self._run_first(first)
-        except BaseException as error:  # noqa: BLE001  (raised again by whoever called torch's checkpoint)
-            self.error = error
-            return None
+    def run(self, first: Callable[[], Any], tensors: Sequence[torch.Tensor]) -> tuple[Any, bool]:
+        """What the function gives, and whether it saved all that is on the tape, and nothing else.
 
-    def input_before(self, place: int) -> None:
-        """It writes none of its inputs."""
-
-    def _run_first(self, first: Callable[[], Any]) -> Any:
+        Args:
+            first: runs it the first time, with the caller's own arguments.
+            tensors: its tensors.
+        """
         # What is known by now need not wait, nor what leaves: it was there before the function.
         self._verdicts.send()
         self._verdicts.read()
-        self._passage.flush()
-        self._torch = _top_saved_tensors_default_hooks(True)
+        self._restore = generators_now(tensors)
+        with torch._C._DisableTorchDispatch():
+            pack = hook_for(self._inputs, self._passage)
+            self._tensors = [(pack(tensor), tensor.requires_grad) for tensor in tensors]
+            self._passage.flush()
+        self._is_running = True
         try:
             with saved_tensors_hooks(self._pack, unpack):
                 output = first()
         finally:
-            # Autograd holds the pack hook for as long as what it packed.
-            self._torch = None
-        self.is_whole = self.is_whole and self._packed == len(self._tape.saved)
-        return output
+            self._is_running = False
+            with torch._C._DisableTorchDispatch():
+                self._passage.flush()
+        is_whole = self._is_like and self._packed == len(self._tape.saved)
+        if not is_whole and self._alive:
+            self._outputs = [None if each is None else _joined(each) for each in sums_of(output)]
+        return output, is_whole
 
-    def _pack(self, tensor: torch.Tensor) -> KeptHandle | ComputedHandle:
+    # What autograd saves.
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
         place = self._packed
         self._packed = place + 1
-        if self.is_whole and not (place < len(self._tape.saved) and _is_like(tensor, self._tape.saved[place])):
-            self.is_whole = False
-        # What comes after something new may hang on nothing that is compared.
-        if place in self._tape.last or not self.is_whole:
+        if not self._is_like or not self._is_running or place >= len(self._saved) or _graph_task() != -1:
+            return self._pack_another(tensor)
+        spot, decision, is_parameter = self._saved[place]
+        if self._sends:
+            self._passage.advance()
+        if spot is None:
             with below_modes(tensor):
-                found = _sums(tensor)
-            if found is not None:
-                self._sums[place] = found
-        if is_parameter(tensor) or self._torch is None:
+                return self._passage.alias(tensor) if self._aliases and not is_parameter else KeptHandle(tensor)
+        if type(tensor) not in PLAIN or tensor.dtype is not spot.dtype or tensor.shape != spot.size:
+            return self._pack_another(tensor)
+        if decision is _RECOMPUTE:
+            if place in self._last:
+                with torch._C._DisableTorchDispatch():
+                    found = sums(tensor)
+                    if found is not None:
+                        self._sums[place] = _joined(found)
+            self._alive.add(place)
+            return UnwatchedHandle(self, place)
+        if ViewRecipe.of(tensor) != spot.view:
+            return self._pack_another(tensor)
+        with below_modes(tensor):
+            handle = self._passage.save(tensor, decision)
+            if spot.value in self._tape.handed and spot.value not in self._given:
+                self._given[spot.value] = self._passage.another(handle, tensor, decision), ViewRecipe.of(tensor)
+            return handle
+
+    def _pack_another(self, tensor: torch.Tensor) -> Any:
+        """Something that is not on the tape, or comes after such."""
+        self._is_like = False
+        if not self._is_running or in_backward():
+            # By somebody who goes through the graph within the call, and whom no tape knows of.
             return KeptHandle(tensor)
-        # What of it is written later is not what is computed again: as it was saved, it comes back.
-        return ComputedHandle(tensor, self._torch, None)
+        with below_modes(tensor):
+            self._passage.advance()
+            return self._passage.save(tensor, _KEEP)
 
-    def _again(self, tensors: Sequence[torch.Tensor]) -> Any:
-        ledger = self._passage.ledger
-        ledger.note_unused(self._tape.unused)
-        self._passage.was_recomputed = True
-        again = _Again(tell_torch(), self._sums, self._tape.saved)
+    # What is computed again.
+
+    def compute(self, place: int) -> torch.Tensor:
+        """What autograd saved at a place."""
+        with self._lock:
+            if place not in self._results:
+                self._again()
+            result = self._results.pop(place, None)
+        if result is None:
+            raise RecomputeError(
+                f"got fewer tensors saved for backward when {self._label} ran again than in its first run, expected "
+                f"as many; give it what it hangs on as an argument, or leave that outside of the region"
+            )
+        return result
+
+    def forget(self, place: int) -> None:
+        """Nobody will ask for it."""
+        # Without the lock: a handle may die within what holds it.
+        self._alive.discard(place)
+        self._results.pop(place, None)
+
+    @_disable_dynamo  # type: ignore[untyped-decorator, unused-ignore]
+    def _again(self) -> None:
+        passage, tape = self._passage, self._tape
+        passage.was_recomputed = True
+        passage.ledger.note_unused(tape.unused)
+        alive = self._alive.copy()
+        until = None if self._outputs is not None else max(alive | self._sums.keys())
+        tensors = [_argument(handle, requires_grad) for handle, requires_grad in self._tensors]
+        packs = None
+        if self._outputs is None and not tape.is_whole and all(each.is_intact() for each, _ in self._given.values()):
+            packs = self._run_again(tensors, alive, until, Retracing(tape, tensors, self._base))
+            if packs is None:
+                self._lose()
+        if packs is None:
+            packs = self._run_again(tensors, alive, until, None)
+        assert packs is not None
+        for place, tensor in packs.results.items():
+            if place in self._alive:
+                self._results[place] = tensor
+        passage.ledger.recomputed_bytes += storage_bytes(packs.results.values())
+        for differs in packs.differ:
+            self._verdicts.add(self._label, differs)
+
+    def _run_again(
+        self, tensors: Sequence[torch.Tensor], alive: set[int], until: int | None, mode: Retracing | None
+    ) -> _Packs | None:
+        """Run the function; ``None``: under the mode, it was seen to do something else."""
+        packs = _Packs(alive, until, self._sums, self._tape.saved, mode)
+        restore = generators_now(tensors)
         try:
-            with rerunning(), self._globals.in_force(), saved_tensors_hooks(again.pack, _same):
-                return self._function(*tensors)
+            self._restore()
+            with (
+                rerunning(),
+                self._ambience.in_force(),
+                torch.enable_grad(),
+                saved_tensors_hooks(packs.pack, packs.unpack),
+            ):
+                if mode is None:
+                    output = self._function(*tensors)
+                else:
+                    with mode:
+                        output = self._function(*tensors)
+        except Exception:
+            # The function may have made another error of ours.
+            if mode is not None and mode.is_lost:
+                return None
+            if not packs.has_ended:
+                raise
+        else:
+            if mode is not None and mode.is_lost:
+                return None
+            if self._outputs is not None and not packs.has_ended:
+                packs.compare_outputs(self._outputs, output)
         finally:
-            ledger.recomputed_bytes += sum(again.nbytes.values())
-            for differs in again.differ:
-                self._verdicts.add(self._label, differs)
+            packs.has_ended = True
+            restore()
+        return packs
+
+    def _base(self, value: int) -> Base:
+        """Memory of what was preserved."""
+        handle, view = self._given[value]
+        return Base.under(handle.unpack(), view)
 
 
-class _Again:
+class UnwatchedHandle:
+    """Stands for a tensor that is computed again when it is asked for.
+
+    What of it is written later is not what is computed again: as it was saved, it comes back.
+    """
+
+    __slots__ = ("_call", "_place")
+
+    def __init__(self, call: Unwatched, place: int) -> None:
+        self._call = call
+        self._place = place
+
+    def unpack(self) -> torch.Tensor:
+        return self._call.compute(self._place)
+
+    def is_intact(self) -> bool:
+        return True
+
+    def __del__(self) -> None:
+        self._call.forget(self._place)
+
+
+class _Enough(Exception):  # noqa: N818  (no error of anybody's: it ends the run)
+    """A re-run has made all that is wanted."""
+
+
+class _Packs:
     """Takes what a re-run saves.
 
     Args:
-        tell: the hook of ``torch.utils.checkpoint``.
-        sums: of the first run.
+        wanted: places of what is to be computed.
+        until: the last place of interest; ``None``: the function is to run to its end.
+        sums: of the first run, by places.
         saved: what is on the tape.
+        mode: leaves operators out, if the run is not whole.
     """
 
     def __init__(
-        self, tell: Callable[[torch.Tensor], object], sums: dict[int, torch.Tensor], saved: Sequence[Saved]
+        self,
+        wanted: set[int],
+        until: int | None,
+        sums: dict[int, torch.Tensor],
+        saved: Sequence[Saved],
+        mode: Retracing | None,
     ) -> None:
-        self._tell = tell
+        self._wanted = wanted
+        self._until = until
         self._sums = sums
         self._saved = saved
+        self._mode = mode
         self._packed = 0
+        self.results: dict[int, torch.Tensor] = {}
         self.differ: list[torch.Tensor] = []
         """Comparisons with the first run."""
-        self.nbytes: dict[int, int] = {}
-        """Of storages that were made again."""
+        self.has_ended = False
 
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The hook."""
+        mode, place = self._mode, self._packed
+        self._packed = place + 1
+        if place not in self._wanted and place not in self._sums and mode is not None:
+            return None
         with below_modes(tensor):
-            place, self._packed = self._packed, self._packed + 1
-            before = self._sums.get(place)
-            if before is not None:
-                found = _sums(tensor)
-                if found is not None and found.shape == before.shape:
-                    self.differ.append((found != before).any())
-                else:
-                    self.differ.append(torch.ones((), dtype=torch.bool, device=before.device))
-            is_told = not is_parameter(tensor)
             # A graph that holds its own output would never die.
             tensor = tensor.detach()
-            if is_told:
-                if place >= len(self._saved) or self._saved[place].spot is not None:
-                    for part in filter(is_strided, tensors_in((tensor,))):
-                        storage = part.untyped_storage()
-                        self.nbytes[storage._cdata] = storage.nbytes()
-                # The last one ends the run.
-                self._tell(tensor)
-            return tensor
+            if mode is not None:
+                spot = self._saved[place].spot
+                if spot is None or not mode.knows(tensor, spot):
+                    mode.differs()
+            before = self._sums.get(place)
+            if before is not None:
+                self._compare(before, tensor)
+            if place in self._wanted:
+                self.results[place] = tensor
+        if place == self._until:
+            self.has_ended = True
+            raise _Enough
+        return tensor
+
+    def unpack(self, packed: torch.Tensor | None) -> torch.Tensor:
+        """The hook."""
+        if packed is not None:
+            return packed
+        if self._mode is not None and not self.has_ended:
+            # A backward inside of the function asks for what was not computed.
+            self._mode.differs()
+        raise RecomputeError(
+            "got a backward through a graph that a region left behind when it ran again, expected one through the "
+            "graph of its first run; give what the region keeps in a module or a list back as an output"
+        )
+
+    def compare_outputs(self, before: Sequence[torch.Tensor | None], output: Any) -> None:
+        """The function has returned; those are sums of what it returned the first time."""
+        found = sums_of(output)
+        for one, other in zip(before, found, strict=False):
+            if one is not None:
+                self._differs(one, None if other is None else _joined(other))
+        if len(before) != len(found):
+            self.differ.append(torch.ones((), dtype=torch.bool, device="cpu"))
+
+    def _compare(self, before: torch.Tensor, tensor: torch.Tensor) -> None:
+        found = sums(tensor)
+        self._differs(before, None if found is None else _joined(found))
+
+    def _differs(self, before: torch.Tensor, found: torch.Tensor | None) -> None:
+        with torch._C._DisableTorchDispatch():
+            if found is not None and found.shape == before.shape and found.device == before.device:
+                self.differ.append((found != before).any())
+            else:
+                self.differ.append(torch.ones((), dtype=torch.bool, device=before.device))
 
 
-def _same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
+def _argument(handle: Any, requires_grad: bool) -> torch.Tensor:
+    """One of the function's tensors, by its handle."""
+    tensor: torch.Tensor = handle.unpack()
+    if tensor.requires_grad:
+        # A leaf itself.
+        return tensor
+    with below_modes(tensor):
+        return tensor.detach().requires_grad_(requires_grad)
 
 
-def _is_like(tensor: torch.Tensor, saved: Saved) -> bool:
-    spot = saved.spot
-    return spot is None or (tensor.dtype is spot.dtype and tensor.shape == spot.size)
+def _joined(found: Sequence[torch.Tensor]) -> torch.Tensor:
+    with torch._C._DisableTorchDispatch():
+        return torch.cat([each.to(torch.int64) for each in found])
 
 
-def _sums(tensor: torch.Tensor) -> torch.Tensor | None:
-    found = sums(tensor)
-    return None if found is None else torch.cat([each.to(torch.int64) for each in found])
+def _nothing() -> None:
+    return None
