@@ -28,7 +28,6 @@ from spillway.regions.partition import Partition
 from spillway.regions.region import Region, Surroundings, surroundings
 from spillway.regions.rerun import in_rerun
 from spillway.regions.script import Script, TapeKey
-from spillway.regions.tape import Tape
 from spillway.regions.tensors import PLAIN, is_strided
 from spillway.regions.unwatched import Unwatched
 from spillway.session import Session
@@ -288,28 +287,13 @@ def call_region(
     if partition is None and around is not Surroundings.TORCH and how.tape_key is not None:
         kinds = arguments.kinds(tensors)
         key = None if kinds is None else ((how.tape_key, around), kinds)
-    tape = None if key is None or observer is not None else _tape_of(proofs.script, key, passage, tensors)
-    if key is not None and tape is not None:
-        said = getattr(function, "watches", None)
-        call: Followed | Unwatched
-        if (how.watch if said is None else said) or not tape.is_shown:
-            rerunning = getattr(function, "rerunning", nullcontext)
-            call = Followed(tape, passage, choices.inputs, aliases=around is Surroundings.PASS, rerunning=rerunning)
-        else:
-            call = Unwatched(
-                again,
-                tape,
-                passage,
-                choices.inputs,
-                session.verdicts,
-                label=_label(function),
-                aliases=around is Surroundings.PASS,
-                lose=functools.partial(proofs.script.lose, key),
-            )
-        output, is_whole = call.run(first, tensors)
-        if not is_whole:
-            proofs.script.lose(key)
-        return output
+    if key is not None and observer is None:
+        call = _by_tape(how, function, again, key, tensors, passage, session, proofs.script, around)
+        if call is not None:
+            output, is_whole = call.run(first, tensors)
+            if not is_whole:
+                proofs.script.lose(key)
+            return output
     region = Region(
         again,
         first,
@@ -356,12 +340,31 @@ def _run_in(
     return output
 
 
-def _tape_of(script: Script, key: TapeKey, passage: Pass, tensors: Sequence[torch.Tensor]) -> Tape | None:
-    """The tape that a call may be followed by."""
+def _by_tape(
+    how: Recompute,
+    function: Callable[..., Any],
+    again: Callable[..., Any],
+    key: TapeKey,
+    tensors: Sequence[torch.Tensor],
+    passage: Pass,
+    session: Session,
+    script: Script,
+    around: Surroundings,
+) -> Followed | Unwatched | None:
+    """The call by a tape, if there is one that it may go by."""
     tape = None if in_backward() else script.tape(key)
     if tape is None or any(map(passage.is_captured, {tensor.device for tensor in tensors})):
         return None
-    return tape if may_follow(tape, tensors) else None
+    inputs, aliases = how.choices.inputs, around is Surroundings.PASS
+    said = getattr(function, "watches", None)
+    if tape.is_shown and not (how.watch if said is None else said):
+        lose = functools.partial(script.lose, key)
+        label = _label(function)
+        return Unwatched(again, tape, passage, inputs, session.verdicts, label=label, aliases=aliases, lose=lose)
+    if not may_follow(tape, tensors):
+        return None
+    rerunning = getattr(function, "rerunning", nullcontext)
+    return Followed(tape, passage, inputs, aliases=aliases, rerunning=rerunning)
 
 
 def _tell_outer() -> None:

@@ -7,18 +7,21 @@ import gc
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import spillway
 from recompute.regions import Regions, one_place
 from recompute.test_tapes import Block, gradients_of, leaf, tapes_of
 from spillway.errors import InplaceError, RecomputeError
+from spillway.operators import Planned, full_name
 from spillway.records import Decision
 from spillway.regions.rerun import in_rerun
 from spillway.regions.tape import Tape
@@ -94,13 +97,180 @@ def test_what_is_kept_or_leaves_goes_by_the_order_and_is_handed_in(
     assert runs == [True] * 3, "none had to run whole"
 
 
+class Changing(nn.Module):
+    """Reads what changes between its first run and backward, deep inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+        self.scale, self.eps = 1.0, 1e-5
+        self.table = torch.zeros(16)
+        self.kind = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = functional.layer_norm(x + self.table, (16,), eps=self.eps) * self.scale
+        if self.kind:
+            y = y.tanh()
+        return x + self.down(functional.silu(self.up(y)))
+
+
+def scaled(block: Changing) -> None:
+    block.scale = 1.0 + 2**-7
+
+
+def another_eps(block: Changing) -> None:
+    block.eps = 2e-5
+
+
+def written(block: Changing) -> None:
+    block.table[3] += 0.01
+
+
+def replaced(block: Changing) -> None:
+    block.table = torch.full((16,), 1e-3)
+
+
+def another_way(block: Changing) -> None:
+    block.kind = 1
+
+
+def tape_by(regions: Regions, function: Callable[[Tensor], Tensor], **how: Any) -> Tape:
+    known(regions, function, **how)
+    (tape,) = tapes_of(regions.session)
+    assert tape is not None
+    return tape
+
+
+def test_whatever_is_kept_or_leaves_it_is_the_same_in_every_bit(
+    regions: Regions, calls: Calls, runs: list[bool]
+) -> None:
+    block = Changing()
+    tape = tape_by(regions, block)
+    saved = {spot.value for spot, _, _ in tape.saved if spot is not None}
+    makers = [
+        (place, full_name(step.func))
+        for place, step in enumerate(tape.steps)
+        if any(spot.value in saved for _, spot in step.makes)
+    ]
+    random = Random(0)
+    kinds = [Decision.RECOMPUTE, Decision.KEEP, Decision.OFFLOAD_HOST, Decision.OFFLOAD_DISK]
+    for _ in range(20):
+        decided = {place: (name, random.choice(kinds)) for place, name in makers}
+        how = {"policy": Planned(decided, random.choice([Decision.KEEP, Decision.OFFLOAD_HOST]), True)}
+        for seed in range(3):
+            ours = gradients_of(regions, block, seed=seed, watch=False, **how)
+            assert_identical(ours, gradients_of(None, block, seed=seed))
+    assert len(calls) >= 15
+    assert sum(runs) >= 5, "something was handed in, and nothing was otherwise"
+
+
+def test_what_is_handed_in_is_not_computed_again_nor_what_only_goes_into_it(regions: Regions, runs: list[bool]) -> None:
+    ran: list[str] = []
+
+    class Sees(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            ran.append(func._schema.name.removeprefix("aten::"))
+            return func(*args, **(kwargs or {}))
+
+    def function(x: Tensor) -> Tensor:
+        return x.sin().exp().tanh().cos().sigmoid()
+
+    known(regions, function, save="aten::tanh")
+    x = leaf()
+    with regions.offload():
+        y = spillway.recompute(function, x * 1, session=regions.session, watch=False, save="aten::tanh").sum()
+    with Sees():
+        y.backward()
+    assert runs[-1:] == [True]
+    assert [name for name in ran if name in ("sin", "exp", "tanh", "cos", "sigmoid")][:4] == [
+        "sin",
+        "exp",
+        "cos",
+        "sigmoid",
+    ]
+
+
+def test_both_sides_of_what_is_handed_in_are_compared(regions: Regions) -> None:
+    def function(x: Tensor) -> Tensor:
+        return x.sin().exp().tanh().square().sigmoid()
+
+    tape = tape_by(regions, function, save="aten::tanh")
+    makers = {spot.value: step.func._schema.name for step in tape.steps for _, spot in step.makes}
+    ends = [tape.saved[place].spot for place in sorted(tape.last)]
+    assert [makers[spot.value] for spot in ends if spot is not None] == ["aten::exp", "aten::sigmoid"]
+
+
+def test_of_an_operator_at_the_end_all_that_it_gave_is_compared(regions: Regions) -> None:
+    def function(x: Tensor) -> Tensor:
+        return functional.layer_norm(x.exp(), (16,)) * 2
+
+    tape = tape_by(regions, function)
+    sizes = sorted(tuple(spot.size) for place in tape.last if (spot := tape.saved[place].spot) is not None)
+    assert sizes == [(2, 5, 1), (2, 5, 1)]
+
+
+@pytest.mark.parametrize("change", [scaled, another_eps, written, replaced, another_way])
+def test_what_changes_before_backward_is_told_or_is_of_no_account_where_something_is_handed_in(
+    regions: Regions, calls: Calls, change: Callable[[Changing], None]
+) -> None:
+    def step(call: Callable[..., Tensor], block: Changing) -> list[Tensor]:
+        x = leaf()
+        loss = call(block, x * 1).sum()
+        change(block)
+        return [*torch.autograd.grad(loss, [x, *block.parameters()])]
+
+    for save in ("aten::silu", "aten::mul", ["aten::mul", "aten::silu"]):
+        block = Changing()
+        how: dict[str, Any] = {"session": regions.session, "watch": False, "save": save}
+        for seed in range(2):
+            gradients_of(regions, block, seed=seed, watch=False, save=save)
+        calls.clear()
+        expected = step(lambda block, x: block(x), Changing())
+        try:
+            with regions.offload():
+                found = step(lambda block, x: spillway.recompute(block, x, **how), block)  # noqa: B023
+        except RecomputeError:
+            pass
+        else:
+            assert_identical(found, expected)
+        assert len(calls) == 1
+
+
+def test_a_number_that_changes_has_the_function_run_whole_where_something_is_handed_in(
+    regions: Regions, calls: Calls, runs: list[bool]
+) -> None:
+    block = Block()
+    known(regions, block, offload="norm")
+    gradients_of(regions, block, seed=3, watch=False, offload="norm")
+    assert runs == [True]
+    block.scale = 1.25
+    runs.clear()
+    for seed in range(4):
+        ours = gradients_of(regions, block, seed=seed, watch=False, offload="norm")
+        assert_identical(ours, gradients_of(None, block, seed=seed))
+    # It did something else, then ran whole; it was looked at in the next step; there was a tape from then on.
+    assert runs == [False, False, True, True]
+
+
+def test_what_draws_and_is_left_out_is_looked_at(regions: Regions, calls: Calls) -> None:
+    def function(x: Tensor) -> Tensor:
+        y = torch.bernoulli(torch.full_like(x, 0.5)) * x.detach()
+        return (x.sin() * y).exp() * torch.bernoulli(torch.full_like(x, 0.5))
+
+    for seed in range(5):
+        ours = gradients_of(regions, function, seed=seed, watch=False, save="aten::mul")
+        assert_identical(ours, gradients_of(None, function, seed=seed))
+    assert not calls
+
+
 def test_what_is_kept_for_the_re_run_alone_is_shown_by_operators(regions: Regions, calls: Calls) -> None:
     def function(x: Tensor) -> Tensor:
-        # Autograd saves neither sum.
-        return ((x.sin() + x) * 3 + x).cos().exp()
+        # Autograd does not save the sum.
+        return ((x.sin() + x) * 3).cos().exp()
 
     for seed in range(4):
-        ours = gradients_of(regions, function, seed=seed, watch=False, save="aten.add")
+        ours = gradients_of(regions, function, seed=seed, watch=False, save="aten::add")
         assert_identical(ours, gradients_of(None, function, seed=seed))
     assert not calls
 
@@ -144,44 +314,6 @@ def test_a_number_that_changes_from_step_to_step_is_the_same_in_both_runs(region
         ours = gradients_of(regions, block, seed=number, watch=False)
         assert_identical(ours, gradients_of(None, block, seed=number))
     assert len(calls) == 4
-
-
-class Changing(nn.Module):
-    """Reads what changes between its first run and backward, deep inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
-        self.scale, self.eps = 1.0, 1e-5
-        self.table = torch.zeros(16)
-        self.kind = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = functional.layer_norm(x + self.table, (16,), eps=self.eps) * self.scale
-        if self.kind:
-            y = y.tanh()
-        return x + self.down(functional.silu(self.up(y)))
-
-
-def scaled(block: Changing) -> None:
-    block.scale = 1.0 + 2**-7
-
-
-def another_eps(block: Changing) -> None:
-    block.eps = 2e-5
-
-
-def written(block: Changing) -> None:
-    block.table[3] += 0.01
-
-
-def replaced(block: Changing) -> None:
-    block.table = torch.full((16,), 1e-3)
-
-
-def another_way(block: Changing) -> None:
-    block.kind = 1
 
 
 @pytest.mark.parametrize("change", [scaled, another_eps, written, replaced, another_way])
@@ -348,20 +480,13 @@ def test_under_autocast(regions: Regions, calls: Calls) -> None:
     assert calls
 
 
-def tape_of(regions: Regions, function: Callable[[Tensor], Tensor]) -> Tape:
-    known(regions, function)
-    (tape,) = tapes_of(regions.session)
-    assert tape is not None
-    return tape
-
-
 def test_what_is_compared_is_what_all_the_rest_goes_into(regions: Regions) -> None:
     def function(x: Tensor) -> Tensor:
         y = x.sin()
         # Two ends, the first of which is saved first.
         return (y.exp() * 3).tanh() + y.square().sigmoid()
 
-    tape = tape_of(regions, function)
+    tape = tape_by(regions, function)
     ends = {tape.saved[place].spot.value for place in tape.last if tape.saved[place].spot is not None}  # type: ignore[union-attr]
     makers = {spot.value: step.func._schema.name for step in tape.steps for _, spot in step.makes}
     assert sorted(makers[value] for value in ends) == ["aten::sigmoid", "aten::tanh"]
@@ -369,7 +494,7 @@ def test_what_is_compared_is_what_all_the_rest_goes_into(regions: Regions) -> No
 
 def test_of_a_block_it_is_little(regions: Regions) -> None:
     block = Changing()
-    tape = tape_of(regions, block)
+    tape = tape_by(regions, block)
     assert tape.is_whole
     assert len(tape.last) == 1
 

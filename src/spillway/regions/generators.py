@@ -7,11 +7,14 @@ runs must draw what it drew. So both states are noted in the first run, of rando
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 
 from spillway.regions.tensors import tensors_in
+
+_CPU = torch.device("cpu")
 
 
 class GeneratorState(NamedTuple):
@@ -52,15 +55,21 @@ def default_generator(device: torch.device) -> torch.Generator:
     """The generator that a device's operators draw from when they are given none."""
     if device.type == "cpu":
         return torch.default_generator
-    module: Any = torch.get_device_module(device)
-    index = device.index if device.index is not None else module.current_device()
+    if device.index is None:
+        return _generator_of_index(device.type, torch.get_device_module(device).current_device())
+    return _generator_of_index(device.type, device.index)
+
+
+@cache
+def _generator_of_index(kind: str, index: int) -> torch.Generator:
+    module: Any = torch.get_device_module(kind)
     generator: torch.Generator = module.default_generators[index]
     return generator
 
 
 def generators_now(tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
     """Gives what sets the default generators, the host's and those of the tensors' devices, back to where they are."""
-    generators = [default_generator(device) for device in {torch.device("cpu"), *(each.device for each in tensors)}]
+    generators = [default_generator(device) for device in {_CPU, *[each.device for each in tensors]}]
     states = [generator.get_state() for generator in generators]
 
     def restore() -> None:

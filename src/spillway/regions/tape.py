@@ -258,7 +258,10 @@ class Tape:
             if spot is None or decision is not _RECOMPUTE or spot.value in behind or not spot.dtype.is_floating_point:
                 continue
             last.add(place)
-            values = [spot.value]
+            # Not what its operator gave besides: that may differ where this does not.
+            behind.add(spot.value)
+            maker = makers.get(spot.value)
+            values = [] if maker is None else [*maker.reads]
             while values:
                 step = makers.get(values.pop())
                 if step is not None:

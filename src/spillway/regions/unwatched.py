@@ -90,8 +90,8 @@ class Unwatched:
         self._ambience = Ambience.now()
         self._restore: Callable[[], None] = _nothing
         """Sets generators to where they were."""
-        self._tensors: list[tuple[Any, bool]] = []
-        """Handles of the function's tensors, and whether these need gradients."""
+        self._tensors: list[tuple[Any, bool, int]] = []
+        """Handles of the function's tensors, whether these need gradients, and where they begin in their memory."""
         self._given: dict[int, tuple[Handle, ViewRecipe]] = {}
         """What is handed in to the re-run, by its values, and how it lay."""
         self._is_running = False
@@ -122,7 +122,7 @@ class Unwatched:
         self._restore = generators_now(tensors)
         with torch._C._DisableTorchDispatch():
             pack = hook_for(self._inputs, self._passage)
-            self._tensors = [(pack(tensor), tensor.requires_grad) for tensor in tensors]
+            self._tensors = [(pack(tensor), tensor.requires_grad, int(tensor.storage_offset())) for tensor in tensors]
             self._passage.flush()
         self._is_running = True
         try:
@@ -206,9 +206,12 @@ class Unwatched:
         passage.ledger.note_unused(tape.unused)
         alive = self._alive.copy()
         until = None if self._outputs is not None else max(alive | self._sums.keys())
-        tensors = [_argument(handle, requires_grad) for handle, requires_grad in self._tensors]
+        tensors = [_argument(handle, requires_grad) for handle, requires_grad, _ in self._tensors]
         packs = None
-        if self._outputs is None and not tape.is_whole and all(each.is_intact() for each, _ in self._given.values()):
+        is_intact = all(each.is_intact() for each, _ in self._given.values())
+        # What has left without its memory's first bytes lies elsewhere when it is back.
+        is_there = all(tensor.storage_offset() == at for tensor, (_, _, at) in zip(tensors, self._tensors, strict=True))
+        if self._outputs is None and not tape.is_whole and is_intact and is_there:
             packs = self._run_again(tensors, alive, until, Retracing(tape, tensors, self._base))
             if packs is None:
                 self._lose()
