@@ -1,9 +1,10 @@
 """The longest sequence of a whole Llama that trains within the device's memory: checkpointed, and by a plan.
 
 Embedding, layers, norm, and a head whose logits are never there as a whole: the loss is summed over pieces of the
-sequence, each of which is checkpointed, for both. SGD without momentum, which has no state. Checkpointing's longest is
-found by real steps: two tell what a token takes, and the sizes that follow are run, until one that is 3 % longer fails.
-The plan's is found by ``spillway.longest``, which runs what it found.
+sequence, each of which is checkpointed, for both. SGD without momentum, which has no state; it takes its step in
+backward, each parameter as soon as its gradient is there, so that gradients are never all there (``--gradients``: at the
+end). Checkpointing's longest is found by real steps: two tell what a token takes, and the sizes that follow are run,
+until one that is 3 % longer fails. The plan's is found by ``spillway.longest``, which runs what it found.
 
     python benchmarks/longest.py --layers 32 --host-budget 120GiB --json longest.json
 """
@@ -33,6 +34,7 @@ from spillway.units import format_bytes, parse_bytes
 PIECE = 2048
 """Tokens whose logits are there at once."""
 SLACK = 1.03
+RATE = 1e-6
 
 
 class Whole(nn.Module):
@@ -80,9 +82,17 @@ def positions(model: Whole, tokens: int, options: argparse.Namespace) -> None:
 def step(model: Whole, tokens: Tensor) -> float:
     loss = model(tokens)
     loss.backward()
-    torch.optim.SGD(model.parameters(), lr=1e-6).step()
+    torch.optim.SGD(model.parameters(), lr=RATE).step()
     model.zero_grad(set_to_none=True)
     return float(loss.detach())
+
+
+def step_at_once(parameter: Tensor) -> None:
+    """SGD, of one parameter, whose gradient is let go of."""
+    assert parameter.grad is not None
+    with torch.no_grad():
+        parameter.add_(parameter.grad, alpha=-RATE)
+    parameter.grad = None
 
 
 def peak_of(model: Whole, options: argparse.Namespace, tokens: int) -> int | None:
@@ -198,12 +208,16 @@ def main() -> None:
     parser.add_argument("--multiple", type=int, default=4096)
     parser.add_argument("--budget", type=lambda text: parse_bytes(text, what="budget"), default=int(0.93 * total))
     parser.add_argument("--host-budget", default="120GiB")
+    parser.add_argument("--gradients", action="store_true", help="all there until the end of backward")
     parser.add_argument("--parts", nargs="*", default=["checkpoint", "plan", "train"])
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     options.device = accelerator.type
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     model = make(options, options.multiple)
+    if not options.gradients:
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(step_at_once)
     result: dict[str, Any] = {}
     parts: dict[str, Callable[[], Any]] = {
         "checkpoint": lambda: checkpointed(model, options),
