@@ -2,9 +2,9 @@
 
 Embedding, layers, norm, and a head whose logits are never there as a whole: the loss is summed over pieces of the
 sequence, each of which is checkpointed, for both. SGD without momentum, which has no state; it takes its step in
-backward, each parameter as soon as its gradient is there, so that gradients are never all there (``--gradients``: at the
-end). Checkpointing's longest is found by real steps: two tell what a token takes, and the sizes that follow are run,
-until one that is 3 % longer fails. The plan's is found by ``spillway.longest``, which runs what it found.
+backward, each parameter as soon as its gradient is there, so that gradients are never all there (``--gradients``: at
+the end). Checkpointing's longest is found by real steps: two tell what a token takes, and the sizes that follow are
+run, until one that is 3 % longer fails. The plan's is found by ``spillway.longest``, which runs what it found.
 
     python benchmarks/longest.py --layers 32 --host-budget 120GiB --json longest.json
 """

@@ -8,19 +8,21 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spillway.planning.profile import Profile
+from spillway.planning.profile import Profile, Static
 from spillway.planning.scaling import scaled
 
 PROFILE = Profile.load(Path(__file__).parent / "llama_8b_block.json")
 
 
 def of_size(size: int, by: int = 512) -> Profile:
-    """With values of so many bytes for each element more."""
+    """With values, and what is there when a step begins, of so many bytes for each element more."""
     (kind,) = PROFILE.kinds
     values = tuple(replace(value, nbytes=value.nbytes + by * size) for value in kind.values)
     kinds = (replace(kind, values=values, backward_seconds=kind.backward_seconds + 1e-6 * size),)
     after = replace(PROFILE.after, change_bytes=PROFILE.after.change_bytes - by * size)
-    return replace(PROFILE, kinds=kinds, after=after)
+    batch = by * size
+    static = Static(weights=PROFILE.static_bytes, gradients=0, optimizer=0, other=batch)
+    return replace(PROFILE, kinds=kinds, after=after, static=static, static_bytes=static.total)
 
 
 @given(st.integers(1, 1000), st.integers(1, 1000), st.integers(1, 100_000))
@@ -31,7 +33,8 @@ def test_bytes_are_those_of_the_third_size(first: int, more: int, size: int) -> 
     assert [value.nbytes for value in found.kinds[0].values] == [value.nbytes for value in wanted.kinds[0].values]
     assert found.after.change_bytes == wanted.after.change_bytes
     assert found.min_bytes == PROFILE.min_bytes
-    assert found.static_bytes == PROFILE.static_bytes
+    assert found.static == wanted.static
+    assert found.static_bytes == wanted.static_bytes
     assert abs(found.kinds[0].backward_seconds - wanted.kinds[0].backward_seconds) < 1e-9
 
 

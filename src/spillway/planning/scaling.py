@@ -13,7 +13,10 @@ from __future__ import annotations
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
-from spillway.planning.profile import Profile
+from spillway.planning.profile import Profile, Static
+
+_STATIC = frozenset(field.name for field in fields(Static))
+"""Bytes, too: the batch is among them."""
 
 
 def scaled(first: Profile, second: Profile, sizes: tuple[int, int], size: int) -> Profile | None:
@@ -56,7 +59,8 @@ def _between(first: Any, second: Any, share: float) -> Any:
 
 
 def _of_field(name: str, first: Any, second: Any, share: float) -> Any:
-    if name.endswith("bytes") and isinstance(first, int) and isinstance(second, int) and name != "min_bytes":
+    are_bytes = name in _STATIC or (name.endswith("bytes") and name != "min_bytes")
+    if are_bytes and isinstance(first, int) and isinstance(second, int):
         nbytes = round(first + share * (second - first))
         return nbytes if name.endswith("change_bytes") else max(nbytes, 0)
     if name.endswith(("seconds", "factor")) and isinstance(first, float) and isinstance(second, float):

@@ -55,9 +55,8 @@ def default_generator(device: torch.device) -> torch.Generator:
     """The generator that a device's operators draw from when they are given none."""
     if device.type == "cpu":
         return torch.default_generator
-    if device.index is None:
-        return _generator_of_index(device.type, torch.get_device_module(device).current_device())
-    return _generator_of_index(device.type, device.index)
+    index = device.index if device.index is not None else torch.get_device_module(device).current_device()
+    return _generator_of_index(device.type, index)
 
 
 @cache
