@@ -7,12 +7,13 @@ import weakref
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from spillway.capture.dynamo import keep_out
@@ -427,8 +428,20 @@ class _Arguments:
     """The arguments of a call, without their tensors."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._leaves, self._spec = tree_flatten((args, kwargs))
-        self._places = [place for place, leaf in enumerate(self._leaves) if isinstance(leaf, torch.Tensor)]
+        self._leaves: list[Any] = []
+        self._count = len(args)
+        self._names = tuple(kwargs)
+        self._specs: list[tuple[int, TreeSpec] | None] = []
+        """Of each argument that is no leaf itself, how many it has, and what it is made of them by."""
+        for value in (*args, *kwargs.values()):
+            if value is None or type(value) in PLAIN or type(value) in _PLAIN:
+                self._leaves.append(value)
+                self._specs.append(None)
+            else:
+                leaves, spec = tree_flatten(value)
+                self._leaves += leaves
+                self._specs.append((len(leaves), spec))
+        self._places = [place for place, leaf in enumerate(self._leaves) if _is_tensor(leaf)]
 
     def take(self) -> list[torch.Tensor]:
         """The tensors, which are not held here any more."""
@@ -459,8 +472,16 @@ class _Arguments:
         leaves = list(self._leaves)
         for place, tensor in zip(self._places, tensors, strict=True):
             leaves[place] = tensor
-        args, kwargs = tree_unflatten(leaves, self._spec)
-        return args, kwargs
+        left = iter(leaves)
+        values = [
+            next(left) if each is None else tree_unflatten(list(islice(left, each[0])), each[1]) for each in self._specs
+        ]
+        return tuple(values[: self._count]), dict(zip(self._names, values[self._count :], strict=True))
+
+
+def _is_tensor(leaf: Any) -> bool:
+    # To ask whether something is a tensor is to ask a metaclass, in Python.
+    return type(leaf) in PLAIN or (leaf is not None and type(leaf) not in _PLAIN and isinstance(leaf, torch.Tensor))
 
 
 def _flat(checked: Callable[..., Any], run: Callable[..., Any], tensors: list[torch.Tensor]) -> Any:

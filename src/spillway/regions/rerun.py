@@ -193,9 +193,9 @@ class Rerun:
             self.acts = acts_of(trace, self.wanted)
         if not any(outside.changed() for outside in trace.outside.values()):
             return
-        read = {
-            value for call, act in zip(trace.calls, self.acts, strict=True) if act is Act.RUN for value in call.reads
-        } | trace.cast
+        # A view reads nothing.
+        runs = [call for call, act in zip(trace.calls, self.acts, strict=True) if act is Act.RUN]
+        read = {value for call in runs if not call.is_only_a_view for value in call.reads} | trace.cast
         for value, outside in trace.outside.items():
             tensor = outside.tensor()
             # Compiled code makes its buffers anew, and may have used one for several things.

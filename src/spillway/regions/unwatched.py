@@ -41,7 +41,7 @@ from spillway.records import Decision
 from spillway.regions.generators import generators_now
 from spillway.regions.globals import Ambience
 from spillway.regions.inputs import hook_for
-from spillway.regions.proofs import sums
+from spillway.regions.proofs import Sums, sums
 from spillway.regions.rerun import rerunning, sums_of
 from spillway.regions.retracing import Retracing
 from spillway.regions.tape import Base, Saved, Tape
@@ -100,9 +100,11 @@ class Unwatched:
         self._packed = 0
         # Read for each tensor that is saved.
         self._saved, self._last, self._sends = tape.saved, tape.last, tape.sends
-        self._sums: dict[int, torch.Tensor] = {}
+        self._outside: dict[int, tuple[torch.Tensor, KeptHandle]] = {}
+        """Handles of what the function did not make, while it runs: it saves some of that several times."""
+        self._sums: dict[int, Sums] = {}
         """Of what the first run saved at some places."""
-        self._outputs: list[torch.Tensor | None] | None = None
+        self._outputs: list[Sums | None] | None = None
         """Of its outputs, if it saved something else."""
         self._lock = threading.Lock()
         self._alive: set[int] = set()
@@ -130,11 +132,12 @@ class Unwatched:
                 output = first()
         finally:
             self._is_running = False
+            self._outside.clear()
             with torch._C._DisableTorchDispatch():
                 self._passage.flush()
         is_whole = self._is_like and self._packed == len(self._tape.saved)
         if not is_whole and self._alive:
-            self._outputs = [None if each is None else _joined(each) for each in sums_of(output)]
+            self._outputs = sums_of(output)
         return output, is_whole
 
     # What autograd saves.
@@ -148,8 +151,7 @@ class Unwatched:
         if self._sends:
             self._passage.advance()
         if spot is None:
-            with below_modes(tensor):
-                return self._passage.alias(tensor) if self._aliases and not is_parameter else KeptHandle(tensor)
+            return self._pack_outside(tensor, is_parameter=is_parameter)
         if type(tensor) not in PLAIN or tensor.dtype is not spot.dtype or tensor.shape != spot.size:
             return self._pack_another(tensor)
         if decision is _RECOMPUTE:
@@ -157,7 +159,7 @@ class Unwatched:
                 with torch._C._DisableTorchDispatch():
                     found = sums(tensor)
                     if found is not None:
-                        self._sums[place] = _joined(found)
+                        self._sums[place] = found
             self._alive.add(place)
             return UnwatchedHandle(self, place)
         if ViewRecipe.of(tensor) != spot.view:
@@ -167,6 +169,18 @@ class Unwatched:
             if spot.value in self._tape.handed and spot.value not in self._given:
                 self._given[spot.value] = self._passage.another(handle, tensor, decision), ViewRecipe.of(tensor)
             return handle
+
+    def _pack_outside(self, tensor: torch.Tensor, *, is_parameter: bool) -> Handle:
+        """Something that the function did not make."""
+        known = self._outside.get(id(tensor))
+        if known is not None and known[0] is tensor and known[1].is_intact():
+            return known[1]
+        with below_modes(tensor):
+            handle = self._passage.alias(tensor) if self._aliases and not is_parameter else KeptHandle(tensor)
+        if type(handle) is KeptHandle:
+            # What is fetched is asked for by each name of its own.
+            self._outside[id(tensor)] = tensor, handle
+        return handle
 
     def _pack_another(self, tensor: torch.Tensor) -> Any:
         """Something that is not on the tape, or comes after such."""
@@ -307,7 +321,7 @@ class _Packs:
         self,
         wanted: set[int],
         until: int | None,
-        sums: dict[int, torch.Tensor],
+        sums: dict[int, Sums],
         saved: Sequence[Saved],
         mode: Retracing | None,
     ) -> None:
@@ -337,7 +351,7 @@ class _Packs:
                     mode.differs()
             before = self._sums.get(place)
             if before is not None:
-                self._compare(before, tensor)
+                self._compare(before, sums(tensor))
             if place in self._wanted:
                 self.results[place] = tensor
         if place == self._until:
@@ -357,25 +371,23 @@ class _Packs:
             "graph of its first run; give what the region keeps in a module or a list back as an output"
         )
 
-    def compare_outputs(self, before: Sequence[torch.Tensor | None], output: Any) -> None:
+    def compare_outputs(self, before: Sequence[Sums | None], output: Any) -> None:
         """The function has returned; those are sums of what it returned the first time."""
         found = sums_of(output)
-        for one, other in zip(before, found, strict=False):
-            if one is not None:
-                self._differs(one, None if other is None else _joined(other))
-        if len(before) != len(found):
-            self.differ.append(torch.ones((), dtype=torch.bool, device="cpu"))
-
-    def _compare(self, before: torch.Tensor, tensor: torch.Tensor) -> None:
-        found = sums(tensor)
-        self._differs(before, None if found is None else _joined(found))
-
-    def _differs(self, before: torch.Tensor, found: torch.Tensor | None) -> None:
         with torch._C._DisableTorchDispatch():
-            if found is not None and found.shape == before.shape and found.device == before.device:
-                self.differ.append((found != before).any())
-            else:
-                self.differ.append(torch.ones((), dtype=torch.bool, device=before.device))
+            for one, other in zip(before, found, strict=False):
+                if one is not None:
+                    self._compare(one, other)
+            if len(before) != len(found):
+                self.differ.append(torch.ones((), dtype=torch.bool, device="cpu"))
+
+    def _compare(self, before: Sums, found: Sums | None) -> None:
+        one = _joined(before)
+        other = None if found is None else _joined(found)
+        if other is not None and one.shape == other.shape and one.device == other.device:
+            self.differ.append((one != other).any())
+        else:
+            self.differ.append(torch.ones((), dtype=torch.bool, device=one.device))
 
 
 def _argument(handle: Any, requires_grad: bool) -> torch.Tensor:
@@ -388,9 +400,8 @@ def _argument(handle: Any, requires_grad: bool) -> torch.Tensor:
         return tensor.detach().requires_grad_(requires_grad)
 
 
-def _joined(found: Sequence[torch.Tensor]) -> torch.Tensor:
-    with torch._C._DisableTorchDispatch():
-        return torch.cat([each.to(torch.int64) for each in found])
+def _joined(found: Sums) -> torch.Tensor:
+    return torch.cat([each.to(torch.int64) for each in found])
 
 
 def _nothing() -> None:
