@@ -354,7 +354,7 @@ def test_whatever_a_plan_is_its_peak_is_the_predicted_one(kind: Kind, seed: int,
     plan = spillway.plan(profile, budget=budget, hardware=hardware(), allow=allow)
     # As where a host would be late.
     blocks = [
-        dataclasses.replace(block, watched=bool(block.operators) or not block.recomputes or (number + seed) % 3 == 0)
+        dataclasses.replace(block, watched=not block.recomputes or (number + seed) % 3 == 0)
         for number, block in enumerate(plan.blocks)
     ]
     plan = dataclasses.replace(plan, blocks=tuple(blocks))

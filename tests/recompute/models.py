@@ -194,6 +194,11 @@ POLICIES = [CheckpointPolicy.PREFER_SAVE, CheckpointPolicy.PREFER_CPU_OFFLOAD, C
 HOWS: dict[str, dict[str, Any]] = {
     "nothing": {},
     "unwatched": {"watch": False},
+    "unwatched-some-kept-some-sent": {
+        "watch": False,
+        "save": ["attention", "convolution"],
+        "offload": ["inputs", "norm"],
+    },
     "save-matmul": {"save": ["matmul"]},
     "save-attention-norm": {"save": ["attention", "norm", "convolution"]},
     "offload-matmul": {"offload": ["matmul", "convolution"]},

@@ -45,11 +45,12 @@ PLACES = [Place("host", 0), Place("disk", 1024), Place("host", 0, adversary=True
 CHOICES: dict[str, dict[str, Any]] = {
     "nothing": {},
     "unwatched": {"watch": False},
+    "unwatched, some away": {"watch": False, "offload": ["inputs", "pointwise"]},
     "save": {"save": ["pointwise", "random"]},
     "offload": {"offload": ["inputs", "matmul", "norm", "random"]},
     "saved_by": {"offload": [spillway.saved_by("matmul"), spillway.saved_by("pointwise")]},
 }
-REENTRANT_CHOICES = {name: how for name, how in CHOICES.items() if name not in ("saved_by", "unwatched")}
+REENTRANT_CHOICES = {name: how for name, how in CHOICES.items() if name != "saved_by" and "watch" not in how}
 
 modes = pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
 choices = pytest.mark.parametrize("how", CHOICES.values(), ids=CHOICES)
