@@ -326,8 +326,9 @@ def test_what_changes_before_backward_is_told(
         loss = spillway.recompute(block, leaf() * 1, session=regions.session, watch=False).sum()
     assert len(calls) == 1
     change(block)
-    with pytest.raises(RecomputeError, match="got other values when Changing ran again"):
-        loss.backward()
+    for _ in range(2):
+        with pytest.raises(RecomputeError, match="got other values when Changing ran again"):
+            loss.backward()
     del loss
     assert_nothing_left(regions.session)
 
