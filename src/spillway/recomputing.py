@@ -7,13 +7,12 @@ import weakref
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from spillway.capture.dynamo import keep_out
@@ -22,6 +21,7 @@ from spillway.capture.hooks import Pass, in_backward, refuse_transforms
 from spillway.errors import UsageError
 from spillway.operators import Choices, Planned, Selector
 from spillway.records import Decision
+from spillway.regions.arguments import Arguments
 from spillway.regions.followed import Followed, may_follow
 from spillway.regions.inputs import InputHooks
 from spillway.regions.observer import Observer
@@ -29,7 +29,6 @@ from spillway.regions.partition import Partition
 from spillway.regions.region import Region, Surroundings, surroundings
 from spillway.regions.rerun import in_rerun
 from spillway.regions.script import Script, TapeKey
-from spillway.regions.tensors import PLAIN, is_strided
 from spillway.regions.unwatched import Unwatched
 from spillway.session import Session
 
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _CHECKS = ("default", "none")
-_PLAIN = frozenset((int, float, bool, str, torch.dtype, torch.device))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,7 +243,7 @@ def call_region(
         return function(*args, **kwargs)
     refuse_transforms()
     keep_out()
-    arguments = _Arguments(args, kwargs)
+    arguments = Arguments(args, kwargs)
     tensors = arguments.take()
     if how.use_reentrant and not any(tensor.requires_grad for tensor in tensors):
         return _without_input_grads(how, function, args, kwargs, session)
@@ -422,66 +420,6 @@ def _is_filled(cell: Any) -> bool:
     except ValueError:
         return False
     return True
-
-
-class _Arguments:
-    """The arguments of a call, without their tensors."""
-
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._leaves: list[Any] = []
-        self._count = len(args)
-        self._names = tuple(kwargs)
-        self._specs: list[tuple[int, TreeSpec] | None] = []
-        """Of each argument that is no leaf itself, how many it has, and what it is made of them by."""
-        for value in (*args, *kwargs.values()):
-            if value is None or type(value) in PLAIN or type(value) in _PLAIN:
-                self._leaves.append(value)
-                self._specs.append(None)
-            else:
-                leaves, spec = tree_flatten(value)
-                self._leaves += leaves
-                self._specs.append((len(leaves), spec))
-        self._places = [place for place, leaf in enumerate(self._leaves) if _is_tensor(leaf)]
-
-    def take(self) -> list[torch.Tensor]:
-        """The tensors, which are not held here any more."""
-        tensors = [self._leaves[place] for place in self._places]
-        for place in self._places:
-            self._leaves[place] = None
-        return tensors
-
-    def callables(self) -> list[Any]:
-        """The functions and modules among them."""
-        return [leaf for leaf in self._leaves if callable(leaf) and not isinstance(leaf, torch.Tensor)]
-
-    def kinds(self, tensors: Sequence[torch.Tensor]) -> Hashable:
-        """What tells calls apart that do other things: forms of tensors, and numbers. ``None``: it cannot be said."""
-        if any(type(tensor) not in PLAIN or not is_strided(tensor) for tensor in tensors):
-            return None
-        forms = [
-            (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.requires_grad)
-            for tensor in tensors
-        ]
-        others = [leaf if type(leaf) in _PLAIN else type(leaf) for leaf in self._leaves if leaf is not None]
-        devices = {"cpu", *(tensor.device.type for tensor in tensors)}
-        cast = [(each, torch.get_autocast_dtype(each)) for each in devices if torch.is_autocast_enabled(each)]
-        return (tuple(forms), tuple(others), tuple(map(type, others)), tuple(cast))
-
-    def put(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments with these tensors in them."""
-        leaves = list(self._leaves)
-        for place, tensor in zip(self._places, tensors, strict=True):
-            leaves[place] = tensor
-        left = iter(leaves)
-        values = [
-            next(left) if each is None else tree_unflatten(list(islice(left, each[0])), each[1]) for each in self._specs
-        ]
-        return tuple(values[: self._count]), dict(zip(self._names, values[self._count :], strict=True))
-
-
-def _is_tensor(leaf: Any) -> bool:
-    # To ask whether something is a tensor is to ask a metaclass, in Python.
-    return type(leaf) in PLAIN or (leaf is not None and type(leaf) not in _PLAIN and isinstance(leaf, torch.Tensor))
 
 
 def _flat(checked: Callable[..., Any], run: Callable[..., Any], tensors: list[torch.Tensor]) -> Any:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch.nn import Module
 
 from spillway.attaching.block import KeptCall, RegionCall
-from spillway.attaching.call import ModuleCall
+from spillway.attaching.call import PLACE, ModuleCall
 from spillway.attaching.model import ModelCall, ModelPass
 from spillway.attaching.refusals import (
     refuse_attached,
@@ -250,6 +250,19 @@ def _take(attached: Attached, root: ModelCall) -> None:
         for call in (*root.blocks, root):
             call.take()
         undo.pop_all()
+
+
+def attached_to(model: Module) -> Attached | None:
+    """What is attached to a model, if something is: for those who did not keep what ``attach`` gave back.
+
+    Example:
+        >>> attached_to(torch.nn.Linear(2, 2)) is None
+        True
+    """
+    call = model.__dict__.get(PLACE)
+    # A shallow copy has it in its dictionary, and nothing attached.
+    attached = call.attached if isinstance(call, ModelCall) and call.module() is model else None
+    return attached if isinstance(attached, Attached) else None
 
 
 class Attached:

@@ -21,7 +21,6 @@ from spillway.regions.region import Surroundings, surroundings
 from spillway.session import Session
 
 if TYPE_CHECKING:
-    from spillway.attaching.attached import Attached
     from spillway.attaching.pilot import Pilot
 
 
@@ -54,7 +53,7 @@ class ModelCall(ModuleCall):
         self._here = _Here()
         self.pilot: Pilot | None = None
         """Who finds a plan."""
-        self.attached: Attached | None = None
+        self.attached: object = None
         """What the user has of it, for as long as it is on the model."""
         self.passes = 0
         """Calls in training, so far."""
@@ -110,18 +109,6 @@ class ModelCall(ModuleCall):
                 )
             if self._recomputes:
                 refuse_own_flags(name, module)
-
-
-def attached_to(model: Module) -> Attached | None:
-    """What is attached to a model, if something is: for those who did not keep what ``attach`` gave back.
-
-    Example:
-        >>> attached_to(torch.nn.Linear(2, 2)) is None
-        True
-    """
-    call = model.__dict__.get(PLACE)
-    # A shallow copy has it in its dictionary, and nothing attached.
-    return call.attached if isinstance(call, ModelCall) and call.module() is model else None
 
 
 class ModelPass(offload):
