@@ -66,8 +66,8 @@ class Packs:
         return prints if any(each is not None for each in prints) else None
 
 
-class Enough(Exception):  # noqa: N818  (no error of anybody's)
-    """All that is wanted is there."""
+class Enough(BaseException):
+    """A second run has made all that is wanted. No error of anybody's: what catches those in a function lets it go."""
 
 
 class Collected:

@@ -48,7 +48,7 @@ from spillway.records import Decision
 from spillway.regions.calls import Call
 from spillway.regions.computed import ComputedHandle, Hooks, WatchedHandle
 from spillway.regions.observer import Observer
-from spillway.regions.packs import NOT_WANTED, Pack, Packs
+from spillway.regions.packs import NOT_WANTED, Enough, Pack, Packs
 from spillway.regions.proofs import Proofs, fingerprint
 from spillway.regions.recording import Recording
 from spillway.regions.replay import Act
@@ -153,7 +153,10 @@ class Region:
         first, self._first = self._first, None
         if first is None:
             self._passage.ledger.note_unused(self._choices.unused())
-            return self._rerun(tensors)
+            try:
+                return self._rerun(tensors)
+            except Enough:
+                return None
         try:
             return self._run_first(first, tensors)
         except BaseException as error:  # noqa: BLE001  (raised again by whoever called torch's checkpoint)

@@ -14,6 +14,7 @@ import torch
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import _StopRecomputationError
 
 from spillway.capture.hooks import Pass
 from spillway.errors import RecomputeError
@@ -22,7 +23,7 @@ from spillway.records import Decision
 from spillway.regions.generators import generators_now
 from spillway.regions.globals import Globals
 from spillway.regions.outside import refuse_written
-from spillway.regions.packs import Collected, Packs
+from spillway.regions.packs import Collected, Enough, Packs
 from spillway.regions.proofs import Proofs, Sums, same_sums, sums
 from spillway.regions.recording import Recording
 from spillway.regions.regraph import Collecting, Regraph
@@ -210,8 +211,18 @@ def sums_of(output: Any) -> list[Sums | None]:
 
 
 def tell_torch() -> Callable[[torch.Tensor], object]:
-    """The hook of ``torch.utils.checkpoint`` that takes what a re-run saves."""
+    """The hook of ``torch.utils.checkpoint`` that takes what a re-run saves.
+
+    With the last one it ends the run, by an error that the function may catch: by :class:`Enough`, then.
+    """
     hooks = _top_saved_tensors_default_hooks(True)
     assert hooks is not None
     pack: Callable[[torch.Tensor], object] = hooks[0]
-    return pack
+
+    def tell(tensor: torch.Tensor) -> object:
+        try:
+            return pack(tensor)
+        except _StopRecomputationError:
+            raise Enough from None
+
+    return tell

@@ -8,15 +8,12 @@ from typing import Any
 import torch
 
 from spillway.errors import RecomputeError
+from spillway.regions.packs import Enough
 from spillway.regions.proofs import Sums, sums
 from spillway.regions.rerun import sums_of
 from spillway.regions.retracing import Retracing
 from spillway.regions.tape import Saved
 from spillway.regions.tensors import below_modes
-
-
-class _Enough(Exception):  # noqa: N818  (no error of anybody's: it ends the run)
-    """A re-run has made all that is wanted."""
 
 
 class Resaved:
@@ -69,7 +66,7 @@ class Resaved:
                 self.results[place] = tensor
         if place == self._until:
             self.has_ended = True
-            raise _Enough
+            raise Enough
         return tensor
 
     def unpack(self, packed: torch.Tensor | None) -> torch.Tensor:

@@ -41,6 +41,7 @@ from spillway.records import Decision
 from spillway.regions.generators import generators_now
 from spillway.regions.globals import Ambience
 from spillway.regions.inputs import hook_for
+from spillway.regions.packs import Enough
 from spillway.regions.proofs import Sums, sums
 from spillway.regions.rerun import rerunning, sums_of
 from spillway.regions.resaved import Resaved
@@ -259,12 +260,13 @@ class Unwatched:
                 else:
                     with mode:
                         output = self._function(*tensors)
+        except Enough:
+            pass
         except Exception:
             # The function may have made another error of ours.
             if mode is not None and mode.is_lost:
                 return None
-            if not packs.has_ended:
-                raise
+            raise
         else:
             if mode is not None and mode.is_lost:
                 return None
