@@ -359,7 +359,18 @@ def _by_tape(
     if tape.is_shown and not (how.watch if said is None else said):
         lose = functools.partial(script.lose, key)
         label = _label(function)
-        return Unwatched(again, tape, passage, inputs, session.verdicts, label=label, aliases=aliases, lose=lose)
+        return Unwatched(
+            again,
+            tape,
+            passage,
+            inputs,
+            session.verdicts,
+            label=label,
+            aliases=aliases,
+            lose=lose,
+            buffers=script.buffers(_module_of(function)),
+            compares_all=script.is_compared(),
+        )
     if not may_follow(tape, tensors):
         return None
     rerunning = getattr(function, "rerunning", nullcontext)

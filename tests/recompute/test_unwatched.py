@@ -518,7 +518,163 @@ def test_of_a_block_it_is_little(regions: Regions) -> None:
     block = Changing()
     tape = tape_by(regions, block)
     assert tape.is_whole
-    assert len(tape.last) == 1
+    # And what the norm gave besides: mean and deviation.
+    assert len(tape.last) == 1 + 2
+
+
+def told(regions: Regions, function: Callable[..., Any], change: Callable[[], object], **how: Any) -> None:
+    """That what changes between forward and backward is an error."""
+    for _ in range(3):
+        with regions.offload():
+            out = spillway.recompute(function, leaf() * 1, session=regions.session, watch=False, **how)
+        total(out).backward()
+    with regions.offload():
+        out = spillway.recompute(function, leaf() * 1, session=regions.session, watch=False, **how)
+    change()
+    with pytest.raises(RecomputeError):
+        total(out).backward()
+    del out
+    # Of the error's frames.
+    gc.collect()
+
+
+def total(out: Any) -> Tensor:
+    return out.sum() if isinstance(out, Tensor) else out[0].sum()  # type: ignore[no-any-return]
+
+
+def test_masks_are_compared(regions: Regions, calls: Calls) -> None:
+    least = [0.5]
+    told(regions, lambda x: x.masked_fill(x.detach() > least[0], 0).sum(), lambda: least.append(least.pop() / 4))
+    assert calls
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, scale: torch.linalg.qr(x[0] * scale)[0].sin(),
+        lambda x, scale: (x + 1) * torch.ones_like((x * scale).exp()).cos() + (x * scale).exp().detach().round(),
+    ],
+    ids=["what is given besides", "round"],
+)
+def test_what_shows_in_nothing_else_is_compared(
+    regions: Regions, calls: Calls, function: Callable[[Tensor, float], Tensor]
+) -> None:
+    scale = [1.0]
+    told(regions, lambda x: function(x, scale[0]), lambda: scale.insert(0, 2.0))
+    assert calls
+
+
+def test_a_re_run_that_saves_less_is_told(regions: Regions, calls: Calls) -> None:
+    ends = [False]
+
+    def function(x: Tensor) -> Any:
+        y = x.sin()
+        # Nobody goes through the second.
+        return (y.exp(), y) if ends[0] else (y.exp(), y.exp().tanh().exp())
+
+    told(regions, function, lambda: ends.insert(0, True))
+    assert calls
+
+
+def test_parameters_in_another_order_are_told(regions: Regions, calls: Calls) -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.experts = [nn.Linear(16, 16, bias=False) for _ in range(2)]
+            self.inner = nn.ModuleList(self.experts)
+
+        def forward(self, x: Tensor) -> Tensor:
+            first, second = (expert(x.sin()).tanh() for expert in self.experts)
+            return (first + second).exp()
+
+    model = Experts()
+    told(regions, model, lambda: model.experts.reverse())
+    assert calls
+
+
+def test_a_slice_that_leaves_first_is_not_taken_for_the_whole(regions: Regions, calls: Calls, runs: list[bool]) -> None:
+    def function(x: Tensor) -> Tensor:
+        y = x * 2
+        some, every = y[:1].cos(), y.sin()
+        return some.sum() + every.sum() + torch.where(y.detach() > 0.5, x, x * 3).sum()
+
+    for tier in ("aten::mul", spillway.saved_by("pointwise")):
+        for seed in range(5):
+            ours = gradients_of(regions, function, seed=seed, watch=False, offload=[tier])
+            assert_identical(ours, gradients_of(None, function, seed=seed))
+
+
+def test_a_buffer_that_comes_to_be_written_is_written_once(regions: Regions, calls: Calls) -> None:
+    class Averages(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.up = nn.Linear(16, 16)
+            self.register_buffer("mean", torch.zeros(16))
+            self.writes = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.up(x).tanh()
+            if self.writes:
+                with torch.no_grad():
+                    self.mean.lerp_(y.detach().mean((0, 1)), 0.1)
+            return y.exp()
+
+    ours, plain = Averages(), Averages()
+    known(regions, ours)
+    for seed in range(5):
+        ours.writes = plain.writes = seed >= 1
+        assert_identical(gradients_of(regions, ours, seed=seed, watch=False), gradients_of(None, plain, seed=seed))
+        assert torch.equal(ours.mean, plain.mean)
+    assert calls
+
+
+def test_what_nobody_has_written_is_given_to_nobody(regions: Regions, calls: Calls, runs: list[bool]) -> None:
+    class Keeps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.up, self.down = nn.Linear(16, 16), nn.Linear(16, 16)
+            self.keeps = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.up(x)
+            self.seen = y.detach() if self.keeps else None
+            return self.down(y.relu()).tanh().exp()
+
+    ours, plain = Keeps(), Keeps()
+    known(regions, ours, save="aten::relu")
+    gradients_of(regions, ours, seed=2, watch=False, save="aten::relu")
+    assert runs == [True]
+    ours.keeps = plain.keeps = True
+    found = gradients_of(regions, ours, seed=3, watch=False, save="aten::relu")
+    assert_identical(found, gradients_of(None, plain, seed=3))
+    assert runs == [True, False, False]
+    assert ours.seen is not None
+    assert plain.seen is not None
+    assert torch.equal(ours.seen, plain.seen)
+
+
+def test_now_and_then_all_of_it_is_compared(regions: Regions, calls: Calls) -> None:
+    gate = torch.zeros(16, requires_grad=True)
+    count = [0]
+
+    def function(x: Tensor) -> Tensor:
+        count[0] += 1
+        # Nothing of it shows behind the gate.
+        return (x + gate * (x * count[0]).sin()).exp()
+
+    def steps() -> None:
+        for _ in range(140):
+            with regions.offload():
+                y = spillway.recompute(function, leaf() * 1, session=regions.session, watch=False)
+            y.sum().backward()
+
+    # So that tapes are written.
+    count[0] = -1000
+    with pytest.raises(RecomputeError):
+        steps()
 
 
 def test_a_re_run_knows_that_it_is_one(regions: Regions, calls: Calls) -> None:

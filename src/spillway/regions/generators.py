@@ -6,7 +6,7 @@ runs must draw what it drew. So both states are noted in the first run, of rando
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -68,7 +68,12 @@ def _generator_of_index(kind: str, index: int) -> torch.Generator:
 
 def generators_now(tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
     """Gives what sets the default generators, the host's and those of the tensors' devices, back to where they are."""
-    generators = [default_generator(device) for device in {_CPU, *[each.device for each in tensors]}]
+    return generators_on({each.device for each in tensors})
+
+
+def generators_on(devices: Iterable[torch.device]) -> Callable[[], None]:
+    """The same, with the devices said."""
+    generators = [default_generator(device) for device in {_CPU, *devices}]
     states = [generator.get_state() for generator in generators]
 
     def restore() -> None:

@@ -108,6 +108,7 @@ class Ambience(NamedTuple):
     """All that a function finds around it, besides modes that somebody sees operators by."""
 
     settings: Globals
+    numerics: Numerics
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
     caches: bool
     """Whether autocast remembers what it has cast."""
@@ -121,13 +122,15 @@ class Ambience(NamedTuple):
         if torch._C._len_torch_function_stack() > 0:
             modes = reversed(_get_current_function_mode_stack())  # type: ignore[no-untyped-call]
             device = next((mode for mode in modes if isinstance(mode, DeviceContext)), None)
-        return cls(Globals.now(), autocast, torch.is_autocast_cache_enabled(), device)
+        return cls(Globals.now(), Numerics.now(), autocast, torch.is_autocast_cache_enabled(), device)
 
     @contextmanager
     def in_force(self) -> Iterator[None]:
         """Inside, it is as it was."""
         now = Ambience.now()
         with self.settings.in_force(), ExitStack() as stack:
+            if self.numerics != now.numerics:
+                stack.enter_context(self.numerics.in_force())
             for each, (_, *other) in zip(self.autocast, now.autocast, strict=True):
                 name, enabled, dtype = each
                 if [enabled, dtype] != other or (enabled and now.caches != self.caches):

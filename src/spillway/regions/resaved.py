@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from spillway.capture.identity import version_owner
 from spillway.errors import RecomputeError
 from spillway.regions.packs import Enough
 from spillway.regions.proofs import Sums, sums
@@ -14,6 +15,8 @@ from spillway.regions.rerun import sums_of
 from spillway.regions.retracing import Retracing
 from spillway.regions.tape import Saved
 from spillway.regions.tensors import below_modes
+
+_Cell = list[torch.Tensor]
 
 
 class Resaved:
@@ -23,6 +26,7 @@ class Resaved:
         wanted: places of what is to be computed.
         until: the last place of interest; ``None``: the function is to run to its end.
         sums: of the first run, by places.
+        parameters: which one the first run saved, by places: their identities.
         saved: what is on the tape.
         mode: leaves operators out, if the run is not whole.
     """
@@ -31,48 +35,51 @@ class Resaved:
         self,
         wanted: set[int],
         until: int | None,
-        sums: dict[int, Sums],
+        sums: Mapping[int, Sums],
+        parameters: Mapping[int, int],
         saved: Sequence[Saved],
         mode: Retracing | None,
     ) -> None:
         self._wanted = wanted
         self._until = until
         self._sums = sums
+        self._parameters = parameters
         self._saved = saved
         self._mode = mode
         self._packed = 0
+        self._cells: list[_Cell] = []
+        """What the graph of the run has: a graph that somebody keeps would hold all of it."""
         self.results: dict[int, torch.Tensor] = {}
         self.differ: list[torch.Tensor] = []
         """Comparisons with the first run."""
+        self.is_other = False
+        """Whether it was seen to be another one."""
         self.has_ended = False
 
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor | None:
+    def pack(self, tensor: torch.Tensor) -> _Cell:
         """The hook."""
         mode, place = self._mode, self._packed
         self._packed = place + 1
-        if place not in self._wanted and place not in self._sums and mode is not None:
-            return None
-        with below_modes(tensor):
-            # A graph that holds its own output would never die.
-            tensor = tensor.detach()
-            if mode is not None:
-                spot = self._saved[place].spot
-                if spot is None or not mode.knows(tensor, spot):
-                    mode.differs()
-            before = self._sums.get(place)
-            if before is not None:
-                self._compare(before, sums(tensor))
-            if place in self._wanted:
-                self.results[place] = tensor
+        cell: _Cell = []
+        parameter = self._parameters.get(place)
+        if parameter is not None and parameter != identity_of(tensor):
+            self.is_other = True
+        if place in self._wanted or place in self._sums or mode is None:
+            with below_modes(tensor):
+                # A graph that holds its own output would never die.
+                tensor = tensor.detach()
+                self._take(place, tensor)
+                cell.append(tensor)
+                self._cells.append(cell)
         if place == self._until:
             self.has_ended = True
             raise Enough
-        return tensor
+        return cell
 
-    def unpack(self, packed: torch.Tensor | None) -> torch.Tensor:
+    def unpack(self, cell: _Cell) -> torch.Tensor:
         """The hook."""
-        if packed is not None:
-            return packed
+        if cell:
+            return cell[0]
         if self._mode is not None and not self.has_ended:
             # A backward inside of the function asks for what was not computed.
             self._mode.differs()
@@ -81,15 +88,38 @@ class Resaved:
             "graph of its first run; give what the region keeps in a module or a list back as an output"
         )
 
+    def end(self) -> None:
+        """The run is over, whichever way."""
+        if self._until is not None and not self.has_ended:
+            # It saved less than the first one.
+            self.is_other = True
+        self.has_ended = True
+        for cell in self._cells:
+            cell.clear()
+        self._cells.clear()
+
     def compare_outputs(self, before: Sequence[Sums | None], output: Any) -> None:
         """The function has returned; those are sums of what it returned the first time."""
         found = sums_of(output)
+        if len(before) != len(found) or all(each is None for each in before):
+            self.is_other = True
+            return
         with torch._C._DisableTorchDispatch():
-            for one, other in zip(before, found, strict=False):
+            for one, other in zip(before, found, strict=True):
                 if one is not None:
                     self._compare(one, other)
-            if len(before) != len(found):
-                self.differ.append(torch.ones((), dtype=torch.bool, device="cpu"))
+
+    def _take(self, place: int, tensor: torch.Tensor) -> None:
+        spot = self._saved[place].spot if place < len(self._saved) else None
+        if place in self._wanted:
+            if self._mode is not None and (spot is None or not self._mode.knows(tensor, spot)):
+                self._mode.differs()
+            if spot is None or tensor.dtype is not spot.dtype or tensor.shape != spot.size:
+                self.is_other = True
+            self.results[place] = tensor
+        before = self._sums.get(place)
+        if before is not None:
+            self._compare(before, sums(tensor))
 
     def _compare(self, before: Sums, found: Sums | None) -> None:
         one = _joined(before)
@@ -97,7 +127,13 @@ class Resaved:
         if other is not None and one.shape == other.shape and one.device == other.device:
             self.differ.append((one != other).any())
         else:
-            self.differ.append(torch.ones((), dtype=torch.bool, device=one.device))
+            self.is_other = True
+
+
+def identity_of(tensor: torch.Tensor) -> int | None:
+    """What tells a parameter from others, also where it is seen by a view of it; ``None`` of what is none."""
+    owner = version_owner(tensor)
+    return id(owner) if type(owner) is torch.nn.Parameter else None
 
 
 def _joined(found: Sums) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Never
 
@@ -9,7 +10,8 @@ import torch
 
 from spillway.regions.following import Following
 from spillway.regions.replay import Differs
-from spillway.regions.tape import Base, Step, Tape
+from spillway.regions.tape import Base, Spot, Step, Tape
+from spillway.regions.tensors import is_strided
 
 
 class Retracing(Following):  # type: ignore[no-untyped-call]
@@ -30,7 +32,8 @@ class Retracing(Following):  # type: ignore[no-untyped-call]
         self._handed = frozenset()
         self._runs, self._given = tape.again
         self._base_of = base_of
-        self._bases: dict[int, Base] = {}
+        self._left: list[weakref.ref[torch.UntypedStorage]] = []
+        """What was handed out unwritten."""
 
     def differs(self) -> Never:
         """The function does something else."""
@@ -47,14 +50,30 @@ class Retracing(Following):  # type: ignore[no-untyped-call]
             outputs = list(step.others)
             for index, spot in step.makes:
                 if spot.value in self._given:
-                    outputs[index] = spot.view.rebuild(*self._base_of(spot.value))
+                    storage, low = self._base_of(spot.value)
+                    if spot.start < low or spot.end - low > storage.nbytes():
+                        self.differs()
+                    outputs[index] = spot.view.rebuild(storage, low)
                 else:
                     # Nobody reads it. While the function's own code holds it, its memory is there.
-                    memory = torch.empty(spot.end, dtype=torch.uint8, device=spot.view.device)
-                    outputs[index] = spot.view.rebuild(memory.untyped_storage(), 0)
+                    memory = torch.empty(spot.end, dtype=torch.uint8, device=spot.view.device).untyped_storage()
+                    self._left.append(weakref.ref(memory))
+                    outputs[index] = spot.view.rebuild(memory, 0)
         if step.single:
             return outputs[0]
         return outputs if len(step.func._schema.returns) == 1 else tuple(outputs)
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether somebody has kept what nobody has written."""
+        return any(storage() is not None for storage in self._left)
+
+    def _meets(self, tensor: Any, spot: Spot) -> bool:
+        if isinstance(tensor, torch.Tensor) and is_strided(tensor):
+            storage = tensor.untyped_storage()
+            if any(left() is storage for left in self._left):
+                return False
+        return super()._meets(tensor, spot)
 
     def _take(self, step: Step, output: Any) -> None:
         super()._take(step, output)

@@ -13,7 +13,11 @@ What is remembered is only ever replaced as a whole, so that threads may share i
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable, Sequence, Set
+
+from torch import Tensor
+from torch.nn import Module
 
 from spillway.records import Decision
 from spillway.regions.calls import Call
@@ -28,6 +32,8 @@ TapeKey = tuple[Hashable, Hashable]
 _MOST_TAPES = 16
 _MOST_KINDS = 256
 _MOST_LOSSES = 3
+_EACH = 64
+_numbers = itertools.count()
 
 
 class Script:
@@ -42,6 +48,11 @@ class Script:
         self._kinds: Set[Hashable] = frozenset()
         """Of arguments that came."""
         self._losses = 0
+        self._calls = 0
+        self._offset = next(_numbers)
+        """Not all functions are compared in the same step."""
+        self._buffers: list[dict[str, Tensor | None]] | None = None
+        """Of the modules that have some."""
 
     def learn(self, trace: Trace) -> None:
         """A region has ended, and its trace is shared."""
@@ -89,6 +100,17 @@ class Script:
             self._kinds = {*(() if len(self._kinds) >= _MOST_KINDS else self._kinds), kinds}
         wanted = came if at_once is None else at_once
         return wanted and key not in self._tapes and self._losses < _MOST_LOSSES
+
+    def is_compared(self) -> bool:
+        """Whether all that a call computes again is compared, where nobody looks at it: each so many calls."""
+        self._calls += 1
+        return (self._calls + self._offset) % _EACH == 0
+
+    def buffers(self, module: Module | None) -> list[Tensor]:
+        """Those of the function's module, which modules have been looked for in once."""
+        if self._buffers is None:
+            self._buffers = [] if module is None else [each._buffers for each in module.modules() if each._buffers]
+        return [buffer for each in self._buffers for buffer in each.values() if buffer is not None]
 
     def write(self, key: TapeKey, tape: Tape | None) -> None:
         """There is this tape, or none."""

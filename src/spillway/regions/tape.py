@@ -121,6 +121,27 @@ class Saved(NamedTuple):
     """Whether it comes from outside, and nobody sends it away."""
 
 
+_BLIND = frozenset(
+    (
+        *("sign", "sgn", "signbit", "round", "floor", "ceil", "trunc", "gt", "ge", "lt", "le", "eq", "ne", "isnan"),
+        *("isinf", "isfinite", "argmax", "argmin", "argsort", "heaviside", "bucketize", "searchsorted", "logical_and"),
+        *("logical_or", "logical_not", "logical_xor", "any", "all", "count_nonzero", "nonzero"),
+    )
+)
+"""Operators that give the same for much that differs."""
+
+
+def _is_blind(step: Step) -> bool:
+    name = step.func._schema.name.removeprefix("aten::")
+    return name in _BLIND or name.endswith("_like") or name.startswith("new_")
+
+
+def _is_state(step: Step, spot: Spot) -> bool:
+    """Whether kernels may leave it unwritten: states of generators, of which they do not need all, and workspaces."""
+    is_number = not (spot.dtype.is_floating_point or spot.dtype is torch.bool)
+    return spot.dtype is torch.uint8 or (is_number and (step.is_random or step.numerics is not None))
+
+
 class Base(NamedTuple):
     """Memory of a value."""
 
@@ -232,42 +253,73 @@ class Tape:
         return any(each.decision not in (_RECOMPUTE, Decision.KEEP) for each in self.saved)
 
     @cached_property
+    def devices(self) -> frozenset[torch.device]:
+        """Where it makes something."""
+        return frozenset(spot.view.device for step in self.steps for _, spot in step.makes)
+
+    @cached_property
+    def shown(self) -> Mapping[int, int]:
+        """Values that are handed in, by the place in :attr:`saved` of what first shows all of their bytes."""
+        made = {spot.value: spot for step in self.steps for _, spot in step.makes if spot.value in self.handed}
+        shown: dict[int, int] = {}
+        for place, (spot, decision, _) in enumerate(self.saved):
+            if spot is None or decision is _RECOMPUTE or spot.value not in made:
+                continue
+            if spot.start <= made[spot.value].start and spot.end >= made[spot.value].end:
+                shown.setdefault(spot.value, place)
+        return shown
+
+    @cached_property
     def is_shown(self) -> bool:
         """Whether what is saved shows all that a re-run needs, and all that is drawn is drawn again."""
-        made = {spot.value: spot for step in self.steps for _, spot in step.makes}
         again, given = self.again
-        shown = {
-            spot.value
-            for spot, decision, _ in self.saved
-            if spot is not None and decision is not _RECOMPUTE and spot.value in made
-            if spot.start <= made[spot.value].start and spot.end >= made[spot.value].end
-        }
         last = max(again, default=-1)
         is_drawn = all(place in again or not step.is_random for place, step in enumerate(self.steps[:last]))
-        return given <= shown and (is_drawn or self.is_whole)
+        return given <= self.shown.keys() and (is_drawn or self.is_whole)
+
+    @cached_property
+    def _makers(self) -> dict[int, Step]:
+        """Of values that are computed again."""
+        again, _ = self.again
+        steps = (step for place, step in enumerate(self.steps) if place in again)
+        return {spot.value: step for step in steps for _, spot in step.makes}
+
+    @cached_property
+    def compared(self) -> frozenset[int]:
+        """Places in :attr:`saved` of what is computed again and must have the same bits."""
+        found = set()
+        for place, (spot, decision, _) in enumerate(self.saved):
+            if spot is not None and decision is _RECOMPUTE:
+                maker = self._makers.get(spot.value)
+                if maker is None or not _is_state(maker, spot):
+                    found.add(place)
+        return frozenset(found)
 
     @cached_property
     def last(self) -> frozenset[int]:
-        """Places in :attr:`saved` of what is computed again at last: all the rest that is goes into it."""
-        again, _ = self.again
-        steps = [step for place, step in enumerate(self.steps) if place in again]
-        makers = {spot.value: step for step in steps for _, spot in step.makes}
+        """Those of :attr:`compared` that come at last: all the rest of it goes into them."""
+        makers = self._makers
         last, behind = set(), set[int]()
-        for place, (spot, decision, _) in reversed([*enumerate(self.saved)]):
-            # Numbers are states of generators, of which kernels leave unwritten what they do not need.
-            if spot is None or decision is not _RECOMPUTE or spot.value in behind or not spot.dtype.is_floating_point:
+        for place in sorted(self.compared, reverse=True):
+            spot = self.saved[place].spot
+            if spot is None or spot.value in behind:
                 continue
             last.add(place)
-            # Not what its operator gave besides: that may differ where this does not.
             behind.add(spot.value)
-            maker = makers.get(spot.value)
-            values = [] if maker is None else [*maker.reads]
+            values = [spot.value]
             while values:
                 step = makers.get(values.pop())
-                if step is not None:
-                    made = {other.value for _, other in step.makes}
-                    values += () if made <= behind else step.reads
-                    behind |= made
+                if step is None or _is_blind(step):
+                    continue
+                # Not what an operator gave besides what is read of it: that may differ where the other does not.
+                new = [value for value in step.reads if value not in behind]
+                behind.update(new)
+                values += new
+                for value in new:
+                    beside = makers.get(value)
+                    if beside is not None and "attention" in beside.func._schema.name:
+                        # Of these, both are from the same numbers.
+                        behind.update(other.value for _, other in beside.makes)
         return frozenset(last)
 
     @cached_property

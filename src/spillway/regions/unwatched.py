@@ -18,8 +18,13 @@ what all the rest goes into) sums are taken in the first run and in the re-run
 (:func:`~spillway.regions.proofs.sums`). The device compares them, and is not waited for: that they differed is told as
 soon as it is known (:mod:`~spillway.regions.verdicts`).
 
-Where what is saved is like nothing that the tape has next, the rest of it is kept, and the function's outputs are
-compared instead, which all goes into.
+What all the rest goes into need not show every difference of it: behind a gate that is zero, or a rounding, there may be
+none. So each function has a call now and then of which all is compared; and what operators give that hide differences
+by their nature is followed no further (``tape.py``). Which parameters are saved, and in which forms, is compared in
+each call, on the host.
+
+Where what is saved is like nothing that the tape has next, or a buffer was written, the rest of it is kept, and the
+function's outputs are compared instead. Buffers that the first run wrote are written once.
 
 Autograd owns the handles, and these own the call, which owns what the function is called with, and what is handed in.
 """
@@ -31,6 +36,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import saved_tensors_hooks
 
 from spillway.capture.handles import Handle, KeptHandle, unpack
@@ -38,17 +44,17 @@ from spillway.capture.hooks import Pass, in_backward
 from spillway.capture.identity import ViewRecipe
 from spillway.errors import RecomputeError
 from spillway.records import Decision
-from spillway.regions.generators import generators_now
+from spillway.regions.generators import generators_on
 from spillway.regions.globals import Ambience
 from spillway.regions.inputs import hook_for
 from spillway.regions.packs import Enough
 from spillway.regions.proofs import Sums, sums
 from spillway.regions.rerun import rerunning, sums_of
-from spillway.regions.resaved import Resaved
+from spillway.regions.resaved import Resaved, identity_of
 from spillway.regions.retracing import Retracing
 from spillway.regions.tape import Base, Tape
 from spillway.regions.tensors import PLAIN, below_modes, storage_bytes
-from spillway.regions.verdicts import Verdicts
+from spillway.regions.verdicts import Verdicts, differed
 
 _RECOMPUTE, _KEEP = Decision.RECOMPUTE, Decision.KEEP
 _graph_task: Callable[[], int] = torch._C._current_graph_task_id
@@ -67,6 +73,8 @@ class Unwatched:
         label: names the function.
         aliases: whether what comes from outside may have been sent away by the pass.
         lose: is called if it turns out that the call did something else than is on the tape.
+        buffers: of the function's module.
+        compares_all: whether all that is computed again is compared, and not only what the rest of it goes into.
     """
 
     def __init__(
@@ -80,6 +88,8 @@ class Unwatched:
         label: str,
         aliases: bool,
         lose: Callable[[], object],
+        buffers: Sequence[torch.Tensor],
+        compares_all: bool,
     ) -> None:
         self._function = function
         self._tape = tape
@@ -89,6 +99,7 @@ class Unwatched:
         self._label = label
         self._aliases = aliases
         self._lose = lose
+        self._buffers = [(buffer, _version_of(buffer)) for buffer in buffers]
         self._ambience = Ambience.now()
         self._restore: Callable[[], None] = _nothing
         """Sets generators to where they were."""
@@ -101,14 +112,18 @@ class Unwatched:
         """Whether autograd has saved what is on the tape, so far."""
         self._packed = 0
         # Read for each tensor that is saved.
-        self._saved, self._last, self._sends = tape.saved, tape.last, tape.sends
+        self._saved, self._sends, self._shown = tape.saved, tape.sends, tape.shown
+        self._compared = tape.compared if compares_all else tape.last
         self._outside: dict[int, tuple[torch.Tensor, KeptHandle]] = {}
         """Handles of what the function did not make, while it runs: it saves some of that several times."""
+        self._parameters: dict[int, int] = {}
+        """Which ones the first run saved, by their places."""
         self._sums: dict[int, Sums] = {}
         """Of what the first run saved at some places."""
         self._outputs: list[Sums | None] | None = None
         """Of its outputs, if it saved something else."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        self._is_computing = False
         self._alive: set[int] = set()
         """Places of what somebody may ask for."""
         self._results: dict[int, torch.Tensor] = {}
@@ -123,7 +138,7 @@ class Unwatched:
         # What is known by now need not wait, nor what leaves: it was there before the function.
         self._verdicts.send()
         self._verdicts.read()
-        self._restore = generators_now(tensors)
+        self._restore = generators_on(self._tape.devices)
         with torch._C._DisableTorchDispatch():
             pack = hook_for(self._inputs, self._passage)
             self._tensors = [(pack(tensor), tensor.requires_grad, int(tensor.storage_offset())) for tensor in tensors]
@@ -137,7 +152,8 @@ class Unwatched:
             self._outside.clear()
             with torch._C._DisableTorchDispatch():
                 self._passage.flush()
-        is_whole = self._is_like and self._packed == len(self._tape.saved)
+        self._buffers = [(buffer, version) for buffer, version in self._buffers if _version_of(buffer) != version]
+        is_whole = self._is_like and self._packed == len(self._tape.saved) and not self._buffers
         if not is_whole and self._alive:
             self._outputs = sums_of(output)
         return output, is_whole
@@ -153,11 +169,15 @@ class Unwatched:
         if self._sends:
             self._passage.advance()
         if spot is None:
+            if is_parameter:
+                identity = identity_of(tensor)
+                if identity is not None:
+                    self._parameters[place] = identity
             return self._pack_outside(tensor, is_parameter=is_parameter)
         if type(tensor) not in PLAIN or tensor.dtype is not spot.dtype or tensor.shape != spot.size:
             return self._pack_another(tensor)
         if decision is _RECOMPUTE:
-            if place in self._last:
+            if place in self._compared:
                 with torch._C._DisableTorchDispatch():
                     found = sums(tensor)
                     if found is not None:
@@ -168,7 +188,7 @@ class Unwatched:
             return self._pack_another(tensor)
         with below_modes(tensor):
             handle = self._passage.save(tensor, decision)
-            if spot.value in self._tape.handed and spot.value not in self._given:
+            if self._shown.get(spot.value) == place:
                 self._given[spot.value] = self._passage.another(handle, tensor, decision), ViewRecipe.of(tensor)
             return handle
 
@@ -199,15 +219,18 @@ class Unwatched:
     def compute(self, place: int) -> torch.Tensor:
         """What autograd saved at a place."""
         with self._lock:
+            if self._is_computing:
+                raise RecomputeError(
+                    f"got a backward through the graph of the first run of {self._label} when it ran again, expected "
+                    f"one through that of the run itself; do not keep a graph for the function's next run"
+                )
             if place not in self._results:
-                self._again()
-            result = self._results.pop(place, None)
-        if result is None:
-            raise RecomputeError(
-                f"got fewer tensors saved for backward when {self._label} ran again than in its first run, expected "
-                f"as many; give it what it hangs on as an argument, or leave that outside of the region"
-            )
-        return result
+                self._is_computing = True
+                try:
+                    self._again()
+                finally:
+                    self._is_computing = False
+            return self._results.pop(place)
 
     def forget(self, place: int) -> None:
         """Nobody will ask for it."""
@@ -234,6 +257,8 @@ class Unwatched:
         if packs is None:
             packs = self._run_again(tensors, alive, until, None)
         assert packs is not None
+        if packs.is_other:
+            raise differed([self._label])
         passage.ledger.recomputed_bytes += storage_bytes(packs.results.values())
         for differs in packs.differ:
             self._verdicts.add(self._label, differs)
@@ -245,8 +270,11 @@ class Unwatched:
         self, tensors: Sequence[torch.Tensor], alive: set[int], until: int | None, mode: Retracing | None
     ) -> Resaved | None:
         """Run the function; ``None``: under the mode, it was seen to do something else."""
-        packs = Resaved(alive, until, self._sums, self._tape.saved, mode)
-        restore = generators_now(tensors)
+        packs = Resaved(alive, until, self._sums, self._parameters, self._tape.saved, mode)
+        restore = generators_on(self._tape.devices)
+        # What the first run wrote is not to be written twice.
+        written = [(buffer, buffer.clone()) for buffer, _ in self._buffers]
+        output = None
         try:
             self._restore()
             with (
@@ -260,22 +288,23 @@ class Unwatched:
                 else:
                     with mode:
                         output = self._function(*tensors)
+            if self._outputs is not None:
+                packs.compare_outputs(self._outputs, output)
         except Enough:
             pass
         except Exception:
             # The function may have made another error of ours.
-            if mode is not None and mode.is_lost:
-                return None
-            raise
-        else:
-            if mode is not None and mode.is_lost:
-                return None
-            if self._outputs is not None and not packs.has_ended:
-                packs.compare_outputs(self._outputs, output)
+            if not (packs.has_ended or (mode is not None and mode.is_lost)):
+                raise
         finally:
-            packs.has_ended = True
+            packs.end()
             restore()
-        return packs
+            with torch.no_grad(), _unsafe_preserve_version_counter(tuple(buffer for buffer, _ in written)):
+                for buffer, content in written:
+                    buffer.copy_(content)
+        del output
+        # Under the mode, what was handed out unwritten is nobody's.
+        return None if mode is not None and (mode.is_lost or packs.is_other or mode.is_kept) else packs
 
     def _base(self, value: int) -> Base:
         """Memory of what was preserved."""
@@ -313,6 +342,10 @@ def _argument(handle: Any, requires_grad: bool) -> torch.Tensor:
         return tensor
     with below_modes(tensor):
         return tensor.detach().requires_grad_(requires_grad)
+
+
+def _version_of(buffer: torch.Tensor) -> int:
+    return -1 if buffer.is_inference() else buffer._version
 
 
 def _nothing() -> None:

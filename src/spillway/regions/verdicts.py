@@ -39,7 +39,7 @@ class Verdicts:
         """
         if differs.device.type == "cpu":
             if differs:
-                raise _error([label])
+                raise differed([label])
             return
         with self._lock:
             waiting = self._waiting.setdefault(differs.device, [])
@@ -92,10 +92,11 @@ class Verdicts:
             event.synchronize()
             wrong = [label for (label, _), differs in zip(several, told.tolist(), strict=True) if differs]
             if wrong:
-                raise _error(wrong)
+                raise differed(wrong)
 
 
-def _error(labels: list[str]) -> RecomputeError:
+def differed(labels: list[str]) -> RecomputeError:
+    """The error of functions of these names, whose runs were not the same."""
     names = ", ".join(dict.fromkeys(labels))
     return RecomputeError(
         f"got other values when {names} ran again for backward than in its first run, expected the same: the gradients "
