@@ -18,7 +18,7 @@ what all the rest goes into) sums are taken in the first run and in the re-run
 (:func:`~spillway.regions.proofs.sums`). The device compares them, and is not waited for: that they differed is told as
 soon as it is known (:mod:`~spillway.regions.verdicts`).
 
-What all the rest goes into need not show every difference of it: behind a gate that is zero, or a rounding, there may be
+What all the rest goes into need not show every difference of it: behind a gate that is zero, or a rounding, may be
 none. So each function has a call now and then of which all is compared; and what operators give that hide differences
 by their nature is followed no further (``tape.py``). Which parameters are saved, and in which forms, is compared in
 each call, on the host.
