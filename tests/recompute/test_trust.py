@@ -497,3 +497,43 @@ def test_a_fingerprint_takes_little_memory() -> None:
         readings = measuring.finish()
         assert readings is not None
         assert readings[1].peak - readings[0].level < 1 << 19
+
+
+@one_place
+def test_what_a_function_comes_to_keep_is_written(regions: Regions) -> None:
+    """When its re-runs have been trusted long since, what they leave out is in nobody's hands."""
+
+    class Keeps(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.up, self.down = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+            self.keeps = False
+            self.seen: torch.Tensor | None = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.up(x)
+            if self.keeps:
+                self.seen = y.detach()
+            return self.down(y.relu()).tanh().exp()
+
+    def relu(call: spillway.OperatorCall) -> bool:
+        # With a function for a selector there is no tape.
+        return "relu" in call.name
+
+    ours, plain = Keeps(), Keeps()
+    notes: list[str] = []
+    for number in range(6):
+        ours.keeps = plain.keeps = number >= 3
+        x = torch.linspace(-1, 1, 32).view(4, 8).requires_grad_()
+        with regions.offload():
+            y = spillway.recompute(ours, x * 1, session=regions.session, save=[relu])
+        found = torch.autograd.grad(y.sum(), [x, *ours.parameters()])
+        expected = torch.autograd.grad(plain(x * 1).sum(), [x, *plain.parameters()])
+        assert all(map(torch.equal, found, expected))
+        if plain.seen is not None:
+            assert ours.seen is not None
+            assert torch.equal(ours.seen, plain.seen)
+        assert regions.last is not None
+        notes += regions.last.stats().notes
+    assert any("run again whole" in note for note in notes)

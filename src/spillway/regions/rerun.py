@@ -6,6 +6,7 @@ See NOTE [ How a region goes ] in ``region.py``.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import _StopRecomputationError
 
@@ -29,7 +31,7 @@ from spillway.regions.recording import Recording
 from spillway.regions.regraph import Collecting, Regraph
 from spillway.regions.replay import Act, Replay, acts_of
 from spillway.regions.script import TapeKey
-from spillway.regions.tensors import tensors_in
+from spillway.regions.tensors import below_modes, is_strided, tensors_in
 from spillway.regions.trace import Trace
 from spillway.regions.trial import Trial
 
@@ -140,15 +142,25 @@ class Rerun:
         replay = Replay(self._trace, acts, tensors, poisoned=self._passage.poisons)
         graph = Regraph(replay, self._passage.ledger) if collected is None else Collecting(collected, replay)
         restore = generators_now(tensors)
+        replay.watched = []
+        output, is_enough = None, False
         try:
             with graph.hooks(), replay:
                 output = self._function(*tensors)
+        except Enough:
+            is_enough = True
         except Exception:
             # The function may have made another error of it.
             if replay.differs is None:
                 raise
-            output = None
         if replay.differs is None:
+            if collected is not None and _is_kept(replay.watched, output):
+                # What the function has left somewhere is to have been written. Torch has been told already.
+                self._trial.distrust()
+                with saved_tensors_hooks(_detached, _same):
+                    self._unseen(tensors, None)
+            if is_enough:
+                raise Enough
             return output
         restore()
         self._passage.ledger.note(f"a region ran again whole: its re-run was not like the first ({replay.differs})")
@@ -202,6 +214,24 @@ class Rerun:
             # Compiled code makes its buffers anew, and may have used one for several things.
             if value in read and value not in trace.targets and tensor is not None and outside.changed():
                 refuse_written(tensor, outside.version)
+
+
+def _detached(tensor: torch.Tensor) -> torch.Tensor:
+    with below_modes(tensor):
+        return tensor.detach()
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _is_kept(storages: Sequence[weakref.ref[torch.UntypedStorage]], output: Any) -> bool:
+    """Whether somebody else than a function's output has one of these."""
+    if all(storage() is None for storage in storages):
+        return False
+    own = {part.untyped_storage()._cdata for part in tensors_in(tree_leaves(output)) if is_strided(part)}
+    alive = (storage() for storage in storages)
+    return any(storage is not None and storage._cdata not in own for storage in alive)
 
 
 def sums_of(output: Any) -> list[Sums | None]:

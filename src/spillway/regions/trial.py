@@ -132,9 +132,13 @@ class Trial:
         if is_whole:
             self._check_whole(tensors)
             return True
+        self.distrust()
+        return False
+
+    def distrust(self) -> None:
+        """Nothing is left out any more when the function runs again."""
         self._proofs.wrong = _WRONG
         self._passage.ledger.note(_WRONG)
-        return False
 
     def _check_whole(self, tensors: Sequence[torch.Tensor]) -> None:
         """Where a re-run was wrong, a whole one must be right, or be made by kernels that are never alike."""
