@@ -6,7 +6,7 @@ import functools
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
@@ -29,6 +29,7 @@ from spillway.regions.partition import Partition
 from spillway.regions.region import Region, Surroundings, surroundings
 from spillway.regions.rerun import in_rerun
 from spillway.regions.script import Script, TapeKey
+from spillway.regions.tape import Tape
 from spillway.regions.unwatched import Unwatched
 from spillway.session import Session
 
@@ -351,7 +352,7 @@ def _by_tape(
     around: Surroundings,
 ) -> Followed | Unwatched | None:
     """The call by a tape, if there is one that it may go by."""
-    tape = None if in_backward() else script.tape(key)
+    tape = None if in_backward() else _tape(how.choices, key, script)
     if tape is None or any(map(passage.is_captured, {tensor.device for tensor in tensors})):
         return None
     inputs, aliases = how.choices.inputs, around is Surroundings.PASS
@@ -375,6 +376,17 @@ def _by_tape(
         return None
     rerunning = getattr(function, "rerunning", nullcontext)
     return Followed(tape, passage, inputs, aliases=aliases, rerunning=rerunning)
+
+
+def _tape(choices: Choices, key: TapeKey, script: Script) -> Tape | None:
+    """The tape of such calls, if there is one."""
+    tape = script.tape(key)
+    other = script.like(key) if tape is None and choices.is_planned else None
+    if other is not None:
+        # What the function does hangs on no decision: a new plan needs no new tape.
+        tape = replace(other.decided(choices.by_place), unused=tuple(choices.unused()))
+        script.write(key, tape)
+    return tape
 
 
 def _tell_outer() -> None:

@@ -227,7 +227,10 @@ def random_blocks(
         workspace = 512 * draw(st.integers(0, 3))
         operators.append(OperatorProfile(f"op{place}", seconds, reads, makes, writes, again, workspace))
     total = sum(each.seconds for each in operators)
-    return BlockProfile("block", tuple(operators), tuple(values), total, 2 * total, 1 << 20, 1.0, 4096)
+    block = BlockProfile("block", tuple(operators), tuple(values), total, 2 * total, 1 << 20, 1.0, 4096)
+    # What writes in place is on no tape.
+    is_told = not any(each.writes for each in operators) and draw(st.booleans())
+    return replace(block, is_told=is_told)
 
 
 def profile_of(block: BlockProfile, calls: int) -> Profile:

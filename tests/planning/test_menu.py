@@ -109,6 +109,7 @@ def counted(option: Option) -> tuple[float, ...]:
     return (
         option.rerun_seconds,
         option.kept_bytes,
+        -option.output_bytes,
         option.sent_bytes - disk,
         disk,
         max((task.peak_bytes for task in option.forward), default=0),

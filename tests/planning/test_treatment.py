@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -35,6 +36,7 @@ from spillway.planning.profile import Again, BackwardPart, BlockProfile, HostTim
 from spillway.planning.tasks import Option, Phase, Problem, Rates, Sent
 from spillway.planning.treatment import treat
 from spillway.records import Decision
+from spillway.regions.tape import Tape
 
 SETTINGS = settings(derandomize=True, deadline=None, max_examples=200, database=None)
 FEW = settings(SETTINGS, max_examples=40)
@@ -251,6 +253,61 @@ def test_a_block_that_sends_and_computes_again_by_hand() -> None:
     ]
     # The output's 100 are there instead of the input's.
     assert (option.kept_bytes, option.sent_bytes, option.rerun_seconds) == (0, 180, 4.5)
+
+
+def test_a_block_that_computes_again_in_parts_by_hand() -> None:
+    decided = [KEEP, KEEP, AGAIN, KEEP, AGAIN, AGAIN]
+    block = replace(BY_HAND, is_told=True)
+    assert figures(treat(block, decided, min_bytes=0))[1:] == [
+        # By the activation alone, on the product.
+        ("again", 3.0, 60, 60, (), (), ()),
+        # The sum's eighth and the activation's two: the activation's output goes, and the product.
+        ("backward", 6.0, 300, -140, (), (), ()),
+        # The norm, on the input. Nothing else is made.
+        ("again", 1.5, 40, 40, (), (), ()),
+        ("backward", 10.0, 300, -133, (), (), ()),
+    ]
+    # The block's own code computes all of it at once.
+    whole = treat(BY_HAND, decided, min_bytes=0)
+    assert [task[:2] for task in figures(whole)[1:]] == [("again", 4.5), ("backward", 16.0)]
+    # What hangs together is one part.
+    alike = [treat(each, [AGAIN] * 6, min_bytes=0) for each in (BY_HAND, block)]
+    assert [task.seconds for task in alike[0].backward] == [task.seconds for task in alike[1].backward]
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name not in ("Dropout", "InPlace", "Normed", "Routed")])
+@FEW
+@given(data=st.data())
+def test_parts_are_those_of_the_engine(name: str, session: spillway.Session, data: st.DataObject) -> None:
+    block = replace(profile_of_module(name, session), is_told=True)
+    tape = tape_of(name)
+    drawn = data.draw(st.lists(decisions, min_size=len(block.values), max_size=len(block.values)))
+    option = treat(block, drawn, min_bytes=0)
+    how = how_of(planned_block("block", block, option))
+    reruns = [task for task in option.backward if task.phase is Phase.RERUN]
+    if how is None or not how.policy.recomputes:
+        assert not reruns
+        return
+    decided = tape.decided(how.choices.by_place)
+    parts = {}
+    for place, (spot, decision, _) in enumerate(decided.saved):
+        if spot is not None and decision is AGAIN:
+            parts.setdefault(tuple(decided.part(place)), set()).add(spot.value)
+    assert sorted(map(len, parts.values())) == sorted(len(decoded(task.change_bytes)) for task in reruns)
+
+
+_tapes: dict[str, Tape] = {}
+
+
+def tape_of(name: str) -> Tape:
+    if name not in _tapes:
+        with spillway.Session() as own:
+            for _ in range(3):
+                spillway.recompute(module(name), inputs(), session=own).float().square().sum().backward()
+            (found,) = own.proofs(weakref.ref(module(name))).script._tapes.values()
+        assert found is not None
+        _tapes[name] = found
+    return _tapes[name]
 
 
 def test_an_output_that_is_saved_is_there_until_backward_though_its_taker_lets_go_of_it() -> None:

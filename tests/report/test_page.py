@@ -163,7 +163,14 @@ def test_names_from_files_stay_text(facts: Made, reader: Reader) -> None:
         timeline=timeline,
         phases={evil(name): phase for name, phase in found.phases.items()},
         peak=replace(found.peak, task=EVIL),
-        rows=(replace(row, name=EVIL, reason=EVIL, decision=EVIL, operators=operators), *found.rows[1:]),
+        # Rows of the same operators share what is said of them.
+        rows=(
+            replace(row, name=EVIL, reason=EVIL, decision=EVIL, operators=operators),
+            *(
+                replace(each, operators=operators if each.operators == row.operators else each.operators)
+                for each in found.rows[1:]
+            ),
+        ),
     )
     page = Reader(to_page(spoilt))
     assert [tag for tag, _ in page.tags] == [tag for tag, _ in reader.tags]

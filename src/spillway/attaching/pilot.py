@@ -25,6 +25,9 @@ Each call of the model in training is a pass, and each pass has a stage:
 A pass is looked at when the next one begins, since its step ends there. Passes of another thread than the one that is
 watched are not looked at. Frozen blocks before all others save nothing: they are left alone.
 
+Where a plan is given, blocks that it computes again are computed again as a whole in the first pass (``TRACING``): in
+that their tapes are written, by which they go in parts. Then it is held.
+
 An optimizer that was given steps all of its elements on the host as long as is measured; ``MEASURING`` goes on until
 two of its steps were seen. Its state is moved between two passes. Ranks that share a model go through all this in step:
 see NOTE [ One plan for many ranks ] in ``peers.py``.
@@ -34,6 +37,7 @@ from __future__ import annotations
 
 import enum
 import threading
+import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -57,6 +61,7 @@ from spillway.profiling.slowness import Slowness
 from spillway.profiling.watch import Watch, Watched
 from spillway.recomputing import Recompute
 from spillway.records import Decision
+from spillway.regions.script import Script
 from spillway.runtime.mover import Mover
 from spillway.session import Session
 from spillway.units import format_bytes
@@ -177,6 +182,7 @@ class Pilot:
         self._aim = None if budget is None else _aim(budget)
         self._inputs = 0
         self.stage = Stage.TRACING if plan is None else Stage.HOLDING
+        self._is_given = plan is not None
         self.profile: Profile | None = None
         self.sweep = sweep
         self.hardware = hardware
@@ -198,8 +204,22 @@ class Pilot:
             block.how = LEAST
         if self.plan is not None:
             self.apply(self.plan)
+            self._write_tapes(blocks)
         elif self._optimizer is not None:
             self._optimizer.divide(1.0)
+
+    def _write_tapes(self, blocks: Sequence[RegionCall]) -> None:
+        """Let there be tapes first of blocks that the plan computes again."""
+        for block in blocks:
+            planned = None if block.how is None else block.how.policy
+            if isinstance(planned, Planned) and planned.recomputes and not self._script(block).is_known:
+                block.how = Recompute(policy=Planned({}, planned.inputs))
+                self.stage = Stage.TRACING
+
+    def _script(self, block: RegionCall) -> Script:
+        module = block.module()
+        assert module is not None
+        return self._used_session.proofs(weakref.ref(module)).script
 
     def _check_blocks(self, blocks: Sequence[RegionCall]) -> None:
         inner = next((block.name for block in blocks if block.has_inner), None)
@@ -231,7 +251,7 @@ class Pilot:
             # Those that the profile will be of.
             self._inputs = nbytes
         elif nbytes > self._inputs:
-            if self._inputs:
+            if self._inputs and not self._is_given:
                 self._note(f"inputs of {format_bytes(nbytes)} came where there had been {format_bytes(self._inputs)}")
                 self._start_anew()
             self._inputs = nbytes
@@ -262,7 +282,7 @@ class Pilot:
         kind = (signature(module), forms)
         known = self._probes.get(kind)
         # A call that failed was not seen to its end.
-        seeks = self.stage in _SEEKING
+        seeks = self.stage in _SEEKING and not self._is_given
         probe = None
         if seeks and (known is None or not known.is_complete):
             self._has_traced = True
@@ -341,7 +361,12 @@ class Pilot:
         if not all(self._peers.share(self.stage.value, lambda: has_ended)):
             return
         assert watched is not None
-        if self.stage is Stage.TRACING:
+        if self._is_given:
+            assert self.plan is not None
+            self.apply(self.plan)
+            self.stage = Stage.HOLDING
+            self._reset_peak()
+        elif self.stage is Stage.TRACING:
             self.stage = Stage.WEIGHING
         elif self.stage is Stage.WEIGHING:
             self._weighed, self._others = watched, 0
@@ -390,12 +415,25 @@ class Pilot:
             min_bytes=self._min_bytes,
             known=self._known,
         )
+        profile = self._told(profile)
         return profile if self._optimizer is None else replace(profile, optimizer=self._optimizer.profile())
+
+    def _told(self, profile: Profile) -> Profile:
+        """The profile, with the kinds of blocks of which each has a tape."""
+        have = {block.name: self._script(block).is_told for block in self._blocks}
+        told = [True] * len(profile.kinds)
+        for each in profile.calls:
+            told[each.kind] &= have[each.name]
+        kinds = zip(profile.kinds, told, strict=True)
+        return replace(profile, kinds=tuple(replace(kind, is_told=is_told) for kind, is_told in kinds))
 
     def _replan(self) -> None:
         if self._planner is None or self._aim is None:
             return
         assert self.profile is not None
+        profile = self.profile
+        # What blocks do may have changed since.
+        self.profile = _of_all(self._known_peers.share("told", lambda: self._told(profile)))
         self._slowness = None
         self.plan = self._planner(self.profile, self._aim, self._known_peers)
         self.apply(self.plan)
@@ -580,8 +618,12 @@ def _of_all(profiles: Sequence[Profile]) -> Profile:
     """One for all ranks. See NOTE [ One plan for many ranks ] in ``peers.py``."""
     largest = max(profiles, key=lambda profile: profile.saved_bytes)
     fullest = max(profiles, key=lambda profile: profile.static_bytes)
+    told = [
+        all(each) for each in zip(*([kind.is_told for kind in profile.kinds] for profile in profiles), strict=False)
+    ]
     return replace(
         largest,
+        kinds=tuple(replace(kind, is_told=is_told) for kind, is_told in zip(largest.kinds, told, strict=False)),
         static_bytes=fullest.static_bytes,
         static=fullest.static,
         before=_fullest(largest.before, [profile.before for profile in profiles]),

@@ -29,7 +29,7 @@ from spillway.attaching.pilot import LEAST, Pilot, Stage
 from spillway.capture.handles import KeptHandle, unpack
 from spillway.capture.identity import is_parameter
 from spillway.operators import Choices
-from spillway.planning.profile import Profile
+from spillway.planning.profile import Again, BlockProfile, Profile
 from spillway.profiling.compile import compile_profile
 from spillway.profiling.fakes import META, FakeDevice, FakeMeter, FakeProbe
 from spillway.profiling.probe import Probe
@@ -38,6 +38,7 @@ from spillway.recomputing import Recompute
 from spillway.regions.observer import Observer
 from spillway.regions.packs import NOT_WANTED, Pack, Packs
 from spillway.regions.recording import Recording
+from spillway.regions.scribe import OWN
 from spillway.regions.trace import Trace
 from spillway.runtime.bytes import over
 from spillway.session import Session
@@ -132,10 +133,21 @@ class Rehearsal(Pilot):
         # What was there again took no time, and the host that queued it is not the target's.
         return replace(
             profile,
-            kinds=tuple(replace(kind, rerun_factor=_RERUN_FACTOR, host=None) for kind in profile.kinds),
+            kinds=tuple(
+                replace(kind, rerun_factor=_RERUN_FACTOR, host=None, is_told=_can_be_told(kind))
+                for kind in profile.kinds
+            ),
             before=replace(profile.before, host_seconds=0.0),
             middle=replace(profile.middle, host_seconds=0.0),
         )
+
+
+def _can_be_told(kind: BlockProfile) -> bool:
+    """Whether, by its operators, there can be a tape of it: see NOTE [ Tapes ] in ``regions/tape.py``."""
+    own = tuple(f"{library}::" for library in OWN)
+    plain = (each for each in kind.operators if each.again is not Again.GIVEN and not each.writes)
+    told = [each for each in plain if each.name.startswith(own) and not (each.again is Again.ALWAYS and each.reads)]
+    return len(told) == len(kind.operators)
 
 
 class FakeRegion:

@@ -17,7 +17,7 @@ block of which nothing is computed again is no region, and keeps these, too.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from spillway.planning.profile import Again, BlockProfile, Value
 from spillway.records import Decision
@@ -73,6 +73,43 @@ class Outcome:
         }
         copied = frozenset(given_anyway) if again else frozenset()
         return cls(runs, frozenset(held - leaves.keys()), leaves, again, given, copied, reach)
+
+    def parts(self, block: BlockProfile) -> list[Outcome]:
+        """What is computed again, in parts of which each is computed when it is first asked for.
+
+        They hang on nothing of each other but on what is there: NOTE [ Parts ] in ``regions/tape.py``.
+        """
+        last: dict[int, int] = {}
+        """Of each operator that runs, a later one of its part, or itself."""
+
+        def last_of(place: int) -> int:
+            while last[place] != place:
+                last[place] = place = last[last[place]]
+            return place
+
+        for place in sorted(self.runs):
+            last[place] = place
+            for number in block.operators[place].reads:
+                maker = block.values[number].maker
+                if maker in self.runs and number not in self.given:
+                    last[last_of(maker)] = place
+        runs: dict[int, set[int]] = {}
+        for place in last:
+            runs.setdefault(last_of(place), set()).add(place)
+        again: dict[int, set[int]] = {}
+        for number in sorted(self.again):
+            maker = block.values[number].maker
+            assert maker is not None
+            again.setdefault(last_of(maker), set()).add(number)
+        return [
+            replace(
+                self,
+                runs=frozenset(runs[end]),
+                again=frozenset(numbers),
+                given=self.given.intersection(number for place in runs[end] for number in block.operators[place].reads),
+            )
+            for end, numbers in again.items()
+        ]
 
     def told(self, block: BlockProfile, decisions: Sequence[Decision]) -> list[Decision]:
         """These decisions without those about what nobody needs. See NOTE [ What a plan can say ]."""

@@ -19,7 +19,7 @@ from pydantic import ConfigDict, TypeAdapter
 from spillway.planning.files import STRICT, Count, Seconds, is_none, read_file, read_json, write_file
 from spillway.units import format_bytes
 
-SCHEMA = 3
+SCHEMA = 4
 
 
 class Again(enum.Enum):
@@ -139,6 +139,8 @@ class BlockProfile:
     ones leaves. Without them, it leaves at once."""
     host: HostTimes | None = None
     """``None``: the host is not waited for."""
+    is_told: bool = False
+    """Whether its operators run again by themselves, without the block's own code."""
 
     @property
     def is_late(self) -> bool:

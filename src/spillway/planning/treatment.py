@@ -4,7 +4,8 @@ NOTE [ When what happens ]
 
 A saved storage leaves when autograd saves something for a later operator; what is only handed in leaves when the block
 has ended. In backward, work is taken to be spread over operators as it is in forward. A re-run comes when the first
-storage is asked for that it makes, and makes all of them.
+storage is asked for that it makes, and makes all of them. Where the block's own code runs again, that is one re-run;
+where its operators do by themselves, each of their parts is one (:meth:`~spillway.planning.outcome.Outcome.parts`).
 
 What has been sent is on the device for as long as the block's own code holds it, whether or not the window has let go
 of it: it is counted for both, which is too much as long as it is on its way.
@@ -214,18 +215,24 @@ def _backward(block: BlockProfile, outcome: Outcome, *, watched: bool) -> tuple[
     """To where it is wanted."""
     asked_at = {number: min((value.asked_at or 0) + 1, count) for number, value in enumerate(values)}
     """From where on."""
-    rerun_at = max((asked_at[number] for number in outcome.again), default=None)
+    by_parts = block.is_told and watched
+    rerun_at: dict[int, list[Outcome]] = {}
+    for part in outcome.parts(block) if by_parts else [outcome] if outcome.again else []:
+        rerun_at.setdefault(max(asked_at[number] for number in part.again), []).append(part)
     taken = [number for number in outcome.leaves if values[number].saved_at is not None]
     cuts = {count, 0, *(places[number] for number in taken for places in (wanted_at, asked_at))}
-    if rerun_at is not None:
-        cuts.add(rerun_at)
+    cuts.update(rerun_at)
     places = sorted(cuts, reverse=True)
     host_seconds = 0.0 if block.host is None else block.host.backward
     tasks: list[Task] = []
     freed: set[int] = set()
     for start, end in list(pairwise(places)) or [(0, 0)]:
-        if start == rerun_at:
-            tasks.append(_rerun(block, outcome, _part_at(block, start).begin_bytes, watched=watched))
+        again = [
+            _rerun(block, part, _part_at(block, start).begin_bytes, watched=watched, by_parts=by_parts)
+            for part in rerun_at.get(start, ())
+        ]
+        # One operator asks for them in an order that is not known: they are put in the one that needs the most.
+        tasks += sorted(again, key=lambda task: task.peak_bytes - task.change_bytes)
         takes = tuple(number for number in taken if asked_at[number] == start)
         over = {
             number
@@ -278,9 +285,14 @@ def _backward_peak(block: BlockProfile, outcome: Outcome, wanted_at: dict[int, i
     return max(peaks)
 
 
-def _rerun(block: BlockProfile, outcome: Outcome, begin_bytes: int, *, watched: bool) -> Task:
+def _rerun(block: BlockProfile, outcome: Outcome, begin_bytes: int, *, watched: bool, by_parts: bool) -> Task:
     values, seconds = block.values, _seconds(block)
-    _, peaks = _levels(block, outcome.again, outcome.given, outcome.runs, outcome.reach)
+    given: Collection[int] = outcome.given
+    if by_parts:
+        # Nothing else is there but what the part makes.
+        makers = {number: value.maker for number, value in enumerate(values)}
+        given = {number for number, maker in makers.items() if number in outcome.given or maker not in outcome.runs}
+    _, peaks = _levels(block, outcome.again, given, outcome.runs, outcome.reach)
     made = sum(values[number].nbytes for number in outcome.again)
     return Task(
         "again",

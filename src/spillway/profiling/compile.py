@@ -127,14 +127,12 @@ def _kind(
     parts: list[tuple[BackwardPart, ...]] = []
     for number in numbers:
         begin, until = ("back", number), ("back", number - 1) if number else end
-        ran = ("ran", number)
-        since = ran if ran in watched.readings else begin
+        ran = watched.reruns_of(number)
         given = next((("asked", n) for n, (whose, _) in enumerate(weighed.asked) if whose == number), begin)
         forward.append([(("forward", number), ("end", number))])
-        backward.append([(since, until)])
-        if ran in watched.readings:
-            backward[-1].append((begin, ("again", number)))
-            again.append([(("again", number), ran)])
+        backward.append(_between(begin, until, ran))
+        if ran:
+            again.append(ran)
         peaks.append(max(weighed.peak(given, until) - weighed.level(given), 0))
         changes.append(weighed.level(until) - weighed.level(begin))
         parts.append(_parts(weighed, probe, number, until))
@@ -158,6 +156,15 @@ def _kind(
     return replace(block, rerun_factor=_times(watched, again) / all_again if all_again else 1.0)
 
 
+def _between(begin: Place, until: Place, spans: list[tuple[Place, Place]]) -> list[tuple[Place, Place]]:
+    """What is left of the time between two instants without some spans of it, in order."""
+    since, found = begin, []
+    for start, end in spans:
+        found.append((since, start))
+        since = end
+    return [*found, (since, until)]
+
+
 def _parts(weighed: Watched, probe: Probe, number: int, until: Place) -> tuple[BackwardPart, ...]:
     """The parts of one call's backward: see the note at the top of ``watch.py``."""
     begin = ("back", number)
@@ -167,7 +174,7 @@ def _parts(weighed: Watched, probe: Probe, number: int, until: Place) -> tuple[B
     count = len(probe.operators or ())
     # Now all that the block has saved is there, and the frames that ran again are not any more.
     level = weighed.level(asked[0][0])
-    runs = ("again", number) if ("again", number) in weighed.readings else asked[0][0]
+    runs = next((since for since, _ in weighed.reruns_of(number)), asked[0][0])
     before = max(weighed.peak(begin, weighed.first_move(begin, runs)) - weighed.level(begin), 0)
     parts = [BackwardPart(count, before, 0, 0)]
     for (since, place), (following, _) in zip(asked, [*asked[1:], (until, 0)], strict=True):
@@ -202,22 +209,27 @@ def _fullest(calls: list[tuple[BackwardPart, ...]]) -> tuple[BackwardPart, ...]:
 
 def _host(watched: Watched, numbers: list[int], end: Place) -> HostTimes:
     """Of some calls, the shortest: see NOTE [ The host's clock ] in ``watch.py``."""
-    ran = [number for number in numbers if ("ran", number) in watched.readings]
+    ran = [number for number in numbers if watched.reruns_of(number)]
     seen = [number for number in ran if watched.calls[number].is_seen]
     unseen = [number for number in ran if not watched.calls[number].is_seen]
 
     def forward(numbers: list[int]) -> float:
         return min(watched.host_seconds(("forward", number), ("end", number)) for number in numbers)
 
+    def backward(number: int) -> float:
+        until = ("back", number - 1) if number else end
+        spans = _between(("back", number), until, watched.reruns_of(number))
+        return sum(watched.host_seconds(*span) for span in spans)
+
     def rerun(numbers: list[int]) -> float:
-        return min(watched.host_seconds(("again", number), ("ran", number)) for number in numbers)
+        return min(sum(watched.host_seconds(*span) for span in watched.reruns_of(number)) for number in numbers)
 
     region = forward(seen or ran)
     return HostTimes(
         plain=_PLAIN * region,
         region=region,
         rerun=rerun(seen or ran),
-        backward=min(watched.host_seconds(("ran", number), ("back", number - 1) if number else end) for number in ran),
+        backward=min(map(backward, ran)),
         unwatched=forward(unseen) if seen and unseen else None,
         unwatched_rerun=rerun(unseen) if seen and unseen else None,
     )

@@ -68,12 +68,18 @@ class Watched:
     host: dict[Place, float]
     """Seconds on the host's clock."""
     order: list[Place] = field(default_factory=list)
+    reruns: list[int] = field(default_factory=list)
+    """Of the instants ``("again", n)`` and ``("ran", n)``, between which something of a call ran again: whose."""
     asked: list[tuple[int, int]] = field(default_factory=list)
     """Of each instant ``("asked", n)``: which call's backward was given what it had saved after how many operators."""
     freed: list[int] = field(default_factory=list)
     """Of each instant ``("let go", n)``: bytes of what a backward was given, and its own code holds no more."""
     queued: dict[Place, float] = field(default_factory=dict)
     """Seconds since the first instant on the host's clock, with all that it did."""
+
+    def reruns_of(self, number: int) -> list[tuple[Place, Place]]:
+        """When something of a call began to run again, and when that had ended, in order."""
+        return [(("again", n), ("ran", n)) for n, whose in enumerate(self.reruns) if whose == number]
 
     def level(self, place: Place) -> int:
         """Bytes allocated at an instant, without those on their way."""
@@ -163,6 +169,9 @@ class Watch:
         self._host: dict[Place, float] = {}
         self._queued: dict[Place, float] = {}
         self._spent = 0.0
+        self._reruns: list[int] = []
+        self._running: list[int] = []
+        """Of these, those that have not ended."""
         self._asked: list[tuple[int, int]] = []
         self._moves = self._releases = 0
         self._freed: list[int] = []
@@ -212,13 +221,14 @@ class Watch:
             self._tell_of_gradient(tensors, "back", number)
 
     def rerun_begins(self, number: int) -> None:
-        """It runs again. Of several times, the first counts."""
-        if ("again", number) not in self._on_their_way:
-            self._mark("again", number)
+        """Something of it runs again."""
+        self._mark("again", len(self._reruns))
+        self._reruns.append(number)
+        self._running.append(len(self._reruns) - 1)
 
     def rerun_ended(self, number: int) -> None:
-        """That has ended. Of several times, the last counts."""
-        self._mark("ran", number)
+        """That has ended."""
+        self._mark("ran", self._running.pop())
 
     def asked(self, number: int, place: int, tensor: torch.Tensor, handle: object) -> None:
         """A block's backward is given what it saved after so many operators, by a handle that autograd holds."""
@@ -254,6 +264,7 @@ class Watch:
             self._on_their_way,
             self._host,
             order,
+            self._reruns,
             self._asked,
             self._freed,
             {place: queued - first for place, queued in self._queued.items()},

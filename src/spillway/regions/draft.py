@@ -15,7 +15,8 @@ from spillway.records import Decision
 from spillway.regions.packs import Pack, Packs
 from spillway.regions.proofs import fingerprint
 from spillway.regions.scribe import Peeks, Scribe, is_own
-from spillway.regions.tape import Base, Saved, Spot, Step, Tape, Untold
+from spillway.regions.steps import Spot, Step
+from spillway.regions.tape import Base, Saved, Tape, Untold
 from spillway.regions.tensors import below_modes
 from spillway.regions.trace import Trace
 
@@ -124,7 +125,7 @@ class Draft:
             prints[place] = fingerprint(tensor)
 
         try:
-            tape.play(tape.runs(None, ()), base_of, self._scribe.states, give)
+            tape.play(tape.all_runs, base_of, self._scribe.states, give)
         except Untold:
             return []
         return [None if known is None else each for known, each in zip(self.prints, prints, strict=True)]

@@ -4,8 +4,9 @@ NOTE [ How a call is followed ]
 
 The function runs, under a mode that compares each operator with the tape's next one, and under hooks that give
 autograd handles of what is to be computed. What the tape needs handed in is held: tensors from outside as they are, the
-function's own tensors and what is preserved as was decided about them. When backward asks for the first handle, the
-tape runs, and has what the other handles stand for, too; each lets go of its own when it is asked, or dies.
+function's own tensors and what is preserved as was decided about them. When backward asks for the first handle of a
+part (NOTE [ Parts ] in ``tape.py``), that part runs, and has what the part's other handles stand for, too; each lets go
+of its own when it is asked, or dies.
 
 Where an operator, or what is saved, is not what the tape has next, the call is *lost*: what comes after is kept. What
 came before stands as it is, for it hangs on nothing that came later.
@@ -167,7 +168,7 @@ class Followed:
         with self._lock:
             result = self._results.pop(place, None)
             if result is None:
-                self._play()
+                self._play(place)
                 result = self._results.pop(place)
             return result
 
@@ -176,22 +177,21 @@ class Followed:
         # Without the lock: a handle may die within what holds it.
         self._results.pop(place, None)
 
-    def _play(self) -> None:
+    def _play(self, place: int) -> None:
+        """Compute the part that a place belongs to."""
         mode = self._mode
         if mode is not None:
             # Within the function itself: what it has come to is there.
             self._outside.update(mode.outside)
             self._before = mode.before
-        alive = [place for place, handle in self._handles.items() if handle() is not None]
-        wanted = None if len(alive) == self._tape.computed else sorted(alive)
+        wanted = [each for each in self._tape.part(place) if self._is_alive(each)]
         lost = {value for value, (handle, _) in self._given.items() if not handle.is_intact()}
         lost.update(value for value, tracker in self._trackers if tracker.was_written)
         lost.difference_update(self._tape.inputs)
         made: list[torch.Tensor] = []
 
         def give(place: int, tensor: torch.Tensor) -> None:
-            handle = self._handles.get(place)
-            if handle is not None and handle() is not None:
+            if self._is_alive(place):
                 self._results[place] = tensor
                 made.append(tensor)
 
@@ -200,6 +200,10 @@ class Followed:
         with torch._C._DisableTorchDispatch() if mode is not None else self._rerunning(), self._globals.in_force():
             self._tape.play(self._tape.runs(wanted, lost), self._base, self._states, give)
         self._passage.ledger.recomputed_bytes += storage_bytes(made)
+
+    def _is_alive(self, place: int) -> bool:
+        handle = self._handles.get(place)
+        return handle is not None and handle() is not None
 
     def _base(self, value: int) -> Base:
         """Memory that the tape does not make."""

@@ -15,7 +15,8 @@ from spillway.regions.globals import Numerics
 from spillway.regions.mode import OperatorMode
 from spillway.regions.outside import refuse_written
 from spillway.regions.schema import argument, facts_of
-from spillway.regions.tape import Spot, Step, Tape
+from spillway.regions.steps import Spot, Step
+from spillway.regions.tape import Tape
 from spillway.regions.tensors import PLAIN, Tracker, aliases_of, is_strided, tensors_in
 from spillway.regions.trace import is_cast, leaf_of
 from spillway.runtime.bytes import Bytes

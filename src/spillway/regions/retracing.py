@@ -10,7 +10,8 @@ import torch
 
 from spillway.regions.following import Following
 from spillway.regions.replay import Differs
-from spillway.regions.tape import Base, Spot, Step, Tape
+from spillway.regions.steps import Spot, Step
+from spillway.regions.tape import Base, Tape
 from spillway.regions.tensors import is_strided
 
 

@@ -13,12 +13,12 @@ from spillway.regions.calls import Call
 from spillway.regions.generators import GeneratorState, generator_of
 from spillway.regions.mode import OperatorMode
 from spillway.regions.schema import Facts, facts_of_call
-from spillway.regions.tape import Spot, Step
+from spillway.regions.steps import Spot, Step
 from spillway.regions.tensors import PLAIN, are_numbers, is_strided
 from spillway.regions.trace import is_cast
 from spillway.regions.values import Values
 
-_OWN = frozenset(("aten", "prims"))
+OWN = frozenset(("aten", "prims"))
 """Libraries whose operators hang on what they are given, and on settings that are known."""
 _PEEKS = frozenset(("numpy", "data_ptr", "__dlpack__", "__array__", "_to_dlpack"))
 _UNWRITTEN = frozenset(
@@ -32,7 +32,7 @@ _UNWRITTEN = frozenset(
 
 def is_own(func: Any) -> bool:
     """Whether it is an operator of one of those libraries."""
-    return isinstance(func, torch._ops.OpOverload) and func.namespace in _OWN
+    return isinstance(func, torch._ops.OpOverload) and func.namespace in OWN
 
 
 class Scribe(OperatorMode):

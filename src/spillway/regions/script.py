@@ -87,6 +87,23 @@ class Script:
         """What calls that are told apart in this way do, if there is a tape of it."""
         return self._tapes.get(key)
 
+    def like(self, key: TapeKey) -> Tape | None:
+        """A tape of calls with such arguments about which something else was decided, if no other is known of these."""
+        if key in self._tapes:
+            return None
+        _, kinds = key
+        return next((tape for (_, other), tape in self._tapes.items() if tape is not None and other == kinds), None)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it was seen if there is a tape of some kind of call."""
+        return bool(self._tapes) or self._losses >= _MOST_LOSSES
+
+    @property
+    def is_told(self) -> bool:
+        """Whether there is a tape of each kind of call that one was wanted of."""
+        return bool(self._tapes) and None not in self._tapes.values()
+
     def wants_tape(self, key: TapeKey, at_once: bool | None) -> bool:
         """Whether one is to be written, which costs two re-runs.
 
@@ -121,7 +138,8 @@ class Script:
         """A call did something else than is on its tape. Where that happens often, tapes are no use."""
         self._losses += 1
         kept = {} if self._losses >= _MOST_LOSSES else self._tapes
-        self._tapes = {other: tape for other, tape in kept.items() if other != key}
+        # Those of other decisions about such calls say the same of what the function does.
+        self._tapes = {other: tape for other, tape in kept.items() if other[1] != key[1]}
 
 
 def _wanted(packs: Packs) -> _Values:

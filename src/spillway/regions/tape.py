@@ -20,11 +20,17 @@ There is a tape of what can be told by values alone. A function that writes in p
 is to write unseen, whose shapes hang on data, that calls other regions, collectives, or operators that are not
 PyTorch's own and may know more than they are given, or that has tensors of another class or layout, is run again
 itself.
+
+NOTE [ Parts ]
+
+What is computed again falls into parts that hang on nothing of each other but on what is there: of a decoder layer
+whose middle sum is kept, attention is one and the MLP is another. Each is computed when backward first asks for
+something of it, so that they are not there at once, and a copy back that only one of them needs has more time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -36,79 +42,14 @@ from spillway.errors import RecomputeError
 from spillway.records import Decision
 from spillway.regions.generators import GeneratorState, default_generator
 from spillway.regions.globals import Numerics
+from spillway.regions.steps import Spot, Step, spots_in
 
 _RECOMPUTE = Decision.RECOMPUTE
 _MOST_OTHERS = 16
-_ADDS_UP = ("mm", "mv", "dot", "conv", "attention", "linear", "matmul", "rnn", "lstm", "gru")
-"""Words in the names of operators that hang on :class:`Numerics`."""
 
 
 class Untold(RecomputeError):  # noqa: N818  (when a tape is tried, it is no error of anybody's: there is none)
     """What a function does cannot be told by a tape."""
-
-
-class Spot:
-    """How a tensor lies in the memory of a value. Of equal ones a tape has one."""
-
-    __slots__ = ("dtype", "end", "is_made", "offset", "size", "start", "stride", "value", "view")
-
-    def __init__(self, value: int, view: ViewRecipe) -> None:
-        self.value = value
-        self.view = view
-        self.dtype, self.size, self.stride, self.offset = view.dtype, view.size, view.stride, view.offset
-        last = view.offset + sum((size - 1) * stride for size, stride in zip(view.size, view.stride, strict=True))
-        self.start = view.offset * view.dtype.itemsize
-        """Its first byte."""
-        self.end = self.start if 0 in view.size else (last + 1) * view.dtype.itemsize
-        """The one after its last."""
-        self.is_made = False
-        """Whether the operator that made the value gave it so."""
-
-
-class Step:
-    """One operator."""
-
-    __slots__ = (
-        *("args", "constants", "decision", "func", "is_random", "kwargs", "lists", "makes", "numerics", "others"),
-        *("reads", "renames", "single", "spots"),
-    )
-
-    def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_random: bool) -> None:
-        self.func = func
-        self.args = args
-        """What it is given, with a :class:`Spot` in place of each tensor."""
-        self.kwargs = kwargs
-        """The same by keyword. None of them is a tensor."""
-        self.spots = tuple((place, arg) for place, arg in enumerate(args) if type(arg) is Spot)
-        self.lists = tuple((place, arg) for place, arg in enumerate(args) if type(arg) is list and any(spots_in(arg)))
-        """Arguments with tensors in them."""
-        others = (*dict(self.spots), *dict(self.lists))
-        self.constants = tuple((place, arg) for place, arg in enumerate(args) if place not in others)
-        self.is_random = is_random
-        self.single = True
-        """Whether it gives one tensor."""
-        self.makes: tuple[tuple[int, Spot], ...] = ()
-        """New values, by their places among the outputs. None: it is a view, and computes nothing."""
-        self.others: tuple[Any, ...] | None = None
-        """What it gives, with ``None`` in place of what it makes; ``None``: it may give other names for its arguments.
-        """
-        self.reads = tuple(dict.fromkeys(spot.value for spot in spots_in(args)))
-        """Values."""
-        self.decision = _RECOMPUTE
-        """What becomes of what it makes."""
-        self.numerics = Numerics.now() if any(word in func._schema.name for word in _ADDS_UP) else None
-        """The settings under which it ran, if it hangs on them."""
-        self.renames = -1
-        """A value of which it gives another name, though it is no view by its schema; -1: none."""
-
-
-def spots_in(values: Any) -> Iterator[Spot]:
-    """Those among arguments, in lists too."""
-    for value in values:
-        if type(value) is Spot:
-            yield value
-        elif type(value) is list:
-            yield from spots_in(value)
 
 
 class Saved(NamedTuple):
@@ -184,9 +125,27 @@ class Tape:
     """Selectors that decided nothing."""
 
     @cached_property
-    def _others(self) -> dict[tuple[tuple[int, ...] | None, frozenset[int]], Sequence[_Run]]:
-        """What was found out for a part of it."""
+    def _others(self) -> dict[tuple[tuple[int, ...], frozenset[int]], Sequence[_Run]]:
+        """What was found out for some of it."""
         return {}
+
+    def decided(self, decide: Callable[[int, Any], Decision]) -> Tape:
+        """What the function does where something else is decided about what it makes.
+
+        Args:
+            decide: says it of each operator, by its place.
+        """
+        steps = [
+            step.decided(decide(place, step.func)) if step.makes else step for place, step in enumerate(self.steps)
+        ]
+        decisions = {spot.value: step.decision for step in steps for _, spot in step.makes}
+        saved = [
+            each
+            if each.spot is None or each.spot.value not in decisions
+            else each._replace(decision=decisions[each.spot.value])
+            for each in self.saved
+        ]
+        return Tape(steps, saved, self.inputs, self.count)
 
     @cached_property
     def outside(self) -> frozenset[int]:
@@ -210,11 +169,6 @@ class Tape:
                     start, end = extents.get(spot.value, (spot.start, spot.end))
                     extents[spot.value] = min(start, spot.start), max(end, spot.end)
         return extents
-
-    @cached_property
-    def computed(self) -> int:
-        """How much of what is saved is computed again."""
-        return sum(each.spot is not None and each.decision is _RECOMPUTE for each in self.saved)
 
     @cached_property
     def needed(self) -> frozenset[int]:
@@ -326,26 +280,58 @@ class Tape:
     def _whole(self) -> Sequence[_Run]:
         return self._runs(range(len(self.saved)), ())
 
-    def runs(self, wanted: Sequence[int] | None, lost: Collection[int]) -> Sequence[_Run]:
+    def part(self, place: int) -> Sequence[int]:
+        """The places of what is computed again together with what was saved at one. See NOTE [ Parts ]."""
+        return self._parts[place]
+
+    @cached_property
+    def _parts(self) -> Mapping[int, Sequence[int]]:
+        joined: dict[int, set[int]] = {}
+        """Of values that are computed again, those of the same part."""
+        for run in self._whole:
+            if run.step is None:
+                continue
+            near = {id(joined[value]): joined[value] for value in run.step.reads if value in joined}
+            part = max(near.values(), key=len, default=set[int]())
+            for other in near.values():
+                if other is not part:
+                    part |= other
+                    joined.update(dict.fromkeys(other, part))
+            part.update(run.values)
+            joined.update(dict.fromkeys(run.values, part))
+        places: dict[int, list[int]] = {}
+        parts = {}
+        for place, (spot, decision, _) in enumerate(self.saved):
+            if spot is not None and decision is _RECOMPUTE:
+                # What is no step's is a part by itself.
+                part = joined.setdefault(spot.value, {spot.value})
+                parts[place] = places.setdefault(id(part), [])
+                parts[place].append(place)
+        return parts
+
+    def runs(self, wanted: Sequence[int], lost: Collection[int]) -> Sequence[_Run]:
         """What to do for what was saved.
 
         Args:
-            wanted: of what is computed again, by its place in :attr:`saved`; ``None``: all of it.
+            wanted: of what is computed again, by its place in :attr:`saved`.
             lost: values that cannot be handed in, since they were written.
         """
-        if wanted is None and not lost:
-            return self._whole
-        key = (None if wanted is None else tuple(wanted), frozenset(lost))
+        key = tuple(wanted), frozenset(lost)
         runs = self._others.get(key)
         if runs is None:
-            if len(self._others) >= _MOST_OTHERS:
+            if len(self._others) >= _MOST_OTHERS + len(self._parts):
                 self._others.clear()
             if lost:
                 # What takes their place may hang on what nobody holds.
                 lost = {*lost, *(self._preserved - self.handed)}
             # Where a branch of the function is of no use to anybody, it is the same in each call.
-            runs = self._others[key] = self._runs(range(len(self.saved)) if wanted is None else wanted, lost)
+            runs = self._others[key] = self._runs(wanted, lost)
         return runs
+
+    @property
+    def all_runs(self) -> Sequence[_Run]:
+        """What to do for all of it."""
+        return self._whole
 
     def _runs(self, wanted: Sequence[int], lost: Collection[int]) -> Sequence[_Run]:
         gives: dict[int, list[int]] = {}

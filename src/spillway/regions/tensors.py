@@ -20,7 +20,9 @@ _exclude = torch._C._SetExcludeDispatchKeyGuard
 _VERSIONS = torch._C.DispatchKey.ADInplaceOrView
 
 # By class, since to ask whether something is a tensor or a generator is to ask a metaclass, in Python.
-_NUMBERS = frozenset((int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.layout))
+_NUMBERS = frozenset(
+    (int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+)
 
 
 def below_modes(tensor: torch.Tensor) -> AbstractContextManager[object]:

@@ -1,0 +1,86 @@
+"""What is on a tape: operators, and how the tensors that they are given lie in the memory of values."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+from spillway.capture.identity import ViewRecipe
+from spillway.records import Decision
+from spillway.regions.globals import Numerics
+
+_ADDS_UP = ("mm", "mv", "dot", "conv", "attention", "linear", "matmul", "rnn", "lstm", "gru")
+"""Words in the names of operators that hang on :class:`Numerics`."""
+
+
+class Spot:
+    """How a tensor lies in the memory of a value. Of equal ones a tape has one."""
+
+    __slots__ = ("dtype", "end", "is_made", "offset", "size", "start", "stride", "value", "view")
+
+    def __init__(self, value: int, view: ViewRecipe) -> None:
+        self.value = value
+        self.view = view
+        self.dtype, self.size, self.stride, self.offset = view.dtype, view.size, view.stride, view.offset
+        last = view.offset + sum((size - 1) * stride for size, stride in zip(view.size, view.stride, strict=True))
+        self.start = view.offset * view.dtype.itemsize
+        """Its first byte."""
+        self.end = self.start if 0 in view.size else (last + 1) * view.dtype.itemsize
+        """The one after its last."""
+        self.is_made = False
+        """Whether the operator that made the value gave it so."""
+
+
+class Step:
+    """One operator."""
+
+    __slots__ = (
+        *("args", "constants", "decision", "func", "is_random", "kwargs", "lists", "makes", "numerics", "others"),
+        *("reads", "renames", "single", "spots"),
+    )
+
+    def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_random: bool) -> None:
+        self.func = func
+        self.args = args
+        """What it is given, with a :class:`Spot` in place of each tensor."""
+        self.kwargs = kwargs
+        """The same by keyword. None of them is a tensor."""
+        self.spots = tuple((place, arg) for place, arg in enumerate(args) if type(arg) is Spot)
+        self.lists = tuple((place, arg) for place, arg in enumerate(args) if type(arg) is list and any(spots_in(arg)))
+        """Arguments with tensors in them."""
+        others = (*dict(self.spots), *dict(self.lists))
+        self.constants = tuple((place, arg) for place, arg in enumerate(args) if place not in others)
+        self.is_random = is_random
+        self.single = True
+        """Whether it gives one tensor."""
+        self.makes: tuple[tuple[int, Spot], ...] = ()
+        """New values, by their places among the outputs. None: it is a view, and computes nothing."""
+        self.others: tuple[Any, ...] | None = None
+        """What it gives, with ``None`` in place of what it makes; ``None``: it may give other names for its arguments.
+        """
+        self.reads = tuple(dict.fromkeys(spot.value for spot in spots_in(args)))
+        """Values."""
+        self.decision = Decision.RECOMPUTE
+        """What becomes of what it makes."""
+        self.numerics = Numerics.now() if any(word in func._schema.name for word in _ADDS_UP) else None
+        """The settings under which it ran, if it hangs on them."""
+        self.renames = -1
+        """A value of which it gives another name, though it is no view by its schema; -1: none."""
+
+    def decided(self, decision: Decision) -> Step:
+        """The same, with something else becoming of what it makes."""
+        if self.decision is decision:
+            return self
+        other = copy.copy(self)
+        other.decision = decision
+        return other
+
+
+def spots_in(values: Any) -> Iterator[Spot]:
+    """Those among arguments, in lists too."""
+    for value in values:
+        if type(value) is Spot:
+            yield value
+        elif type(value) is list:
+            yield from spots_in(value)
