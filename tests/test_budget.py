@@ -385,6 +385,28 @@ def test_whatever_a_plan_is_its_peak_is_the_predicted_one(
             assert -0.035 <= off <= 0.09, number
 
 
+def test_a_plan_that_is_given_is_held_whatever_comes(session: Session, tmp_path: Path) -> None:
+    """In the first step blocks run again whole, if there are no tapes; then in parts, also where inputs are larger."""
+    kind = NAMED["attention"]
+    model, batch = kind.model(), kind.batch()
+    with Session(spill_directory=tmp_path) as before:
+        profile = spillway.profile(model, batch, session=before)
+    assert all(block.is_told for block in profile.kinds)
+    plan = spillway.plan(profile, budget=budget_of(profile, 0.3), hardware=hardware(), allow=("keep", "recompute"))
+    assert any(block.recomputes for block in plan.blocks)
+    plain = [one_step(model, batch[:size]) for size in (8, 16)]
+    stages = []
+    for _ in range(2):
+        with spillway.attach(model, plan=plan, session=session) as attached:
+            for size in (8, 8, 16, 8):
+                stages.append(attached.stage)
+                assert all(map(torch.equal, one_step(model, batch[:size]), plain[size > 8]))
+            assert attached.plan == plan
+            assert "anew" not in attached.explain()
+    # The second time there are tapes.
+    assert stages == ["tracing", "tracing", *["holding"] * 2, *["holding"] * 4]
+
+
 def test_memory_of_what_came_back_is_given_back_before_the_next_step(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:

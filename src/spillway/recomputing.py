@@ -384,7 +384,7 @@ def _tape(choices: Choices, key: TapeKey, script: Script) -> Tape | None:
     other = script.like(key) if tape is None and choices.is_planned else None
     if other is not None:
         # What the function does hangs on no decision: a new plan needs no new tape.
-        tape = replace(other.decided(choices.by_place), unused=tuple(choices.unused()))
+        tape = replace(other.decided(choices.by_place), unused=tuple(choices.unused())).prepared()
         script.write(key, tape)
     return tape
 

@@ -594,6 +594,22 @@ def test_many_sizes_cost_nothing_more(regions: Regions) -> None:
     assert tapes_of(regions.session) == []
 
 
+@pytest.mark.parametrize("how", [{}, {"save": ["aten::sin"]}], ids=["nothing", "save"])
+def test_memory_formats_are_told(regions: Regions, how: dict[str, Any]) -> None:
+    """As of most attention: heads are brought together in memory of their own."""
+    form = torch.contiguous_format
+
+    def function(x: Tensor) -> Tensor:
+        y = x.sin().transpose(0, 2)
+        return (y.clone(memory_format=form) @ y.transpose(1, 2).contiguous()).reshape(-1, 5).exp().tanh()
+
+    followed(regions, function, **how)
+    form = torch.preserve_format
+    for seed in range(3):
+        assert_identical(gradients_of(regions, function, seed=seed, **how), gradients_of(None, function, seed=seed))
+    assert [tape is not None for tape in tapes_of(regions.session)] == [True]
+
+
 def test_a_function_that_fails_half_way(regions: Regions) -> None:
     fails = False
 

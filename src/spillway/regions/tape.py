@@ -147,6 +147,13 @@ class Tape:
         ]
         return Tape(steps, saved, self.inputs, self.count)
 
+    def prepared(self) -> Tape:
+        """This tape, of which all that calls ask is worked out: the first of them is not to take longer."""
+        _ = self.outside, self.extents, self.devices, self.sends, self.is_shown, self.is_whole, self.compared, self.last
+        for part in {id(part): part for part in self._parts.values()}.values():
+            self.runs(part, ())
+        return self
+
     @cached_property
     def outside(self) -> frozenset[int]:
         """Values that the function did not make, and that are none of its tensors."""

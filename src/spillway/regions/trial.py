@@ -97,7 +97,7 @@ class Trial:
             draft = Draft.of(self._function, tensors, self._trace, self._packs)
             if draft is None or not same_bits(draft.prints, draft.played(self._trace)):
                 return None
-            return replace(draft.tape, unused=self.unused)
+            return replace(draft.tape, unused=self.unused).prepared()
         finally:
             restore()
 
