@@ -29,7 +29,7 @@ from planning.blocks import (
     recorded,
     told_apart,
 )
-from spillway.attaching.pilot import how_of
+from spillway.attaching.treating import how_of
 from spillway.planning.outcome import Outcome, leaves_at
 from spillway.planning.plan import planned_block
 from spillway.planning.profile import Again, BackwardPart, BlockProfile, HostTimes, OperatorProfile, Value

@@ -25,12 +25,14 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.nn import Module
 
 from spillway.blocks import is_a
 from spillway.errors import SpillwayError, UnsupportedError, UsageError
+from spillway.planning.profile import Outside, Profile
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -159,3 +161,30 @@ def _gathered(mine: T, group: ProcessGroup) -> list[T]:
             f"until a plan is held; let them, or give each one the same plan: attach(model, plan=...)"
         ) from error
     return found
+
+
+def shared_profile(profiles: Sequence[Profile]) -> Profile:
+    """One for all ranks, of those of each."""
+    largest = max(profiles, key=lambda profile: profile.saved_bytes)
+    fullest = max(profiles, key=lambda profile: profile.static_bytes)
+
+    def is_told(number: int) -> bool:
+        return all(each.is_told for profile in profiles for each in profile.kinds[number : number + 1])
+
+    return replace(
+        largest,
+        kinds=tuple(replace(kind, is_told=is_told(number)) for number, kind in enumerate(largest.kinds)),
+        static_bytes=fullest.static_bytes,
+        static=fullest.static,
+        before=_fullest(largest.before, [profile.before for profile in profiles]),
+        middle=_fullest(largest.middle, [profile.middle for profile in profiles]),
+        after=_fullest(largest.after, [profile.after for profile in profiles]),
+    )
+
+
+def _fullest(part: Outside, parts: Sequence[Outside]) -> Outside:
+    return replace(
+        part,
+        peak_bytes=max(each.peak_bytes for each in parts),
+        change_bytes=max(each.change_bytes for each in parts),
+    )

@@ -37,7 +37,6 @@ from __future__ import annotations
 
 import enum
 import threading
-import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -47,21 +46,18 @@ import torch
 from torch.nn import Module
 from torch.utils._pytree import tree_leaves
 
-from spillway.attaching.peers import Peers, peers_of
+from spillway.attaching.peers import Peers, peers_of, shared_profile
 from spillway.attaching.steering import Divided, Steered
+from spillway.attaching.treating import LEAST, told_of, treat_by, treat_whole
 from spillway.blocks import signature
 from spillway.errors import BudgetError, UsageError
-from spillway.operators import Planned
-from spillway.planning.plan import BlockPlan, Plan
-from spillway.planning.profile import Outside, Profile
+from spillway.planning.plan import Plan
+from spillway.planning.profile import Profile
 from spillway.profiling.compile import compile_profile
 from spillway.profiling.meter import allocated
 from spillway.profiling.probe import Probe, WatchedRegion
 from spillway.profiling.slowness import Slowness
 from spillway.profiling.watch import Watch, Watched
-from spillway.recomputing import Recompute
-from spillway.records import Decision
-from spillway.regions.script import Script
 from spillway.runtime.mover import Mover
 from spillway.session import Session
 from spillway.units import format_bytes
@@ -72,8 +68,6 @@ if TYPE_CHECKING:
     from spillway.planning.hardware import Hardware
     from spillway.profiling.statics import Known
 
-LEAST = Recompute(offload="inputs")
-"""What takes the least memory: everything is computed again, and inputs are away meanwhile."""
 _MOST_ROUNDS = 8
 _MOST_PROBES = 256
 _MOST_OTHERS = 4
@@ -204,22 +198,10 @@ class Pilot:
             block.how = LEAST
         if self.plan is not None:
             self.apply(self.plan)
-            self._write_tapes(blocks)
+            if treat_whole(blocks, self._used_session):
+                self.stage = Stage.TRACING
         elif self._optimizer is not None:
             self._optimizer.divide(1.0)
-
-    def _write_tapes(self, blocks: Sequence[RegionCall]) -> None:
-        """Let there be tapes first of blocks that the plan computes again."""
-        for block in blocks:
-            planned = None if block.how is None else block.how.policy
-            if isinstance(planned, Planned) and planned.recomputes and not self._script(block).is_known:
-                block.how = Recompute(policy=Planned({}, planned.inputs))
-                self.stage = Stage.TRACING
-
-    def _script(self, block: RegionCall) -> Script:
-        module = block.module()
-        assert module is not None
-        return self._used_session.proofs(weakref.ref(module)).script
 
     def _check_blocks(self, blocks: Sequence[RegionCall]) -> None:
         inner = next((block.name for block in blocks if block.has_inner), None)
@@ -372,7 +354,7 @@ class Pilot:
             self._weighed, self._others = watched, 0
             self.stage = Stage.MEASURING
         elif self.stage is Stage.MEASURING:
-            self.profile = _of_all(self._peers.share("profile", lambda: self._compiled(watched)))
+            self.profile = shared_profile(self._peers.share("profile", lambda: self._compiled(watched)))
             # They have all that they saw; the profile says it shorter.
             self._probes.clear()
             self._weighed = None
@@ -415,17 +397,8 @@ class Pilot:
             min_bytes=self._min_bytes,
             known=self._known,
         )
-        profile = self._told(profile)
+        profile = told_of(profile, self._blocks, self._used_session)
         return profile if self._optimizer is None else replace(profile, optimizer=self._optimizer.profile())
-
-    def _told(self, profile: Profile) -> Profile:
-        """The profile, with the kinds of blocks of which each has a tape."""
-        have = {block.name: self._script(block).is_told for block in self._blocks}
-        told = [True] * len(profile.kinds)
-        for each in profile.calls:
-            told[each.kind] &= have[each.name]
-        kinds = zip(profile.kinds, told, strict=True)
-        return replace(profile, kinds=tuple(replace(kind, is_told=is_told) for kind, is_told in kinds))
 
     def _replan(self) -> None:
         if self._planner is None or self._aim is None:
@@ -433,7 +406,8 @@ class Pilot:
         assert self.profile is not None
         profile = self.profile
         # What blocks do may have changed since.
-        self.profile = _of_all(self._known_peers.share("told", lambda: self._told(profile)))
+        told = partial(told_of, profile, self._blocks, self._used_session)
+        self.profile = shared_profile(self._known_peers.share("told", told))
         self._slowness = None
         self.plan = self._planner(self.profile, self._aim, self._known_peers)
         self.apply(self.plan)
@@ -536,17 +510,7 @@ class Pilot:
         Raises:
             UsageError: if it is of another model.
         """
-        known = {block.name: block for block in plan.blocks}
-        names = {call.name for call in self._blocks}
-        frozen = {call.name for call in self._blocks if call.name not in known and _is_frozen(call)}
-        if known.keys() | frozen != names:
-            odd = sorted((known.keys() | frozen) ^ names)
-            raise UsageError(
-                f"plan: got one for {plan.model} with {len(known)} blocks, expected the {len(names)} of this model "
-                f"({', '.join(map(repr, odd[:3]))} only one of them has); make a plan of this model's own profile"
-            )
-        for call in self._blocks:
-            call.how = None if call.name in frozen else how_of(known[call.name])
+        treat_by(plan, self._blocks)
         self._mover().claim(self, plan.window)
         if self._optimizer is not None and plan.optimizer_fraction is not None:
             self._optimizer.divide(plan.optimizer_fraction)
@@ -612,43 +576,3 @@ class Pilot:
 
 def _kinds(watched: Watched) -> list[Hashable]:
     return [call.kind for call in watched.calls]
-
-
-def _of_all(profiles: Sequence[Profile]) -> Profile:
-    """One for all ranks. See NOTE [ One plan for many ranks ] in ``peers.py``."""
-    largest = max(profiles, key=lambda profile: profile.saved_bytes)
-    fullest = max(profiles, key=lambda profile: profile.static_bytes)
-    told = [
-        all(each) for each in zip(*([kind.is_told for kind in profile.kinds] for profile in profiles), strict=False)
-    ]
-    return replace(
-        largest,
-        kinds=tuple(replace(kind, is_told=is_told) for kind, is_told in zip(largest.kinds, told, strict=False)),
-        static_bytes=fullest.static_bytes,
-        static=fullest.static,
-        before=_fullest(largest.before, [profile.before for profile in profiles]),
-        middle=_fullest(largest.middle, [profile.middle for profile in profiles]),
-        after=_fullest(largest.after, [profile.after for profile in profiles]),
-    )
-
-
-def _fullest(part: Outside, parts: Sequence[Outside]) -> Outside:
-    return replace(
-        part,
-        peak_bytes=max(each.peak_bytes for each in parts),
-        change_bytes=max(each.change_bytes for each in parts),
-    )
-
-
-def _is_frozen(call: RegionCall) -> bool:
-    module = call.module()
-    return module is not None and not any(parameter.requires_grad for parameter in module.parameters())
-
-
-def how_of(block: BlockPlan) -> Recompute | None:
-    """How a block is called; ``None``: it is left alone."""
-    if block.plain:
-        return None
-    decisions = {each.place: (each.operator, each.decision) for each in block.operators}
-    inputs = Decision.KEEP if block.inputs is Decision.RECOMPUTE else block.inputs
-    return Recompute(policy=Planned(decisions, inputs, block.recomputes), watch=block.watched)

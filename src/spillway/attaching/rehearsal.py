@@ -25,7 +25,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from spillway.attaching.block import RegionCall
-from spillway.attaching.pilot import LEAST, Pilot, Stage
+from spillway.attaching.pilot import Pilot, Stage
+from spillway.attaching.treating import LEAST
 from spillway.capture.handles import KeptHandle, unpack
 from spillway.capture.identity import is_parameter
 from spillway.operators import Choices
