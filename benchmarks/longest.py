@@ -163,7 +163,7 @@ def planned(model: Whole, options: argparse.Namespace) -> int:
     return spillway.longest(
         of,
         budget=options.budget,
-        host_budget=options.host_budget,
+        session=options.session,
         at_least=4 * options.multiple,
         multiple_of=options.multiple,
         loss=lambda loss: loss,
@@ -174,7 +174,7 @@ def trained(model: Whole, options: argparse.Namespace, tokens: int) -> dict[str,
     """Steps of the longest sequence, planned as a user would."""
     positions(model, tokens, options)
     batch = batch_of(options, tokens)
-    with spillway.attach(model, budget=options.budget, host_budget=options.host_budget) as attached:
+    with spillway.attach(model, budget=options.budget, session=options.session) as attached:
         times = []
         while attached.stage != "holding" or len(times) < 7:
             torch.accelerator.reset_peak_memory_stats()
@@ -192,6 +192,7 @@ def trained(model: Whole, options: argparse.Namespace, tokens: int) -> dict[str,
             "peak_task": attached.plan.peak_task,
             "host_bytes": stats.host_bytes,
             "offloaded_bytes": stats.offloaded_bytes,
+            "notes": list(stats.notes),
         }
 
 
@@ -213,6 +214,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     options.device = accelerator.type
+    options.session = spillway.Session(host_budget=options.host_budget)
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     model = make(options, options.multiple)
     if not options.gradients:
@@ -239,7 +241,7 @@ def write(options: argparse.Namespace, result: dict[str, Any]) -> None:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "spillway": spillway.__version__},
         "hardware": {"device": torch.cuda.get_device_name(0), "cores": os.cpu_count()},
-        "options": {name: str(value) for name, value in vars(options).items()},
+        "options": {name: str(value) for name, value in vars(options).items() if name != "session"},
     }
     options.json.write_text(json.dumps({**header, **result}, indent=2) + "\n")
 

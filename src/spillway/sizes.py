@@ -58,7 +58,7 @@ def longest(
     Args:
         step: from a size to a model and a batch of that size, as for :func:`spillway.profile`.
         budget: bytes, or a size, as for :func:`spillway.plan`. No share: all sizes are within a share of themselves.
-        host_budget: as for :func:`spillway.plan`. ``None``: what the session has room for.
+        host_budget: as for :func:`spillway.plan`, and no more than the session has room for.
         disk_budget: as for :func:`spillway.plan`.
         allow: as for :func:`spillway.plan`.
         loss: as for :func:`spillway.profile`.
@@ -139,14 +139,17 @@ class _Sizes:
 
     def fits(self, size: int) -> bool:
         """Whether one does, by a profile, and by two steps with its plan, or with one for so much less."""
+        budget = parse_bytes(self.budget, what="budget")
         less = 0
         try:
             profile = self.profile(size)
             for _ in range(_TRIES):
-                over = self._peak(size, self.plan(profile, less)) - parse_bytes(self.budget, what="budget")
+                over = self._peak(size, self.plan(profile, less)) - budget
                 if over <= 0:
                     return True
                 less += over
+                if less >= budget:
+                    break
         except (BudgetError, torch.OutOfMemoryError):
             pass
         return False
@@ -163,7 +166,7 @@ class _Sizes:
         """For a profile, and so many bytes less than the budget."""
         return plan(
             profile,
-            budget=self.budget if less == 0 else parse_bytes(self.budget, what="budget") - less,
+            budget=parse_bytes(self.budget, what="budget") - less,
             host_budget=self._room(profile),
             disk_budget=self.disk_budget,
             allow=self.allow,
@@ -211,10 +214,11 @@ class _Sizes:
         )
 
     def _room(self, profile: Profile) -> int | str | None:
-        if self.host_budget is not None or self.is_elsewhere:
+        if self.is_elsewhere:
             return self.host_budget
         session = self.session if self.session is not None else Session.default()
-        return session.host_room(torch.device(profile.device))
+        room = session.host_room(torch.device(profile.device))
+        return room if self.host_budget is None else min(parse_bytes(self.host_budget, what="host_budget"), room)
 
     def _peak(self, size: int, plan: Plan) -> int:
         """Of the second of two steps with the plan, on an accelerator. The first tries its regions."""

@@ -18,6 +18,7 @@ from operator_bench import IGNORED, first_dtype, name_of
 from recompute.models import HOWS, MODELS, plainly, recomputed, steps
 from recompute.region_bench import RegionBench, few_samples
 from spillway.errors import RecomputeError
+from spillway.regions.unwatched import Unwatched
 from spillway.runtime.accelerator import AcceleratorBackend
 from spillway.runtime.backend import Lane
 from spillway.runtime.bytes import Bytes
@@ -198,6 +199,59 @@ def test_attention_draws_what_it_drew(session: spillway.Session, how: str, dtype
         assert [torch.equal(a, b) for a, b in zip(ours, plain, strict=True)] == [True] * len(plain)
 
 
+class Layer(nn.Module):
+    """Attention that draws nothing, though by its schema it may, and an MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(64, 192), nn.Linear(64, 64)
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 32)).movedim(-3, 0).transpose(-2, -3).unbind()
+        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        return x + self.down(functional.gelu(self.up(x)))
+
+
+@pytest.mark.parametrize("sums", [True, False], ids=["sums-too", "attention"])
+@pytest.mark.parametrize("leaves", [True, False], ids=["offload", "save"])
+@pytest.mark.parametrize("watch", [True, False], ids=["watched", "unwatched"])
+def test_what_attention_gave_is_handed_in(
+    session: spillway.Session, monkeypatch: pytest.MonkeyPatch, watch: bool, leaves: bool, sums: bool
+) -> None:
+    calls = 0
+    run = Unwatched.run
+
+    def counted(self: Unwatched, *args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return run(self, *args)
+
+    monkeypatch.setattr(Unwatched, "run", counted)
+    torch.manual_seed(0)
+    model = nn.ModuleList(Layer() for _ in range(3)).to(DEVICE, torch.bfloat16)
+
+    def gradients(call: Callable[..., Any], seed: int) -> list[torch.Tensor]:
+        torch.manual_seed(seed)
+        x = torch.randn(2, 128, 64, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+        hidden = x * 1
+        for block in model:
+            hidden = call(block, hidden)
+        hidden.float().square().sum().backward()
+        found = [leaf.grad for leaf in (x, *model.parameters()) if leaf.grad is not None]
+        model.zero_grad(set_to_none=True)
+        return found
+
+    chosen = ["attention", *(["aten::add.Tensor"] if sums else [])]
+    how: dict[str, Any] = {"offload": ["inputs", *chosen]} if leaves else {"save": chosen}
+    for seed in range(5):
+        ours = gradients(partial(spillway.recompute, session=session, watch=watch, **how), seed)
+        expected = gradients(plainly, seed)
+        assert [torch.equal(a, b) for a, b in zip(ours, expected, strict=True)] == [True] * len(expected)
+    assert calls == (0 if watch else 3 * 3)
+
+
 DIFFERENTIABLE = [
     each for each in invocations.op_db if each.supports_autograd and first_dtype(each.supported_backward_dtypes(DEVICE))
 ]
@@ -247,6 +301,35 @@ def peak(model: nn.ModuleList, call: Callable[..., Any]) -> tuple[int, list[torc
         torch.cuda.synchronize()
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     return torch.cuda.max_memory_allocated() - before, gradients
+
+
+class Halves(nn.Module):
+    """Two halves, of each of which 64 MiB are computed again, on the input or on what is between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.halves = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.SiLU(), nn.Linear(2 * WIDTH, WIDTH)) for _ in range(2)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for half in self.halves:
+            x = x + half(x)
+        return x
+
+
+def test_halves_of_a_region_are_not_there_at_once() -> None:
+    model = nn.ModuleList(Halves() for _ in range(4)).to(DEVICE)
+    plain, expected = peak(model, plainly)
+    with spillway.Session() as session:
+        # In the second step a tape is written.
+        together, got = peak(model, partial(spillway.recompute, session=session))
+        apart, got_apart = peak(model, partial(spillway.recompute, session=session, save="aten::add.Tensor"))
+    for gradients in (got, got_apart):
+        assert all(map(torch.equal, gradients, expected))
+    # What is kept between the halves is 16 MiB a block, and 64 of 128 are there at once.
+    assert apart <= together + 4 * 16 * MIB - 60 * MIB
+    assert plain > together
 
 
 def test_regions_take_what_checkpointing_takes_and_less_if_inputs_leave() -> None:

@@ -264,6 +264,25 @@ def test_what_draws_and_is_left_out_is_looked_at(regions: Regions, calls: Calls)
     assert not calls
 
 
+@pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
+def test_what_draws_and_is_handed_in_is_not_looked_at(
+    regions: Regions, calls: Calls, runs: list[bool], first: bool
+) -> None:
+    """As attention, which by its schema may draw: nothing draws after it again. What drew before it does."""
+
+    def function(x: Tensor) -> Tensor:
+        if not first:
+            x = x * torch.rand_like(x)
+        return (x.sin() * torch.bernoulli(torch.full_like(x, 0.5))).exp() * 2
+
+    for seed in range(6):
+        ours = gradients_of(regions, function, seed=seed, watch=False, save="aten::bernoulli")
+        assert_identical(ours, gradients_of(None, function, seed=seed))
+    assert len(calls) == 4
+    # What was drawn is handed in.
+    assert runs == [True] * 4
+
+
 def test_what_is_kept_for_the_re_run_alone_is_shown_by_operators(regions: Regions, calls: Calls) -> None:
     def function(x: Tensor) -> Tensor:
         # Autograd does not save the sum.

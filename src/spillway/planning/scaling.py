@@ -3,9 +3,9 @@
 NOTE [ Two sizes tell a third ]
 
 In a sequence or a batch, bytes of tensors are a constant and a share for each element: two profiles tell both, for each
-value, workspace and peak. Times are not: attention's grow with the square. They are taken to be straight lines too,
-which is enough for what fits; how fast it is, is for a profile of that very size to say. Where the two profiles have
-other operators or blocks, as where a kernel is chosen by the size, nothing is told.
+value, workspace and peak. Times (all that is no whole number) are not: attention's grow with the square. They are taken
+to be straight lines too, which is enough for what fits; how fast it is, is for a profile of that very size to say.
+Where the two profiles have other operators or blocks, as where a kernel is chosen by the size, nothing is told.
 """
 
 from __future__ import annotations
@@ -63,6 +63,11 @@ def _of_field(name: str, first: Any, second: Any, share: float) -> Any:
     if are_bytes and isinstance(first, int) and isinstance(second, int):
         nbytes = round(first + share * (second - first))
         return nbytes if name.endswith("change_bytes") else max(nbytes, 0)
-    if name.endswith(("seconds", "factor")) and isinstance(first, float) and isinstance(second, float):
+    if isinstance(first, float) and isinstance(second, float):
         return max(first + share * (second - first), 0.0)
-    return _between(first, second, share)
+    found = _between(first, second, share)
+    # Without its parts, a backward is taken to need its most all the time.
+    if name == "backward_parts" and found is _OTHER:
+        return ()
+    # What the host takes says nothing of what fits.
+    return None if name == "host" and found is _OTHER else found

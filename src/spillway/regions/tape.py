@@ -232,10 +232,11 @@ class Tape:
 
     @cached_property
     def is_shown(self) -> bool:
-        """Whether what is saved shows all that a re-run needs, and all that is drawn is drawn again."""
+        """Whether what is saved shows all that a re-run needs, and what draws again has all draws before it."""
         again, given = self.again
-        last = max(again, default=-1)
-        is_drawn = all(place in again or not step.is_random for place, step in enumerate(self.steps[:last]))
+        draws = [place for place, step in enumerate(self.steps) if step.is_random]
+        last = max(again.intersection(draws), default=-1)
+        is_drawn = all(place in again for place in draws if place < last)
         return given <= self.shown.keys() and (is_drawn or self.is_whole)
 
     @cached_property
