@@ -283,6 +283,20 @@ def test_what_draws_and_is_handed_in_is_not_looked_at(
     assert runs == [True] * 4
 
 
+def test_casts_of_what_it_is_given_are_operators_like_others(regions: Regions, calls: Calls, runs: list[bool]) -> None:
+    """As in most norms. It is no leaf in the second run either, of which autocast may have made a cast."""
+
+    def function(x: Tensor) -> Tensor:
+        y = x.double()
+        return (y * y.square().mean().rsqrt()).float().sin().exp().tanh()
+
+    for seed in range(6):
+        ours = gradients_of(regions, function, seed=seed, watch=False, save="aten::exp")
+        assert_identical(ours, gradients_of(None, function, seed=seed))
+    assert len(calls) == 4
+    assert runs == [True] * 4
+
+
 def test_what_is_kept_for_the_re_run_alone_is_shown_by_operators(regions: Regions, calls: Calls) -> None:
     def function(x: Tensor) -> Tensor:
         # Autograd does not save the sum.

@@ -340,8 +340,10 @@ def _argument(handle: Any, requires_grad: bool) -> torch.Tensor:
     if tensor.requires_grad:
         # A leaf itself.
         return tensor
-    with below_modes(tensor):
-        return tensor.detach().requires_grad_(requires_grad)
+    with below_modes(tensor), torch.enable_grad():
+        # Not a leaf, which it was not: of leaves, casts are taken for autocast's own.
+        alias = tensor.detach().requires_grad_(requires_grad)
+        return alias.view_as(alias)
 
 
 def _version_of(buffer: torch.Tensor) -> int:
