@@ -16,7 +16,7 @@ from spillway.budgeting import Loss, as_it_was, call, hardware_of, plan, profile
 from spillway.errors import BudgetError, UsageError
 from spillway.planning.hardware import Hardware
 from spillway.planning.plan import Plan
-from spillway.planning.planner import fits
+from spillway.planning.planner import aim_at, fits
 from spillway.planning.profile import Profile
 from spillway.planning.scaling import scaled
 from spillway.profiling.meter import allocated
@@ -28,6 +28,7 @@ from spillway.units import parse_bytes
 _WINDOW = 512 << 20
 _TRIES = 3
 """Plans for one size."""
+_SLACK = 1 << 20
 _FARTHEST = 64
 """How many times the largest size that was run is foreseen at most."""
 
@@ -98,7 +99,7 @@ def longest(
     first = -(-at_least // multiple_of)
     if not sizes.fits(first):
         # Said with the least that there is.
-        sizes.plan(sizes.profile(first))
+        sizes.plan(sizes.profile(first), parse_bytes(budget, what="budget"))
         raise UsageError(
             f"at_least: got {at_least}, with which a step has a plan within the budget, and does not keep to it, "
             f"expected a size that fits; give a smaller one, or a larger budget"
@@ -140,15 +141,16 @@ class _Sizes:
     def fits(self, size: int) -> bool:
         """Whether one does, by a profile, and by two steps with its plan, or with one for so much less."""
         budget = parse_bytes(self.budget, what="budget")
-        less = 0
+        aim = aim_at(budget)
         try:
             profile = self.profile(size)
-            for _ in range(_TRIES):
-                over = self._peak(size, self.plan(profile, less)) - budget
+            for number in range(_TRIES):
+                over = self._peak(size, self.plan(profile, aim)) - budget
                 if over <= 0:
                     return True
-                less += over
-                if less >= budget:
+                # A step's peak moves a little: the more often it was over, the more is left.
+                aim -= (over + _SLACK) * 2**number
+                if aim <= 0:
                     break
         except (BudgetError, torch.OutOfMemoryError):
             pass
@@ -162,11 +164,11 @@ class _Sizes:
         self.profiles[size] = found = profile(model, batch, loss=self.loss, session=self.session, **target)
         return found
 
-    def plan(self, profile: Profile, less: int = 0) -> Plan:
-        """For a profile, and so many bytes less than the budget."""
+    def plan(self, profile: Profile, budget: int) -> Plan:
+        """For a profile, within so many bytes."""
         return plan(
             profile,
-            budget=parse_bytes(self.budget, what="budget") - less,
+            budget=budget,
             host_budget=self._room(profile),
             disk_budget=self.disk_budget,
             allow=self.allow,
@@ -205,7 +207,7 @@ class _Sizes:
         return fits(
             found,
             hardware_of(self.hardware, device),
-            budget=self.budget,
+            budget=aim_at(parse_bytes(self.budget, what="budget")),
             host_budget=self._room(found),
             disk_budget=self.disk_budget,
             allow=allowed(device, self.allow),

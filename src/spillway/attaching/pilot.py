@@ -52,6 +52,7 @@ from spillway.attaching.treating import LEAST, told_of, treat_by, treat_whole
 from spillway.blocks import signature
 from spillway.errors import BudgetError, UsageError
 from spillway.planning.plan import Plan
+from spillway.planning.planner import aim_at
 from spillway.planning.profile import Profile
 from spillway.profiling.compile import compile_profile
 from spillway.profiling.meter import allocated
@@ -74,12 +75,6 @@ _MOST_OTHERS = 4
 _MOST_WAITING = 256
 """Passes for which an optimizer's steps are waited for."""
 _SLACK = 1 << 20
-_MOST_SLACK = 64 << 20
-
-
-def _aim(budget: int) -> int:
-    """What is planned for at first: what the host frees a moment later than another time is to fit, too."""
-    return budget - min(budget // 200, _MOST_SLACK)
 
 
 class Stage(enum.Enum):
@@ -173,7 +168,7 @@ class Pilot:
         """Whether a plan was made that knows what the host takes for one."""
         self._slowness: Slowness | None = None
         """Of the host in the first checked step of a plan, if it was slow."""
-        self._aim = None if budget is None else _aim(budget)
+        self._aim = None if budget is None else aim_at(budget)
         self._inputs = 0
         self.stage = Stage.TRACING if plan is None else Stage.HOLDING
         self._is_given = plan is not None
@@ -491,7 +486,7 @@ class Pilot:
         self._weighed = None
         self._rounds = 0
         self._knows_host = False
-        self._aim = None if self._budget is None else _aim(self._budget)
+        self._aim = None if self._budget is None else aim_at(self._budget)
         self._waited = 0
         for block in self._blocks:
             block.how = LEAST

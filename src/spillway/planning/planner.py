@@ -35,10 +35,19 @@ _SECONDS = 0.6
 _PARTS = 4
 """Of an optimizer, so many parts are on the host or not."""
 MIN_WINDOW = 32 << 20
+_MOST_SLACK = 64 << 20
 _MOST_SHARE = 10.0
 """Of what a step needs that keeps everything. A larger one was meant as something else."""
 _FRACTION = re.compile(r"\s*(\d+\.\d*|\.\d+)\s*")
 """A number that is no whole one, with no unit."""
+
+
+def aim_at(budget: int) -> int:
+    """What is planned for at first within so many bytes.
+
+    What the host frees a moment later than another time is to fit, too.
+    """
+    return budget - min(budget // 200, _MOST_SLACK)
 
 
 def make_plan(
