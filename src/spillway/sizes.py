@@ -53,8 +53,8 @@ def longest(
 
     Two sizes are profiled, in the least memory there is, and tell what larger ones need (``planning/scaling.py``). The
     largest that fits by that is profiled itself; where it was too much or too little, the search goes on between, or
-    beyond. What is found was profiled at that very size, and trained for two steps with its plan; where these were over
-    the budget, with one for so much less.
+    beyond, and knows by how much steps took more than was foreseen. What is found was profiled at that very size, and
+    trained for two steps with its plan; where these were over the budget, with one for so much less.
 
     Args:
         step: from a size to a model and a batch of that size, as for :func:`spillway.profile`.
@@ -124,6 +124,8 @@ class _Sizes:
     is_elsewhere: bool = False
     """Whether steps are worked out, and not run."""
     profiles: dict[int, Profile] = field(default_factory=dict)
+    off: int = 0
+    """By how much a step took more than its plan had foreseen, at most."""
 
     def largest(self, low: int, limit: int | None) -> int:
         """From a size that fits on, up to a limit."""
@@ -145,7 +147,10 @@ class _Sizes:
         try:
             profile = self.profile(size)
             for number in range(_TRIES):
-                over = self._peak(size, self.plan(profile, aim)) - budget
+                plan = self.plan(profile, aim)
+                peak = self._peak(size, plan)
+                over = peak - budget
+                self.off = max(self.off, peak - plan.predicted_peak)
                 if over <= 0:
                     return True
                 # A step's peak moves a little: the more often it was over, the more is left.
@@ -204,10 +209,13 @@ class _Sizes:
         if found is None:
             return None
         device = torch.device(found.device)
+        budget = parse_bytes(self.budget, what="budget")
+        if budget <= self.off:
+            return False
         return fits(
             found,
             hardware_of(self.hardware, device),
-            budget=aim_at(parse_bytes(self.budget, what="budget")),
+            budget=min(aim_at(budget), budget - self.off),
             host_budget=self._room(found),
             disk_budget=self.disk_budget,
             allow=allowed(device, self.allow),
