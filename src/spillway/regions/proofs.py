@@ -11,7 +11,8 @@ from spillway.regions.script import Script
 _ENOUGH_STRUCTURES = 64
 _ENOUGH_FORMS = 8
 
-_PIECE = 1 << 20
+_PIECE, _MOST_PIECE = 1 << 20, 1 << 23
+"""Elements of a piece at least, and at most: of large tensors, so many are taken at once."""
 _HOST_PIECE = 1 << 14
 """Elements of a piece on the CPU, whose memory would be left in holes by larger ones, and never be given back."""
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -77,7 +78,7 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor | None:
         tensor = torch.view_as_real(tensor)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     start = 0
-    for piece in _pieces(tensor, _HOST_PIECE if tensor.device.type == "cpu" else _PIECE):
+    for piece in _pieces(tensor, _piece_of(tensor)):
         dense = piece if piece.stride(0) == 1 else piece.clone(memory_format=torch.contiguous_format)
         # Of round numbers in 64 bits the low half is nothing, and what is left would lose its place in the product.
         words = dense.view(_INTEGERS[min(piece.element_size(), 4)])
@@ -85,6 +86,13 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor | None:
         total += places.mul_(_ODD).add_(_SHIFT).bitwise_or_(1).mul_(words).sum()
         start += words.numel()
     return total
+
+
+def _piece_of(tensor: torch.Tensor) -> int:
+    """Elements of a piece: a 64th of what is large, since each piece takes the host as long as any other."""
+    if tensor.device.type == "cpu":
+        return _HOST_PIECE
+    return min(max(tensor.numel() // 64, _PIECE), _MOST_PIECE)
 
 
 def _pieces(tensor: torch.Tensor, size: int) -> Iterator[torch.Tensor]:
