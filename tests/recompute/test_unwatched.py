@@ -197,7 +197,7 @@ def test_both_sides_of_what_is_handed_in_are_compared(regions: Regions) -> None:
 
     tape = tape_by(regions, function, save="aten::tanh")
     makers = {spot.value: step.func._schema.name for step in tape.steps for _, spot in step.makes}
-    ends = [tape.saved[place].spot for place in sorted(tape.last)]
+    ends = [tape.saved[place].spot for place in sorted(tape.showing.last)]
     assert [makers[spot.value] for spot in ends if spot is not None] == ["aten::exp", "aten::sigmoid"]
 
 
@@ -206,7 +206,7 @@ def test_of_an_operator_at_the_end_all_that_it_gave_is_compared(regions: Regions
         return functional.layer_norm(x.exp(), (16,)) * 2
 
     tape = tape_by(regions, function)
-    sizes = sorted(tuple(spot.size) for place in tape.last if (spot := tape.saved[place].spot) is not None)
+    sizes = sorted(tuple(spot.size) for place in tape.showing.last if (spot := tape.saved[place].spot) is not None)
     assert sizes == [(2, 5, 1), (2, 5, 1)]
 
 
@@ -542,7 +542,7 @@ def test_what_is_compared_is_what_all_the_rest_goes_into(regions: Regions) -> No
         return (y.exp() * 3).tanh() + y.square().sigmoid()
 
     tape = tape_by(regions, function)
-    ends = {tape.saved[place].spot.value for place in tape.last if tape.saved[place].spot is not None}  # type: ignore[union-attr]
+    ends = {tape.saved[place].spot.value for place in tape.showing.last if tape.saved[place].spot is not None}  # type: ignore[union-attr]
     makers = {spot.value: step.func._schema.name for step in tape.steps for _, spot in step.makes}
     assert sorted(makers[value] for value in ends) == ["aten::sigmoid", "aten::tanh"]
 
@@ -552,7 +552,7 @@ def test_of_a_block_it_is_little(regions: Regions) -> None:
     tape = tape_by(regions, block)
     assert tape.is_whole
     # And what the norm gave besides: mean and deviation.
-    assert len(tape.last) == 1 + 2
+    assert len(tape.showing.last) == 1 + 2
 
 
 def told(regions: Regions, function: Callable[..., Any], change: Callable[[], object], **how: Any) -> None:

@@ -15,8 +15,8 @@ from spillway.records import Decision
 from spillway.regions.packs import Pack, Packs
 from spillway.regions.proofs import fingerprint
 from spillway.regions.scribe import Peeks, Scribe, is_own
-from spillway.regions.steps import Spot, Step
-from spillway.regions.tape import Base, Saved, Tape, Untold
+from spillway.regions.steps import Saved, Spot, Step
+from spillway.regions.tape import Base, Tape, Untold
 from spillway.regions.tensors import below_modes
 from spillway.regions.trace import Trace
 

@@ -13,7 +13,7 @@ from spillway.regions.packs import Enough
 from spillway.regions.proofs import Sums, sums
 from spillway.regions.rerun import sums_of
 from spillway.regions.retracing import Retracing
-from spillway.regions.tape import Saved
+from spillway.regions.steps import Saved
 from spillway.regions.tensors import below_modes
 
 _Cell = list[torch.Tensor]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from spillway.capture.identity import ViewRecipe
 from spillway.records import Decision
@@ -84,3 +84,13 @@ def spots_in(values: Any) -> Iterator[Spot]:
             yield value
         elif type(value) is list:
             yield from spots_in(value)
+
+
+class Saved(NamedTuple):
+    """What a function has autograd save."""
+
+    spot: Spot | None
+    """``None``: it comes from outside, and is alive anyway, or left with the function's tensors."""
+    decision: Decision = Decision.RECOMPUTE
+    is_parameter: bool = False
+    """Whether it comes from outside, and nobody sends it away."""

@@ -42,7 +42,8 @@ from spillway.errors import RecomputeError
 from spillway.records import Decision
 from spillway.regions.generators import GeneratorState, default_generator
 from spillway.regions.globals import Numerics
-from spillway.regions.steps import Spot, Step, spots_in
+from spillway.regions.showing import Showing
+from spillway.regions.steps import Saved, Spot, Step, spots_in
 
 _RECOMPUTE = Decision.RECOMPUTE
 _MOST_OTHERS = 16
@@ -50,37 +51,6 @@ _MOST_OTHERS = 16
 
 class Untold(RecomputeError):  # noqa: N818  (when a tape is tried, it is no error of anybody's: there is none)
     """What a function does cannot be told by a tape."""
-
-
-class Saved(NamedTuple):
-    """What a function has autograd save."""
-
-    spot: Spot | None
-    """``None``: it comes from outside, and is alive anyway, or left with the function's tensors."""
-    decision: Decision = _RECOMPUTE
-    is_parameter: bool = False
-    """Whether it comes from outside, and nobody sends it away."""
-
-
-_BLIND = frozenset(
-    (
-        *("sign", "sgn", "signbit", "round", "floor", "ceil", "trunc", "gt", "ge", "lt", "le", "eq", "ne", "isnan"),
-        *("isinf", "isfinite", "argmax", "argmin", "argsort", "heaviside", "bucketize", "searchsorted", "logical_and"),
-        *("logical_or", "logical_not", "logical_xor", "any", "all", "count_nonzero", "nonzero"),
-    )
-)
-"""Operators that give the same for much that differs."""
-
-
-def _is_blind(step: Step) -> bool:
-    name = step.func._schema.name.removeprefix("aten::")
-    return name in _BLIND or name.endswith("_like") or name.startswith("new_")
-
-
-def _is_state(step: Step, spot: Spot) -> bool:
-    """Whether kernels may leave it unwritten: states of generators, of which they do not need all, and workspaces."""
-    is_number = not (spot.dtype.is_floating_point or spot.dtype is torch.bool)
-    return spot.dtype is torch.uint8 or (is_number and (step.is_random or step.numerics is not None))
 
 
 class Base(NamedTuple):
@@ -149,7 +119,7 @@ class Tape:
 
     def prepared(self) -> Tape:
         """This tape, of which all that calls ask is worked out: the first of them is not to take longer."""
-        _ = self.outside, self.extents, self.devices, self.sends, self.is_shown, self.is_whole, self.compared, self.last
+        _ = self.outside, self.extents, self.devices, self.sends, self.showing.is_all, self.showing.last
         for part in {id(part): part for part in self._parts.values()}.values():
             self.runs(part, ())
         return self
@@ -219,70 +189,9 @@ class Tape:
         return frozenset(spot.view.device for step in self.steps for _, spot in step.makes)
 
     @cached_property
-    def shown(self) -> Mapping[int, int]:
-        """Values that are handed in, by the place in :attr:`saved` of what first shows all of their bytes."""
-        made = {spot.value: spot for step in self.steps for _, spot in step.makes if spot.value in self.handed}
-        shown: dict[int, int] = {}
-        for place, (spot, decision, _) in enumerate(self.saved):
-            if spot is None or decision is _RECOMPUTE or spot.value not in made:
-                continue
-            if spot.start <= made[spot.value].start and spot.end >= made[spot.value].end:
-                shown.setdefault(spot.value, place)
-        return shown
-
-    @cached_property
-    def is_shown(self) -> bool:
-        """Whether what is saved shows all that a re-run needs, and what draws again has all draws before it."""
-        again, given = self.again
-        draws = [place for place, step in enumerate(self.steps) if step.is_random]
-        last = max(again.intersection(draws), default=-1)
-        is_drawn = all(place in again for place in draws if place < last)
-        return given <= self.shown.keys() and (is_drawn or self.is_whole)
-
-    @cached_property
-    def _makers(self) -> dict[int, Step]:
-        """Of values that are computed again."""
-        again, _ = self.again
-        steps = (step for place, step in enumerate(self.steps) if place in again)
-        return {spot.value: step for step in steps for _, spot in step.makes}
-
-    @cached_property
-    def compared(self) -> frozenset[int]:
-        """Places in :attr:`saved` of what is computed again and must have the same bits."""
-        found = set()
-        for place, (spot, decision, _) in enumerate(self.saved):
-            if spot is not None and decision is _RECOMPUTE:
-                maker = self._makers.get(spot.value)
-                if maker is None or not _is_state(maker, spot):
-                    found.add(place)
-        return frozenset(found)
-
-    @cached_property
-    def last(self) -> frozenset[int]:
-        """Those of :attr:`compared` that come at last: all the rest of it goes into them."""
-        makers = self._makers
-        last, behind = set(), set[int]()
-        for place in sorted(self.compared, reverse=True):
-            spot = self.saved[place].spot
-            if spot is None or spot.value in behind:
-                continue
-            last.add(place)
-            behind.add(spot.value)
-            values = [spot.value]
-            while values:
-                step = makers.get(values.pop())
-                if step is None or _is_blind(step):
-                    continue
-                # Not what an operator gave besides what is read of it: that may differ where the other does not.
-                new = [value for value in step.reads if value not in behind]
-                behind.update(new)
-                values += new
-                for value in new:
-                    beside = makers.get(value)
-                    if beside is not None and "attention" in beside.func._schema.name:
-                        # Of these, both are from the same numbers.
-                        behind.update(other.value for _, other in beside.makes)
-        return frozenset(last)
+    def showing(self) -> Showing:
+        """What is saved of it shows this of what is computed again."""
+        return Showing(self.steps, self.saved, *self.again, is_whole=self.is_whole)
 
     @cached_property
     def _whole(self) -> Sequence[_Run]:

@@ -20,7 +20,7 @@ soon as it is known (:mod:`~spillway.regions.verdicts`).
 
 What all the rest goes into need not show every difference of it: behind a gate that is zero, or a rounding, may be
 none. So each function has a call now and then of which all is compared; and what operators give that hide differences
-by their nature is followed no further (``tape.py``). Which parameters are saved, and in which forms, is compared in
+by their nature is followed no further (``showing.py``). Which parameters are saved, and in which forms, is compared in
 each call, on the host.
 
 Where what is saved is like nothing that the tape has next, or a buffer was written, the rest of it is kept, and the
@@ -112,8 +112,8 @@ class Unwatched:
         """Whether autograd has saved what is on the tape, so far."""
         self._packed = 0
         # Read for each tensor that is saved.
-        self._saved, self._sends, self._shown = tape.saved, tape.sends, tape.shown
-        self._compared = tape.compared if compares_all else tape.last
+        self._saved, self._sends, self._shown = tape.saved, tape.sends, tape.showing.shown
+        self._compared = tape.showing.compared if compares_all else tape.showing.last
         self._outside: dict[int, tuple[torch.Tensor, KeptHandle]] = {}
         """Handles of what the function did not make, while it runs: it saves some of that several times."""
         self._parameters: dict[int, int] = {}

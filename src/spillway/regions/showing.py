@@ -1,0 +1,127 @@
+"""What the tensors that a function saves show of what is computed again.
+
+Where nobody looks at operators, nothing else is seen of a call: see NOTE [ Unwatched calls ] in ``unwatched.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from functools import cached_property
+
+import torch
+
+from spillway.records import Decision
+from spillway.regions.steps import Saved, Spot, Step
+
+_RECOMPUTE = Decision.RECOMPUTE
+_BLIND = frozenset(
+    (
+        *("sign", "sgn", "signbit", "round", "floor", "ceil", "trunc", "gt", "ge", "lt", "le", "eq", "ne", "isnan"),
+        *("isinf", "isfinite", "argmax", "argmin", "argsort", "heaviside", "bucketize", "searchsorted", "logical_and"),
+        *("logical_or", "logical_not", "logical_xor", "any", "all", "count_nonzero", "nonzero"),
+    )
+)
+"""Operators that give the same for much that differs."""
+
+
+def _is_blind(step: Step) -> bool:
+    name = step.func._schema.name.removeprefix("aten::")
+    return name in _BLIND or name.endswith("_like") or name.startswith("new_")
+
+
+def _is_state(step: Step, spot: Spot) -> bool:
+    """Whether kernels may leave it unwritten: states of generators, of which they do not need all, and workspaces."""
+    is_number = not (spot.dtype.is_floating_point or spot.dtype is torch.bool)
+    return spot.dtype is torch.uint8 or (is_number and (step.is_random or step.numerics is not None))
+
+
+class Showing:
+    """That of what is on a tape.
+
+    Args:
+        steps: on the tape.
+        saved: on the tape.
+        again: places of the steps that run again.
+        given: preserved values that are handed in to them.
+        is_whole: whether all that is on the tape runs again.
+    """
+
+    def __init__(
+        self,
+        steps: Sequence[Step],
+        saved: Sequence[Saved],
+        again: Set[int],
+        given: Set[int],
+        *,
+        is_whole: bool,
+    ) -> None:
+        self._steps = steps
+        self._saved = saved
+        self._again = again
+        self._given = given
+        self._is_whole = is_whole
+
+    @cached_property
+    def shown(self) -> Mapping[int, int]:
+        """Values that are handed in, by the place of what first shows all of their bytes."""
+        made = {spot.value: spot for step in self._steps for _, spot in step.makes if spot.value in self._given}
+        shown: dict[int, int] = {}
+        for place, (spot, decision, _) in enumerate(self._saved):
+            if spot is None or decision is _RECOMPUTE or spot.value not in made:
+                continue
+            if spot.start <= made[spot.value].start and spot.end >= made[spot.value].end:
+                shown.setdefault(spot.value, place)
+        return shown
+
+    @cached_property
+    def is_all(self) -> bool:
+        """Whether it shows all that a re-run needs, and what draws again has all draws before it."""
+        again, given = self._again, self._given
+        draws = [place for place, step in enumerate(self._steps) if step.is_random]
+        last = max(again & set(draws), default=-1)
+        is_drawn = all(place in again for place in draws if place < last)
+        return given <= self.shown.keys() and (is_drawn or self._is_whole)
+
+    @cached_property
+    def _makers(self) -> dict[int, Step]:
+        """Of values that are computed again."""
+        steps = (step for place, step in enumerate(self._steps) if place in self._again)
+        return {spot.value: step for step in steps for _, spot in step.makes}
+
+    @cached_property
+    def compared(self) -> frozenset[int]:
+        """Places of what is computed again and must have the same bits."""
+        found = set()
+        for place, (spot, decision, _) in enumerate(self._saved):
+            if spot is not None and decision is _RECOMPUTE:
+                maker = self._makers.get(spot.value)
+                if maker is None or not _is_state(maker, spot):
+                    found.add(place)
+        return frozenset(found)
+
+    @cached_property
+    def last(self) -> frozenset[int]:
+        """Those of :attr:`compared` that come at last: all the rest of it goes into them."""
+        makers = self._makers
+        last, behind = set(), set[int]()
+        for place in sorted(self.compared, reverse=True):
+            spot = self._saved[place].spot
+            if spot is None or spot.value in behind:
+                continue
+            last.add(place)
+            behind.add(spot.value)
+            values = [spot.value]
+            while values:
+                step = makers.get(values.pop())
+                if step is None or _is_blind(step):
+                    continue
+                # Not what an operator gave besides what is read of it: that may differ where the other does not.
+                new = [value for value in step.reads if value not in behind]
+                behind.update(new)
+                values += new
+                for value in new:
+                    beside = makers.get(value)
+                    if beside is not None and "attention" in beside.func._schema.name:
+                        # Of these, both are from the same numbers.
+                        behind.update(other.value for _, other in beside.makes)
+        return frozenset(last)
