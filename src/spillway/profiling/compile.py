@@ -65,7 +65,8 @@ def compile_profile(
         model=model,
         device=str(device),
         kinds=tuple(
-            _kind(watched, weighed, probes[kind], numbers, end, has_host=has_host) for kind, numbers in kinds.items()
+            _kind(watched, weighed, probes[kind], numbers, end, min_bytes=min_bytes, has_host=has_host)
+            for kind, numbers in kinds.items()
         ),
         calls=tuple(BlockCall(call.name, list(kinds).index(call.kind)) for call in watched.calls),
         static_bytes=static_bytes,
@@ -116,7 +117,14 @@ def _times(watched: Watched, spans: list[list[tuple[Place, Place]]]) -> float:
 
 
 def _kind(
-    watched: Watched, weighed: Watched, probe: Probe, numbers: list[int], end: Place, *, has_host: bool
+    watched: Watched,
+    weighed: Watched,
+    probe: Probe,
+    numbers: list[int],
+    end: Place,
+    *,
+    min_bytes: int,
+    has_host: bool,
 ) -> BlockProfile:
     probe.read(frozenset().union(*(watched.calls[number].shared for number in numbers)))
     assert probe.operators is not None
@@ -144,7 +152,9 @@ def _kind(
         forward_seconds=min(_times(watched, forward), sum(each.seconds for each in probe.operators)),
         backward_seconds=_times(watched, backward),
         backward_peak_bytes=int(statistics.median(peaks)),
-        backward_change_bytes=int(statistics.median(changes)),
+        # An input that was too small to leave was let go of, as a plan counts of those that it keeps.
+        backward_change_bytes=int(statistics.median(changes))
+        + sum(value.nbytes for value in probe.values if value.is_input and value.nbytes < min_bytes),
         rerun_factor=1.0,
         backward_parts=_fullest(parts),
         saves_at=probe.saves_at,
