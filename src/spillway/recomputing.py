@@ -381,12 +381,17 @@ def _by_tape(
 def _tape(choices: Choices, key: TapeKey, script: Script) -> Tape | None:
     """The tape of such calls, if there is one."""
     tape = script.tape(key)
-    other = script.like(key) if tape is None and choices.is_planned else None
-    if other is not None:
-        # What the function does hangs on no decision: a new plan needs no new tape.
-        tape = replace(other.decided(choices.by_place), unused=tuple(choices.unused())).prepared()
-        script.write(key, tape)
-    return tape
+    if tape is not None or not choices.is_planned:
+        return tape
+    for other in script.like(key):
+        decided = other.decided(choices.by_place)
+        # What the function does hangs on no decision: a new plan needs no new tape, if all that it has run again was
+        # seen to be right.
+        if decided.again[0] <= other.again[0]:
+            tape = replace(decided, unused=tuple(choices.unused())).prepared()
+            script.write(key, tape)
+            return tape
+    return None
 
 
 def _tell_outer() -> None:

@@ -37,13 +37,19 @@ class Arguments:
                 self._leaves += leaves
                 self._specs.append((len(leaves), spec))
         self._places = [place for place, leaf in enumerate(self._leaves) if _is_tensor(leaf)]
+        self._numbers: list[int] = []
+        """Of each tensor, which of those that are taken it is: one may be given several times."""
 
     def take(self) -> list[torch.Tensor]:
-        """The tensors, which are not held here any more."""
-        tensors = [self._leaves[place] for place in self._places]
+        """The tensors, each once, which are not held here any more."""
+        taken: dict[int, torch.Tensor] = {}
+        numbers: dict[int, int] = {}
         for place in self._places:
+            tensor = self._leaves[place]
             self._leaves[place] = None
-        return tensors
+            taken[id(tensor)] = tensor
+            self._numbers.append(numbers.setdefault(id(tensor), len(numbers)))
+        return list(taken.values())
 
     def callables(self) -> list[Any]:
         """The functions and modules among them."""
@@ -60,13 +66,13 @@ class Arguments:
         others = [leaf if type(leaf) in _NUMBERS else type(leaf) for leaf in self._leaves if leaf is not None]
         devices = {"cpu", *(tensor.device.type for tensor in tensors)}
         cast = [(each, torch.get_autocast_dtype(each)) for each in devices if torch.is_autocast_enabled(each)]
-        return (tuple(forms), tuple(others), tuple(map(type, others)), tuple(cast))
+        return (tuple(forms), tuple(self._numbers), tuple(others), tuple(map(type, others)), tuple(cast))
 
     def put(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with these tensors in them."""
         leaves = list(self._leaves)
-        for place, tensor in zip(self._places, tensors, strict=True):
-            leaves[place] = tensor
+        for place, number in zip(self._places, self._numbers, strict=True):
+            leaves[place] = tensors[number]
         left = iter(leaves)
         values = [
             next(left) if each is None else tree_unflatten(list(islice(left, each[0])), each[1]) for each in self._specs

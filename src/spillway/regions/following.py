@@ -26,14 +26,18 @@ _CAST = torch.ops.aten._to_copy.default
 
 
 class FromOutside:
-    """A tensor that the function read and did not make."""
+    """A tensor that the function read and did not make.
+
+    Args:
+        tensor: as it was read.
+        is_cast: whether a leaf was cast to it within the call: an older cast may be of other bytes than the leaf has.
+    """
 
     __slots__ = ("_dtype", "_tensor", "_version")
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        node = tensor.grad_fn
-        cast = node is not None and node.name() == "ToCopyBackward0" and tensor._base is None
-        leaf = leaf_of(node) if cast and node is not None else None
+    def __init__(self, tensor: torch.Tensor, *, is_cast: bool) -> None:
+        node = tensor.grad_fn if is_cast else None
+        leaf = leaf_of(node) if node is not None and node.name() == "ToCopyBackward0" else None
         if leaf is not None and (leaf.stride() != tensor.stride() or leaf.device != tensor.device):
             leaf = None
         self._dtype = tensor.dtype
@@ -76,6 +80,8 @@ class Following(OperatorMode):
         self._handed = tape.handed
         self._met: set[int] = set()
         """Values from outside that were read."""
+        self._casts: list[weakref.ref[torch.UntypedStorage]] = []
+        """What leaves were cast to."""
         self._memory: list[Callable[[], torch.UntypedStorage | None]] = [_nothing] * tape.count
         """Of each value, if it is known."""
         self._made: list[Callable[[], torch.Tensor | None]] = [_nothing] * tape.count
@@ -91,7 +97,10 @@ class Following(OperatorMode):
         place = self.place
         step = self._steps[place] if place < len(self._steps) else None
         if func is _CAST and is_cast(args):
-            return func(*args, **(kwargs or {}))
+            output = func(*args, **(kwargs or {}))
+            if is_strided(output):
+                self._casts.append(weakref.ref(output.untyped_storage()))
+            return output
         if step is None or step.func is not func:
             facts = facts_of(func)
             if facts.ignored or facts.is_label:
@@ -183,7 +192,9 @@ class Following(OperatorMode):
             return False
         self._met.add(value)
         if value in self._tape.needed:
-            self.outside[value] = FromOutside(tensor)
+            storage = tensor.untyped_storage()
+            is_cast = tensor._base is None and any(cast() is storage for cast in self._casts)
+            self.outside[value] = FromOutside(tensor, is_cast=is_cast)
         self._memory[value] = weakref.ref(tensor.untyped_storage())
         return True
 

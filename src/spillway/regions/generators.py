@@ -6,7 +6,9 @@ runs must draw what it drew. So both states are noted in the first run, of rando
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -15,6 +17,9 @@ import torch
 from spillway.regions.tensors import tensors_in
 
 _CPU = torch.device("cpu")
+
+drawing = threading.RLock()
+"""Held while default generators are not where their user left them: several threads may go through graphs at once."""
 
 
 class GeneratorState(NamedTuple):
@@ -64,6 +69,19 @@ def _generator_of_index(kind: str, index: int) -> torch.Generator:
     module: Any = torch.get_device_module(kind)
     generator: torch.Generator = module.default_generators[index]
     return generator
+
+
+@contextmanager
+def drawn_from(moment: GeneratorState) -> Iterator[None]:
+    """A context in which a device's default generator is where it was, and after which it is where it is now."""
+    generator = default_generator(moment.device)
+    with drawing:
+        now = generator.get_state()
+        generator.set_state(moment.state)
+        try:
+            yield
+        finally:
+            generator.set_state(now)
 
 
 def generators_now(tensors: Sequence[torch.Tensor]) -> Callable[[], None]:

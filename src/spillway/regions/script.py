@@ -87,12 +87,12 @@ class Script:
         """What calls that are told apart in this way do, if there is a tape of it."""
         return self._tapes.get(key)
 
-    def like(self, key: TapeKey) -> Tape | None:
-        """A tape of calls with such arguments about which something else was decided, if no other is known of these."""
+    def like(self, key: TapeKey) -> list[Tape]:
+        """Tapes of calls with such arguments about which something else was decided, if none is known of these."""
         if key in self._tapes:
-            return None
+            return []
         _, kinds = key
-        return next((tape for (_, other), tape in self._tapes.items() if tape is not None and other == kinds), None)
+        return [tape for (_, other), tape in self._tapes.items() if tape is not None and other == kinds]
 
     @property
     def is_known(self) -> bool:

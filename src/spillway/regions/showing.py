@@ -19,6 +19,10 @@ _BLIND = frozenset(
         *("sign", "sgn", "signbit", "round", "floor", "ceil", "trunc", "gt", "ge", "lt", "le", "eq", "ne", "isnan"),
         *("isinf", "isfinite", "argmax", "argmin", "argsort", "heaviside", "bucketize", "searchsorted", "logical_and"),
         *("logical_or", "logical_not", "logical_xor", "any", "all", "count_nonzero", "nonzero"),
+        *("relu", "relu6", "hardtanh", "hardsigmoid", "hardswish", "hardshrink", "softshrink", "threshold", "clamp"),
+        *("clamp_min", "clamp_max", "minimum", "maximum", "fmin", "fmax", "min", "max", "amin", "amax", "where"),
+        *("masked_fill", "masked_select", "cummax", "cummin", "kthvalue", "median", "mode", "max_pool2d_with_indices"),
+        *("gather", "index_select", "index", "embedding", "take", "sort", "remainder", "fmod"),
     )
 )
 """Operators that give the same for much that differs."""

@@ -40,7 +40,7 @@ import torch
 from spillway.capture.identity import ViewRecipe
 from spillway.errors import RecomputeError
 from spillway.records import Decision
-from spillway.regions.generators import GeneratorState, default_generator
+from spillway.regions.generators import GeneratorState, drawn_from
 from spillway.regions.globals import Numerics
 from spillway.regions.showing import Showing
 from spillway.regions.steps import Saved, Spot, Step, spots_in
@@ -322,53 +322,45 @@ class Tape:
                 tensor = known[spot] = spot.view.rebuild(storage, low)
             return tensor
 
-        drawn: dict[torch.device, torch.Tensor] = {}
         # What stands on a tape ran below autocast, and below autograd.
         with torch.no_grad(), torch._C._DisableAutocast():
-            try:
-                for run in runs:
-                    step = run.step
-                    if step is None:
-                        (value,) = run.values
-                        bases[value] = base_of(value)
-                    else:
-                        if step.is_random:
-                            _set(states[run.place], drawn)
-                        args = list(step.args)
-                        for place, spot in step.spots:
-                            args[place] = at(spot)
-                        for place, parts in step.lists:
-                            args[place] = [at(each) if type(each) is Spot else each for each in parts]
-                        numerics = step.numerics
-                        if numerics is None or numerics == Numerics.now():
-                            output = step.func(*args, **step.kwargs)
-                        else:
-                            with numerics.in_force():
-                                output = step.func(*args, **step.kwargs)
-                        for index, spot in step.makes:
-                            tensor = output if step.single else output[index]
-                            if tensor is None:
-                                raise Untold(
-                                    f"got nothing from {step.func}, expected a tensor, as where gradients are needed; "
-                                    f"leave it outside of the region"
-                                )
-                            bases[spot.value] = Base(tensor.untyped_storage())
-                            tensors[spot.value] = {spot: tensor}
-                        del args, output, tensor
-                    for number in run.gives:
-                        saved = self.saved[number].spot
-                        assert saved is not None
-                        give(number, at(saved).detach())
-                    for value in run.ends:
-                        del bases[value]
-                        tensors.pop(value, None)
-            finally:
-                for device, state in drawn.items():
-                    default_generator(device).set_state(state)
+            for run in runs:
+                step = run.step
+                if step is None:
+                    (value,) = run.values
+                    bases[value] = base_of(value)
+                else:
+                    args = list(step.args)
+                    for place, spot in step.spots:
+                        args[place] = at(spot)
+                    for place, parts in step.lists:
+                        args[place] = [at(each) if type(each) is Spot else each for each in parts]
+                    output = _output_of(step, args, states[run.place] if step.is_random else None)
+                    for index, spot in step.makes:
+                        tensor = output if step.single else output[index]
+                        if tensor is None:
+                            raise Untold(
+                                f"got nothing from {step.func}, expected a tensor, as where gradients are needed; "
+                                f"leave it outside of the region"
+                            )
+                        bases[spot.value] = Base(tensor.untyped_storage())
+                        tensors[spot.value] = {spot: tensor}
+                    del args, output, tensor
+                for number in run.gives:
+                    saved = self.saved[number].spot
+                    assert saved is not None
+                    give(number, at(saved).detach())
+                for value in run.ends:
+                    del bases[value]
+                    tensors.pop(value, None)
 
 
-def _set(state: GeneratorState, drawn: dict[torch.device, torch.Tensor]) -> None:
-    generator = default_generator(state.device)
-    if state.device not in drawn:
-        drawn[state.device] = generator.get_state()
-    generator.set_state(state.state)
+def _output_of(step: Step, args: Sequence[Any], moment: GeneratorState | None) -> Any:
+    """What a step gives, with the generator that it draws from where it was."""
+    if moment is not None:
+        with drawn_from(moment):
+            return _output_of(step, args, None)
+    if step.numerics is None or step.numerics == Numerics.now():
+        return step.func(*args, **step.kwargs)
+    with step.numerics.in_force():
+        return step.func(*args, **step.kwargs)

@@ -24,7 +24,8 @@ by their nature is followed no further (``showing.py``). Which parameters are sa
 each call, on the host.
 
 Where what is saved is like nothing that the tape has next, or a buffer was written, the rest of it is kept, and the
-function's outputs are compared instead. Buffers that the first run wrote are written once.
+function's outputs are compared instead. Buffers that the first run wrote are written once. A buffer that somebody else
+has written since is no more what the first run may have read: a second run that reads it is refused.
 
 Autograd owns the handles, and these own the call, which owns what the function is called with, and what is handed in.
 """
@@ -32,7 +33,9 @@ Autograd owns the handles, and these own the call, which owns what the function 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -44,11 +47,12 @@ from spillway.capture.hooks import Pass, in_backward
 from spillway.capture.identity import ViewRecipe
 from spillway.errors import RecomputeError
 from spillway.records import Decision
-from spillway.regions.generators import generators_on
+from spillway.regions.generators import drawing, generators_on
 from spillway.regions.globals import Ambience
 from spillway.regions.inputs import hook_for
 from spillway.regions.packs import Enough
 from spillway.regions.proofs import Sums, sums
+from spillway.regions.refusing import Refusing
 from spillway.regions.rerun import rerunning, sums_of
 from spillway.regions.resaved import Resaved, identity_of
 from spillway.regions.retracing import Retracing
@@ -100,6 +104,8 @@ class Unwatched:
         self._aliases = aliases
         self._lose = lose
         self._buffers = [(buffer, _version_of(buffer)) for buffer in buffers]
+        self._others: list[tuple[weakref.ref[torch.Tensor], int]] = []
+        """Those that the first run did not write."""
         self._ambience = Ambience.now()
         self._restore: Callable[[], None] = _nothing
         """Sets generators to where they were."""
@@ -152,7 +158,9 @@ class Unwatched:
             self._outside.clear()
             with torch._C._DisableTorchDispatch():
                 self._passage.flush()
-        self._buffers = [(buffer, version) for buffer, version in self._buffers if _version_of(buffer) != version]
+        after = [(buffer, version, _version_of(buffer)) for buffer, version in self._buffers]
+        self._buffers = [(buffer, version) for buffer, version, now in after if now != version]
+        self._others = [(weakref.ref(buffer), now) for buffer, version, now in after if now == version]
         is_whole = self._is_like and self._packed == len(self._tape.saved) and not self._buffers
         if not is_whole and self._alive:
             self._outputs = sums_of(output)
@@ -247,22 +255,34 @@ class Unwatched:
         until = None if self._outputs is not None else max(alive | self._sums.keys())
         tensors = [_argument(handle, requires_grad) for handle, requires_grad, _ in self._tensors]
         packs = None
-        is_intact = all(each.is_intact() for each, _ in self._given.values())
+        written = [
+            (buffer, version)
+            for reference, version in self._others
+            if (buffer := reference()) is not None and _version_of(buffer) != version
+        ]
+        # Where the function has failed, some of it was never saved.
+        is_intact = tape.handed <= self._given.keys() and all(each.is_intact() for each, _ in self._given.values())
         # What has left without its memory's first bytes lies elsewhere when it is back.
         is_there = all(tensor.storage_offset() == at for tensor, (_, _, at) in zip(tensors, self._tensors, strict=True))
-        if self._outputs is None and not tape.is_whole and is_intact and is_there:
-            packs = self._run_again(tensors, alive, until, Retracing(tape, tensors, self._base))
+        with drawing:
+            if self._outputs is None and not tape.is_whole and is_intact and is_there and not written:
+                packs = self._run_again(tensors, alive, until, Retracing(tape, tensors, self._base))
+                if packs is None:
+                    self._lose()
             if packs is None:
-                self._lose()
-        if packs is None:
-            packs = self._run_again(tensors, alive, until, None)
+                refusing = Refusing(written) if written else None
+                with nullcontext() if refusing is None else refusing:
+                    packs = self._run_again(tensors, alive, until, None)
+                if refusing is not None:
+                    refusing.check()
         assert packs is not None
         if packs.is_other:
             raise differed([self._label])
-        passage.ledger.recomputed_bytes += storage_bytes(packs.results.values())
+        results = packs.take()
+        passage.ledger.recomputed_bytes += storage_bytes(results.values())
         for differs in packs.differ:
             self._verdicts.add(self._label, differs)
-        for place, tensor in packs.results.items():
+        for place, tensor in results.items():
             if place in self._alive:
                 self._results[place] = tensor
 
