@@ -552,7 +552,7 @@ class Pilot:
 
     def _carried(self) -> int:
         counts = self._mover().counts()
-        return counts["leaving bytes"] + counts["returning bytes"]
+        return counts["leaving bytes"] + counts["held bytes"] + counts["returning bytes"]
 
     def _peak(self) -> int:
         return 0 if self._device.type == "cpu" else allocated(self._device)[1]

@@ -242,11 +242,15 @@ class Pass:
 
     def another(self, handle: Handle, tensor: torch.Tensor, decision: Decision) -> Handle:
         """A second handle of bytes that have one, for a tensor that is known to see them as they were saved."""
+        return self.twin(handle, tensor) or self.save(tensor, decision)
+
+    def twin(self, handle: object, tensor: torch.Tensor) -> Handle | None:
+        """As :meth:`another`, if these bytes may leave, and can have a second handle."""
         if isinstance(handle, AwayHandle) and handle.saved.reaches(*reach(tensor, tensor.untyped_storage().nbytes())):
             runtime = self._devices[tensor.device].runtime
             if runtime.mover.adopt(handle.saved, same_content=True):
                 return AwayHandle(tensor, handle.saved, ViewRecipe.of(tensor), runtime)
-        return self.save(tensor, decision)
+        return None
 
     def flush(self) -> None:
         """What waits leaves now, but for what its group will send: every operator that saved some has returned."""

@@ -111,6 +111,19 @@ class Outcome:
             for end, numbers in again.items()
         ]
 
+    def users(self, block: BlockProfile) -> dict[int, list[int]]:
+        """Of each value that a re-run is handed, what of the saved values is computed from it."""
+        values: dict[int, set[int]] = {number: {number} for number in self.given}
+        for place in sorted(self.runs):
+            each = block.operators[place]
+            hangs_on = set[int]().union(*(values.get(number, ()) for number in each.reads))
+            values.update((number, hangs_on) for number in each.makes if number not in self.given)
+        users: dict[int, list[int]] = {}
+        for number in sorted(self.again):
+            for given in values.get(number, ()):
+                users.setdefault(given, []).append(number)
+        return users
+
     def told(self, block: BlockProfile, decisions: Sequence[Decision]) -> list[Decision]:
         """These decisions without those about what nobody needs. See NOTE [ What a plan can say ]."""
         said = list(decisions)

@@ -40,7 +40,7 @@ products and attention; 268 MB a layer and way; the device at its limit of power
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from itertools import accumulate, pairwise
 
 from spillway.planning.outcome import Outcome, as_planned, leaves_at
@@ -215,6 +215,7 @@ def _backward(block: BlockProfile, outcome: Outcome, *, watched: bool) -> tuple[
     """To where it is wanted."""
     asked_at = {number: min((value.asked_at or 0) + 1, count) for number, value in enumerate(values)}
     """From where on."""
+    over_at = _over_at(block, outcome, wanted_at)
     by_parts = block.is_told and watched
     rerun_at: dict[int, list[Outcome]] = {}
     for part in outcome.parts(block) if by_parts else [outcome] if outcome.again else []:
@@ -237,7 +238,7 @@ def _backward(block: BlockProfile, outcome: Outcome, *, watched: bool) -> tuple[
         over = {
             number
             for number in (*outcome.stays, *outcome.leaves, *outcome.again)
-            if number not in freed and (end == 0 or (values[number].saved_at is not None and wanted_at[number] > end))
+            if number not in freed and (end == 0 or over_at[number] > end)
         }
         freed |= over
         change = -sum(values[number].nbytes for number in over if number not in outcome.leaves)
@@ -250,7 +251,7 @@ def _backward(block: BlockProfile, outcome: Outcome, *, watched: bool) -> tuple[
                 "backward",
                 Phase.BACKWARD,
                 seconds=block.backward_seconds * share,
-                peak_bytes=_backward_peak(block, outcome, wanted_at, start, end),
+                peak_bytes=_backward_peak(block, outcome, wanted_at, over_at, start, end),
                 change_bytes=change + gradients,
                 takes=takes,
                 drops=tuple(number for number in outcome.leaves if number in over),
@@ -268,19 +269,39 @@ def _part_at(block: BlockProfile, place: int) -> BackwardPart:
     return parts[-1] if parts else BackwardPart(place, block.backward_peak_bytes, 0)
 
 
-def _backward_peak(block: BlockProfile, outcome: Outcome, wanted_at: dict[int, int], start: int, end: int) -> int:
+def _over_at(block: BlockProfile, outcome: Outcome, wanted_at: dict[int, int]) -> dict[int, int]:
+    """To where each value is there."""
+    over_at = {
+        number: wanted_at[number] if value.saved_at is not None else 0 for number, value in enumerate(block.values)
+    }
+    if block.is_told and outcome.again:
+        # What is handed in stays as long as anything that hangs on it; the function's tensors, as long as anything.
+        end = min(wanted_at[number] for number in outcome.again)
+        for number, users in outcome.users(block).items():
+            value = block.values[number]
+            last = end if value.is_input else min(wanted_at[user] for user in users)
+            over_at[number] = last if value.saved_at is None else min(last, wanted_at[number])
+    return over_at
+
+
+def _backward_peak(
+    block: BlockProfile,
+    outcome: Outcome,
+    wanted_at: dict[int, int],
+    over_at: dict[int, int],
+    start: int,
+    end: int,
+) -> int:
     """The most that backward takes between two places, beyond what there is at the first."""
-
-    def nbytes(numbers: Iterable[int], places: range) -> int:
-        saved = (number for number in numbers if block.values[number].saved_at is not None)
-        return sum(block.values[number].nbytes for number in saved if wanted_at[number] in places)
-
+    values = block.values
     peaks = [_part_at(block, start).peak_bytes]
     for part in block.backward_parts:
         if end < part.place <= start:
             # What is not needed any more by then was there at the first place.
-            gone = nbytes((*outcome.stays, *outcome.leaves, *outcome.again), range(part.place + 1, start + 1))
-            kept = nbytes(outcome.stays, range(part.place, part.place + 1))
+            there = (*outcome.stays, *outcome.leaves, *outcome.again)
+            gone = sum(values[number].nbytes for number in there if part.place < over_at[number] <= start)
+            here = (number for number in outcome.stays if values[number].saved_at is not None)
+            kept = sum(values[number].nbytes for number in here if wanted_at[number] == part.place)
             peaks.append(max(part.peak_bytes, part.late_bytes + kept if part.late_bytes else 0) - gone)
     return max(peaks)
 

@@ -10,6 +10,10 @@ Lanes carry bytes of their own, which are on the device and no part of what the 
 only while the mover is at work, and there is an instant before that and one after it. So between any two other
 instants they are a constant, and can be taken off. What was allocated meanwhile is not looked at: it is the mover's.
 
+What lanes have let go of may be there still, because the program holds it: what a model's stack of blocks was called
+with, for as long as that call runs. It is taken off, too, for it goes when it goes, and a plan that lets nothing leave
+would not see it go.
+
 NOTE [ The host's clock ]
 
 The host queues work ahead of the device, and may be the slower of the two. It is timed without what it spends on this

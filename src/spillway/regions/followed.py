@@ -6,7 +6,8 @@ The function runs, under a mode that compares each operator with the tape's next
 autograd handles of what is to be computed. What the tape needs handed in is held: tensors from outside as they are, the
 function's own tensors and what is preserved as was decided about them. When backward asks for the first handle of a
 part (NOTE [ Parts ] in ``tape.py``), that part runs, and has what the part's other handles stand for, too; each lets go
-of its own when it is asked, or dies.
+of its own when it is asked, or dies. What is handed in is let go of when all handles have died that hang on it: as long
+as one lives, somebody may go through the graph again.
 
 Where an operator, or what is saved, is not what the tape has next, the call is *lost*: what comes after is kept. What
 came before stands as it is, for it hangs on nothing that came later.
@@ -20,6 +21,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,10 +35,11 @@ from spillway.regions.following import Following, FromOutside
 from spillway.regions.generators import GeneratorState
 from spillway.regions.globals import Globals
 from spillway.regions.inputs import hook_for
-from spillway.regions.tape import Base, Tape
+from spillway.regions.tape import Base, Tape, Use
 from spillway.regions.tensors import Tracker, below_modes, storage_bytes
 
 _RECOMPUTE, _KEEP = Decision.RECOMPUTE, Decision.KEEP
+_NO_PART = -1
 
 Rerunning = Callable[[], AbstractContextManager[object]]
 """A context around what runs again."""
@@ -76,8 +79,8 @@ class Followed:
         self._mode: Following | None = None
         self._packed = 0
         self._lock = threading.Lock()
-        self._given: dict[int, tuple[Handle, ViewRecipe]] = {}
-        """What is handed in to the tape, by its values, and how it lay."""
+        self._given: dict[Use, tuple[Handle, ViewRecipe]] = {}
+        """What is handed in to parts of the tape, and how it lay."""
         self._outside: dict[int, FromOutside] = {}
         self._before: dict[int, torch.Tensor] = {}
         """Of what the function wrote when it was lost, all bytes as they were."""
@@ -107,7 +110,7 @@ class Followed:
                 for value, (tensor, decision) in mode.held.items():
                     if value in mode.before:
                         continue
-                    self._given[value] = self._passage.save(tensor, decision), ViewRecipe.of(tensor)
+                    self._hand_in(value, self._passage.save(tensor, decision), tensor)
                 self._outside.update(mode.outside)
                 self._before, self._trackers = mode.before, mode.trackers
                 self._passage.flush()
@@ -124,7 +127,15 @@ class Followed:
                 # Another name for a leaf: its memory may be another one by then, as plain PyTorch would not notice.
                 handle = pack(tensor if leave else tensor.detach())
                 if value in needed:
-                    self._given[value] = handle, ViewRecipe.of(tensor)
+                    self._hand_in(value, handle, tensor)
+
+    def _hand_in(self, value: int, handle: Handle, tensor: torch.Tensor) -> None:
+        """A value is there for each part that will ask for it, by a handle of its own: the last lets go of it."""
+        view = ViewRecipe.of(tensor)
+        first, *others = self._tape.parts_of.get(value, (_NO_PART,))
+        self._given[Use(value, first)] = handle, view
+        for part in others:
+            self._given[Use(value, part)] = self._passage.twin(handle, tensor) or handle, view
 
     # What autograd saves.
 
@@ -155,7 +166,7 @@ class Followed:
             handle = self._passage.save(tensor, decision)
             held = mode.held.pop(spot.value, None)
             if held is not None:
-                self._given[spot.value] = self._passage.another(handle, *held), ViewRecipe.of(held[0])
+                self._hand_in(spot.value, self._passage.another(handle, *held), held[0])
             return handle
         computed = TapeHandle(self, place, tensor, spot.view, self._passage.nothing(spot.view.device))
         self._handles[place] = weakref.ref(computed)
@@ -176,6 +187,15 @@ class Followed:
         """Nobody will ask for it."""
         # Without the lock: a handle may die within what holds it.
         self._results.pop(place, None)
+        self._handles.pop(place, None)
+        # What is handed in stays while a part is computed, and the function itself may yet hang more on it.
+        if self._mode is None and self._lock.acquire(blocking=False):
+            uses, alive = self._tape.uses, self._handles.keys()
+            over = [use for use in self._tape.used_by.get(place, ()) if alive.isdisjoint(uses[use])]
+            given = [self._given.pop(use, None) for use in over]
+            self._lock.release()
+            # Handles let go of memory here, and may do anything.
+            del given
 
     def _play(self, place: int) -> None:
         """Compute the part that a place belongs to."""
@@ -184,10 +204,14 @@ class Followed:
             # Within the function itself: what it has come to is there.
             self._outside.update(mode.outside)
             self._before = mode.before
-        wanted = [each for each in self._tape.part(place) if self._is_alive(each)]
-        lost = {value for value, (handle, _) in self._given.items() if not handle.is_intact()}
+        part = self._tape.part(place)
+        wanted = [each for each in part if self._is_alive(each)]
+        lost = {value for (value, _), (handle, _) in self._given.items() if not handle.is_intact()}
         lost.update(value for value, tracker in self._trackers if tracker.was_written)
         lost.difference_update(self._tape.inputs)
+        if lost:
+            # What takes their place may hang on what was let go of.
+            lost.update(self._tape.handed.difference(value for value, _ in self._given))
         made: list[torch.Tensor] = []
 
         def give(place: int, tensor: torch.Tensor) -> None:
@@ -198,19 +222,22 @@ class Followed:
         self._passage.was_recomputed = True
         self._passage.ledger.note_unused(self._tape.unused)
         with torch._C._DisableTorchDispatch() if mode is not None else self._rerunning(), self._globals.in_force():
-            self._tape.play(self._tape.runs(wanted, lost), self._base, self._states, give)
+            self._tape.play(self._tape.runs(wanted, lost), partial(self._base, part[0]), self._states, give)
         self._passage.ledger.recomputed_bytes += storage_bytes(made)
 
     def _is_alive(self, place: int) -> bool:
         handle = self._handles.get(place)
         return handle is not None and handle() is not None
 
-    def _base(self, value: int) -> Base:
-        """Memory that the tape does not make."""
+    def _base(self, part: int, value: int) -> Base:
+        """Memory that a part of the tape does not make."""
         before = self._before.get(value)
         if before is not None:
             return Base(before.untyped_storage())
-        given = self._given.get(value)
+        given = self._given.get(Use(value, part))
+        if given is None:
+            # In place of what was lost, a part asks for what is another's.
+            given = next((given for (each, _), given in self._given.items() if each == value), None)
         if given is not None:
             handle, view = given
             return Base.under(handle.unpack(), view)

@@ -66,6 +66,14 @@ class Base(NamedTuple):
         return cls(tensor.untyped_storage(), (view.offset - int(tensor.storage_offset())) * view.dtype.itemsize)
 
 
+class Use(NamedTuple):
+    """A value that is handed in to a part."""
+
+    value: int
+    part: int
+    """The first place of the part in :attr:`Tape.saved`."""
+
+
 class _Run(NamedTuple):
     """A step that runs again, or a value that is handed in."""
 
@@ -119,7 +127,17 @@ class Tape:
 
     def prepared(self) -> Tape:
         """This tape, of which all that calls ask is worked out: the first of them is not to take longer."""
-        _ = self.outside, self.extents, self.devices, self.sends, self.showing.is_all, self.showing.last
+        _ = (
+            self.outside,
+            self.extents,
+            self.devices,
+            self.sends,
+            self.parts_of,
+            self.users,
+            self.used_by,
+            self.showing.is_all,
+            self.showing.last,
+        )
         for part in {id(part): part for part in self._parts.values()}.values():
             self.runs(part, ())
         return self
@@ -169,6 +187,50 @@ class Tape:
     def again(self) -> tuple[frozenset[int], frozenset[int]]:
         """Places of the steps that run again, and the preserved values that are handed in to them."""
         return frozenset(run.place for run in self._whole if run.step is not None), self.handed
+
+    @cached_property
+    def uses(self) -> Mapping[Use, Sequence[int]]:
+        """Of each value that is handed in to a part, the places of that in :attr:`saved` which hang on it."""
+        given = self.handed.union(self.inputs)
+        values: dict[int, frozenset[int]] = {}
+        uses: dict[Use, list[int]] = {}
+        for run in self._whole:
+            if run.step is None:
+                values.update((value, given.intersection(run.values)) for value in run.values)
+            else:
+                hangs_on = frozenset[int]().union(*(values[value] for value in run.step.reads))
+                values.update(dict.fromkeys(run.values, hangs_on))
+            for place in run.gives:
+                spot = self.saved[place].spot
+                for value in () if spot is None else values[spot.value]:
+                    uses.setdefault(Use(value, self.part(place)[0]), []).append(place)
+        return uses
+
+    @cached_property
+    def parts_of(self) -> Mapping[int, Sequence[int]]:
+        """Of each value that is handed in, the parts that ask for it, by their first places in :attr:`saved`."""
+        parts: dict[int, list[int]] = {}
+        for value, part in self.uses:
+            parts.setdefault(value, []).append(part)
+        return parts
+
+    @cached_property
+    def users(self) -> Mapping[int, frozenset[int]]:
+        """The same, of whatever part."""
+        users: dict[int, frozenset[int]] = {}
+        for (value, _), places in self.uses.items():
+            users[value] = users.get(value, frozenset()).union(places)
+        return users
+
+    @cached_property
+    def used_by(self) -> Mapping[int, Sequence[Use]]:
+        """The reverse of :attr:`uses`, but for the function's tensors: what takes the place of others needs these."""
+        found: dict[int, list[Use]] = {}
+        for use, places in self.uses.items():
+            if use.value in self.handed:
+                for place in places:
+                    found.setdefault(place, []).append(use)
+        return found
 
     @cached_property
     def is_whole(self) -> bool:

@@ -245,6 +245,13 @@ class Unwatched:
         # Without the lock: a handle may die within what holds it.
         self._alive.discard(place)
         self._results.pop(place, None)
+        if not self._is_running and self._lock.acquire(blocking=False):
+            # What is computed hangs on all that is handed in.
+            over = [] if self._is_computing else self._tape.used_by.get(place, ())
+            users = self._tape.users
+            given = [self._given.pop(value, None) for value, _ in over if self._alive.isdisjoint(users[value])]
+            self._lock.release()
+            del given
 
     @_disable_dynamo  # type: ignore[untyped-decorator, unused-ignore]
     def _again(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
@@ -33,9 +34,20 @@ class Departures:
         self._leaving: OrderedDict[Entry, None] = OrderedDict()
         self.nbytes = 0
         """Bytes of all of them."""
+        self._held: weakref.WeakValueDictionary[int, Entry] = weakref.WeakValueDictionary()
+        """Those that were let go of while somebody held their memory, by their numbers."""
 
     def __len__(self) -> int:
         return len(self._leaving)
+
+    def held_bytes(self) -> int:
+        """Bytes of what is AWAY and on the device, since the program holds it still. May be called without the lock."""
+        entries = [entry for reference in self._held.valuerefs() if (entry := reference()) is not None]
+        return sum(
+            entry.nbytes
+            for entry in entries
+            if entry.state is State.AWAY and entry.round == 0 and entry.alive() is not None
+        )
 
     @labelled("release")
     def make_room(self, nbytes: int, window: int) -> None:
@@ -87,6 +99,7 @@ class Departures:
     def clear(self) -> None:
         """Forget all of them."""
         self._leaving.clear()
+        self._held.clear()
         self.nbytes = 0
 
     def _join(self, entry: Entry) -> None:
@@ -161,6 +174,8 @@ class Departures:
             entry.tier.release(slot)
             raise
         entry.state = State.AWAY
+        if entry.alive() is not None:
+            self._held[entry.number] = entry
         if self._tell is not None:
             if held:
                 self._tell(EventKind.LEAVE, entry)

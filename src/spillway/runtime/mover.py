@@ -265,10 +265,14 @@ class Mover:
             self._forgotten.clear()
 
     def counts(self) -> dict[str, int]:
-        """What the mover has in hand: entries and bytes on their way, compute lanes seen, notes not read."""
+        """What the mover has in hand: entries and bytes on their way, compute lanes seen, notes not read.
+
+        Bytes that are held are on the device though the mover has let go of them.
+        """
         return {
             "leaving": len(self._departures),
             "leaving bytes": self._departures.nbytes,
+            "held bytes": self._departures.held_bytes(),
             "returning bytes": self._returns.nbytes,
             "compute lanes": len(self._compute),
             "forgotten": len(self._forgotten),
