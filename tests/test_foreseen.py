@@ -98,14 +98,14 @@ def test_the_peak_is_foreseen_where_parts_share_what_they_are_handed(
     assert -half <= off <= (6 * half if plan.sent_bytes else half)
 
 
-@pytest.mark.parametrize("window", ["768KiB", "64MiB"])
+@pytest.mark.parametrize("window", ["3MiB", "64MiB"])
 def test_what_the_blocks_were_called_with_is_no_bytes_of_the_head(window: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a narrow window it is let go of while the call holds it still."""
     monkeypatch.setattr(meter, "_resident", lambda: 16 * MiB)
     torch.manual_seed(0)
     model = Whole().to(torch.bfloat16)
     model.head.float()
-    batch = torch.randn(16, 128, WIDTH, dtype=torch.bfloat16)
+    batch = torch.randn(64, 128, WIDTH, dtype=torch.bfloat16)
     with Session(backend=AdversaryBackend().serve, window=window) as session:
         profile = spillway.profile(model, batch, session=session)
     # Its gradient has come, and it has gone.
