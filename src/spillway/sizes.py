@@ -166,6 +166,9 @@ class _Sizes:
         model, batch = self.step(size)
         self.is_elsewhere = is_elsewhere(model, batch)
         target = self.target if self.is_elsewhere else {}
+        if not self.is_elsewhere:
+            # Room for tensors of another size does not fit these, and counts.
+            (self.session if self.session is not None else Session.default()).trim()
         self.profiles[size] = found = profile(model, batch, loss=self.loss, session=self.session, **target)
         return found
 
