@@ -286,7 +286,9 @@ def call_region(
     key = None
     if partition is None and around is not Surroundings.TORCH and how.tape_key is not None:
         kinds = arguments.kinds(tensors)
-        key = None if kinds is None else ((how.tape_key, around), kinds)
+        if kinds is not None:
+            proofs.script.called(kinds)
+            key = (how.tape_key, around), kinds
     if key is not None and observer is None:
         call = _by_tape(how, function, again, key, tensors, passage, session, proofs.script, around)
         if call is not None:

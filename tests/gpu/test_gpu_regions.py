@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -18,6 +19,7 @@ from operator_bench import IGNORED, first_dtype, name_of
 from recompute.models import HOWS, MODELS, plainly, recomputed, steps
 from recompute.region_bench import RegionBench, few_samples
 from spillway.errors import RecomputeError
+from spillway.regions.trial import Trial
 from spillway.regions.unwatched import Unwatched
 from spillway.runtime.accelerator import AcceleratorBackend
 from spillway.runtime.backend import Lane
@@ -250,6 +252,32 @@ def test_what_attention_gave_is_handed_in(
         expected = gradients(plainly, seed)
         assert [torch.equal(a, b) for a, b in zip(ours, expected, strict=True)] == [True] * len(expected)
     assert calls == (0 if watch else 3 * 3)
+
+
+def test_seeds_of_attention_that_nobody_wrote_are_compared_in_no_size(
+    session: spillway.Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+    model, numbers, tried = nn.ModuleList(Layer() for _ in range(3)).to(DEVICE, torch.bfloat16), itertools.count(), []
+    fingerprints = Trial._fingerprints
+
+    def after_others(self: Trial, *args: Any, **kwargs: Any) -> Any:
+        # Whoever asks for so little memory next finds something else in it each time.
+        left = [torch.full((), next(numbers), dtype=torch.int64, device=DEVICE) for _ in range(256)]
+        left.clear()
+        tried.append(kwargs["poisoned"])
+        return fingerprints(self, *args, **kwargs)
+
+    monkeypatch.setattr(Trial, "_fingerprints", after_others)
+    for tokens in (64, 128, 192, 256):
+        x = torch.randn(2, tokens, 64, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+        with spillway.offload(session=session) as context:
+            hidden = x * 1
+            for block in model:
+                hidden = spillway.recompute(block, hidden, session=session)
+        hidden.float().square().sum().backward()
+        assert not [note for note in context.stats().notes if "whole" in note]
+    assert False in tried
 
 
 DIFFERENTIABLE = [

@@ -890,6 +890,41 @@ def test_unwritten_room_in_a_workspace_is_no_unseen_kernel(regions: Regions) -> 
     assert not [note for note in regions.last.stats().notes if "whole" in note]
 
 
+_unwritten = itertools.count()
+
+
+@torch.library.custom_op("spillway_tests::attend", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
+def _attend(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As fused attention without dropout does: the seed is memory that nobody writes."""
+    return x.sin(), torch.tensor(next(_unwritten))
+
+
+@_attend.register_fake
+def _(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(x), torch.empty((), dtype=torch.int64)
+
+
+_attend.register_autograd(
+    lambda ctx, gradient, _: gradient * ctx.saved_tensors[0].cos(),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs, output[1]),
+)
+
+
+@one_place
+def test_a_seed_that_no_kernel_wrote_is_no_other_result(regions: Regions) -> None:
+    """Nor where two re-runs are compared: of a size that came later than the first."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return _attend(x.exp())[0].exp() + 1
+
+    for size in (8, 12, 16):
+        x = torch.randn(size, requires_grad=True)
+        with regions.offload() as _:
+            spillway.recompute(function, x * 1, session=regions.session).sum().backward()
+        assert regions.last is not None
+        assert not [note for note in regions.last.stats().notes if "whole" in note]
+
+
 STATEFUL: dict[str, Callable[[], torch.nn.Module]] = {
     "BatchNorm1d": lambda: torch.nn.BatchNorm1d(8),
     "BatchNorm2d": lambda: torch.nn.Sequential(

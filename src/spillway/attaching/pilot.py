@@ -37,7 +37,7 @@ from __future__ import annotations
 
 import enum
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -48,7 +48,7 @@ from torch.utils._pytree import tree_leaves
 
 from spillway.attaching.peers import Peers, peers_of, shared_profile
 from spillway.attaching.steering import Divided, Steered
-from spillway.attaching.treating import LEAST, told_of, treat_by, treat_whole
+from spillway.attaching.treating import LEAST, calls_of, told_of, treat_by, treat_whole
 from spillway.blocks import signature
 from spillway.errors import BudgetError, UsageError
 from spillway.planning.plan import Plan
@@ -155,6 +155,8 @@ class Pilot:
         """As it was when the step began that is measured."""
         self._blocks: Sequence[RegionCall] = ()
         self._probes: dict[Hashable, Probe] = {}
+        self._calls: Mapping[str, Set[Hashable]] = {}
+        """What calls of each block were like in the pass that was measured."""
         self._watch: Watch | None = None
         self._first = 0
         """Number of the first call of a block in this pass: re-runs of an earlier pass have smaller ones."""
@@ -235,8 +237,9 @@ class Pilot:
         if self._device.type == "cpu" and self.plan is not None:
             # What came back lay in memory that is kept for more of it. As long as nothing does, that is activations'.
             self._used_session.trim(self._device)
-        if self.stage is Stage.MEASURING and self._tell is not None:
-            self._known = self._tell()
+        if self.stage is Stage.MEASURING:
+            calls_of(self._blocks, self._used_session)
+            self._known = None if self._tell is None else self._tell()
         if self.stage is not Stage.HOLDING:
             self._has_traced = False
             self._watch = self._new_watch()
@@ -392,7 +395,8 @@ class Pilot:
             min_bytes=self._min_bytes,
             known=self._known,
         )
-        profile = told_of(profile, self._blocks, self._used_session)
+        self._calls = calls_of(self._blocks, self._used_session)
+        profile = told_of(profile, self._blocks, self._used_session, self._calls)
         return profile if self._optimizer is None else replace(profile, optimizer=self._optimizer.profile())
 
     def _replan(self) -> None:
@@ -401,7 +405,7 @@ class Pilot:
         assert self.profile is not None
         profile = self.profile
         # What blocks do may have changed since.
-        told = partial(told_of, profile, self._blocks, self._used_session)
+        told = partial(told_of, profile, self._blocks, self._used_session, self._calls)
         self.profile = shared_profile(self._known_peers.share("told", told))
         self._slowness = None
         self.plan = self._planner(self.profile, self._aim, self._known_peers)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -57,9 +57,16 @@ def treat_whole(blocks: Iterable[RegionCall], session: Session) -> bool:
     return found
 
 
-def told_of(profile: Profile, blocks: Iterable[RegionCall], session: Session) -> Profile:
-    """The profile, with the kinds of blocks of which each has a tape."""
-    have = {block.name: _script(block, session).is_told for block in blocks}
+def calls_of(blocks: Iterable[RegionCall], session: Session) -> dict[str, Set[Hashable]]:
+    """What each block's calls were like since this was last asked."""
+    return {block.name: _script(block, session).came() for block in blocks}
+
+
+def told_of(
+    profile: Profile, blocks: Iterable[RegionCall], session: Session, calls: Mapping[str, Set[Hashable]]
+) -> Profile:
+    """The profile, with the kinds of blocks of which each has a tape of such calls."""
+    have = {block.name: _script(block, session).tells(calls[block.name]) for block in blocks}
     told = [True] * len(profile.kinds)
     for each in profile.calls:
         told[each.kind] &= have[each.name]

@@ -17,7 +17,7 @@ from spillway.regions.proofs import fingerprint
 from spillway.regions.scribe import Peeks, Scribe, is_own
 from spillway.regions.steps import Saved, Spot, Step
 from spillway.regions.tape import Base, Tape, Untold
-from spillway.regions.tensors import below_modes
+from spillway.regions.tensors import below_modes, may_be_seed
 from spillway.regions.trace import Trace
 
 
@@ -159,14 +159,14 @@ class _Saving:
             wanted = wanted and spot is not None
             self.spots.append(spot)
             self.are_parameters.append(is_parameter(tensor))
-            self.prints.append(fingerprint(tensor) if wanted and not self._is_state(tensor, spot) else None)
+            self.prints.append(fingerprint(tensor) if wanted and not self._may_be_seed(tensor, spot) else None)
             nothing = _Nothing(self)
             self._given.add(nothing)
             return nothing
 
-    def _is_state(self, tensor: torch.Tensor, spot: Spot | None) -> bool:
-        """Whether it may be what a random operator keeps its seed in, and leaves unwritten where it drew nothing."""
-        if tensor.is_floating_point() or spot is None:
+    def _may_be_seed(self, tensor: torch.Tensor, spot: Spot | None) -> bool:
+        """Whether a random operator has made it, and may keep its seed in it."""
+        if spot is None or not may_be_seed(tensor):
             return False
         made = (step for step in self._scribe.steps if step.is_random)
         return any(each.value == spot.value for step in made for _, each in step.makes)

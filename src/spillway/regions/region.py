@@ -281,7 +281,7 @@ class Region:
     def _to_be_computed(self, tensor: torch.Tensor, pack: Pack) -> ComputedHandle:
         assert self._torch is not None
         pack.told = pack.wanted = True
-        if self._takes_prints and not self._is_state(tensor, pack):
+        if self._takes_prints and not self._trace.may_be_seed(tensor, pack.values):
             pack.prints = [fingerprint(part) for part in tensors_in((tensor,))]
         nothing = self._passage.nothing(tensor.device)
         if self._observer is None:
@@ -289,12 +289,6 @@ class Region:
         handle = WatchedHandle(tensor, self._torch, nothing)
         handle.tell = partial(self._observer.asked, pack.place)
         return handle
-
-    def _is_state(self, tensor: torch.Tensor, pack: Pack) -> bool:
-        """Whether a random operator keeps its seed in it, which kernels leave unwritten where they drew nothing."""
-        makers = [self._trace.makers.get(value) for value in pack.values]
-        is_number = not (tensor.is_floating_point() or tensor.is_complex())
-        return is_number and any(maker is not None and maker.facts.is_random for maker in makers)
 
     def _save(self, tensor: torch.Tensor, pack: Pack, decision: Decision) -> Handle:
         handle = self._passage.save(tensor, decision)

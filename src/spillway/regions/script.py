@@ -47,6 +47,8 @@ class Script:
         self._tapes: dict[TapeKey, Tape | None] = {}
         self._kinds: Set[Hashable] = frozenset()
         """Of arguments that came."""
+        self._lately: Set[Hashable] = frozenset()
+        """Of these, those that came since :meth:`came` was last asked."""
         self._losses = 0
         self._calls = 0
         self._offset = next(_numbers)
@@ -99,10 +101,24 @@ class Script:
         """Whether it was seen if there is a tape of some kind of call."""
         return bool(self._tapes) or self._losses >= _MOST_LOSSES
 
-    @property
-    def is_told(self) -> bool:
-        """Whether there is a tape of each kind of call that one was wanted of."""
-        return bool(self._tapes) and None not in self._tapes.values()
+    def called(self, kinds: Hashable) -> None:
+        """There is a call with arguments like these."""
+        if kinds not in self._lately:
+            self._lately = {*(() if len(self._lately) >= _MOST_KINDS else self._lately), kinds}
+
+    def came(self) -> Set[Hashable]:
+        """What arguments were like that came since this was last asked."""
+        lately, self._lately = self._lately, frozenset()
+        return lately
+
+    def tells(self, kinds: Set[Hashable]) -> bool:
+        """Whether there is a tape of each of these kinds of calls, and of each that one was wanted of."""
+        told = {other for (_, other), tape in self._tapes.items() if tape is not None}
+        return bool(kinds) and kinds <= told and None not in self._tapes.values()
+
+    def distrust(self) -> None:
+        """No tape tells what the function does, nor ever will."""
+        self._tapes, self._losses = {}, _MOST_LOSSES
 
     def wants_tape(self, key: TapeKey, at_once: bool | None) -> bool:
         """Whether one is to be written, which costs two re-runs.

@@ -15,6 +15,9 @@ from spillway.runtime.bytes import over
 PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 """The classes of tensors that are nothing but a view of one storage."""
 
+_MOST_SEEDS = 4
+"""Numbers of a generator's state: philox has a seed and an offset, each of one or two words."""
+
 _no_dispatch = torch._C._DisableTorchDispatch
 _exclude = torch._C._SetExcludeDispatchKeyGuard
 _VERSIONS = torch._C.DispatchKey.ADInplaceOrView
@@ -153,3 +156,12 @@ def alias_of(tensor: torch.Tensor) -> torch.Tensor:
     if plain and not (tensor.is_conj() or tensor.is_neg()):
         return over(tensor.untyped_storage(), tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
     return tensor.detach()
+
+
+def may_be_seed(tensor: torch.Tensor) -> bool:
+    """Whether a random operator that gave it may keep its seed in it.
+
+    Kernels that drew nothing leave that memory unwritten: fused attention without dropout does.
+    """
+    is_number = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
+    return is_number and tensor.numel() <= _MOST_SEEDS

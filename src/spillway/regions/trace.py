@@ -23,7 +23,7 @@ run, and what they give comes from outside, but is dropped and cast again like a
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ from spillway.errors import UnsupportedError
 from spillway.regions.calls import Argument, Call, Form
 from spillway.regions.outside import Outside
 from spillway.regions.schema import Facts, argument
-from spillway.regions.tensors import PLAIN, Tracker, is_strided, tensors_in
+from spillway.regions.tensors import PLAIN, Tracker, is_strided, may_be_seed, tensors_in
 from spillway.regions.values import Values
 from spillway.runtime.bytes import Bytes
 
@@ -329,6 +329,11 @@ class Trace:
         maker = None if value is None else self.makers.get(value)
         if value is not None and maker is not None and maker.is_given:
             self._aliases.append((value, Tracker(output)))
+
+    def may_be_seed(self, tensor: torch.Tensor, values: Iterable[int]) -> bool:
+        """Whether a tensor of these values may be a seed: see :func:`~spillway.regions.tensors.may_be_seed`."""
+        makers = (self.makers.get(value) for value in values)
+        return any(maker is not None and maker.facts.is_random for maker in makers) and may_be_seed(tensor)
 
     def written_since(self) -> set[int]:
         """Values that are preserved and were written by such a name."""

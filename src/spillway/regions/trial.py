@@ -74,6 +74,8 @@ class Trial:
             if self.key is not None and script.wants_tape(self.key, self.writes_at_once) and not self._is_captured():
                 script.write(self.key, self._tape(tensors))
             return acts
+        # Whoever found it out may have been a profile, of whose passes nobody reads the notes.
+        self._passage.ledger.note(self._proofs.wrong)
         self._refuse_capture()
         self._check_whole(tensors)
         return whole(self._trace)
@@ -138,6 +140,7 @@ class Trial:
     def distrust(self) -> None:
         """Nothing is left out any more when the function runs again."""
         self._proofs.wrong = _WRONG
+        self._proofs.script.distrust()
         self._passage.ledger.note(_WRONG)
 
     def _check_whole(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -162,9 +165,11 @@ class Trial:
     ) -> list[torch.Tensor | None] | None:
         """Of what a run gives; ``None`` if it is not like the first."""
         prints: list[torch.Tensor | None] = []
+        told = iter([pack for pack in self._packs.all if pack.told])
 
         def tell(tensor: torch.Tensor) -> None:
-            prints.extend(fingerprint(part) for part in storage_parts(tensor))
+            is_seed = self._trace.may_be_seed(tensor, next(told).values)
+            prints.extend(None if is_seed else fingerprint(part) for part in storage_parts(tensor))
 
         replay = Replay(self._trace, acts, tensors, poisoned=lambda device: poisoned)
         replay.watched = []
