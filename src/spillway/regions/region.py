@@ -54,7 +54,7 @@ from spillway.regions.recording import Recording
 from spillway.regions.replay import Act
 from spillway.regions.rerun import Rerun
 from spillway.regions.script import TapeKey
-from spillway.regions.tensors import aliases_of, below_modes, tensors_in
+from spillway.regions.tensors import aliases_of, below_modes, may_be_seed, tensors_in
 from spillway.regions.trace import Trace
 
 _next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
@@ -281,7 +281,7 @@ class Region:
     def _to_be_computed(self, tensor: torch.Tensor, pack: Pack) -> ComputedHandle:
         assert self._torch is not None
         pack.told = pack.wanted = True
-        if self._takes_prints and not self._trace.may_be_seed(tensor, pack.values):
+        if self._takes_prints and not (may_be_seed(tensor) and self._trace.are_random(pack.values)):
             pack.prints = [fingerprint(part) for part in tensors_in((tensor,))]
         nothing = self._passage.nothing(tensor.device)
         if self._observer is None:

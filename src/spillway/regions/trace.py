@@ -33,7 +33,7 @@ from spillway.errors import UnsupportedError
 from spillway.regions.calls import Argument, Call, Form
 from spillway.regions.outside import Outside
 from spillway.regions.schema import Facts, argument
-from spillway.regions.tensors import PLAIN, Tracker, is_strided, may_be_seed, tensors_in
+from spillway.regions.tensors import PLAIN, Tracker, is_strided, tensors_in
 from spillway.regions.values import Values
 from spillway.runtime.bytes import Bytes
 
@@ -330,10 +330,10 @@ class Trace:
         if value is not None and maker is not None and maker.is_given:
             self._aliases.append((value, Tracker(output)))
 
-    def may_be_seed(self, tensor: torch.Tensor, values: Iterable[int]) -> bool:
-        """Whether a tensor of these values may be a seed: see :func:`~spillway.regions.tensors.may_be_seed`."""
+    def are_random(self, values: Iterable[int]) -> bool:
+        """Whether a random operator has made any of them."""
         makers = (self.makers.get(value) for value in values)
-        return any(maker is not None and maker.facts.is_random for maker in makers) and may_be_seed(tensor)
+        return any(maker is not None and maker.facts.is_random for maker in makers)
 
     def written_since(self) -> set[int]:
         """Values that are preserved and were written by such a name."""

@@ -20,6 +20,7 @@ from spillway.regions.regraph import Collecting
 from spillway.regions.replay import Act, Replay, whole
 from spillway.regions.script import TapeKey
 from spillway.regions.tape import Tape
+from spillway.regions.tensors import may_be_seed
 from spillway.regions.trace import Trace
 
 _WRONG = (
@@ -165,10 +166,11 @@ class Trial:
     ) -> list[torch.Tensor | None] | None:
         """Of what a run gives; ``None`` if it is not like the first."""
         prints: list[torch.Tensor | None] = []
-        told = iter([pack for pack in self._packs.all if pack.told])
+        are_random = iter([self._trace.are_random(pack.values) for pack in self._packs.all if pack.told])
 
+        # Who keeps what the function makes holds this: it must not hold the function, or all that is a circle.
         def tell(tensor: torch.Tensor) -> None:
-            is_seed = self._trace.may_be_seed(tensor, next(told).values)
+            is_seed = next(are_random) and may_be_seed(tensor)
             prints.extend(None if is_seed else fingerprint(part) for part in storage_parts(tensor))
 
         replay = Replay(self._trace, acts, tensors, poisoned=lambda device: poisoned)
