@@ -12,7 +12,10 @@ from torch import Tensor, nn
 import spillway
 from budgets import WIDTH, Attention, budget_of, hardware, one_step, stack
 from spillway import Hardware, Session
+from spillway.planning.plan import OperatorPlan
 from spillway.profiling import meter
+from spillway.records import Decision
+from spillway.regions import scribe
 from spillway.testing import AdversaryBackend
 from steps import MiB
 from test_budget import of_other_times
@@ -96,6 +99,40 @@ def test_the_peak_is_foreseen_where_parts_share_what_they_are_handed(
     # themselves is not looked at.
     half = batch.nbytes // 2
     assert -half <= off <= (6 * half if plan.sent_bytes else half)
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_where_there_is_no_tape_all_of_a_block_is_there_at_once(told: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan knows it, and foresees the peak of the one and the other."""
+    monkeypatch.setattr(meter, "_resident", lambda: 16 * MiB)
+    if not told:
+        monkeypatch.setattr(scribe, "OWN", frozenset())
+    torch.manual_seed(0)
+    model = stack(Wide, 4, nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 8)).to(torch.bfloat16)
+    batch = torch.randn(64, 128, WIDTH, dtype=torch.bfloat16)
+    with Session(backend=AdversaryBackend().serve) as session:
+        profile = spillway.profile(model, batch, session=session)
+        assert all(block.is_told is told for block in profile.kinds)
+        keeps = spillway.plan(profile, budget="1GiB", hardware=hardware())
+        # The sum between attention and the MLP, of which neither hangs on the other then.
+        names = [operator.name for operator in profile.kinds[0].operators]
+        place = names.index("aten::add.Tensor", next(at for at, name in enumerate(names) if "attention" in name))
+        summed = OperatorPlan(place, names[place], Decision.OFFLOAD_HOST, batch.nbytes, "to be tried")
+        least = {"plain": False, "inputs": Decision.OFFLOAD_HOST, "operators": (summed,), "recomputes": True}
+        blocks = tuple(dataclasses.replace(block, **least) for block in keeps.blocks)
+        plan = dataclasses.replace(keeps, blocks=blocks, window=3 * MiB // 4)
+        foreseen = spillway.simulate(profile, plan, hardware=hardware()).peak_bytes
+        with spillway.attach(model, plan=plan, min_bytes=profile.min_bytes, session=session):
+            one_step(model, batch)
+            measuring = meter.meter_of(torch.device("cpu"))
+            measuring.mark()
+            one_step(model, batch)
+            measuring.mark()
+            readings = measuring.finish()
+    assert readings is not None
+    # An input that left is counted until the block's backward has ended, and is gone earlier.
+    off = (foreseen - readings[-1].peak) / batch.nbytes
+    assert -0.25 <= off <= (0.5 if told else 1.25)
 
 
 @pytest.mark.parametrize("window", ["3MiB", "64MiB"])
