@@ -155,6 +155,7 @@ def planned(training: Training, row: Row, static: int, keep: Callable[[Any], Non
             "bound_seconds": plan.bound_seconds,
             "found_by": plan.method,
             "window_bytes": plan.window,
+            "ahead_bytes": plan.ahead,
             "plain_blocks": sum(block.plain for block in plan.blocks),
             "steps_until_holding": steps,
             "seconds_until_holding": until,

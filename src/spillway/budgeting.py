@@ -20,7 +20,7 @@ from spillway.errors import UnsupportedError, UsageError
 from spillway.planning.curve import POINTS, Curve, make_curve
 from spillway.planning.hardware import Hardware
 from spillway.planning.plan import Plan
-from spillway.planning.planner import divided, make_plan, program_of, usable_rates
+from spillway.planning.planner import divided, make_plan, program_of, rates_of
 from spillway.planning.profile import Profile
 from spillway.planning.timeline import Timeline, simulate_program
 from spillway.profiling.machine import known_hardware
@@ -215,7 +215,7 @@ def simulate(profile: Profile, plan: Plan, *, hardware: Hardware | str | None = 
     """
     _check_profile(profile)
     found = hardware_of(hardware, torch.device(profile.device))
-    rates = usable_rates(found, plan.window, active=local_ranks())
+    rates = rates_of(plan, found, active=local_ranks())
     part = divided(profile, 1.0 if plan.optimizer_fraction is None else plan.optimizer_fraction, found)
     return simulate_program(program_of(part, plan), rates, spans=True)
 

@@ -32,7 +32,9 @@ def task(name: str, seconds: float, *sends: Sent, peak: int = 0, change: int | N
 def rates(draw: st.DrawFn, *, exact: bool = True) -> Rates:
     """Rates that whole bytes can be divided by with no rounding, or any."""
     rate = _powers if exact else st.floats(0.1, 10)
-    return Rates(draw(rate), draw(rate), draw(rate), draw(rate), draw(st.integers(1, 12)))
+    return Rates(
+        draw(rate), draw(rate), draw(rate), draw(rate), draw(st.integers(1, 12)), draw(st.none() | st.integers(1, 12))
+    )
 
 
 @st.composite

@@ -131,11 +131,12 @@ class Walk:
             self.wait(stored.settled)
             self.returning_bytes -= stored.sent.nbytes
         stored.where = Where.HERE
+        most = self.rates.window if self.rates.ahead is None else self.rates.ahead
         for next_key in self.to_come:
             ahead = self.stored.get(next_key)
             if ahead is None or ahead.where is not Where.AWAY:
                 continue
-            if self.returning_bytes + ahead.sent.nbytes > self.rates.window:
+            if self.returning_bytes + ahead.sent.nbytes > most:
                 break
             self.fetch(ahead)
 

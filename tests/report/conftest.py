@@ -11,7 +11,7 @@ import pytest
 
 from spillway.planning.curve import Curve, Point
 from spillway.planning.hardware import Hardware, Link
-from spillway.planning.planner import make_plan, program_of, usable_rates
+from spillway.planning.planner import make_plan, program_of, rates_of
 from spillway.planning.profile import Profile, Static
 from spillway.planning.timeline import simulate_program
 from spillway.report.facts import Facts, facts_of
@@ -54,7 +54,7 @@ def with_host(found: Facts) -> Facts:
     program = program_of(found.profile, found.plan)
     first, *others = program.tasks
     tasks = (replace(first, host_seconds=first.seconds + 0.1 * found.timeline.seconds), *others)
-    rates = usable_rates(SLOW if found.hardware == SLOW.name else H200, found.plan.window)
+    rates = rates_of(found.plan, SLOW if found.hardware == SLOW.name else H200)
     timeline = simulate_program(replace(program, tasks=tasks), rates, spans=True)
     return replace(found, timeline=timeline)
 

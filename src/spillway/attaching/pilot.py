@@ -510,7 +510,7 @@ class Pilot:
             UsageError: if it is of another model.
         """
         treat_by(plan, self._blocks)
-        self._mover().claim(self, plan.window)
+        self._mover().claim(self, plan.window, plan.ahead)
         if self._optimizer is not None and plan.optimizer_fraction is not None:
             self._optimizer.divide(plan.optimizer_fraction)
 

@@ -82,7 +82,7 @@ class Plan:
     budget: Count
     """Bytes that may be allocated on the device at most."""
     window: Annotated[int, Field(ge=1)]
-    """Bytes that may be on their way out at once, and that may be fetched ahead."""
+    """Bytes that may be on their way out at once."""
     predicted_peak: Count
     """Most bytes that are allocated on the device at once."""
     predicted_seconds: Seconds
@@ -99,6 +99,8 @@ class Plan:
     """How it was found."""
     bound_seconds: Seconds | None = None
     """What no plan can be faster than, if that is known."""
+    ahead: Annotated[int, Field(ge=1)] | None = None
+    """Bytes that may be fetched ahead; ``None``: as many as may be on their way out."""
     optimizer_fraction: Annotated[float, Field(ge=0, le=1)] | None = None
     """Of the elements of an ``OffloadedOptimizer``, how many are stepped on the host; ``None``: it is not the plan's
     to say."""

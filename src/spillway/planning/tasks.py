@@ -151,7 +151,9 @@ class Rates:
     disk_read: float
     """Bytes from the disk in a second."""
     window: int
-    """Bytes that may be LEAVING at once, and as many that may be fetched ahead."""
+    """Bytes that may be LEAVING at once."""
+    ahead: int | None = None
+    """Bytes that may be fetched ahead; ``None``: as many."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -124,17 +124,17 @@ def simulate_program(program: Program, rates: Rates, *, spans: bool = False) -> 
 
     Args:
         program: the step.
-        rates: what the lanes carry, and the window.
+        rates: what the lanes carry, and the windows.
         spans: also say what each lane does when, what each tier holds when, and for what the device holds it. While a
             task runs, its level is the most that it needs.
 
     Raises:
         UsageError: if a rate or the window is not positive, or the program is none: see :meth:`Fates.of`.
     """
-    for name in ("out", "back", "disk_write", "disk_read", "window"):
+    for name in ("out", "back", "disk_write", "disk_read", "window", "ahead"):
         value = getattr(rates, name)
         # Said this way round, it also refuses what is not a number.
-        if not value > 0:
+        if value is not None and not value > 0:
             raise UsageError(f"rates: {name}: got {value}, expected more than 0; measure it again")
     walk = _Walk(Fates.of(program, rates.window), program.static_bytes, rates, spans)
     for task in program.tasks:
@@ -167,6 +167,7 @@ class _Walk:
     def __init__(self, fates: Fates, static_bytes: int, rates: Rates, spans: bool) -> None:
         self._fates = fates
         self._rates = rates
+        self._ahead = rates.window if rates.ahead is None else rates.ahead
         self._spans: list[Span] | None = [] if spans else None
         self._out = _Queue(Lane.OUT, self._spans)
         self._back = _Queue(Lane.BACK, self._spans)
@@ -255,7 +256,7 @@ class _Walk:
         wanted, fates = self._wanted, self._fates
         while wanted:
             ahead = fates.taken[wanted[0]]
-            if self._returning_bytes + fates.sent[ahead].nbytes > self._rates.window:
+            if self._returning_bytes + fates.sent[ahead].nbytes > self._ahead:
                 break
             heapq.heappop(wanted)
             self._fetch(ahead)

@@ -9,7 +9,7 @@ from spillway.planning.curve import Curve, Point
 from spillway.planning.hardware import Hardware
 from spillway.planning.holders import settled
 from spillway.planning.plan import Plan
-from spillway.planning.planner import options_of, program_of, usable_rates
+from spillway.planning.planner import options_of, program_of, rates_of
 from spillway.planning.profile import Profile
 from spillway.planning.tasks import Phase
 from spillway.planning.timeline import Timeline, simulate_program
@@ -112,6 +112,7 @@ class Facts:
         known = plan.bound_seconds and not elsewhere
         bound = f"; no plan takes less than {format_seconds(plan.bound_seconds or 0)}" if known else ""
         found = {"exact": "counting: there is none better", "search": "a search: none better was found"}
+        ahead = "" if plan.ahead is None else f", {format_bytes(plan.ahead)} of it on the way back"
         again = plan.rerun_seconds
         return (
             ("budget", format_bytes(plan.budget)),
@@ -122,7 +123,7 @@ class Facts:
             ("sent away", format_bytes(plan.sent_bytes)),
             ("host memory", format_bytes(timeline.host_bytes)),
             ("disk", format_bytes(timeline.disk_bytes)),
-            ("window", format_bytes(plan.window)),
+            ("window", f"{format_bytes(plan.window)}{ahead}"),
             ("found by", f"{found.get(plan.method, plan.method)}{bound}"),
         )
 
@@ -178,7 +179,7 @@ def facts_of(
         UsageError: for a plan of another model.
     """
     program = program_of(profile, plan)
-    timeline = simulate_program(program, usable_rates(hardware, plan.window, active=active), spans=True)
+    timeline = simulate_program(program, rates_of(plan, hardware, active=active), spans=True)
     places, instants = _instants(timeline)
     kinds, stacks = _stacked(profile, timeline)
     layers = tuple(

@@ -61,7 +61,8 @@ class Mover:
     def __init__(self, backend: Backend, *, window: int, recorder: Recorder | None = None) -> None:
         self.window = window
         self._own_window = window
-        self._claims: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
+        self._claims: weakref.WeakKeyDictionary[object, tuple[int, int]] = weakref.WeakKeyDictionary()
+        """Windows, and how much of each may be fetched ahead."""
         self.batch = batch_bytes(window)
         self._backend = backend
         self._recorder = recorder
@@ -145,23 +146,31 @@ class Mover:
             self._tell_of_move(begins=False)
             self.read_notes()
 
-    def resize(self, window: int) -> None:
-        """From now on, so many bytes may be LEAVING at once, and be fetched ahead."""
+    def resize(self, window: int, ahead: int | None = None) -> None:
+        """From now on, so many bytes may be LEAVING at once, and be fetched ahead; ``None``: as many."""
+        ahead = window if ahead is None else ahead
         with self._lock:
             self.window = window
             self.batch = batch_bytes(window)
-            self._returns.resize(window, self.batch)
+            self._returns.resize(ahead, batch_bytes(ahead))
 
-    def claim(self, owner: object, window: int | None) -> None:
+    def claim(self, owner: object, window: int | None, ahead: int | None = None) -> None:
         """Somebody needs a window, as plans do; ``None``: no more. The smallest that is claimed is in force.
 
         With no claim it is the one that the mover was made with.
+
+        Args:
+            owner: who needs it, as long as he lives.
+            window: bytes that may be LEAVING at once.
+            ahead: bytes that may be fetched ahead; ``None``: as many.
         """
         if window is None:
             self._claims.pop(owner, None)
         else:
-            self._claims[owner] = window
-        self.resize(min(self._claims.values(), default=self._own_window))
+            self._claims[owner] = window, window if ahead is None else ahead
+        own = self._own_window, self._own_window
+        windows, aheads = zip(*(list(self._claims.values()) or [own]), strict=True)
+        self.resize(min(windows), min(aheads))
 
     def listen(self, listener: Callable[[bool], object]) -> None:
         """Call a method before (with ``True``) and after anything that may change how many bytes are on their way.
