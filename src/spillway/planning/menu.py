@@ -28,7 +28,7 @@ from spillway.planning.trials import DIGITS
 from spillway.records import Decision
 
 ALL = frozenset({"keep", "host", "disk", "recompute"})
-_MOST_SETS = 12
+_MOST_SETS = 24
 _PARTS = 5
 """Of a set, so many parts leave or stay."""
 _SMALL = 4096
