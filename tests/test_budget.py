@@ -585,3 +585,26 @@ def test_a_plan_sends_no_more_to_the_host_than_the_session_has_room_for() -> Non
         assert plan.host_bytes <= 64 << 20
         unlimited = spillway.plan(profile, budget=20 << 30, allow={"keep", "host", "recompute"}, hardware="h200")
         assert unlimited.host_bytes > 64 << 20
+
+
+def test_steps_in_which_a_new_size_is_learned_say_nothing_of_the_plan(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without tapes they take more memory, twice; a plan that were made anew for that could not be found in the end."""
+    torch.manual_seed(0)
+    model, batch = nn.Sequential(nn.Linear(64, 64), *(Block(64) for _ in range(4))), torch.randn(4096, 64)
+    profile = spillway.profile(model, batch, session=session)
+    attached = attached_to(model, budget_of(profile, 0.3), session)
+    with attached:
+        search(model, batch, attached)
+        plan = attached.plan
+        assert plan is not None
+        # As an accelerator tells it.
+        monkeypatch.setattr(Pilot, "_peak", lambda _: plan.budget + 64 * MiB)
+        for _ in range(2):
+            one_step(model, batch[:4000])
+        one_step(model, torch.randn(8, 64))
+        assert attached.plan is plan
+        assert "inputs of a new size" in attached.explain()
+        one_step(model, batch)
+        failing(BudgetError, lambda: one_step(model, batch))

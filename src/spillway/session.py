@@ -10,6 +10,7 @@ import atexit
 import functools
 import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, ClassVar
@@ -165,7 +166,12 @@ class Session:
     def proofs(self, function: Hashable) -> Proofs:
         """Which re-runs of a function were seen to be right; by what tells it from others."""
         with self._lock:
-            return self._proofs.setdefault(function, Proofs())
+            found = self._proofs.get(function)
+            if found is None:
+                # Of modules that are gone nobody asks again.
+                self._proofs = {known: each for known, each in self._proofs.items() if not _is_gone(known)}
+                found = self._proofs[function] = Proofs()
+            return found
 
     def current_pass(self) -> Pass:
         """The innermost pass that the calling thread is inside of, or one for what is saved outside of any."""
@@ -377,3 +383,7 @@ def _check_streams(streams: object, backend: object) -> None:
 def _host_budget() -> int:
     """The default cap on host memory: what the process may use, shared by the ranks that run on the machine."""
     return int(memory_limit() * HOST_SHARE) // local_ranks()
+
+
+def _is_gone(function: Hashable) -> bool:
+    return isinstance(function, weakref.ref) and function() is None

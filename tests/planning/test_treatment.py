@@ -304,7 +304,7 @@ def tape_of(name: str) -> Tape:
         with spillway.Session() as own:
             for _ in range(3):
                 spillway.recompute(module(name), inputs(), session=own).float().square().sum().backward()
-            (found,) = own.proofs(weakref.ref(module(name))).script._tapes.values()
+            ((found,),) = (tapes.values() for tapes in own.proofs(weakref.ref(module(name))).script._tapes.values())
         assert found is not None
         _tapes[name] = found
     return _tapes[name]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import gc
 import random
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ import spillway
 from recompute.regions import CHOICES, Call, Regions, one_place
 from spillway.errors import RecomputeError
 from spillway.regions.tape import Tape
+from spillway.regions.trial import Trial
 from support import assert_identical, grads
 
 pytestmark = one_place
@@ -71,7 +72,12 @@ def gradients_of(
 
 
 def tapes_of(session: spillway.Session) -> list[Tape | None]:
-    return [tape for proofs in session._proofs.values() for tape in proofs.script._tapes.values()]
+    return [
+        tape
+        for proofs in session._proofs.values()
+        for tapes in proofs.script._tapes.values()
+        for tape in tapes.values()
+    ]
 
 
 def followed(regions: Regions, function: Callable[..., Tensor], *args: Any, **how: Any) -> None:
@@ -94,6 +100,52 @@ def test_a_function_is_not_run_again(regions: Regions, how: dict[str, Any]) -> N
         assert_identical(ours, gradients_of(None, block, seed=seed))
     assert regions.last is not None
     assert regions.last.stats().recomputed_bytes > 0
+
+
+def test_of_more_sizes_in_turn_than_there_is_room_for_the_first_keep_their_tapes(
+    regions: Regions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is given up before it is used again would be written anew each time, which costs two re-runs."""
+    written, write = [], Trial._tape
+
+    def counted(self: Trial, tensors: Sequence[Tensor]) -> Tape | None:
+        written.append(tensors[0].shape)
+        return write(self, tensors)
+
+    monkeypatch.setattr(Trial, "_tape", counted)
+    block = Block(0.0)
+    for cycle in range(4):
+        for size in range(30):
+            x = leaf(2, size + 2, 16)
+            with regions.offload() as _:
+                spillway.recompute(block, x * 1, session=regions.session).sum().backward()
+        assert len(written) == len(set(written)) == (24 if cycle else 0)
+    block.calls = 0
+    x = leaf(2, 2, 16)
+    with regions.offload() as _:
+        spillway.recompute(block, x * 1, session=regions.session).sum().backward()
+    assert block.calls == 1
+    # Those that are not used for long make room.
+    for _ in range(200):
+        with regions.offload() as _:
+            spillway.recompute(block, leaf(2, 31, 16) * 1, session=regions.session).sum().backward()
+    assert len(written) == 25
+
+
+@pytest.mark.parametrize("watch", [True, False])
+def test_a_session_holds_nothing_of_a_module_that_is_gone(regions: Regions, watch: bool) -> None:
+    gone = []
+    for size in (4, 5, 6):
+        block = Block(0.0)
+        for _ in range(4):
+            x = leaf(2, size, 16)
+            with regions.offload() as _:
+                spillway.recompute(block, x * 1, watch=watch, session=regions.session).sum().backward()
+        gone += [weakref.ref(block), weakref.ref(block.bias)]
+        del block
+        gc.collect()
+        assert len(regions.session._proofs) == 1
+    assert all(each() is None for each in gone)
 
 
 def test_a_number_that_changes_is_seen(regions: Regions) -> None:

@@ -48,7 +48,7 @@ from torch.utils._pytree import tree_leaves
 
 from spillway.attaching.peers import Peers, peers_of, shared_profile
 from spillway.attaching.steering import Divided, Steered
-from spillway.attaching.treating import LEAST, calls_of, told_of, treat_by, treat_whole
+from spillway.attaching.treating import LEAST, calls_of, told_of, treat_by, treat_whole, tried_by
 from spillway.blocks import signature
 from spillway.errors import BudgetError, UsageError
 from spillway.planning.plan import Plan
@@ -166,6 +166,8 @@ class Pilot:
         self._others = 0
         """Passes of other kinds of blocks than the one that was weighed."""
         self._rounds = 0
+        self._tried = 0
+        """How often blocks' calls cost more than they do."""
         self._knows_host = False
         """Whether a plan was made that knows what the host takes for one."""
         self._slowness: Slowness | None = None
@@ -251,8 +253,7 @@ class Pilot:
     def block_begins(self, call: Steered, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """A block is called; gives the number of its call in the pass, or -1 if nobody is watching."""
         call.observer = None
-        # It costs two re-runs, which are not to be measured.
-        call.writes_tape = _WRITES_TAPES.get(self.stage, False)
+        call.writes_tape = self._writes_tapes
         call.watches = None
         if self._watch is None or self._is_strange(self._watch):
             return -1
@@ -269,6 +270,7 @@ class Pilot:
             if len(self._probes) >= _MOST_PROBES:
                 self._probes.clear()
             probe = self._probes[kind] = self._new_probe(known)
+            call.writes_tape = self._writes_tapes
         if self.stage is Stage.MEASURING:
             # Every second one of a kind.
             call.watches = not self._watch.count_of(kind) % 2
@@ -448,9 +450,24 @@ class Pilot:
             return False
         return True
 
+    @property
+    def _writes_tapes(self) -> bool | None:
+        """See :meth:`~spillway.regions.script.Script.wants_tape`."""
+        # It costs two re-runs, which are not to be measured. A pass in which a block is watched operator by operator is
+        # no measure, and comes again.
+        return _WRITES_TAPES.get(self.stage, self.stage is Stage.WEIGHING and self._has_traced)
+
     def _hold(self) -> None:
+        if self._budget is None:
+            return
         peak = self._peak()
-        if self._budget is not None and peak > self._budget:
+        before, self._tried = self._tried, tried_by(self._blocks, self._used_session)
+        if self._tried != before:
+            # Calls of a size that had not come before run again whole, and are tried: that says nothing of the plan.
+            self._reset_peak()
+            if peak > self._budget:
+                self._note_once("a step with inputs of a new size, which is learned from, was over the budget")
+        elif peak > self._budget:
             if not self._known_peers.alone:
                 self._note_once(f"a step of this rank had a peak over the budget of {format_bytes(self._budget)}")
                 return
@@ -470,7 +487,7 @@ class Pilot:
                 least=peak,
             )
         # A step's peak moves a little, with what is just on its way: the more often it was over, the more is left.
-        self._aim -= (peak - self._budget + _SLACK) * 2 ** max(self._rounds - 2, 0)
+        self._aim = max(self._aim - (peak - self._budget + _SLACK) * 2 ** max(self._rounds - 2, 0), 0)
         self._note(f"planned anew for {format_bytes(self._aim)}")
         try:
             self._replan()

@@ -62,6 +62,11 @@ def calls_of(blocks: Iterable[RegionCall], session: Session) -> dict[str, Set[Ha
     return {block.name: _script(block, session).came() for block in blocks}
 
 
+def tried_by(blocks: Iterable[RegionCall], session: Session) -> int:
+    """How often calls of blocks cost more than calls do: see :attr:`~spillway.regions.script.Script.tried`."""
+    return sum(_script(block, session).tried for block in blocks if block.module() is not None)
+
+
 def told_of(
     profile: Profile, blocks: Iterable[RegionCall], session: Session, calls: Mapping[str, Set[Hashable]]
 ) -> Profile:
