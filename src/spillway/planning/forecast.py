@@ -62,7 +62,8 @@ class Forecast:
     def __init__(self, problem: Problem) -> None:
         rates = problem.rates
         self.problem = problem
-        known = {id(each): [footprint(option, rates) for option in each] for each in problem.options}
+        signatures = {id(each): each for each in problem.options}
+        known = {key: [footprint(option, rates) for option in each] for key, each in signatures.items()}
         self.blocks = [known[id(each)] for each in problem.options]
         """Footprints of each block's options."""
         self.outer = footprint(Option((), problem.before, problem.after), rates)

@@ -33,7 +33,8 @@ from spillway.planning.hardware import Hardware
 from spillway.planning.menu import ALL, menu
 from spillway.planning.plan import BlockPlan, Plan, planned_block
 from spillway.planning.profile import BlockProfile, Outside, Profile
-from spillway.planning.solver import Solution, least, solve
+from spillway.planning.relaxation import Relaxed
+from spillway.planning.solver import Solution, bound_of, least, solve
 from spillway.planning.tasks import Option, Phase, Problem, Program, Rates, Task
 from spillway.planning.timeline import simulate_program
 from spillway.planning.treatment import treat
@@ -108,28 +109,53 @@ def make_plan(
     )
     windows: list[_Windows] = [(size, None) for size in _windows(profile, most, may_grow=may_grow)]
 
-    def best_with(fraction: float, windows: Sequence[_Windows], seconds: float) -> Plan:
+    near: Relaxed | None = None
+    """Of the first window, for all of them: a linear programme takes as long as the search does."""
+
+    def best_with(fraction: float, windows: Sequence[_Windows], seconds: float) -> tuple[Plan, Problem]:
+        nonlocal near
         part = divided(profile, fraction, hardware)
         problem = _divided_problem(tried, profile, part)
-        found = _best_window(part, problem, hardware, windows, active, seconds)
-        return replace(found, optimizer_fraction=fraction if profile.optimizer is not None else None)
+        best: tuple[Plan, Problem] | None = None
+        refused: BudgetError | None = None
+        for size, ahead in windows:
+            problem = replace(problem, rates=usable_rates(hardware, size, ahead=ahead, active=active))
+            try:
+                solution = solve(problem, seconds=seconds, near=near)
+            except BudgetError as error:
+                refused = error if refused is None or error.least < refused.least else refused
+                continue
+            near = near if near is not None else solution.shares
+            found = plan_of(part, problem, solution)
+            if profile.optimizer is not None:
+                found = replace(found, optimizer_fraction=fraction)
+            best = (found, problem) if best is None else _faster(best, (found, problem))
+            if not (best[0].sent_bytes or best[0].rerun_seconds):
+                # All may stay, and no window is needed.
+                break
+        if best is None:
+            assert refused is not None
+            raise refused
+        return best
 
     # With all of it on the host a step takes the least memory: if that does not fit, nothing does.
     best = best_with(1.0, windows, _SECONDS)
     fractions = [] if profile.optimizer is None else [0.0, *(part / _PARTS for part in range(1, _PARTS))]
     for fraction in fractions:
         with contextlib.suppress(BudgetError):
-            best = _faster(best, best_with(fraction, [(best.window, None)], _SECONDS / 2))
-    if best.sent_bytes and (best.rerun_seconds or best.stall_seconds):
-        fraction = 1.0 if best.optimizer_fraction is None else best.optimizer_fraction
+            best = _faster(best, best_with(fraction, [(best[0].window, None)], _SECONDS / 2))
+    plan = best[0]
+    if plan.sent_bytes and (plan.rerun_seconds or plan.stall_seconds):
+        fraction = 1.0 if plan.optimizer_fraction is None else plan.optimizer_fraction
         for share in _AHEAD:
             with contextlib.suppress(BudgetError):
-                best = _faster(best, best_with(fraction, [(best.window, int(share * best.window))], _SECONDS))
-    return best
+                best = _faster(best, best_with(fraction, [(plan.window, int(share * plan.window))], _SECONDS))
+    plan, problem = best
+    return plan if plan.bound_seconds is not None else replace(plan, bound_seconds=bound_of(problem))
 
 
-def _faster(one: Plan, other: Plan) -> Plan:
-    return min(one, other, key=lambda plan: plan.predicted_seconds)
+def _faster(one: tuple[Plan, Problem], other: tuple[Plan, Problem]) -> tuple[Plan, Problem]:
+    return min(one, other, key=lambda each: each[0].predicted_seconds)
 
 
 def fits(
@@ -192,6 +218,8 @@ def divided(profile: Profile, fraction: float, hardware: Hardware) -> Profile:
 
 def _divided_problem(problem: Problem, profile: Profile, part: Profile) -> Problem:
     """The problem of a profile, for the same with another part of the optimizer: the ways to treat blocks are those."""
+    if part is profile:
+        return problem
     more = part.kinds[0].backward_change_bytes - profile.kinds[0].backward_change_bytes
     changed = {id(options): tuple(_with_change(option, more) for option in options) for options in problem.options}
     return replace(
@@ -199,36 +227,13 @@ def _divided_problem(problem: Problem, profile: Profile, part: Profile) -> Probl
         static_bytes=part.static_bytes,
         options=tuple(changed[id(options)] for options in problem.options),
         after=(_outside("after the blocks", part.after),),
+        placed={},
     )
 
 
 def _with_change(option: Option, nbytes: int) -> Option:
     *before, last = option.backward
     return replace(option, backward=(*before, replace(last, change_bytes=last.change_bytes + nbytes)))
-
-
-def _best_window(
-    profile: Profile, tried: Problem, hardware: Hardware, windows: Sequence[_Windows], active: int, seconds: float
-) -> Plan:
-    """The fastest of the plans in some windows."""
-    best: Plan | None = None
-    refused: BudgetError | None = None
-    for size, ahead in windows:
-        problem = replace(tried, rates=usable_rates(hardware, size, ahead=ahead, active=active))
-        try:
-            found = plan_of(profile, problem, solve(problem, seconds=seconds))
-        except BudgetError as error:
-            refused = error if refused is None or error.least < refused.least else refused
-            continue
-        if best is None or found.predicted_seconds < best.predicted_seconds:
-            best = found
-        if not best.sent_bytes and not best.rerun_seconds:
-            # All may stay, and no window is needed.
-            break
-    if best is None:
-        assert refused is not None
-        raise refused
-    return best
 
 
 def _windows(profile: Profile, window: int, *, may_grow: bool) -> list[int]:

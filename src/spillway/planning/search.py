@@ -23,6 +23,8 @@ from spillway.planning.trials import DIGITS, Chosen, Rank, Trials
 
 STARTS = 6
 """Descents that are made."""
+UNIFORM = 12
+"""Choices of one option for all blocks that are tried. With all of them little is left for the search."""
 ROUNDS = 6
 """Corrections of one descent."""
 TOGETHER = (1, 2, 4, 8, 16, 32)
@@ -74,7 +76,7 @@ class Search:
         if hint is not None:
             self._promising = promising(self._forecast, hint.shares)
         same = uniform(self._problem)
-        self._try(same)
+        self._try(same[self._order(same, Correction())[:UNIFORM]])
         starts = splits(self._problem, range(int(self._forecast.counts.max())))
         near = numpy.concatenate([same, starts])
         hinted = numpy.empty((0, near.shape[1]), dtype=numpy.int64) if hint is None else rounded(hint.shares)

@@ -13,7 +13,7 @@ The answer is the same on every rank: no clock is asked, and seconds are compare
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from spillway.errors import BudgetError, UsageError
 from spillway.planning import timeline as timelines
@@ -46,15 +46,21 @@ class Solution:
     """``"exact"``: there is none better. ``"search"``: none better was found."""
     bound_seconds: float | None
     """No choice that fits takes less. ``None`` where that is not known."""
+    shares: Relaxed | None = field(default=None, repr=False, compare=False)
+    """Of the linear programme, if one was solved."""
 
 
-def solve(problem: Problem, *, simulate: Simulate | None = None, seconds: float = 4.0) -> Solution:
+def solve(
+    problem: Problem, *, simulate: Simulate | None = None, seconds: float = 4.0, near: Relaxed | None = None
+) -> Solution:
     """The fastest choice that fits the budgets; of equally fast ones the smallest, then the first.
 
     Args:
         problem: the step, and its blocks' options.
         simulate: what a program comes to; :func:`~spillway.planning.timeline.simulate_program` if left out.
         seconds: about how long it may take, counted as work, so that every rank has the same answer.
+        near: shares for the same options at other rates, to begin with in place of this problem's own. Then no bound is
+            known where choices are searched for: see :func:`bound_of`.
 
     Raises:
         spillway.BudgetError: no choice fits.
@@ -64,8 +70,13 @@ def solve(problem: Problem, *, simulate: Simulate | None = None, seconds: float 
         >>> solution = solve(problem)  # doctest: +SKIP
         >>> [problem.options[block][number].decisions for block, number in enumerate(solution.chosen)]  # doctest: +SKIP
     """
-    solver = _Solver(problem, simulate, seconds)
-    return solver.fastest()
+    return _Solver(problem, simulate, seconds).fastest(near)
+
+
+def bound_of(problem: Problem) -> float | None:
+    """Seconds than which no choice that fits takes less; ``None``: none fits."""
+    found = relaxed(Forecast(problem), problem.budget)
+    return None if found is None else found.seconds
 
 
 def least(problem: Problem, *, simulate: Simulate | None = None, seconds: float = 4.0) -> Solution:
@@ -98,7 +109,7 @@ class _Solver:
         self._search_tasks = int(seconds * _SIMULATED * TASKS_A_SECOND)
         self._cells = int(seconds * (1 - _SIMULATED) * CELLS_A_SECOND)
 
-    def fastest(self) -> Solution:
+    def fastest(self, near: Relaxed | None) -> Solution:
         """Of the choices that fit."""
         bound = 0.0
         if countable(self._forecast):
@@ -108,17 +119,18 @@ class _Solver:
                     raise self._too_small(self.smallest())
                 return self._solution(outcome.chosen, "exact", outcome.bound_seconds)
             bound = outcome.bound_seconds
-        hint = relaxed(self._forecast, self._problem.budget)
+        hint = relaxed(self._forecast, self._problem.budget) if near is None else near
         # Without a solution hardly anything fits: the smallest choice tells, for HiGHS has tolerances.
-        found = None if hint is None else self._searched(hint, small=False)
+        found = None if hint is None else self._searched(hint)
         if found is None or not self._trials.fits(self._trials.timeline(found)):
             smallest = self.smallest()
             if not self._trials.fits(smallest.timeline):
                 raise self._too_small(smallest)
             # It fits, and is a place to begin at.
-            found = self._searched(hint, small=False)
-        bound = max(bound, 0.0 if hint is None else hint.seconds)
-        return self._solution(found, "search", bound or None)
+            found = self._searched(hint)
+        if near is None and hint is not None:
+            bound = max(bound, hint.seconds)
+        return replace(self._solution(found, "search", bound or None), shares=hint)
 
     def smallest(self) -> Solution:
         """Of all choices."""
@@ -128,7 +140,7 @@ class _Solver:
                 return self._solution(outcome.chosen, "exact", None)
         return self._solution(self._searched(None, small=True), "search", None)
 
-    def _searched(self, hint: Relaxed | None, *, small: bool) -> Chosen:
+    def _searched(self, hint: Relaxed | None, *, small: bool = False) -> Chosen:
         search = Search(
             self._forecast, self._trials, most_tasks=self._search_tasks, most_cells=self._cells, small=small
         )

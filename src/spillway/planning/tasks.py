@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from spillway.records import Decision
 
@@ -179,6 +179,11 @@ class Problem:
     """Bytes that may be allocated on the device at most."""
     host_budget: int | None = None
     disk_budget: int | None = None
+    placed: dict[tuple[int, int, int, int], tuple[tuple[Task, ...], tuple[Task, ...]]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+    """Tasks of options as those of a block, by its number, the option's, and the arguments of :meth:`Option.placed`.
+    They are the same for all rates and budgets."""
 
     def program(self, chosen: Iterable[int]) -> Program:
         """The step with an option for each block, by its number."""

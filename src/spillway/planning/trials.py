@@ -30,7 +30,6 @@ class Trials:
         self._problem = problem
         self._simulate = simulate
         self._known: dict[Chosen, Timeline] = {}
-        self._placed: dict[tuple[int, int, int, int], tuple[tuple[Task, ...], tuple[Task, ...]]] = {}
         self.tasks = 0
         """How many were simulated: the measure of work, since a clock would give each rank another answer."""
 
@@ -58,9 +57,9 @@ class Trials:
         for block, number in enumerate(chosen):
             option = problem.options[block][number]
             key = (block, number, by, counted_twice(before, option.input_bytes))
-            if key not in self._placed:
-                self._placed[key] = option.placed(f"{problem.names[block]} ", *key[2:])
-            there, again = self._placed[key]
+            if key not in problem.placed:
+                problem.placed[key] = option.placed(f"{problem.names[block]} ", *key[2:])
+            there, again = problem.placed[key]
             forward += there
             backward.append(again)
             by += len(option.decisions)
