@@ -108,12 +108,10 @@ def make_plan(
         allow=allow,
     )
     windows: list[_Windows] = [(size, None) for size in _windows(profile, most, may_grow=may_grow)]
-
-    near: Relaxed | None = None
+    near: dict[float, Relaxed] = {}
     """Of the first window, for all of them: a linear programme takes as long as the search does."""
 
     def best_with(fraction: float, windows: Sequence[_Windows], seconds: float) -> tuple[Plan, Problem]:
-        nonlocal near
         part = divided(profile, fraction, hardware)
         problem = _divided_problem(tried, profile, part)
         best: tuple[Plan, Problem] | None = None
@@ -121,11 +119,12 @@ def make_plan(
         for size, ahead in windows:
             problem = replace(problem, rates=usable_rates(hardware, size, ahead=ahead, active=active))
             try:
-                solution = solve(problem, seconds=seconds, near=near)
+                solution = solve(problem, seconds=seconds, near=near.get(fraction))
             except BudgetError as error:
                 refused = error if refused is None or error.least < refused.least else refused
                 continue
-            near = near if near is not None else solution.shares
+            if solution.shares is not None:
+                near.setdefault(fraction, solution.shares)
             found = plan_of(part, problem, solution)
             if profile.optimizer is not None:
                 found = replace(found, optimizer_fraction=fraction)
