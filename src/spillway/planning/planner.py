@@ -43,7 +43,7 @@ from spillway.units import parse_bytes, parse_share
 
 _USABLE = 0.95
 """A plan that needs all of a link waits for each irregularity: this share of it is planned with."""
-_SECONDS = 0.6
+_SECONDS = 0.8
 """What solving may take, of work, for each window."""
 _AHEAD = (0.75, 0.5)
 """Of a window, so much is fetched ahead, where that is better."""
