@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from spillway.planning.tasks import Option, Phase, Problem, Rates, Sent, Task
+from spillway.planning.tasks import Option, Part, Phase, Problem, Rates, Sent, Task, Turn
 from spillway.records import Decision
 
 MIB = 2**20
@@ -96,11 +96,16 @@ def random_problem(seed: int, *, most: int = 1500) -> Problem:
     head = random_.choice([0, 4, 30]) * MIB
     return Problem(
         static_bytes=random_.randint(0, 50) * MIB,
-        before=(Task("embedding", Phase.OUTSIDE, 1e-4, 2 * MIB, MIB),),
+        parts=(
+            Part(
+                blocks,
+                before=(Task("embedding", Phase.OUTSIDE, 1e-4, 2 * MIB, MIB),),
+                middle=(Task("head", Phase.OUTSIDE, 2e-3, head, head // 4),),
+                after=(Task("embedding's backward", Phase.OUTSIDE, 1e-4, 3 * MIB, MIB),),
+            ),
+        ),
         names=tuple(f"layer{number}" for number in range(blocks)),
         options=options,
-        middle=(Task("head", Phase.OUTSIDE, 2e-3, head, head // 4),),
-        after=(Task("embedding's backward", Phase.OUTSIDE, 1e-4, 3 * MIB, MIB),),
         rates=rates,
         budget=0,
     )
@@ -125,11 +130,45 @@ def hosted(problem: Problem, seed: int) -> Problem:
     }
     return replace(
         problem,
-        before=queued(problem.before),
+        parts=tuple(
+            Part(part.blocks, queued(part.before), queued(part.middle), queued(part.after)) for part in problem.parts
+        ),
         options=tuple(known[id(each)] for each in problem.options),
-        middle=queued(problem.middle),
-        after=queued(problem.after),
     )
+
+
+def in_turns(problem: Problem, seed: int) -> Problem:
+    """The problem's blocks in one part or two, each called up to three times, in any order of turns."""
+    random_ = random.Random(seed)
+    blocks = len(problem.options)
+    first = random_.randint(1, blocks)
+    (around,) = problem.parts
+    sizes = [first, blocks - first] if blocks > first else [blocks]
+    # What is held outside of blocks from a forward to its backward; gradients outside, of which some are in the middle.
+    held, gradient = random_.choice([0, 1, 5]) * MIB, random_.choice([0, 2]) * MIB
+    parts = [
+        Part(
+            size,
+            tuple(replace(task, change_bytes=task.change_bytes + held) for task in around.before),
+            tuple(replace(task, change_bytes=task.change_bytes - held) for task in around.middle),
+            tuple(
+                replace(task, change_bytes=gradient - task.change_bytes, gradient_bytes=gradient)
+                for task in around.after
+            ),
+        )
+        for size in sizes
+    ]
+    ahead = [(part, chunk) for part in range(len(parts)) for chunk in range(random_.randint(1, 3))]
+    waiting: list[tuple[int, int]] = []
+    turns = []
+    while ahead or waiting:
+        is_backward = bool(waiting) and (not ahead or random_.random() < 0.5)
+        these = waiting if is_backward else ahead
+        part, chunk = these.pop(random_.randrange(len(these)))
+        turns.append(Turn(part, chunk, is_backward))
+        if not is_backward:
+            waiting.append((part, chunk))
+    return replace(problem, parts=tuple(parts), turns=tuple(turns))
 
 
 # An 8B layer of 2048 tokens or so: what its operators save, and how long they take.
@@ -158,11 +197,16 @@ def large_problem(blocks: int, options: int, budget: int, *, rate: float = 50e9,
     head = 1000 * MIB
     return Problem(
         static_bytes=16_000 * MIB,
-        before=(Task("embedding", Phase.OUTSIDE, 1e-3, 128 * MIB, 64 * MIB),),
+        parts=(
+            Part(
+                blocks,
+                before=(Task("embedding", Phase.OUTSIDE, 1e-3, 128 * MIB, 64 * MIB),),
+                middle=(Task("head", Phase.OUTSIDE, 20e-3, 2 * head, head // 2),),
+                after=(Task("embedding's backward", Phase.OUTSIDE, 1e-3, 1000 * MIB, 500 * MIB),),
+            ),
+        ),
         names=tuple(f"layer{number}" for number in range(blocks)),
         options=(shared,) * blocks,
-        middle=(Task("head", Phase.OUTSIDE, 20e-3, 2 * head, head // 2),),
-        after=(Task("embedding's backward", Phase.OUTSIDE, 1e-3, 1000 * MIB, 500 * MIB),),
         rates=Rates(rate, rate, 3e9, 5e9, 512 * MIB),
         budget=budget,
         host_budget=host,

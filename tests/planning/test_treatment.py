@@ -33,7 +33,7 @@ from spillway.attaching.treating import how_of
 from spillway.planning.outcome import Outcome, leaves_at
 from spillway.planning.plan import planned_block
 from spillway.planning.profile import Again, BackwardPart, BlockProfile, HostTimes, OperatorProfile, Value
-from spillway.planning.tasks import Option, Phase, Problem, Rates, Sent
+from spillway.planning.tasks import Option, Part, Phase, Problem, Rates, Sent
 from spillway.planning.treatment import treat
 from spillway.records import Decision
 from spillway.regions.tape import Tape
@@ -330,7 +330,7 @@ def test_an_output_that_two_blocks_keep_is_there_once_and_one_that_leaves_is_cou
     def levels(*options: Option) -> list[int]:
         """At the ends of the blocks' tasks, before copies."""
         problem = Problem(
-            1000, (), ("a", "b"), tuple((each,) for each in options), (), (), Rates(1e9, 1e9, 1e9, 1e9, 1 << 20), 1
+            1000, (Part(2),), ("a", "b"), tuple((each,) for each in options), Rates(1e9, 1e9, 1e9, 1e9, 1 << 20), 1
         )
         changes = [task.change_bytes for task in problem.program((0, 0)).tasks]
         return list(accumulate(changes, initial=1000))

@@ -52,6 +52,10 @@ class Footprint:
     """Bytes that its forward leaves behind."""
     back_change: float
     """Bytes that its backward adds, or frees where it is negative."""
+    later_peak: float
+    """Most bytes in its backward where its gradients are there already."""
+    later_change: float
+    """Bytes that such a backward adds, or frees."""
     sent: float
     """Bytes that leave, to any tier."""
     disk_sent: float
@@ -91,11 +95,13 @@ def footprint(option: Option, rates: Rates) -> Footprint:
     sent = {one.key: one for task in option.forward for one in task.sends}
     here: set[int] = set()
     """Keys whose bytes count: taken, and not yet dropped."""
-    forward, backward = _Level(sent, here), _Level(sent, here)
+    forward = _Level(sent, here)
     for task in option.forward:
         forward.pass_by(task)
+    backward, later = _Level(sent, set(here)), _Level(sent, here)
     for task in option.backward:
         backward.pass_by(task)
+        later.pass_by(task.later())
 
     left = forward_seconds = sum(task.seconds for task in option.forward)
     nbytes = disk_nbytes = 0
@@ -141,6 +147,8 @@ def footprint(option: Option, rates: Rates) -> Footprint:
         backward_peak=backward.peak,
         kept=forward.now,
         back_change=backward.now,
+        later_peak=later.peak,
+        later_change=later.now,
         sent=nbytes,
         disk_sent=disk_nbytes,
         taken=taken,

@@ -13,12 +13,21 @@ As a guess it takes the middle: half of the largest storage of the window is not
 
 Where something leaves in backward or comes back in forward, lanes and window are left out: then computing and the host
 are the bound.
+
+NOTE [ Bounds of several chunks ]
+
+Where a step is of several chunks, forwards follow on backwards. What is taken while it is LEAVING was sent before, and
+nothing is sent in a backward: so of all that is sent, and of all that is taken, each run of backwards may spare the
+lanes a window's bytes, and no more. Before a run that is not the first a window's bytes may have been fetched ahead.
+What is LEAVING in a backward beside other chunks is not known, and a bound says that it is nothing; a guess, that it is
+what others have sent.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, fields
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy
 from numpy.typing import NDArray
@@ -52,6 +61,20 @@ class Outlook:
         return over
 
 
+class Leg(NamedTuple):
+    """A turn, in rows of the table."""
+
+    forward: tuple[int, ...]
+    """What goes forward in it: of a backward, the middle."""
+    backward: tuple[int, ...]
+    turns_round: bool
+    """Whether it is the first backward after a forward."""
+    is_alone: bool
+    """Whether there is no other chunk between its forward and its backward."""
+    is_later: bool
+    """Whether it is a backward, and its part had one before."""
+
+
 class Forecast:
     """What is known of a problem's options without a simulation.
 
@@ -66,19 +89,27 @@ class Forecast:
         known = {key: [footprint(option, rates) for option in each] for key, each in signatures.items()}
         self.blocks = [known[id(each)] for each in problem.options]
         """Footprints of each block's options."""
-        self.outer = footprint(Option((), problem.before, problem.after), rates)
+        outer = [footprint(Option((), part.before, part.after), rates) for part in problem.parts]
         """Of what is before and after all blocks, as a block around them."""
-        self.middle = footprint(Option((), problem.middle, ()), rates)
-        everything = [self.outer, self.middle, *(one for each in known.values() for one in each)]
-        self.plain = all(one.plain for one in everything) and not self.middle.sent
+        middle = [footprint(Option((), part.middle, ()), rates) for part in problem.parts]
+        everything = [*outer, *middle, *(one for each in known.values() for one in each)]
+        self.plain = all(one.plain for one in everything) and not any(one.sent for one in middle)
         self.window = max(rates.window, *(one.biggest for one in everything)) if self.plain else 0.0
         """Bytes that may be LEAVING at most."""
         self.biggest = max(one.biggest for one in everything)
         self.counts = numpy.array([len(each) for each in problem.options], dtype=numpy.int64)
         names = [field.name for field in fields(Footprint) if field.name != "plain"]
         width = int(self.counts.max(initial=1))
-        # One row for each block, the outer one first and the middle last; short ones are padded and never looked up.
-        rows = [[self.outer], *self.blocks, [self.middle]]
+        # Of each part a row for each block, the outer one first and the middle last; short ones are padded and never
+        # looked up.
+        rows: list[list[Footprint]] = []
+        for number, (around, inside) in enumerate(zip(outer, middle, strict=True)):
+            rows += [[around], *(self.blocks[block] for block in problem.blocks_of(number)), [inside]]
+        self.legs = _legs(problem)
+        """The step's turns."""
+        inner = [set(leg.forward[1:]) for leg in self.legs if not leg.backward]
+        self.rows_of_blocks = sorted(set[int]().union(*inner))
+        """Of each block."""
         self._table: dict[str, Numbers] = {
             name: numpy.array([[getattr(one, name) for one in (row + row[-1:] * width)[:width]] for row in rows])
             for name in names
@@ -91,6 +122,8 @@ class Forecast:
         self.to_disk = bool(self._table["disk_sent"].any())
         self.hosted = bool(self._table["forward_host"].any() or self._table["backward_host"].any())
         """Whether the host takes time."""
+        self.passes = max(1, sum(not leg.backward for leg in self.legs) // max(1, len(problem.parts)))
+        """How often each block is called, about."""
         # For each row: a line for each number, an option in each column. One look-up then gathers all.
         self._rows = numpy.stack([self._table[name] for name in names], axis=1)
         self._lines = {name: line for line, name in enumerate(names)}
@@ -104,8 +137,20 @@ class Forecast:
         return self._in_parts(choices, self.biggest / 2, False)
 
     def column(self, name: str) -> Numbers:
-        """A number of every option: a row for each block, the outer one first and the middle last."""
+        """A number of every option: of each part a row for each block, the outer one first and the middle last."""
         return self._table[name]
+
+    def fullest(self) -> list[tuple[int, ...]]:
+        """Rows of what has been sent, and was not taken yet, whenever more chunks wait than at other times."""
+        waiting: Counter[int] = Counter()
+        found: list[Counter[int]] = []
+        for leg in self.legs:
+            waiting.update(leg.forward)
+            if not any(waiting <= other for other in found):
+                found = [other for other in found if not other <= waiting] + [Counter(waiting)]
+            waiting.subtract(leg.backward)
+            waiting.subtract(leg.forward if leg.backward else ())
+        return [tuple(sorted(rows.elements())) for rows in found]
 
     def _in_parts(self, choices: Choices, unused: float, granted: bool) -> Outlook:
         """Parts whose numbers stay in the processor's cache."""
@@ -113,83 +158,127 @@ class Forecast:
         return Outlook(*(numpy.concatenate([getattr(part, field.name) for part in parts]) for field in fields(Outlook)))
 
     def _walk(self, choices: Choices, unused: float, granted: bool) -> Outlook:
-        """See the note at the top of this file: bytes of the window that may be unused, and whether to grant it."""
+        """See the notes at the top of this file: bytes of the window that may be unused, and whether to grant it."""
         rates = self.problem.rates
-        count, blocks = choices.shape
-        numbers = numpy.zeros((blocks + 2, count), dtype=numpy.int64)
-        numbers[1:-1] = choices.T
+        count = len(choices)
+        numbers = numpy.zeros((len(self._rows), count), dtype=numpy.int64)
+        numbers[self.rows_of_blocks] = choices.T
         line = self._lines
 
         window = self.window - (0.0 if granted else unused)
         held = max(0.0, (rates.window if self.plain else 0) - unused)
+        held_ahead = held if rates.ahead is None else max(0.0, (rates.ahead if self.plain else 0) - unused)
         out_credit, back_credit = window / rates.out, window / rates.back
         write_credit, read_credit = out_credit + window / rates.disk_write, window / rates.disk_read
 
-        clock, sent, on_disk, issued = numpy.zeros((4, count))
+        clock, leaving, hosted, most_hosted, stored, most_stored, issued, owed = numpy.zeros((8, count))
+        """Of the last: bytes that chunks have sent and not yet taken."""
         out, disk, back, read = numpy.full((4, count), NEVER)
         level = numpy.full(count, float(self.problem.static_bytes))
         peak = level.copy()
-        before = numpy.zeros((blocks + 2, count))
-        """Bytes that the blocks before this one take."""
-        output = numpy.zeros(count)
-        """Bytes that the block before has kept of its output."""
-        shared: list[Numbers] = []
-        """Of each block, what it keeps of its input and the one before has kept, too."""
-        for row in range(blocks + 2):
-            at = self._rows[row][:, numbers[row]]
-            peak = numpy.maximum(peak, level + numpy.minimum(sent, held) + at[line["forward_peak"]])
-            begin = clock
-            need = numpy.maximum(out + at[line["out_need"]], begin + at[line["out_free_need"]]) - out_credit
-            clock = numpy.maximum(begin + at[line["forward_seconds"]], need)
-            if self.hosted:
-                clock = numpy.maximum(clock, issued + at[line["forward_host_need"]])
-                issued = issued + at[line["forward_host"]]
-            out = numpy.maximum(out + at[line["sent"]] / rates.out, begin + at[line["out_end"]])
-            if self.to_disk:
-                clock = numpy.maximum(clock, disk + at[line["disk_need"]] - write_credit)
-                writes = at[line["disk_sent"]]
-                on_disk = on_disk + writes
-                disk = numpy.where(writes > 0, numpy.maximum(disk, begin) + writes / rates.disk_write, disk)
-            twice = numpy.where(output == at[line["input"]], output, 0.0)
-            output = at[line["output"]]
-            shared.append(twice)
-            level = level + at[line["kept"]] - twice
-            sent = sent + at[line["sent"]]
-            if row <= blocks:
-                before[row + 1] = before[row] + at[line["taken"]]
-
-        leaving = numpy.minimum(sent, held)
-        # What is taken while it is LEAVING never comes back: at most a window's bytes.
-        reused = numpy.full(count, window) if granted else leaving
+        reused = numpy.zeros(count)
+        """Bytes that are taken while they are LEAVING, and so are never copied."""
         begun = numpy.zeros(count, dtype=bool)
-        for row in range(blocks, -1, -1):
-            at = self._rows[row][:, numbers[row]]
-            taken = at[line["taken"]]
-            begins = (taken > 0) & ~begun
-            ahead = begun if granted else begun | begins
-            begun = begun | begins
-            leaving = numpy.maximum(0.0, leaving - at[line["sent"]])
-            fetched = numpy.where(ahead, numpy.minimum(before[row], held), 0.0)
-            peak = numpy.maximum(peak, level + numpy.maximum(leaving, fetched) + at[line["backward_peak"]])
-            begin = clock
-            back = numpy.where(begins, begin - reused / rates.back, back)
-            # No more than a window was fetched ahead, and no more than another one was not needed.
-            late = numpy.maximum(back, begin - back_credit * (1 + granted))
-            clock = numpy.maximum(begin + at[line["backward_seconds"]], late + at[line["back_need"]])
-            back = back + taken / rates.back
-            if self.hosted:
-                clock = numpy.maximum(clock, issued + at[line["backward_host_need"]])
-                issued = issued + at[line["backward_host"]]
-            if self.to_disk:
-                read = numpy.where(begins, begin - reused / rates.disk_read, read)
-                late = numpy.maximum(read, begin - read_credit * (1 + granted))
-                clock = numpy.maximum(clock, late + at[line["read_need"]])
-                read = read + at[line["disk_taken"]] / rates.disk_read
-            level = level + at[line["back_change"]] + shared[row]
+        """Whether anything was fetched in this run of backwards."""
+        before = begun
+        """Whether anything was before that."""
+        shared: dict[int, Numbers] = {}
+        """Of each block, what it keeps of its input and the one before has kept, too."""
+        for leg in self.legs:
+            output = numpy.zeros(count)
+            """Bytes that the block before has kept of its output."""
+            fetched = numpy.where(before | begun, numpy.minimum(owed, 0.0 if granted else held_ahead), 0.0)
+            for row in leg.forward:
+                at = self._rows[row][:, numbers[row]]
+                above = numpy.minimum(leaving, held) + fetched
+                peak = numpy.maximum(peak, level + above + at[line["forward_peak"]])
+                begin = clock
+                need = numpy.maximum(out + at[line["out_need"]], begin + at[line["out_free_need"]]) - out_credit
+                clock = numpy.maximum(begin + at[line["forward_seconds"]], need)
+                if self.hosted:
+                    clock = numpy.maximum(clock, issued + at[line["forward_host_need"]])
+                    issued = issued + at[line["forward_host"]]
+                out = numpy.maximum(out + at[line["sent"]] / rates.out, begin + at[line["out_end"]])
+                if self.to_disk:
+                    clock = numpy.maximum(clock, disk + at[line["disk_need"]] - write_credit)
+                    writes = at[line["disk_sent"]]
+                    stored = stored + writes
+                    disk = numpy.where(writes > 0, numpy.maximum(disk, begin) + writes / rates.disk_write, disk)
+                twice = numpy.where(output == at[line["input"]], output, 0.0)
+                output = at[line["output"]]
+                shared[row] = twice
+                level = level + at[line["kept"]] - twice
+                leaving = leaving + at[line["sent"]]
+                hosted = hosted + at[line["sent"]] - at[line["disk_sent"]]
+                owed = owed + at[line["taken"]]
+            most_hosted, most_stored = numpy.maximum(most_hosted, hosted), numpy.maximum(most_stored, stored)
+
+            if leg.turns_round:
+                leaving = numpy.minimum(leaving, held)
+                # What is taken while it is LEAVING never comes back: at most a window's bytes.
+                reused = numpy.full(count, window) if granted else leaving if leg.is_alone else numpy.zeros(count)
+                if granted and not leg.is_alone:
+                    leaving = numpy.zeros(count)
+                out, disk = out - reused / rates.out, disk - reused / rates.disk_write
+                before, begun = before | begun, numpy.zeros(count, dtype=bool)
+            # Ahead of this run.
+            fetched_before = numpy.where(before, self.window if granted else held_ahead, 0.0)
+            for row in leg.backward:
+                at = self._rows[row][:, numbers[row]]
+                taken = at[line["taken"]]
+                begins = (taken > 0) & ~begun
+                ahead = begun if granted else begun | begins
+                begun = begun | begins
+                owed = owed - taken
+                if leg.is_alone:
+                    leaving = numpy.maximum(0.0, leaving - at[line["sent"]])
+                fetched = numpy.where(ahead, numpy.minimum(owed, held_ahead), 0.0)
+                above = numpy.maximum(leaving, fetched) if leg.is_alone else leaving + fetched
+                highest = at[line["later_peak" if leg.is_later else "backward_peak"]]
+                peak = numpy.maximum(peak, level + above + highest)
+                begin = clock
+                first = begin - (reused + fetched_before) / rates.back
+                back = numpy.where(begins, numpy.maximum(back - reused / rates.back, first), back)
+                # No more than a window was fetched ahead, and no more than another one was not needed.
+                late = numpy.maximum(back, begin - back_credit * (1 + granted))
+                clock = numpy.maximum(begin + at[line["backward_seconds"]], late + at[line["back_need"]])
+                back = back + taken / rates.back
+                if self.hosted:
+                    clock = numpy.maximum(clock, issued + at[line["backward_host_need"]])
+                    issued = issued + at[line["backward_host"]]
+                if self.to_disk:
+                    first = begin - (reused + fetched_before) / rates.disk_read
+                    read = numpy.where(begins, numpy.maximum(read - reused / rates.disk_read, first), read)
+                    late = numpy.maximum(read, begin - read_credit * (1 + granted))
+                    clock = numpy.maximum(clock, late + at[line["read_need"]])
+                    read = read + at[line["disk_taken"]] / rates.disk_read
+                    stored = stored - at[line["disk_sent"]]
+                level = level + at[line["later_change" if leg.is_later else "back_change"]] + shared.get(row, 0.0)
+                hosted = hosted - at[line["sent"]] + at[line["disk_sent"]]
         unseen = self.window if granted else 0.0
         return Outlook(
             seconds=clock,
             peak_bytes=numpy.maximum(peak, level),
-            host_bytes=numpy.maximum(0.0, sent - on_disk - unseen),
-            disk_bytes=numpy.maximum(0.0, on_disk - unseen),
+            host_bytes=numpy.maximum(0.0, most_hosted - unseen),
+            disk_bytes=numpy.maximum(0.0, most_stored - unseen),
         )
+
+
+def _legs(problem: Problem) -> tuple[Leg, ...]:
+    """The turns of a problem, in rows of the table."""
+    legs: list[Leg] = []
+    live = 0
+    gone: set[int] = set()
+    for turn in problem.turns:
+        blocks = problem.blocks_of(turn.part)
+        # Each part has two rows that are no block's.
+        outer, *inner, middle = range(blocks.start + 2 * turn.part, blocks.stop + 2 * turn.part + 2)
+        if turn.is_backward:
+            turns_round = bool(legs) and not legs[-1].backward
+            legs.append(Leg((middle,), (*inner[::-1], outer), turns_round, live == 1, turn.part in gone))
+            gone.add(turn.part)
+            live -= 1
+        else:
+            legs.append(Leg((outer, *inner), (), False, False, False))
+            live += 1
+    return tuple(legs)

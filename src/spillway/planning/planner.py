@@ -35,7 +35,7 @@ from spillway.planning.plan import BlockPlan, Plan, planned_block
 from spillway.planning.profile import BlockProfile, Outside, Profile
 from spillway.planning.relaxation import Relaxed
 from spillway.planning.solver import Solution, bound_of, least, solve
-from spillway.planning.tasks import Option, Phase, Problem, Program, Rates, Task
+from spillway.planning.tasks import Option, Part, Phase, Problem, Program, Rates, Task
 from spillway.planning.timeline import simulate_program
 from spillway.planning.treatment import treat
 from spillway.records import Decision
@@ -225,7 +225,7 @@ def _divided_problem(problem: Problem, profile: Profile, part: Profile) -> Probl
         problem,
         static_bytes=part.static_bytes,
         options=tuple(changed[id(options)] for options in problem.options),
-        after=(_outside("after the blocks", part.after),),
+        parts=(_part(part),),
         placed={},
     )
 
@@ -323,11 +323,9 @@ def problem_of(
     menus: list[tuple[Option, ...]] = [menu(kind, min_bytes=profile.min_bytes, allow=allow) for kind in profile.kinds]
     return Problem(
         static_bytes=profile.static_bytes,
-        before=(_outside("before the blocks", profile.before),),
+        parts=(_part(profile),),
         names=tuple(call.name for call in profile.calls),
         options=tuple(menus[call.kind] for call in profile.calls),
-        middle=(_outside("head and loss", profile.middle),),
-        after=(_outside("after the blocks", profile.after),),
         rates=rates,
         budget=budget,
         host_budget=host_budget,
@@ -396,20 +394,18 @@ def _uniform(profile: Profile, *, inputs: Decision, others: Decision) -> Program
 
 
 def _program_of(profile: Profile, options: Sequence[Option]) -> Program:
-    return replace(
-        _EMPTY,
+    return Problem(
+        static_bytes=profile.static_bytes,
+        parts=(_part(profile),),
         names=tuple(call.name for call in profile.calls),
         options=tuple((option,) for option in options),
-        static_bytes=profile.static_bytes,
-        before=(_outside("before the blocks", profile.before),),
-        middle=(_outside("head and loss", profile.middle),),
-        after=(_outside("after the blocks", profile.after),),
+        rates=_ANY_RATES,
+        budget=0,
     ).program([0] * len(options))
 
 
 _ANY_RATES = Rates(1.0, 1.0, 1.0, 1.0, 1)
 """Of steps in which nothing leaves."""
-_EMPTY = Problem(0, (), (), (), (), (), _ANY_RATES, 0)
 
 
 def _decisions(block: BlockProfile, planned: BlockPlan) -> list[Decision]:
@@ -425,6 +421,16 @@ def _decisions(block: BlockProfile, planned: BlockPlan) -> list[Decision]:
         for number in block.operators[each.place].makes:
             decisions[number] = each.decision
     return decisions
+
+
+def _part(profile: Profile) -> Part:
+    """What is around its blocks."""
+    return Part(
+        len(profile.calls),
+        before=(_outside("before the blocks", profile.before),),
+        middle=(_outside("head and loss", profile.middle),),
+        after=(_outside("after the blocks", profile.after),),
+    )
 
 
 def _outside(name: str, outside: Outside) -> Task:

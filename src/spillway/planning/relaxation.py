@@ -75,6 +75,8 @@ class _Model:
             columns = [self._column(0.0, 1.0) for _ in range(count)]
             self._at_most([(column, 1.0) for column in columns], 1.0)
             self._at_most([(column, -1.0) for column in columns], -1.0)
+        self._places = dict(zip(forecast.rows_of_blocks, self.places, strict=True))
+        """By rows of the forecast's table."""
         self._last = self._clocks()
         self._levels(budget / MIB)
         self._tiers()
@@ -95,48 +97,62 @@ class _Model:
     def _clocks(self) -> int:
         """Rows for compute and the lanes; the column of the last clock."""
         forecast, rates = self._forecast, self._forecast.problem.rates
-        window, ends = forecast.window, len(self.places) + 1
-        to_disk = forecast.to_disk
+        window, to_disk = forecast.window, forecast.to_disk
         clock, out, disk = self._column(0.0, 0.0), self._column(), self._column()
         issued = self._column(0.0, 0.0)
         out_credit = MS * window / rates.out
         write_credit = out_credit + MS * window / rates.disk_write
-        for row in range(ends + 1):
-            begin, clock = clock, self._column()
-            own = self._terms("forward_seconds", row, MS)
-            self._after(clock, begin, own)
-            self._after(clock, out, self._terms("out_need", row, MS, own), out_credit)
-            self._after(clock, begin, self._terms("out_free_need", row, MS, own), out_credit)
-            if forecast.hosted:
-                issued = self._queued(clock, issued, "forward_host", row)
-            ahead, out = out, self._column()
-            self._after(out, ahead, self._terms("sent", row, MS / rates.out))
-            self._after(out, begin, self._terms("out_end", row, MS, ([], 0.0)))
-            if to_disk:
-                self._after(clock, disk, self._terms("disk_need", row, MS, own), write_credit)
-                ahead, disk = disk, self._column()
-                self._after(disk, ahead, self._terms("disk_sent", row, MS / rates.disk_write))
-                self._after(disk, begin, ([], 0.0))
-        back, read = self._column(-numpy.inf), self._column(-numpy.inf)
         back_credit, read_credit = MS * window / rates.back, MS * window / rates.disk_read
-        self._after(back, clock, ([], 0.0), back_credit)
-        self._after(read, clock, ([], 0.0), read_credit)
-        for row in range(ends - 1, -1, -1):
-            begin, clock = clock, self._column()
-            own = self._terms("backward_seconds", row, MS)
-            need = self._terms("back_need", row, MS, own)
-            self._after(clock, begin, own)
-            self._after(clock, back, need)
-            self._after(clock, begin, need, 2 * back_credit)
-            if forecast.hosted:
-                issued = self._queued(clock, issued, "backward_host", row)
-            ahead, back = back, self._column(-numpy.inf)
-            self._after(back, ahead, self._terms("taken", row, MS / rates.back))
-            if to_disk:
-                self._after(clock, read, self._terms("read_need", row, MS, own))
-                ahead, read = read, self._column(-numpy.inf)
-                self._after(read, ahead, self._terms("disk_taken", row, MS / rates.disk_read))
+        back, read = self._column(-numpy.inf), self._column(-numpy.inf)
+        runs = 0
+        for leg in forecast.legs:
+            for row in leg.forward:
+                begin, clock = clock, self._column()
+                own = self._terms("forward_seconds", row, MS)
+                self._after(clock, begin, own)
+                self._after(clock, out, self._terms("out_need", row, MS, own), out_credit)
+                self._after(clock, begin, self._terms("out_free_need", row, MS, own), out_credit)
+                if forecast.hosted:
+                    issued = self._queued(clock, issued, "forward_host", row)
+                ahead, out = out, self._column(-numpy.inf)
+                self._after(out, ahead, self._terms("sent", row, MS / rates.out))
+                self._after(out, begin, self._terms("out_end", row, MS, ([], 0.0)))
+                if to_disk:
+                    self._after(clock, disk, self._terms("disk_need", row, MS, own), write_credit)
+                    ahead, disk = disk, self._column(-numpy.inf)
+                    self._after(disk, ahead, self._terms("disk_sent", row, MS / rates.disk_write))
+                    self._after(disk, begin, ([], 0.0))
+            if leg.turns_round:
+                # See NOTE [ Bounds of several chunks ] in ``forecast.py``.
+                out = self._less(out, MS * window / rates.out)
+                disk = self._less(disk, MS * window / rates.disk_write)
+                back = self._less(back, back_credit)
+                read = self._less(read, read_credit)
+                self._after(back, clock, ([], 0.0), back_credit * (2 if runs else 1))
+                self._after(read, clock, ([], 0.0), read_credit * (2 if runs else 1))
+                runs += 1
+            for row in leg.backward:
+                begin, clock = clock, self._column()
+                own = self._terms("backward_seconds", row, MS)
+                need = self._terms("back_need", row, MS, own)
+                self._after(clock, begin, own)
+                self._after(clock, back, need)
+                self._after(clock, begin, need, 2 * back_credit)
+                if forecast.hosted:
+                    issued = self._queued(clock, issued, "backward_host", row)
+                ahead, back = back, self._column(-numpy.inf)
+                self._after(back, ahead, self._terms("taken", row, MS / rates.back))
+                if to_disk:
+                    self._after(clock, read, self._terms("read_need", row, MS, own))
+                    ahead, read = read, self._column(-numpy.inf)
+                    self._after(read, ahead, self._terms("disk_taken", row, MS / rates.disk_read))
         return clock
+
+    def _less(self, clock: int, credit: float) -> int:
+        """A column of a clock that may be so much earlier."""
+        after = self._column(-numpy.inf)
+        self._after(after, clock, ([], 0.0), credit)
+        return after
 
     def _queued(self, clock: int, issued: int, name: str, row: int) -> int:
         """A block ends no earlier than the host lets it; the column of when the host has queued it."""
@@ -147,20 +163,20 @@ class _Model:
 
     def _levels(self, budget: float) -> None:
         """Rows for bytes on the device."""
-        ends = len(self.places) + 1
-        static = self._forecast.problem.static_bytes / MIB
+        forecast = self._forecast
+        static = forecast.problem.static_bytes / MIB
         level = self._column(static, static)
-        shared = [self._shared(row) for row in range(ends)]
-        for row in range(ends + 1):
-            level = self._level(level, "forward_peak", "kept", row, budget, shared[row] if row < ends else None, -1.0)
-        for row in range(ends - 1, -1, -1):
-            level = self._level(level, "backward_peak", "back_change", row, budget, shared[row], 1.0)
+        shared = {row: self._shared(row) for row in forecast.rows_of_blocks if row - 1 in self._places}
+        for leg in forecast.legs:
+            for row in leg.forward:
+                level = self._level(level, "forward_peak", "kept", row, budget, shared.get(row), -1.0)
+            peak, change = ("later_peak", "later_change") if leg.is_later else ("backward_peak", "back_change")
+            for row in leg.backward:
+                level = self._level(level, peak, change, row, budget, shared.get(row), 1.0)
 
     def _shared(self, row: int) -> int | None:
         """A column for what a block keeps of its input and the one before has kept, too: no more than either."""
-        if row < 2 or not (
-            self._forecast.column("output")[row - 1].any() and self._forecast.column("input")[row].any()
-        ):
+        if not (self._forecast.column("output")[row - 1].any() and self._forecast.column("input")[row].any()):
             return None
         shared = self._column()
         for name, place in (("output", row - 1), ("input", row)):
@@ -185,26 +201,26 @@ class _Model:
         return after
 
     def _tiers(self) -> None:
-        """Rows for host memory and the disk."""
+        """Rows for host memory and the disk, whenever they may have the most."""
         forecast = self._forecast
         problem = forecast.problem
-        rows = range(len(self.places) + 2)
-        on_disk = [self._terms("disk_sent", row, 1 / MIB) for row in rows]
-        sent = [self._terms("sent", row, 1 / MIB) for row in rows]
-        less = [([(column, -value) for column, value in terms], -constant) for terms, constant in on_disk]
-        for budget, parts in ((problem.host_budget, sent + less), (problem.disk_budget, on_disk)):
-            if budget is not None:
-                terms = [term for part, _ in parts for term in part]
-                self._at_most(terms, (budget + forecast.window) / MIB - sum(constant for _, constant in parts))
+        for rows in forecast.fullest():
+            on_disk = [self._terms("disk_sent", row, 1 / MIB) for row in rows]
+            sent = [self._terms("sent", row, 1 / MIB) for row in rows]
+            less = [([(column, -value) for column, value in terms], -constant) for terms, constant in on_disk]
+            for budget, parts in ((problem.host_budget, sent + less), (problem.disk_budget, on_disk)):
+                if budget is not None:
+                    terms = [term for part, _ in parts for term in part]
+                    self._at_most(terms, (budget + forecast.window) / MIB - sum(constant for _, constant in parts))
 
     def _terms(self, name: str, row: int, scale: float, otherwise: Terms | None = None) -> Terms:
         """A number of a block's options, by their shares; ``otherwise`` has it for options that know it not."""
         values = self._forecast.column(name)[row] * scale
         instead: dict[int, float] = dict(otherwise[0]) if otherwise else {}
-        if row in (0, len(self.places) + 1):
+        if row not in self._places:
             known = values[0] > NEVER * scale / 2
             return [], float(values[0]) if known else (otherwise[1] if otherwise else 0.0)
-        first, count = self.places[row - 1]
+        first, count = self._places[row]
         return [
             (
                 first + place,

@@ -148,7 +148,7 @@ class Search:
     def _order(self, rows: Choices, correction: Correction) -> Order:
         """The best guess first; of equal ones, that which stands first."""
         outlook = self._forecast.guesses(rows)
-        self._cells -= rows.size
+        self._cells -= rows.size * self._forecast.passes
         seconds = numpy.round(outlook.seconds + correction.seconds, DIGITS)
         peak = outlook.peak_bytes + correction.peak_bytes
         over = outlook.excess(self._problem)

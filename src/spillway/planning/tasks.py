@@ -16,13 +16,23 @@ compute has got there.
 
 Running ahead is no gift: what it takes to queue a task is its ``host_seconds``, and a device that is quicker than its
 host waits for it: see NOTE [ The host ] in ``timeline.py``.
+
+NOTE [ Turns ]
+
+Most steps are one forward and one backward of one model. A rank of a pipeline has several chunks, of one stage or of
+several, and takes turns with them: a forward of one, a backward of another. What is decided about a block is the same
+for all of its chunks. So a problem has each block once, its parts (stages) one after the other, and the order of turns
+says how a program is put together: each chunk's storages are its own, and gradients of parameters are there after a
+part's first backward.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import NamedTuple
 
 from spillway.records import Decision
 
@@ -81,6 +91,12 @@ class Task:
             takes=tuple(key + by for key in self.takes),
             drops=tuple(key + by for key in self.drops),
         )
+
+    def later(self) -> Task:
+        """The same task where the gradients that it makes are there already, and are added to."""
+        if not self.gradient_bytes:
+            return self
+        return replace(self, change_bytes=self.change_bytes - self.gradient_bytes, gradient_bytes=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,51 +172,96 @@ class Rates:
     """Bytes that may be fetched ahead; ``None``: as many."""
 
 
+class Turn(NamedTuple):
+    """A forward or a backward of a chunk through a part. See NOTE [ Turns ]."""
+
+    part: int = 0
+    chunk: int = 0
+    is_backward: bool = False
+
+
+ONE_PASS = (Turn(), Turn(is_backward=True))
+"""A forward, and its backward."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Blocks that are called one after the other, those of a model or of a stage, and what is around them."""
+
+    blocks: int
+    """How many."""
+    before: tuple[Task, ...] = ()
+    """At the begin of a forward."""
+    middle: tuple[Task, ...] = ()
+    """At the begin of a backward: head, loss and their backward."""
+    after: tuple[Task, ...] = ()
+    """At its end: the backward of what comes before the blocks, and the optimizer."""
+
+
 @dataclass(frozen=True, slots=True)
 class Problem:
     """A step whose blocks can be treated in several ways.
 
-    The order of a step is: ``before``, the forwards of the blocks, ``middle`` (head, loss and their backward), the
-    backwards of the blocks from the last to the first, ``after`` (the backward of what comes before the blocks, and
-    the optimizer).
+    It is made of turns. That of a forward: ``before``, and the forwards of the part's blocks. Of a backward:
+    ``middle``, the backwards of the blocks from the last to the first, ``after``.
     """
 
     static_bytes: int
     """Allocated when the step begins: parameters, optimizer state."""
-    before: tuple[Task, ...]
+    parts: tuple[Part, ...]
     names: tuple[str, ...]
-    """Of the blocks."""
+    """Of the blocks, part by part."""
     options: tuple[tuple[Option, ...], ...]
     """For each block. Blocks of one signature share one tuple, the very same object."""
-    middle: tuple[Task, ...]
-    after: tuple[Task, ...]
     rates: Rates
     budget: int
     """Bytes that may be allocated on the device at most."""
     host_budget: int | None = None
     disk_budget: int | None = None
+    turns: tuple[Turn, ...] = ONE_PASS
+    """What happens, in order."""
     placed: dict[tuple[int, int, int, int], tuple[tuple[Task, ...], tuple[Task, ...]]] = field(
         default_factory=dict, repr=False, compare=False
     )
     """Tasks of options as those of a block, by its number, the option's, and the arguments of :meth:`Option.placed`.
     They are the same for all rates and budgets."""
 
-    def program(self, chosen: Iterable[int]) -> Program:
-        """The step with an option for each block, by its number."""
+    def program(self, chosen: Sequence[int]) -> Program:
+        """The step with an option for each block, by its number. Tasks are made once for each block and option."""
         options = [each[number] for each, number in zip(self.options, chosen, strict=True)]
-        # Each block's keys are its own.
-        first = [0]
-        for option in options:
-            first.append(first[-1] + len(option.decisions))
-        forward: list[Task] = []
-        backward: list[Task] = []
-        before = 0
-        for name, option, by in zip(self.names, options, first, strict=False):
-            there, back = option.placed(f"{name} ", by, counted_twice(before, option.input_bytes))
-            forward += there
-            backward[:0] = back
-            before = option.output_bytes
-        return Program(self.static_bytes, (*self.before, *forward, *self.middle, *backward, *self.after))
+        # Each block's keys are its own, and each chunk's.
+        first = list(accumulate((len(option.decisions) for option in options), initial=0))
+        tasks: list[Task] = []
+        gone: set[int] = set()
+        """Parts of which a backward has been."""
+        for turn in self.turns:
+            part, blocks = self.parts[turn.part], self.blocks_of(turn.part)
+            placed: list[tuple[tuple[Task, ...], tuple[Task, ...]]] = []
+            before = 0
+            for block in blocks:
+                option = options[block]
+                key = (first[block] + turn.chunk * first[-1], counted_twice(before, option.input_bytes))
+                placed.append(self._placed(block, chosen[block], *key))
+                before = option.output_bytes
+            if not turn.is_backward:
+                tasks += part.before
+                tasks += (task for there, _ in placed for task in there)
+                continue
+            back = (*part.middle, *(task for _, again in reversed(placed) for task in again), *part.after)
+            tasks += (task.later() for task in back) if turn.part in gone else back
+            gone.add(turn.part)
+        return Program(self.static_bytes, tuple(tasks))
+
+    def blocks_of(self, part: int) -> range:
+        """Numbers of a part's blocks."""
+        first = sum(each.blocks for each in self.parts[:part])
+        return range(first, first + self.parts[part].blocks)
+
+    def _placed(self, block: int, number: int, by: int, twice: int) -> tuple[tuple[Task, ...], tuple[Task, ...]]:
+        key = (block, number, by, twice)
+        if key not in self.placed:
+            self.placed[key] = self.options[block][number].placed(f"{self.names[block]} ", by, twice)
+        return self.placed[key]
 
 
 @dataclass(frozen=True, slots=True)

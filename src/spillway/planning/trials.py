@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-from spillway.planning.tasks import Problem, Program, Rates, Task, counted_twice
+from spillway.planning.tasks import Problem, Program, Rates
 from spillway.planning.timeline import Timeline
 
 Simulate: TypeAlias = Callable[[Program, Rates], Timeline]
@@ -43,29 +43,10 @@ class Trials:
         key = tuple(int(number) for number in chosen)
         found = self._known.get(key)
         if found is None:
-            program = self.program(key)
+            program = self._problem.program(key)
             self.tasks += len(program.tasks)
             found = self._known[key] = self._simulate(program, self._problem.rates)
         return found
-
-    def program(self, chosen: Chosen) -> Program:
-        """That of :meth:`~spillway.planning.tasks.Problem.program`. Tasks are made once for each block and option."""
-        problem = self._problem
-        by = before = 0
-        forward: list[Task] = []
-        backward: list[tuple[Task, ...]] = []
-        for block, number in enumerate(chosen):
-            option = problem.options[block][number]
-            key = (block, number, by, counted_twice(before, option.input_bytes))
-            if key not in problem.placed:
-                problem.placed[key] = option.placed(f"{problem.names[block]} ", *key[2:])
-            there, again = problem.placed[key]
-            forward += there
-            backward.append(again)
-            by += len(option.decisions)
-            before = option.output_bytes
-        back = (task for each in reversed(backward) for task in each)
-        return Program(problem.static_bytes, (*problem.before, *forward, *problem.middle, *back, *problem.after))
 
     def excess(self, timeline: Timeline) -> int:
         """Bytes beyond the host's and the disk's budgets."""
