@@ -20,9 +20,11 @@ from spillway.errors import UnsupportedError, UsageError
 from spillway.planning.curve import POINTS, Curve, make_curve
 from spillway.planning.hardware import Hardware
 from spillway.planning.plan import Plan
-from spillway.planning.planner import divided, make_plan, program_of, rates_of
+from spillway.planning.planner import divided, make_plan
 from spillway.planning.profile import Profile
+from spillway.planning.programs import program_of
 from spillway.planning.timeline import Timeline, simulate_program
+from spillway.planning.windows import rates_of
 from spillway.profiling.machine import known_hardware
 from spillway.profiling.standins import OptimizerOf
 from spillway.runtime.host_memory import local_ranks

@@ -16,8 +16,8 @@ from planning.blocks import AGAIN, KEEP, profile_of, random_blocks
 from spillway import UsageError
 from spillway.planning.menu import ALL, menu, preserved_sets
 from spillway.planning.plan import planned_block
-from spillway.planning.planner import plan_of, problem_of, program_of
 from spillway.planning.profile import Again, BlockProfile, OperatorProfile, Value
+from spillway.planning.programs import plan_of, problem_of, program_of
 from spillway.planning.solver import solve
 from spillway.planning.tasks import Option, Phase, Rates
 from spillway.planning.treatment import treat

@@ -19,10 +19,12 @@ from spillway import BudgetError
 from spillway.budgeting import simulate
 from spillway.planning.hardware import Hardware
 from spillway.planning.plan import Plan, planned_block
-from spillway.planning.planner import MIN_WINDOW, make_plan, program_of, rates_of
+from spillway.planning.planner import make_plan
 from spillway.planning.profile import BlockProfile, Profile
+from spillway.planning.programs import program_of
 from spillway.planning.timeline import Timeline, simulate_program
 from spillway.planning.treatment import treat
+from spillway.planning.windows import MIN_WINDOW, rates_of
 from spillway.records import Decision
 
 FILE = Path(__file__).with_name("llama_8b_block.json")

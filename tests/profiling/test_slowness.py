@@ -12,8 +12,8 @@ import torch
 import spillway
 from budgets import NAMED, attached_to, budget_of, one_step, search
 from spillway import Session
-from spillway.planning.planner import options_of
 from spillway.planning.profile import HostTimes, Profile
+from spillway.planning.programs import options_of
 from spillway.profiling import compile as compiling
 from spillway.profiling import meter
 from spillway.profiling.slowness import Slowness

@@ -12,8 +12,8 @@ from spillway import UsageError
 from spillway.planning.hardware import Hardware
 from spillway.planning.outcome import Outcome
 from spillway.planning.plan import Plan
-from spillway.planning.planner import options_of
 from spillway.planning.profile import Profile
+from spillway.planning.programs import options_of
 from spillway.records import Decision
 from spillway.report.facts import Facts, facts_of, grouped, names_of
 from spillway.report.rows import Row

@@ -17,8 +17,9 @@ from spillway.errors import UsageError
 from spillway.planning.curve import Curve, make_curve
 from spillway.planning.hardware import Hardware
 from spillway.planning.plan import Plan
-from spillway.planning.planner import check_allow, make_plan
+from spillway.planning.planner import make_plan
 from spillway.planning.profile import Profile
+from spillway.planning.programs import check_allow
 from spillway.profiling.machine import known_hardware
 from spillway.profiling.statics import Known, known_bytes
 from spillway.runtime.host_memory import local_ranks

@@ -19,9 +19,11 @@ from spillway.errors import BudgetError, UsageError
 from spillway.planning.hardware import Hardware
 from spillway.planning.menu import ALL
 from spillway.planning.plan import Plan
-from spillway.planning.planner import checkpointed_program, kept_program, make_plan, usable_rates
+from spillway.planning.planner import make_plan
 from spillway.planning.profile import Profile
+from spillway.planning.programs import checkpointed_program, kept_program
 from spillway.planning.timeline import simulate_program
+from spillway.planning.windows import usable_rates
 
 POINTS = 8
 """How many plans a curve is drawn through, unless told otherwise."""

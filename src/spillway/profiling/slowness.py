@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from spillway.planning.plan import Plan
-from spillway.planning.planner import options_of
 from spillway.planning.profile import BlockProfile, Profile
+from spillway.planning.programs import options_of
 from spillway.planning.tasks import Task
 from spillway.profiling.watch import Watched
 

@@ -9,10 +9,11 @@ from spillway.planning.curve import Curve, Point
 from spillway.planning.hardware import Hardware
 from spillway.planning.holders import settled
 from spillway.planning.plan import Plan
-from spillway.planning.planner import options_of, program_of, rates_of
 from spillway.planning.profile import Profile
+from spillway.planning.programs import options_of, program_of
 from spillway.planning.tasks import Phase
 from spillway.planning.timeline import Timeline, simulate_program
+from spillway.planning.windows import rates_of
 from spillway.report.rows import Row, rows_of
 from spillway.units import format_bytes, format_seconds
 

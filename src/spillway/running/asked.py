@@ -70,7 +70,7 @@ class Asked:
             raise UsageError(f"got {' and '.join(limits)} beside {given[0]}, expected --budget, whose plan they limit")
         if self.allow is not None:
             # What checks it knows of plans, which takes a while to import, and is for those who say so.
-            from spillway.planning.planner import check_allow
+            from spillway.planning.programs import check_allow
 
             check_allow(self.allow)
 

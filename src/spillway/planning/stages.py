@@ -1,0 +1,174 @@
+"""Plans for the stages of a pipeline that lie on one rank.
+
+NOTE [ One budget for the chunks of a rank ]
+
+What waits for its backward on a rank of a pipeline are chunks: micro-batches, each in one stage. How many, and in which
+order they take turns, is the schedule's affair, and differs from rank to rank; that order is given. A stage is profiled
+as a model is, by one of its chunks, and each of its blocks does the same for all chunks. All that a rank has is one
+problem (NOTE [ Turns ] in ``tasks.py``): one budget, one window, the link for all of its stages. What comes of it is
+predicted as if the rank never waited for others: bubbles only leave more time for copies.
+
+Beside its blocks a chunk holds what torch keeps of it, and what a loss has saved: from its forward to its backward.
+Where the profile has these, between the two, they belong to the forward. And a chunk leaves nothing behind but
+gradients, once.
+
+NOTE [ Long steps ]
+
+A step of many micro-batches repeats itself. It is planned for the first of them only: as many as are needed until no
+other moment of the step has more chunks waiting, and then as many again, so that the pace of its middle counts.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+from spillway.planning.hardware import Hardware
+from spillway.planning.menu import ALL, menu
+from spillway.planning.plan import Plan
+from spillway.planning.profile import Profile
+from spillway.planning.programs import kept_program, part_of, plan_of
+from spillway.planning.tasks import Option, Part, Problem, Turn
+from spillway.planning.windows import Lanes, Windows, ahead_of, best_of, windows_of
+
+
+@dataclass(frozen=True, slots=True)
+class StageProfile:
+    """What one chunk of a stage was measured to do."""
+
+    index: int
+    """The stage's place in the pipeline."""
+    profile: Profile
+    held_bytes: int
+    """Bytes that a chunk holds outside of blocks from its forward to its backward; in the profile they come after it.
+    """
+    gradient_bytes: int
+    """Of all of the stage's parameters."""
+
+
+def make_stage_plans(
+    stages: Sequence[StageProfile],
+    turns: Sequence[Turn],
+    lanes: Lanes,
+    *,
+    static_bytes: int,
+    budget: int,
+    window: int,
+    may_grow: bool = False,
+    host_budget: int | None = None,
+    disk_budget: int | None = None,
+    allow: Collection[str] = ALL,
+) -> list[Plan]:
+    """A plan for each stage, so that their rank's step is within a budget and as short as it can be.
+
+    The predictions of all of them are those of the rank.
+
+    Args:
+        stages: all that the rank has.
+        turns: of the rank; a part is a stage's place in ``stages``.
+        lanes: what may be planned with.
+        static_bytes: allocated when the rank's step begins.
+        budget: bytes that may be allocated on the device.
+        window: bytes that may be on their way at once, at most.
+        may_grow: whether larger windows are tried, too.
+        host_budget: bytes of host memory. ``None``: any.
+        disk_budget: bytes of disk. ``None``: any.
+        allow: what may be done.
+
+    Raises:
+        BudgetError: where no plan is within the budget.
+    """
+    few = shortened(turns)
+    problem = _problem(stages, few, lanes, static_bytes, budget, allow)
+    problem = replace(problem, host_budget=host_budget, disk_budget=disk_budget)
+    profiles = [stage.profile for stage in stages]
+    windows: list[Windows] = [(size, None) for size in windows_of(profiles, window, may_grow=may_grow)]
+    best = best_of(problem, lanes, windows)
+    shares = best.solution.shares
+    best = ahead_of(best, lambda windows: best_of(problem, lanes, windows, near=shares))
+    # Of the turns that were left out each takes as long as those that were not.
+    times = len(turns) / len(few)
+    plans = [plan_of(profile, best.problem, best.solution, part=part) for part, profile in enumerate(profiles)]
+    return [
+        replace(
+            plan,
+            predicted_seconds=plan.predicted_seconds * times,
+            stall_seconds=plan.stall_seconds * times,
+            bound_seconds=None if plan.bound_seconds is None else plan.bound_seconds * times,
+        )
+        for plan in plans
+    ]
+
+
+def _problem(
+    stages: Sequence[StageProfile],
+    turns: Sequence[Turn],
+    lanes: Lanes,
+    static_bytes: int,
+    budget: int,
+    allow: Collection[str],
+) -> Problem:
+    names: list[str] = []
+    options: list[tuple[Option, ...]] = []
+    for stage in stages:
+        profile = stage.profile
+        menus = [menu(kind, min_bytes=profile.min_bytes, allow=allow) for kind in profile.kinds]
+        names += (f"stage {stage.index}, {call.name}" for call in profile.calls)
+        options += (menus[call.kind] for call in profile.calls)
+    return Problem(
+        static_bytes=static_bytes,
+        parts=tuple(map(chunk_of, stages)),
+        names=tuple(names),
+        options=tuple(options),
+        rates=lanes.with_window((1, None)),
+        budget=budget,
+        turns=tuple(turns),
+    )
+
+
+def chunk_of(stage: StageProfile) -> Part:
+    """What is around the blocks of a stage. See NOTE [ One budget for the chunks of a rank ]."""
+    part, held = part_of(stage.profile), stage.held_bytes
+    (before,), (middle,), (after,) = part.before, part.middle, part.after
+    tasks = kept_program(stage.profile).tasks
+    left = sum(task.change_bytes for task in tasks)
+    of_blocks = sum(task.gradient_bytes for task in tasks)
+    return replace(
+        part,
+        before=(replace(before, change_bytes=before.change_bytes + held),),
+        middle=(
+            replace(
+                middle, peak_bytes=max(middle.peak_bytes - held, 0), change_bytes=middle.change_bytes - held
+            ),
+        ),
+        after=(
+            replace(
+                after,
+                change_bytes=after.change_bytes + stage.gradient_bytes - left,
+                gradient_bytes=max(stage.gradient_bytes - of_blocks, 0),
+            ),
+        ),
+    )
+
+
+def shortened(turns: Sequence[Turn]) -> list[Turn]:
+    """The turns of so many micro-batches as are to be planned for. See NOTE [ Long steps ]."""
+    chunks = 1 + max(turn.chunk for turn in turns)
+    most = _fullest(turns)
+    for count in range(1, chunks):
+        few = [turn for turn in turns if turn.chunk < count]
+        if _fullest(few) == most:
+            return [turn for turn in turns if turn.chunk < 2 * count]
+    return list(turns)
+
+
+def _fullest(turns: Sequence[Turn]) -> list[Counter[int]]:
+    """How many chunks of each part wait, whenever there are not as many of each at another time."""
+    waiting: Counter[int] = Counter()
+    found: list[Counter[int]] = []
+    for turn in turns:
+        waiting[turn.part] += -1 if turn.is_backward else 1
+        if not any(waiting <= other for other in found):
+            found = [other for other in found if not other <= waiting] + [+waiting]
+    return sorted(found, key=lambda counts: sorted(counts.items()))

@@ -1,0 +1,152 @@
+"""How much may be on its way at once: several windows are tried, and the fastest step counts.
+
+NOTE [ How large a window ]
+
+A smaller window leaves more memory to other things; with a larger one more can be on its way, and what is waited for
+comes earlier. Which is better hangs on the budget, and is found by trying. What fills a window leaves alone, and what
+comes after it waits. So where a window may grow, it is made to hold one, two and three of the largest tensors: of a
+Llama-8B's MLP three are saved one after the other, and with room for all of them a step within checkpointing's peak is
+1 % (32768 tokens) and 1.5 % (8192) shorter by simulation than with twice and four times 512 MiB. Four gave no more.
+
+What is fetched ahead takes memory where there is the least of it, in backward. So with the best window it is tried
+whether three quarters or half of it are enough there: of 32768 tokens that is another 1 %.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from spillway.errors import BudgetError
+from spillway.planning.hardware import Hardware
+from spillway.planning.plan import Plan
+from spillway.planning.profile import Profile
+from spillway.planning.relaxation import Relaxed
+from spillway.planning.solver import Solution, bound_of, solve
+from spillway.planning.tasks import Option, Problem, Rates
+
+_USABLE = 0.95
+"""A plan that needs all of a link waits for each irregularity: this share of it is planned with."""
+SECONDS = 0.8
+"""What solving may take, of work, for each window."""
+_AHEAD = (0.75, 0.5)
+"""Of a window, so much is fetched ahead, where that is better."""
+MIN_WINDOW = 32 << 20
+Windows: TypeAlias = tuple[int, int | None]
+"""Bytes that may be leaving, and bytes that may be fetched ahead; ``None``: as many."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lanes:
+    """What may be planned with, but for windows."""
+
+    hardware: Hardware
+    active: int
+    """How many devices of the machine copy at the same time."""
+
+    def with_window(self, window: Windows) -> Rates:
+        """Of one window."""
+        return usable_rates(self.hardware, window[0], ahead=window[1], active=self.active)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The best of what was tried."""
+
+    problem: Problem
+    """With its window."""
+    solution: Solution
+
+    @property
+    def seconds(self) -> float:
+        """Of the step."""
+        return self.solution.timeline.seconds
+
+    @property
+    def options(self) -> list[Option]:
+        """What each block does."""
+        return [each[number] for each, number in zip(self.problem.options, self.solution.chosen, strict=True)]
+
+
+def best_of(
+    problem: Problem, lanes: Lanes, windows: Iterable[Windows], *, seconds: float = SECONDS, near: Relaxed | None = None
+) -> Found:
+    """The fastest step of several windows.
+
+    Args:
+        problem: its rates are not looked at.
+        lanes: what a window has beside it.
+        windows: are tried in this order.
+        seconds: what solving may take for each, as :func:`~spillway.planning.solver.solve` has it.
+        near: shares for the same options at another window.
+
+    Raises:
+        BudgetError: where no choice fits with any window: it names the least budget that was found.
+    """
+    best: Found | None = None
+    refused: BudgetError | None = None
+    for window in windows:
+        problem = replace(problem, rates=lanes.with_window(window))
+        try:
+            solution = solve(problem, seconds=seconds, near=near)
+        except BudgetError as error:
+            refused = error if refused is None or error.least < refused.least else refused
+            continue
+        near = solution.shares if near is None else near
+        found = Found(problem, solution)
+        best = found if best is None else min(best, found, key=lambda each: each.seconds)
+        if not any(option.sent_bytes or option.rerun_seconds for option in best.options):
+            # All may stay, and no window is needed.
+            break
+    if best is None:
+        assert refused is not None
+        raise refused
+    return best
+
+
+def ahead_of(best: Found, solved: Callable[[Sequence[Windows]], Found]) -> Found:
+    """The best with less fetched ahead, if that is better, with a bound. See NOTE [ How large a window ].
+
+    Args:
+        best: with as much fetched ahead as may leave.
+        solved: the best of some windows.
+    """
+    again = any(option.rerun_seconds for option in best.options)
+    if any(option.sent_bytes for option in best.options) and (again or best.solution.timeline.stall_seconds):
+        window = best.problem.rates.window
+        for share in _AHEAD:
+            with contextlib.suppress(BudgetError):
+                best = min(best, solved([(window, int(share * window))]), key=lambda each: each.seconds)
+    if best.solution.bound_seconds is not None:
+        return best
+    return replace(best, solution=replace(best.solution, bound_seconds=bound_of(best.problem)))
+
+
+def windows_of(profiles: Iterable[Profile], window: int, *, may_grow: bool) -> list[int]:
+    """What is tried: the window itself first. See NOTE [ How large a window ]."""
+    smaller = (max(window // share, min(window, MIN_WINDOW)) for share in (1, 2, 4))
+    values = (value for profile in profiles for kind in profile.kinds for value in kind.values)
+    saved = (value.nbytes for value in values if value.maker is not None and value.saved_at is not None)
+    largest = max(saved, default=0)
+    larger = (largest * times for times in (1, 2, 3) if may_grow and largest * times > window)
+    return list(dict.fromkeys((*smaller, *larger)))
+
+
+def rates_of(plan: Plan, hardware: Hardware, *, active: int = 1) -> Rates:
+    """What a plan was made with."""
+    return usable_rates(hardware, plan.window, ahead=plan.ahead, active=active)
+
+
+def usable_rates(hardware: Hardware, window: int, *, ahead: int | None = None, active: int = 1) -> Rates:
+    """What may be planned with."""
+    rates = hardware.rates(window, active=active)
+    return replace(
+        rates,
+        ahead=ahead,
+        out=rates.out * _USABLE,
+        back=rates.back * _USABLE,
+        disk_write=rates.disk_write * _USABLE,
+        disk_read=rates.disk_read * _USABLE,
+    )
