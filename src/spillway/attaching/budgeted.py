@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.nn import Module
 
-from spillway.attaching.peers import Peers
+from spillway.attaching.peers import Peers, peers_of
 from spillway.attaching.pilot import Pilot
+from spillway.attaching.stages import RankPilot, StagePilot
 from spillway.attaching.steering import Divided
-from spillway.errors import UsageError
+from spillway.errors import UnsupportedError, UsageError
 from spillway.planning.curve import Curve, make_curve
 from spillway.planning.hardware import Hardware
 from spillway.planning.plan import Plan
 from spillway.planning.planner import make_plan
 from spillway.planning.profile import Profile
 from spillway.planning.programs import check_allow
+from spillway.planning.stages import StageProfile, make_stage_plans
+from spillway.planning.tasks import Turn
+from spillway.planning.windows import Lanes
 from spillway.profiling.machine import known_hardware
 from spillway.profiling.statics import Known, known_bytes
 from spillway.runtime.host_memory import local_ranks
@@ -115,6 +119,67 @@ def pilot_of(
         hardware=known,
         known=_known_of(model, device),
     )
+
+
+def stage_pilot_of(index: int, model: Module, session: Session | None, min_bytes: int | str | None) -> StagePilot:
+    """A pilot for a stage of a pipeline.
+
+    Args:
+        index: its place there.
+        model: its module.
+        session: ``None``: the default one.
+        min_bytes: what is smaller does not leave.
+
+    Raises:
+        UsageError: for a module without parameters.
+        UnsupportedError: where ranks share its parameters.
+    """
+    device = device_of(model)
+    if not peers_of(model).alone:
+        raise UnsupportedError(
+            f"budget: got stage {index}, whose parameters several ranks share (DDP, FSDP or a mesh), expected stages "
+            f"of one rank each, since such ranks would need one plan; give offload_stages its bytes or recompute"
+        )
+    least = parse_bytes(MIN_BYTES if min_bytes is None else min_bytes, what="min_bytes")
+    return StagePilot(index, type(model).__name__, device, session, min_bytes=least, known=_known_of(model, device))
+
+
+def rank_pilot_of(
+    stages: Sequence[tuple[StagePilot, Module]], limits: Limits, hardware: Hardware | None, session: Session | None
+) -> RankPilot:
+    """A pilot for all stages that a rank has.
+
+    Raises:
+        UsageError: for limits that cannot be meant, and for stages on several devices.
+    """
+    assert limits.budget is not None
+    _check(limits, hardware)
+    devices = {device_of(module) for _, module in stages}
+    if len(devices) > 1:
+        raise UsageError(f"stages: got some on {sorted(map(str, devices))}, expected one device, which has one budget")
+    (device,) = devices
+    lanes = Lanes(known_hardware(device) if hardware is None else hardware, local_ranks())
+    used = session if session is not None else Session.default()
+    window = used.runtime(device).mover.window
+    given = None if limits.host_budget is None else parse_bytes(limits.host_budget, what="host_budget")
+    disk = None if limits.disk_budget is None else parse_bytes(limits.disk_budget, what="disk_budget")
+
+    def plans_of(profiles: Sequence[StageProfile], turns: Sequence[Turn], static: int, aim: int) -> list[Plan]:
+        room = used.host_room(device)
+        return make_stage_plans(
+            profiles,
+            turns,
+            lanes,
+            static_bytes=static,
+            budget=aim,
+            window=window,
+            may_grow=used.window is None,
+            host_budget=room if given is None else min(given, room),
+            disk_budget=disk,
+            allow=allowed(device, limits.allow),
+        )
+
+    return RankPilot(stages, device, parse_bytes(limits.budget, what="budget"), plans_of)
 
 
 def _check(limits: Limits, hardware: object) -> None:

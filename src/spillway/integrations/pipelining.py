@@ -5,9 +5,9 @@ so an order and a tail of its own, since how long a chunk waits for its backward
 
 NOTE [ What is put on a stage ]
 
-Every schedule of torch calls ``stage.forward_one_chunk`` and ``stage.backward_weight_one_chunk``. Two attributes of the
-instance stand before those methods until :meth:`OffloadedStages.remove`. Nothing is installed in torch, and the stage's
-module is not touched, unless it is to be recomputed.
+Every schedule of torch calls ``stage.forward_one_chunk``, ``backward_one_chunk`` and ``backward_weight_one_chunk``.
+Attributes of the instance stand before those methods until :meth:`OffloadedStages.remove`. Nothing is installed in
+torch, and the stage's module is not touched, unless it is to be recomputed, or there is a budget.
 
 NOTE [ A weight's gradient by itself ]
 
@@ -20,10 +20,10 @@ the second, if it were not in one ``GraphExecGroup``, within which torch asks a 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from types import TracebackType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.nn import Module
@@ -31,7 +31,7 @@ from torch.utils.checkpoint import GraphExecGroup
 
 from spillway.attaching import Attached, attach
 from spillway.blocks import Blocks
-from spillway.errors import UsageError
+from spillway.errors import UnsupportedError, UsageError
 from spillway.offloading import offload
 from spillway.policies import FirstBytes, Keep, Policy
 from spillway.recomputing import Recompute
@@ -39,11 +39,14 @@ from spillway.records import StepStats
 from spillway.session import Session
 from spillway.units import parse_bytes
 
+if TYPE_CHECKING:
+    from spillway.attaching.stages import RankPilot
+    from spillway.planning.hardware import Hardware
+    from spillway.planning.plan import Plan
+
 __all__ = ["OffloadedStages", "Stage", "offload_stages"]
 
-_FORWARD, _WEIGHT = "forward_one_chunk", "backward_weight_one_chunk"
-
-"""Of the statistics, what is no chunk's own."""
+_FORWARD, _BACKWARD, _WEIGHT = "forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"
 
 
 class Stage(Protocol):
@@ -71,6 +74,11 @@ def offload_stages(
     window: int | str | None = None,
     recompute: Recompute | None = None,
     blocks: Blocks | None = None,
+    budget: int | str | None = None,
+    hardware: Hardware | None = None,
+    host_budget: int | str | None = None,
+    disk_budget: int | str | None = None,
+    allow: Collection[str] | None = None,
     session: Session | None = None,
 ) -> OffloadedStages:
     """What the chunks of pipeline stages save leaves the device, and is back in time for their backward.
@@ -98,6 +106,15 @@ def offload_stages(
         recompute: make regions of the stage's blocks, with these options (:func:`spillway.attach`). In a zero-bubble
             schedule a region runs again twice: see ``docs/pipelining.md``.
         blocks: which modules are blocks, as :func:`spillway.attach` has it. ``None``: those that the stage repeats.
+        budget: instead of all that: bytes that this rank may have allocated on its device at most, all included, or a
+            size like ``"40GiB"``. Then it is decided for each operator of each block of the stages what stays, what
+            leaves and what is computed again, the same for all chunks. Say it once for all stages of the rank. The
+            first steps are measured, and a plan is made for the order in which the schedule has its turns:
+            ``docs/pipelining.md``.
+        hardware: with a budget: what the machine can do. ``None``: as it was measured on it, once.
+        host_budget: with a budget: bytes of host memory. ``None``: what the session may have.
+        disk_budget: with a budget: bytes of disk. ``None``: any.
+        allow: with a budget: what may be done, as :func:`spillway.attach` has it.
         session: ``None``: the default one.
 
     Returns:
@@ -106,6 +123,9 @@ def offload_stages(
     Raises:
         UsageError: an argument that cannot be meant; a stage that is offloaded already; blocks that are not found, and
             whatever else :func:`spillway.attach` refuses.
+        UnsupportedError: a budget for stages whose parameters several ranks share. In a step: a budget, and a schedule
+            that splits backwards in two.
+        BudgetError: in a step: no plan is within the budget.
 
     Example:
         >>> stage = PipelineStage(part, rank, ranks, device)  # doctest: +SKIP
@@ -114,6 +134,27 @@ def offload_stages(
         >>> offloaded.stats().offloaded_bytes  # doctest: +SKIP
     """
     found = _checked(stages)
+    limits: dict[str, Any] = {
+        "hardware": hardware,
+        "host_budget": host_budget,
+        "disk_budget": disk_budget,
+        "allow": allow,
+    }
+    if budget is not None:
+        others = {"ratio": ratio, "nbytes": nbytes, "policy": policy, "window": window, "recompute": recompute}
+        named = [name for name, each in others.items() if each is not None] + ["tier"] * (tier != "auto")
+        if named:
+            raise UsageError(
+                f"got {' and '.join(named)} beside a budget, expected none, since the plan decides; leave it out, or "
+                f"leave out the budget"
+            )
+        return _planned(found, blocks, min_bytes, session, budget=budget, **limits)
+    named = [name for name, each in limits.items() if each is not None]
+    if named:
+        raise UsageError(
+            f"got {' and '.join(named)} without a budget, expected it beside one, since it says how is planned for it; "
+            f"give budget=..."
+        )
     given = [name for name, each in (("ratio", ratio), ("nbytes", nbytes), ("policy", policy)) if each is not None]
     if len(given) > 1:
         raise UsageError(f"got {' and '.join(given)}, expected one of them; a policy can contain the others")
@@ -150,6 +191,40 @@ def offload_stages(
     return offloaded
 
 
+def _planned(
+    stages: Sequence[Stage],
+    blocks: Blocks | None,
+    min_bytes: int | str | None,
+    session: Session | None,
+    *,
+    hardware: Hardware | None,
+    **limits: Any,
+) -> OffloadedStages:
+    """Stages within a budget."""
+    # What solves and checks takes a while to import, and is for those who plan.
+    from spillway.attaching.budgeted import Limits, rank_pilot_of, stage_pilot_of
+
+    pilots = [stage_pilot_of(stage.stage_index, stage.submod, session, min_bytes) for stage in stages]
+    modules = [stage.submod for stage in stages]
+    rank = rank_pilot_of(list(zip(pilots, modules, strict=True)), Limits(**limits), hardware, session)
+
+    def context(tag: str) -> offload:
+        # Of what is in no block nothing leaves; what regions send has its order here.
+        return offload(tag=tag, min_bytes=min_bytes, policy=Keep(), session=session)
+
+    calls: list[_StageCalls] = []
+    offloaded = OffloadedStages(calls, rank)
+    with ExitStack() as undo:
+        undo.callback(offloaded.remove)
+        for part, (stage, pilot) in enumerate(zip(stages, pilots, strict=True)):
+            attached = attach(stage.submod, blocks=blocks, min_bytes=min_bytes, session=session)
+            calls.append(_StageCalls(stage, context, attached, rank, part))
+            attached.follow(pilot)
+            calls[-1].take()
+        undo.pop_all()
+    return offloaded
+
+
 class OffloadedStages:
     """What :func:`offload_stages` put on stages. Also a context manager, which removes it in the end.
 
@@ -159,8 +234,40 @@ class OffloadedStages:
         >>> offloaded.stats().reloaded_bytes  # doctest: +SKIP
     """
 
-    def __init__(self, calls: Sequence[_StageCalls]) -> None:
+    def __init__(self, calls: Sequence[_StageCalls], rank: RankPilot | None = None) -> None:
         self._calls = calls
+        self._rank = rank
+
+    @property
+    def plans(self) -> dict[int, Plan]:
+        """With a budget: of each stage, by its place in the pipeline, once they were made.
+
+        What they predict is of this rank: its peak, and the seconds that it works in a step, without those in which it
+        waits for other ranks.
+        """
+        return {} if self._rank is None else self._rank.plans
+
+    @property
+    def stage(self) -> str | None:
+        """With a budget: ``"tracing"``, ``"trying"``, ``"checking"``, and ``"holding"`` when plans were checked."""
+        return None if self._rank is None else self._rank.stage.value
+
+    @property
+    def measured(self) -> int | None:
+        """With a budget: most bytes on the device in the step that was checked."""
+        return None if self._rank is None else self._rank.measured
+
+    def explain(self) -> str:
+        """The plans in words, and what happened on the way to them.
+
+        Raises:
+            UsageError: where there are none.
+        """
+        if self._rank is None or not self._rank.plans:
+            raise UsageError(
+                "explain: got a call before there are plans, expected offload_stages(budget=...) and steps"
+            )
+        return self._rank.explain()
 
     def stats(self) -> StepStats:
         """Bytes and seconds of all chunks of the last step on this rank, as far as their backward has come.
@@ -181,6 +288,8 @@ class OffloadedStages:
         with ExitStack() as all_of_them:
             for call in self._calls:
                 all_of_them.callback(call.give_back)
+            if self._rank is not None:
+                all_of_them.callback(self._rank.drop)
 
     def __enter__(self) -> OffloadedStages:
         return self
@@ -203,16 +312,29 @@ class _StageCalls:
         stage: the stage.
         context: makes the context of a chunk, by its tag.
         attached: the regions of its module, if there are any.
+        rank: who is told of turns, and plans for them.
+        part: the stage's place among those of the rank.
     """
 
-    def __init__(self, stage: Stage, context: Callable[[str], offload], attached: Attached | None) -> None:
+    def __init__(
+        self,
+        stage: Stage,
+        context: Callable[[str], offload],
+        attached: Attached | None,
+        rank: RankPilot | None = None,
+        part: int = 0,
+    ) -> None:
         self.stage = stage
         self.step: dict[int, offload] = {}
         """The chunks of the last step, by number."""
         self._make_context = context
         self._contexts: dict[str, offload] = {}
         self._attached = attached
+        self._rank = rank
+        self._part = part
         self._ours: dict[str, Callable[..., Any]] = {_FORWARD: self._forward, _WEIGHT: self._weight}
+        if rank is not None:
+            self._ours[_BACKWARD] = self._backward
         self._before: dict[str, Any] = {}
         self._methods: dict[str, Callable[..., Any]] = {}
         self._removed = False
@@ -241,9 +363,30 @@ class _StageCalls:
         with self._chunk(fwd_chunk_id):
             return self._methods[_FORWARD](fwd_chunk_id, *args, **kwargs)
 
+    def _backward(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        method = functools.partial(self._methods[_BACKWARD], bwd_chunk_id, *args, **kwargs)
+        if self._removed or self._rank is None:
+            return method()
+        is_whole = args[1] if len(args) > 1 else kwargs.get("full_backward", True)
+        if not is_whole and getattr(self.stage, "dw_builder", None) is None:
+            raise UnsupportedError(
+                f"budget: got a backward in two halves of stage {self.stage.stage_index}, expected whole ones, since "
+                f"blocks would run again twice and no plan knows of it; make the stages with dw_builder=lambda: "
+                f"lambda: None, or give offload_stages no budget but its bytes"
+            )
+        self._rank.backward_begins(self._part, bwd_chunk_id)
+        found = method()
+        self._rank.backward_ended(self._part, bwd_chunk_id)
+        return found
+
     def _chunk(self, number: int) -> AbstractContextManager[object]:
         if self._removed or not torch.is_grad_enabled():
             return nullcontext()
+        if self._rank is not None:
+            self._rank.forward_begins(self._part, number)
+            if self._rank.is_plain:
+                self.step.clear()
+                return nullcontext()
         # How long a chunk waits for its backward depends on its place among so many: so does what is learned of it.
         tag = f"stage {self.stage.stage_index}, micro-batch {number} of {self.stage.chunks}"
         context = self._contexts.get(tag)

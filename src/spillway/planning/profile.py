@@ -19,7 +19,7 @@ from pydantic import ConfigDict, TypeAdapter
 from spillway.planning.files import STRICT, Count, Seconds, is_none, read_file, read_json, write_file
 from spillway.units import format_bytes
 
-SCHEMA = 4
+SCHEMA = 5
 
 
 class Again(enum.Enum):
@@ -247,6 +247,8 @@ class Profile:
     """If the plan is to say how much of it is on the host."""
     static: Static | None = None
     """What ``static_bytes`` are made of; ``None``: that is not known."""
+    held_bytes: Count = 0
+    """Of ``middle``, where other passes came between forward and backward: what was held meanwhile."""
     schema: int = SCHEMA
 
     def to_json(self) -> str:

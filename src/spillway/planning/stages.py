@@ -8,9 +8,9 @@ as a model is, by one of its chunks, and each of its blocks does the same for al
 problem (NOTE [ Turns ] in ``tasks.py``): one budget, one window, the link for all of its stages. What comes of it is
 predicted as if the rank never waited for others: bubbles only leave more time for copies.
 
-Beside its blocks a chunk holds what torch keeps of it, and what a loss has saved: from its forward to its backward.
-Where the profile has these, between the two, they belong to the forward. And a chunk leaves nothing behind but
-gradients, once.
+Beside what its blocks hold, a chunk holds from its forward to its backward what was saved outside of them, and what a
+loss has saved. In the profile that comes between the two; here it belongs to the forward. And a chunk leaves nothing
+behind but gradients, once.
 
 NOTE [ Long steps ]
 
@@ -24,7 +24,6 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from spillway.planning.hardware import Hardware
 from spillway.planning.menu import ALL, menu
 from spillway.planning.plan import Plan
 from spillway.planning.profile import Profile
@@ -87,7 +86,7 @@ def make_stage_plans(
     best = best_of(problem, lanes, windows)
     shares = best.solution.shares
     best = ahead_of(best, lambda windows: best_of(problem, lanes, windows, near=shares))
-    # Of the turns that were left out each takes as long as those that were not.
+    # The turns that were left out take as long as the others.
     times = len(turns) / len(few)
     plans = [plan_of(profile, best.problem, best.solution, part=part) for part, profile in enumerate(profiles)]
     return [
@@ -95,7 +94,7 @@ def make_stage_plans(
             plan,
             predicted_seconds=plan.predicted_seconds * times,
             stall_seconds=plan.stall_seconds * times,
-            bound_seconds=None if plan.bound_seconds is None else plan.bound_seconds * times,
+            bound_seconds=plan.bound_seconds if len(few) == len(turns) else None,
         )
         for plan in plans
     ]
@@ -134,22 +133,16 @@ def chunk_of(stage: StageProfile) -> Part:
     tasks = kept_program(stage.profile).tasks
     left = sum(task.change_bytes for task in tasks)
     of_blocks = sum(task.gradient_bytes for task in tasks)
-    return replace(
-        part,
-        before=(replace(before, change_bytes=before.change_bytes + held),),
-        middle=(
-            replace(
-                middle, peak_bytes=max(middle.peak_bytes - held, 0), change_bytes=middle.change_bytes - held
-            ),
-        ),
-        after=(
-            replace(
-                after,
-                change_bytes=after.change_bytes + stage.gradient_bytes - left,
-                gradient_bytes=max(stage.gradient_bytes - of_blocks, 0),
-            ),
-        ),
+    before = replace(before, change_bytes=before.change_bytes + held)
+    between = max(middle.peak_bytes - held, 0)
+    middle = replace(middle, peak_bytes=between, change_bytes=middle.change_bytes - held)
+    after = replace(
+        after,
+        change_bytes=after.change_bytes + stage.gradient_bytes - left,
+        gradient_bytes=max(stage.gradient_bytes - of_blocks, 0),
     )
+    named = (replace(task, name=f"stage {stage.index}, {task.name}") for task in (before, middle, after))
+    return Part(part.blocks, *((task,) for task in named))
 
 
 def shortened(turns: Sequence[Turn]) -> list[Turn]:

@@ -61,6 +61,7 @@ def compile_profile(
     if not needed <= weighed.readings.keys():
         weighed = watched
     static_bytes = weighed.level(("begin", 0))
+    middle, held_bytes = _middle(watched, weighed, last, has_host=has_host)
     return Profile(
         model=model,
         device=str(device),
@@ -71,11 +72,12 @@ def compile_profile(
         calls=tuple(BlockCall(call.name, list(kinds).index(call.kind)) for call in watched.calls),
         static_bytes=static_bytes,
         before=_outside(watched, weighed, ("begin", 0), ("forward", 0), has_host=has_host, stops=("started", 0)),
-        middle=_outside(watched, weighed, ("end", last), ("back", last), has_host=has_host, stops=("turned", 0)),
+        middle=middle,
         # The host may wait in it, as for a loss that is printed.
         after=_outside(watched, weighed, end, ("done", 0), has_host=False),
         min_bytes=min_bytes,
         static=None if known is None else known.within(static_bytes),
+        held_bytes=held_bytes,
     )
 
 
@@ -101,6 +103,22 @@ def _outside(
         change_bytes=weighed.level(until) - level,
         host_seconds=sum(watched.host_seconds(*span) for span in spans) if has_host else 0.0,
     )
+
+
+def _middle(watched: Watched, weighed: Watched, last: int, *, has_host: bool) -> tuple[Outside, int]:
+    """What is between the last block's forward and its backward, and bytes that are held there while others pass."""
+    ends, turns = ("end", last), ("back", last)
+    if ("left", 0) not in weighed.readings or ("left", 0) not in watched.readings:
+        return _outside(watched, weighed, ends, turns, has_host=has_host, stops=("turned", 0)), 0
+    before = _outside(watched, weighed, ends, ("left", 0), has_host=has_host)
+    after = _outside(watched, weighed, ("back again", 0), turns, has_host=has_host, stops=("turned", 0))
+    middle = Outside(
+        seconds=before.seconds + after.seconds,
+        peak_bytes=max(before.peak_bytes, before.change_bytes + after.peak_bytes, 0),
+        change_bytes=before.change_bytes + after.change_bytes,
+        host_seconds=before.host_seconds + after.host_seconds,
+    )
+    return middle, max(before.change_bytes, 0)
 
 
 def _times(watched: Watched, spans: list[list[tuple[Place, Place]]]) -> float:

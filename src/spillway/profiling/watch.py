@@ -234,6 +234,14 @@ class Watch:
         """That has ended."""
         self._mark("ran", self._running.pop())
 
+    def leave(self) -> None:
+        """The forward is over, and other passes come before its backward."""
+        self._mark("left", 0)
+
+    def come_back(self) -> None:
+        """Its backward begins."""
+        self._mark("back again", 0)
+
     def asked(self, number: int, place: int, tensor: torch.Tensor, handle: object) -> None:
         """A block's backward is given what it saved after so many operators, by a handle that autograd holds."""
         if self._closed:

@@ -1,0 +1,329 @@
+"""Finds the plans of the pipeline stages of a rank within one budget, in the steps of the user's own schedule.
+
+NOTE [ How the stages of a rank find their plans ]
+
+It goes as with one model (NOTE [ How a plan is found ] in ``pilot.py``), but in steps of a schedule in the place of
+passes. Of each stage, the first chunk of a step is the one that is watched. Between its forward and its backward other
+chunks have their turns: the watch leaves after the one, and is back before the other, so that what it sees between is
+what the chunk itself holds, its loss included.
+
+``TRACING``, ``WEIGHING``, ``MEASURING``
+    Blocks take the least memory. Each stage is watched until there is a profile of it; the order of turns is written
+    down. A step that failed counts for nothing.
+``TRYING``
+    Plans of all stages were made when the step began, after the optimizer's last, and are in force.
+``CHECKING``
+    The same, and the peak of the step is measured.
+``HOLDING``
+    A peak over the budget (of an accelerator), another order of turns, or larger inputs, and there are other plans.
+
+A step ends when a chunk comes whose number was there already. Ranks share nothing, and each has its own plans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.nn import Module
+from torch.utils._pytree import tree_leaves
+
+from spillway.attaching.pilot import Pilot, Stage
+from spillway.attaching.steering import Steered
+from spillway.attaching.treating import tried_by
+from spillway.errors import BudgetError
+from spillway.planning.plan import Plan
+from spillway.planning.planner import aim_at
+from spillway.planning.stages import StageProfile
+from spillway.planning.tasks import Turn
+from spillway.profiling.meter import Meter, allocated, meter_of
+from spillway.session import Session
+from spillway.units import format_bytes
+
+_MOST_ROUNDS = 8
+_SLACK = 1 << 20
+
+PlansOf = Callable[[Sequence[StageProfile], Sequence[Turn], int, int], list[Plan]]
+"""From stages, turns, bytes that are there when a step begins, and what is aimed at, to a plan for each stage."""
+
+
+class StagePilot(Pilot):
+    """Steers the blocks of one stage. Of a step, one chunk is watched.
+
+    Args:
+        index: the stage's place in the pipeline.
+        model: class of its module.
+        device: where it computes.
+        session: ``None``: the default one.
+        options: of :class:`~spillway.attaching.pilot.Pilot`.
+    """
+
+    def __init__(self, index: int, model: str, device: torch.device, session: Session | None, **options: Any) -> None:
+        super().__init__(model, device, session, budget=None, planner=None, **options)
+        self.index = index
+        self.on_growth: Callable[[int, int], None] | None = None
+        """Is told of larger inputs than ever: bytes before, and now."""
+        self.is_turn = False
+        """Whether the chunk that goes forward now is the one that is watched."""
+        self._largest = 0
+
+    def begin(self, model: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A chunk goes forward."""
+        nbytes = sum(leaf.nbytes for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+        before, self._largest = self._largest, max(self._largest, nbytes)
+        if nbytes > before and before and self.on_growth is not None:
+            self.on_growth(before, nbytes)
+        if self.is_turn:
+            super().begin(model, args, kwargs)
+
+    def block_begins(self, call: Steered, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        """A block is called; -1: of a chunk that nobody watches."""
+        if self.is_turn:
+            return super().block_begins(call, module, args, kwargs)
+        call.observer = call.writes_tape = call.watches = None
+        return -1
+
+    def leave(self) -> None:
+        """Other chunks have their turns now."""
+        self.is_turn = False
+        if self._watch is not None:
+            self._watch.leave()
+
+    def come_back(self) -> None:
+        """The backward of the chunk that is watched begins."""
+        if self._watch is not None:
+            self._watch.come_back()
+
+    def seek(self) -> None:
+        """Nothing is known of the stage any more: blocks take the least memory."""
+        self.drop()
+        self._start_anew()
+        self.profile = self.plan = None
+
+    def hold(self, plan: Plan) -> None:
+        """Blocks do as a plan says."""
+        self.plan, self.stage = plan, Stage.HOLDING
+        self.apply(plan)
+
+    def profiled(self, parameters: Sequence[torch.nn.Parameter]) -> StageProfile:
+        """What is known of a chunk.
+
+        Args:
+            parameters: of the stage.
+        """
+        assert self.profile is not None
+        new = sum(each.nbytes for each in parameters if each.requires_grad and each.grad is None)
+        return StageProfile(self.index, self.profile, self.profile.held_bytes, new)
+
+    def trim(self) -> None:
+        """What came back lay in memory that is kept for more of it. As long as nothing does, that is activations'."""
+        self._used_session.trim(self._device)
+
+    @property
+    def tried(self) -> int:
+        """How often calls of its blocks cost more than they do."""
+        return tried_by(self._blocks, self._used_session)
+
+
+class RankPilot:
+    """See NOTE [ How the stages of a rank find their plans ].
+
+    Args:
+        stages: all that the rank has, each with its module.
+        device: where they compute.
+        budget: bytes that may be allocated on it.
+        plans_of: makes plans.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[tuple[StagePilot, Module]],
+        device: torch.device,
+        budget: int,
+        plans_of: PlansOf,
+    ) -> None:
+        self.stages = [pilot for pilot, _ in stages]
+        self._modules = [module for _, module in stages]
+        self._device = device
+        self._budget = budget
+        self._aim = aim_at(budget)
+        self._plans_of = plans_of
+        self._turns: list[Turn] = []
+        """Of the step so far."""
+        self._order: list[Turn] = []
+        """That was planned for."""
+        self._meter: Meter | None = None
+        self._rounds = self._tried = 0
+        self.stage = Stage.TRACING
+        self.measured: int | None = None
+        """Most bytes on the device in the step that was checked."""
+        self.notes: list[str] = []
+        for pilot in self.stages:
+            pilot.on_growth = self._on_growth
+
+    @property
+    def plans(self) -> dict[int, Plan]:
+        """Of each stage, by its place in the pipeline; none before they were made."""
+        return {pilot.index: pilot.plan for pilot in self.stages if pilot.plan is not None}
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing is to be done, in no block."""
+        return all(pilot.is_plain for pilot in self.stages)
+
+    def forward_begins(self, part: int, chunk: int) -> None:
+        """A chunk goes forward through a stage."""
+        if Turn(part, chunk) in self._turns:
+            self._step_ended()
+        is_first = not any(turn.part == part for turn in self._turns)
+        self._take_turn(Turn(part, chunk))
+        pilot = self.stages[part]
+        pilot.is_turn = is_first and self.stage is Stage.TRACING and pilot.profile is None
+
+    def backward_begins(self, part: int, chunk: int) -> None:
+        """A chunk goes back."""
+        self._take_turn(Turn(part, chunk, is_backward=True))
+        if self._is_watched(part, chunk):
+            self.stages[part].come_back()
+
+    def backward_ended(self, part: int, chunk: int) -> None:
+        """It has."""
+        if self._is_watched(part, chunk):
+            self.stages[part].finish()
+
+    def drop(self) -> None:
+        """Nothing is measured any more."""
+        self._close_meter()
+        self._turns.clear()
+        for pilot in self.stages:
+            pilot.drop()
+
+    def explain(self) -> str:
+        """The plans, and what happened on the way to them."""
+        plans = [f"stage {index}: {plan}" for index, plan in self.plans.items()]
+        return "\n".join([*plans, *self.notes])
+
+    def _take_turn(self, turn: Turn) -> None:
+        for pilot in self.stages:
+            if pilot.is_turn:
+                pilot.leave()
+        self._turns.append(turn)
+
+    def _is_watched(self, part: int, chunk: int) -> bool:
+        """Whether it is the chunk that came first of this stage, and it is looked at."""
+        first = next((turn.chunk for turn in self._turns if turn.part == part), None)
+        return chunk == first and self.stage is Stage.TRACING and self.stages[part].profile is None
+
+    def _step_ended(self) -> None:
+        turns, self._turns = self._turns, []
+        forward = {turn[:2] for turn in turns if not turn.is_backward}
+        back = {turn[:2] for turn in turns if turn.is_backward}
+        if forward != back or {turn.part for turn in turns} != set(range(len(self.stages))):
+            # It failed, or was no training.
+            self._close_meter()
+            return
+        if self._device.type == "cpu":
+            self.stages[0].trim()
+        if self.stage is Stage.TRACING:
+            if all(pilot.profile is not None for pilot in self.stages):
+                self._replan(turns)
+        elif turns != self._order:
+            self._note(f"a step had {len(forward)} chunks, and other turns than that which was planned for")
+            self._replan(turns)
+        elif self.stage is Stage.TRYING:
+            self.stage = Stage.CHECKING
+            self._begin_check()
+        elif self.stage is Stage.CHECKING:
+            self.measured = self._peak()
+            self.stage = Stage.HOLDING
+            self._tried = sum(pilot.tried for pilot in self.stages)
+            self._compare(self.measured)
+            self._close_meter()
+        else:
+            self._hold()
+
+    def _replan(self, turns: Sequence[Turn]) -> None:
+        self._close_meter()
+        self._order = list(turns)
+        stages = [
+            pilot.profiled(list(module.parameters())) for pilot, module in zip(self.stages, self._modules, strict=True)
+        ]
+        plans = self._plans_of(stages, turns, self._level(), self._aim)
+        for pilot, plan in zip(self.stages, plans, strict=True):
+            pilot.hold(plan)
+        self.stage = Stage.TRYING
+
+    def _level(self) -> int:
+        """Bytes that are there now."""
+        if self._device.type != "cpu":
+            return allocated(self._device)[0]
+        meter = meter_of(self._device)
+        meter.mark()
+        readings = meter.finish()
+        meter.close()
+        assert readings is not None
+        return readings[0].level
+
+    def _hold(self) -> None:
+        if self._device.type == "cpu":
+            return
+        before, self._tried = self._tried, sum(pilot.tried for pilot in self.stages)
+        if self._tried == before:
+            self._compare(self._peak())
+        else:
+            # Calls of a size that had not come before run again whole, and are tried: that says nothing of the plan.
+            torch.accelerator.reset_peak_memory_stats(self._device)
+
+    def _compare(self, peak: int) -> None:
+        if peak > self._budget:
+            self._note(f"a step had a peak of {format_bytes(peak)}, over the budget of {format_bytes(self._budget)}")
+            self._back_off(peak)
+
+    def _back_off(self, peak: int) -> None:
+        """Plan for so much less as it was too much."""
+        self._rounds += 1
+        if self._rounds > _MOST_ROUNDS:
+            raise BudgetError(
+                f"budget: got {format_bytes(self._budget)}, and steps of {format_bytes(peak)} after {_MOST_ROUNDS} "
+                f"plans, expected a budget that is met; give a larger one",
+                budget=self._budget,
+                least=peak,
+            )
+        self._aim = max(self._aim - (peak - self._budget + _SLACK) * 2 ** max(self._rounds - 2, 0), 0)
+        self._note(f"planned anew for {format_bytes(self._aim)}")
+        self._replan(self._order)
+
+    def _on_growth(self, before: int, now: int) -> None:
+        self._note(f"inputs of {format_bytes(now)} came where there had been {format_bytes(before)}")
+        self._close_meter()
+        self.stage = Stage.TRACING
+        self._rounds, self._aim = 0, aim_at(self._budget)
+        for pilot in self.stages:
+            pilot.seek()
+
+    def _begin_check(self) -> None:
+        if self._device.type == "cpu":
+            self._meter = meter_of(self._device)
+            self._meter.mark()
+        else:
+            torch.accelerator.reset_peak_memory_stats(self._device)
+
+    def _peak(self) -> int:
+        """Most bytes since the check began."""
+        if self._meter is None:
+            return allocated(self._device)[1]
+        self._meter.mark()
+        readings = self._meter.finish()
+        # All chunks of a CPU are of one thread.
+        assert readings is not None
+        return max(reading.peak for reading in readings)
+
+    def _close_meter(self) -> None:
+        if self._meter is not None:
+            self._meter.close()
+        self._meter = None
+
+    def _note(self, what: str) -> None:
+        if what not in self.notes:
+            self.notes.append(what)

@@ -1,0 +1,351 @@
+"""Stages of a pipeline within a budget: their plans, the bits, the bytes, and what changes on the way."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.nn import functional
+
+import spillway
+from integrations.test_pipelining import Plan as Schedule
+from integrations.test_pipelining import rank, session_at, train
+from runtime.scenarios import adversary_session
+from spillway.integrations.pipelining import OffloadedStages, offload_stages
+from support import assert_nothing_left
+
+pytestmark = [
+    pytest.mark.skipif(not dist.is_available(), reason="a torch without torch.distributed"),
+    pytest.mark.timeout(300),
+]
+
+HARDWARE = spillway.Hardware.named("h200")
+Turns = Sequence[tuple[int, int, bool]]
+"""Of each: a stage, a chunk, and whether it goes back."""
+
+
+class Block(nn.Module):
+    """Dropout, so that random numbers must be the same in a re-run."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + functional.dropout(self.down(functional.gelu(self.up(self.norm(x)))), 0.1)
+
+
+class Stage:
+    """A stage as far as it is used, in a process of its own. Its loss is its own, too."""
+
+    is_first = False
+    group_rank, group_size = 0, 1
+
+    def __init__(self, index: int = 0, *, width: int = 16, blocks: int = 3) -> None:
+        torch.manual_seed(index)
+        self.submod: nn.Module = nn.Sequential(*(Block(width) for _ in range(blocks)))
+        self.stage_index = index
+        self.chunks: int | None = None
+        self.dw_builder: Any = None
+        self.waiting: dict[int, Tensor] = {}
+
+    def forward_one_chunk(self, fwd_chunk_id: int, args: tuple[Tensor, ...]) -> Tensor:
+        output: Tensor = self.submod(*args)
+        self.waiting[fwd_chunk_id] = output
+        return output
+
+    def backward_one_chunk(self, bwd_chunk_id: int, loss: Tensor | None = None, full_backward: bool = True) -> None:
+        self.waiting.pop(bwd_chunk_id).square().mean().backward()
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        raise AssertionError("no schedule here splits backwards")
+
+
+def one_forward_one_backward(chunks: int, most: int, stages: int = 1) -> Turns:
+    """Of each stage, up to so many chunks wait."""
+    turns: list[tuple[int, int, bool]] = []
+    for number in range(chunks + most - 1):
+        for back, chunk in ((False, number), (True, number - most + 1)):
+            if 0 <= chunk < chunks:
+                turns += ((stage, chunk, back) for stage in range(stages))
+    return turns
+
+
+def any_order(seed: int, stages: int, chunks: int) -> Turns:
+    """Forwards come before their backwards."""
+    random_ = random.Random(seed)
+    waiting: list[tuple[int, int]] = []
+    ahead = [(stage, chunk) for stage in range(stages) for chunk in range(chunks)]
+    turns = []
+    while ahead or waiting:
+        back = bool(waiting) and (not ahead or random_.random() < 0.5)
+        these = waiting if back else ahead
+        stage, chunk = these.pop(random_.randrange(len(these)))
+        turns.append((stage, chunk, back))
+        if not back:
+            waiting.append((stage, chunk))
+    return turns
+
+
+def steps(stages: Sequence[Stage], orders: Sequence[Turns], *, rows: int | Sequence[int] = 8) -> Iterator[list[Tensor]]:
+    """One step of each order: what each chunk gave, gradients, and in the end the weights."""
+    parameters = [parameter for stage in stages for parameter in stage.submod.parameters()]
+    optimizer = torch.optim.AdamW(parameters, lr=1e-3)
+    width = stages[0].submod[0].norm.weight.numel()  # type: ignore[index, union-attr]
+    for step, turns in enumerate(orders):
+        torch.manual_seed(100 + step)
+        count = rows if isinstance(rows, int) else rows[step]
+        found = []
+        for stage, chunk, back in turns:
+            if back:
+                stages[stage].backward_one_chunk(chunk)
+            else:
+                batch = torch.randn(count, width, requires_grad=True)
+                found.append(stages[stage].forward_one_chunk(chunk, (batch,)).detach().clone())
+        found += [parameter.grad.clone() for parameter in parameters if parameter.grad is not None]
+        optimizer.step()
+        optimizer.zero_grad()
+        yield found
+    yield [parameter.detach().clone() for parameter in parameters]
+
+
+def assert_same(got: Sequence[Sequence[Tensor]], wanted: Sequence[Sequence[Tensor]]) -> None:
+    assert [len(each) for each in got] == [len(each) for each in wanted]
+    for step, (ours, theirs) in enumerate(zip(got, wanted, strict=True)):
+        assert all(map(torch.equal, ours, theirs)), f"step {step}"
+
+
+@contextlib.contextmanager
+def planned(stages: Sequence[Stage], session: spillway.Session, **options: Any) -> Iterator[OffloadedStages]:
+    more = {"budget": "40GiB", "allow": {"disk", "recompute"}, "min_bytes": 0, "hardware": HARDWARE, **options}
+    with offload_stages(stages, session=session, **more) as offloaded:
+        yield offloaded
+    assert all("forward_one_chunk" not in stage.__dict__ for stage in stages)
+    assert_nothing_left(session)
+
+
+# Several processes.
+
+
+def schedules_within_a_budget(path: Path) -> None:
+    for schedule in (
+        Schedule("GPipe", "one"),
+        Schedule("1F1B", "one"),
+        Schedule("Interleaved1F1B", "loop"),
+        Schedule("ZBVZeroBubble", "v", fused=True),
+    ):
+        # Another number of micro-batches once a plan is held, and the first one again.
+        numbers = (*[schedule.micro_batches] * 6, 2 * schedule.micro_batches, schedule.micro_batches)
+        plain = list(train(schedule, numbers, *schedule.make()))
+        with session_at(path) as session:
+            stages, make = schedule.make()
+            options: dict[str, Any] = {"budget": "40GiB", "allow": {"disk", "recompute"}, "hardware": HARDWARE}
+            with offload_stages(stages, min_bytes=0, session=session, **options) as offloaded:
+                got = list(train(schedule, numbers, stages, make))
+                label = f"{schedule} rank {dist.get_rank()}: {offloaded.stage} {offloaded.explain()}"
+                assert set(offloaded.plans) == {stage.stage_index for stage in stages}, label
+                assert offloaded.measured is not None and "other turns" in offloaded.explain(), label
+                # Nothing may stay: so it was planned, and not left alone.
+                assert not any(block.plain for plan in offloaded.plans.values() for block in plan.blocks), label
+                assert offloaded.stats().offloaded_bytes + offloaded.stats().recomputed_bytes > 0, label
+            assert len(got) == len(plain) and all(map(torch.equal, got, plain)), label
+            assert_nothing_left(session)
+
+
+def test_schedules_within_a_budget_train_as_without(tmp_path: Path) -> None:
+    mp.spawn(rank, args=(2, str(tmp_path), schedules_within_a_budget), nprocs=2)
+
+
+# One process.
+
+
+def test_the_search_of_a_plan_has_its_stages_and_the_bits_are_those_of_plain_steps(tmp_path: Path) -> None:
+    turns = one_forward_one_backward(5, 3)
+    plain = list(steps([Stage()], [turns] * 7))
+    with session_at(tmp_path) as session:
+        stages = [Stage()]
+        with planned(stages, session) as offloaded:
+            with pytest.raises(spillway.UsageError, match="before there are plans"):
+                offloaded.explain()
+            found, got = [], []
+            for each in steps(stages, [turns] * 7):
+                got.append(each)
+                found.append((offloaded.stage, bool(offloaded.plans)))
+            # A step ends when the next one begins.
+            assert [stage for stage, _ in found[:6]] == [*["tracing"] * 3, "trying", "checking", "holding"]
+            assert [there for _, there in found[:4]] == [False, False, False, True]
+            (plan,) = offloaded.plans.values()
+            assert [block.name for block in plan.blocks] == ["0", "1", "2"]
+            assert offloaded.explain().startswith("stage 0: ")
+            assert offloaded.stats().offloaded_bytes > 0
+        assert_same(got, plain)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_order_of_two_stages_under_the_adversary(seed: int) -> None:
+    turns = any_order(seed, 2, 3)
+    plain = list(steps([Stage(0), Stage(1)], [turns] * 7))
+    with adversary_session(window=1024) as (_, session):
+        stages = [Stage(0), Stage(1)]
+        with planned(stages, session, allow={"host", "recompute"}) as offloaded:
+            assert_same(list(steps(stages, [turns] * 7)), plain)
+            assert offloaded.stage == "holding" and set(offloaded.plans) == {0, 1}
+            assert offloaded.stats().reloaded_bytes > 0
+
+
+WIDE = {"width": 256, "blocks": 2}
+ROWS = 2048
+
+
+@pytest.mark.parametrize(("most", "count", "allow"), [(1, 1, "recompute"), (3, 1, "recompute"), (2, 2, "disk")])
+def test_peaks_are_foreseen_and_budgets_are_kept_to(tmp_path: Path, most: int, count: int, allow: str) -> None:
+    """Of a step that keeps everything, and of 85 % of what that has beyond what is there anyway."""
+    turns = one_forward_one_backward(most + 1, most, count)
+    peaks = []
+    budget: int | str = "40GiB"
+    for _ in range(2):
+        with session_at(tmp_path) as session:
+            stages = [Stage(index, **WIDE) for index in range(count)]
+            options = {"budget": budget, "allow": {"keep", allow}, "min_bytes": "1MiB"}
+            with planned(stages, session, **options) as offloaded:
+                for _ in steps(stages, [turns] * 9, rows=ROWS):
+                    if offloaded.stage == "holding":
+                        break
+                assert offloaded.stage == "holding" and offloaded.measured is not None, offloaded.explain()
+                plan = offloaded.plans[0]
+                profiles = [pilot.profile for pilot in offloaded._rank.stages]  # type: ignore[union-attr]
+                assert offloaded.measured == pytest.approx(plan.predicted_peak, rel=0.03)
+                peaks.append(offloaded.measured)
+                for stage in stages:
+                    stage.waiting.clear()
+        # What a block gives is its own. This test holds a copy of it, and has made the next chunk's input.
+        held = [profile.held_bytes for profile in profiles if profile is not None]
+        assert held == [(1 if most == 1 else 2) * ROWS * 256 * 4] * count
+        static = min(profile.static_bytes for profile in profiles if profile is not None)
+        budget = static + (peaks[0] - static) * 17 // 20
+    assert peaks[1] <= budget < peaks[0]
+
+
+def test_larger_inputs_and_more_chunks_are_planned_for_anew(tmp_path: Path) -> None:
+    few, many = one_forward_one_backward(3, 2), one_forward_one_backward(5, 4)
+    orders = [*[few] * 6, *[many] * 3, *[few] * 9]
+    rows = [*[8] * 12, *[16] * 6]
+    plain = list(steps([Stage()], orders, rows=rows))
+    with session_at(tmp_path) as session:
+        stages = [Stage()]
+        with planned(stages, session) as offloaded:
+            got, seen = [], []
+            for each in steps(stages, orders, rows=rows):
+                got.append(each)
+                seen.append(offloaded.stage)
+            assert "5 chunks, and other turns" in offloaded.explain() and "3 chunks" in offloaded.explain()
+            assert "inputs of 1.0 KiB came where there had been 512 B" in offloaded.explain()
+            # A step is known to be another one when it is over. Inputs are seen at once.
+            assert seen[5:9] == ["holding", "holding", "trying", "checking"]
+            assert seen[12:17] == [*["tracing"] * 4, "trying"]
+        assert_same(got, plain)
+
+
+def test_a_step_that_fails_counts_for_nothing_and_evaluation_is_as_ever(tmp_path: Path) -> None:
+    turns = one_forward_one_backward(3, 2)
+    plain = list(steps([Stage()], [turns] * 9))
+    with session_at(tmp_path) as session:
+        stage = Stage()
+        with planned([stage], session) as offloaded:
+            got = []
+            for number, each in enumerate(steps([stage], [turns] * 9)):
+                got.append(each)
+                with torch.no_grad():
+                    stage.forward_one_chunk(0, (torch.randn(8, 16),))
+                stage.waiting.clear()
+                if number in (1, 7):
+                    # The first chunk goes forward, and the second one fails.
+                    stage.forward_one_chunk(0, (torch.randn(8, 16),))
+                    with pytest.raises(RuntimeError):
+                        stage.forward_one_chunk(1, (torch.randn(8, 17),))
+                    stage.waiting.clear()
+                    session.synchronize()
+            assert offloaded.stage == "holding" and "other turns" not in offloaded.explain()
+        assert_same(got, plain)
+
+
+def test_it_can_be_taken_off_at_any_time(tmp_path: Path) -> None:
+    turns = one_forward_one_backward(3, 2)
+    for after in range(7):
+        with session_at(tmp_path) as session:
+            stage = Stage()
+            own = dict(stage.__dict__)
+            plain = list(steps([Stage()], [turns] * (after + 2)))
+            with planned([stage], session) as offloaded:
+                found = steps([stage], [turns] * (after + 2))
+                got = [next(found) for _ in range(after)]
+                # Chunks that wait can still go back.
+                offloaded.remove()
+                got += found
+            assert_same(got, plain)
+            assert stage.__dict__.keys() == own.keys()
+
+
+def test_a_budget_that_no_plan_is_within_is_refused_with_the_least_one(tmp_path: Path) -> None:
+    turns = one_forward_one_backward(3, 2)
+    with session_at(tmp_path) as session:
+        stage = Stage()
+        with planned([stage], session, budget="1MiB") as offloaded:
+            found = steps([stage], [turns] * 5)
+            for _ in range(3):
+                next(found)
+            with pytest.raises(spillway.BudgetError, match="stage 0") as caught:
+                next(found)
+            assert caught.value.least > 1 << 20
+            del caught, found
+            assert not offloaded.plans
+            stage.waiting.clear()
+
+
+def test_a_backward_in_halves_is_refused(tmp_path: Path) -> None:
+    with session_at(tmp_path) as session:
+        stage = Stage()
+        with planned([stage], session):
+            stage.forward_one_chunk(0, (torch.randn(8, 16),))
+            for halves in ({"full_backward": False}, {}):
+                with pytest.raises(spillway.UnsupportedError, match="dw_builder"):
+                    stage.backward_one_chunk(0, *([] if halves else [None, False]), **halves)
+            stage.dw_builder = lambda: lambda: None
+            stage.backward_one_chunk(0, full_backward=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"budget": "1GiB", "ratio": 0.5}, "ratio beside a budget"),
+        ({"budget": "1GiB", "tier": "host", "recompute": spillway.Recompute()}, "recompute and tier beside"),
+        ({"budget": "much"}, "budget"),
+        ({"budget": "1GiB", "host_budget": "much"}, "host_budget"),
+        ({"budget": "1GiB", "allow": {"everything"}}, "allow"),
+        ({"budget": "1GiB", "hardware": "h200"}, "hardware"),
+        ({"budget": "1GiB", "blocks": "layers.*"}, "layers"),
+        ({"allow": {"keep"}}, "without a budget"),
+        ({"hardware": HARDWARE, "host_budget": 1}, "hardware and host_budget without"),
+    ],
+)
+def test_what_cannot_be_meant_is_said_at_once(options: dict[str, Any], what: str) -> None:
+    stage = Stage()
+    with pytest.raises(spillway.UsageError, match=what):
+        offload_stages(stage, **options)
+    assert "forward_one_chunk" not in stage.__dict__
+    assert "_compiled_call_impl" not in stage.submod.__dict__
+
+
+def test_stages_without_parameters_are_refused() -> None:
+    stage = Stage()
+    stage.submod = nn.Sequential(nn.ReLU(), nn.ReLU())
+    with pytest.raises(spillway.UsageError, match="no parameters"):
+        offload_stages(stage, budget="1GiB")
