@@ -40,7 +40,7 @@ from torch.utils.checkpoint import checkpoint
 
 import spillway
 from _llama import Layer, Stack, make_stack
-from spillway.integrations.pipelining import offload_stages
+from spillway.integrations.pipelining import OffloadedStages, offload_stages
 from spillway.policies import Keep
 from step import NORM_STATISTIC, allocated
 
@@ -52,7 +52,7 @@ class Training:
     stack: Stack
     step: Callable[[], None]
     stats: Callable[[], spillway.StepStats]
-    attached: spillway.Attached | None = None
+    attached: spillway.Attached | OffloadedStages | None = None
     """Of a way that plans: it is warm when the plan is held."""
 
 
@@ -133,14 +133,28 @@ PIPELINE: dict[str, Staged | Callable[[Stack], Any] | None] = {
     ),
     "wide sent, no regions": Staged((1, 6 / 8, 1 / 8, 0), ("wide",), window="2GiB"),
 }
+PLANNED_STAGES = {
+    "planned, half of keep's peak of rank 0": "keep",
+    "planned, checkpointing's peak of rank 0": "checkpoint",
+}
+"""Ways to plan for a budget, the same on all ranks, and by whose peak it is set."""
 
 
 def pipeline(options: argparse.Namespace, way: str, device: torch.device, *, layers: int, seq: int) -> Training:
-    how, rank, ranks = PIPELINE[way], dist.get_rank(), dist.get_world_size()
+    how, rank, ranks = PIPELINE.get(way), dist.get_rank(), dist.get_world_size()
     stack = make_stack(options.shape, layers, seq, device, torch.bfloat16)
     stage = PipelineStage(stack, rank, ranks, device)
     offloaded = None
-    if isinstance(how, Staged):
+    if way in PLANNED_STAGES:
+        # In a smaller stack, of which all would fit, nothing stays that can leave or be computed again.
+        small = {"allow": {"host", "disk", "recompute"}} if layers != options.layers else {}
+        budget = options.budgets[way]
+        if isinstance(budget, int):
+            # Weights, their gradients and the batch come on top.
+            gradients_there(stack)
+            budget += allocated(device, reset=False) + 2 * ranks * seq * stack.layers[0].shape.hidden * 2
+        offloaded = offload_stages(stage, budget=budget, blocks="layers.*", **small)
+    elif isinstance(how, Staged):
         policy = treated(stack, how, how.shares[4 * rank // ranks])
         offloaded = None if policy is None else offload_stages(stage, policy=policy)
     elif how is not None:
@@ -155,7 +169,8 @@ def pipeline(options: argparse.Namespace, way: str, device: torch.device, *, lay
     def step() -> None:
         schedule.step(*([batch] if rank == 0 else []), target=batch if rank == ranks - 1 else None)
 
-    return Training(stack, step, spillway.StepStats if offloaded is None else offloaded.stats)
+    stats = spillway.StepStats if offloaded is None else offloaded.stats
+    return Training(stack, step, stats, offloaded if way in PLANNED_STAGES else None)
 
 
 def treated(stack: Stack, how: Staged, share: float) -> spillway.policies.Policy | None:
@@ -249,7 +264,7 @@ def gradients_there(stack: Stack) -> None:
 
 
 PARTS: dict[str, tuple[list[str], Callable[..., Training]]] = {
-    "pipeline": (list(PIPELINE), pipeline),
+    "pipeline": ([*PIPELINE, *PLANNED_STAGES], pipeline),
     "fsdp": ([*FSDP, *PLANNED], sharded),
 }
 
@@ -312,7 +327,8 @@ def forget(session: spillway.Session, device: torch.device) -> None:
 
 def warm(training: Training, least: int) -> None:
     done = 0
-    while done < least or (training.attached is not None and training.attached.stage != "holding"):
+    # A pipeline's ranks hold their plans when they do, and go on together.
+    while done < least or any(of_all(training.attached is not None and training.attached.stage != "holding")):
         training.step()
         done += 1
         if done > MOST_WARMUP:
@@ -431,11 +447,16 @@ def budgets(rows: list[dict[str, Any]], device: torch.device) -> dict[str, int |
         for row in (row for row in rows if (row["part"], row["way"]) == ("fsdp", other)):
             room = row["whole_bytes"] if other == "checkpoint" else row["whole_bytes"] - row["peak_bytes"] // 2
             found[planned] = room if device.type != "cpu" else "1TiB"
+    for planned, other in PLANNED_STAGES.items():
+        for row in (row for row in rows if (row["part"], row["way"]) == ("pipeline", other)):
+            # Beyond what is there anyway.
+            room = row["peak_bytes"] if other == "checkpoint" else row["peak_bytes"] // 2
+            found[planned] = room if device.type != "cpu" else "1TiB"
     return found
 
 
 def chosen(options: argparse.Namespace, way: str) -> bool:
-    needed = {PLANNED.get(each) for each in options.ways}
+    needed = {{**PLANNED, **PLANNED_STAGES}.get(each) for each in options.ways}
     return way == "keep" or not options.ways or way in options.ways or way in needed
 
 

@@ -2,6 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/pipelining.py
     torchrun --nproc-per-node 4 examples/pipelining.py --schedule Interleaved1F1B
+    torchrun --nproc-per-node 2 examples/pipelining.py --budget 1GiB --steps 7
 
 On accelerators each process takes one, and what leaves goes to host memory; on a CPU, it goes to the disk.
 """
@@ -23,7 +24,7 @@ from torch.nn import functional
 import spillway
 from spillway.integrations.pipelining import offload_stages
 
-BLOCKS, WIDTH, ROWS, STEPS = 4, 256, 512, 2
+BLOCKS, WIDTH, ROWS = 4, 256, 512
 IN_A_LOOP = {"Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble"}
 IN_A_V = {"ZBVZeroBubble", "DualPipeV"}
 
@@ -55,7 +56,7 @@ def make_stages(schedule: str, device: torch.device) -> list[PipelineStage]:
     return stages
 
 
-def train(name: str, stages: list[PipelineStage], micro_batches: int) -> list[Tensor]:
+def train(name: str, stages: list[PipelineStage], micro_batches: int, steps: int) -> list[Tensor]:
     """A few steps: this rank's weights after them, and the losses where the last stage is."""
     kind: Any = getattr(schedules, f"Schedule{name}")
     single = issubclass(kind, pipelining.schedules.PipelineScheduleSingle)
@@ -64,7 +65,7 @@ def train(name: str, stages: list[PipelineStage], micro_batches: int) -> list[Te
     optimizer = torch.optim.SGD(weights, lr=0.1)
     first, last = any(stage.is_first for stage in stages), any(stage.is_last for stage in stages)
     results: list[Tensor] = []
-    for step in range(STEPS):
+    for step in range(steps):
         torch.manual_seed(step)
         batch, target = torch.randn(2, micro_batches * ROWS, WIDTH, device=stages[0].device)
         # On one rank of the pipeline these are given, on another the losses are wanted.
@@ -81,6 +82,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--schedule", default="1F1B", help="as in ScheduleGPipe, Schedule1F1B, ScheduleZBVZeroBubble")
     parser.add_argument("--micro-batches", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=2, help="the sixth is the first that holds a plan")
+    parser.add_argument("--budget", help="of each rank, as 1GiB, and everything is decided")
     arguments = parser.parse_args()
     device = torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -93,13 +96,17 @@ def main() -> None:
     for ours in (False, True):
         stages = make_stages(arguments.schedule, device)
         context: AbstractContextManager[Any] = contextlib.nullcontext()
-        if ours:
+        if ours and arguments.budget is not None:
+            context = offload_stages(stages, budget=arguments.budget)
+        elif ours:
             # The first rank has the most chunks waiting for their backward, and sends the most of each away.
             context = offload_stages(stages, nbytes=("16MiB", "8MiB"), window="2MiB")
         with context as offloaded:
-            results.append(train(arguments.schedule, stages, arguments.micro_batches))
+            results.append(train(arguments.schedule, stages, arguments.micro_batches, arguments.steps))
     same = all(map(torch.equal, *results))
     stats = offloaded.stats()
+    if offloaded.plans:
+        print(f"rank {dist.get_rank()} ({offloaded.stage}): {offloaded.explain()}", flush=True)
     print(
         f"rank {dist.get_rank()}: of {stats.saved_bytes >> 20} MiB that the last step saved, "
         f"{stats.offloaded_bytes >> 20} MiB left and {stats.reloaded_bytes >> 20} MiB came back; "

@@ -20,6 +20,7 @@ from integrations.test_pipelining import Plan as Schedule
 from integrations.test_pipelining import rank, session_at, train
 from runtime.scenarios import adversary_session
 from spillway.integrations.pipelining import OffloadedStages, offload_stages
+from spillway.profiling import meter
 from support import assert_nothing_left
 
 pytestmark = [
@@ -28,6 +29,7 @@ pytestmark = [
 ]
 
 HARDWARE = spillway.Hardware.named("h200")
+STATIC = 16 << 20
 Turns = Sequence[tuple[int, int, bool]]
 """Of each: a stage, a chunk, and whether it goes back."""
 
@@ -95,8 +97,10 @@ def any_order(seed: int, stages: int, chunks: int) -> Turns:
     return turns
 
 
-def steps(stages: Sequence[Stage], orders: Sequence[Turns], *, rows: int | Sequence[int] = 8) -> Iterator[list[Tensor]]:
-    """One step of each order: what each chunk gave, gradients, and in the end the weights."""
+def steps(
+    stages: Sequence[Stage], orders: Sequence[Turns], *, rows: int | Sequence[int] = 8, gives: bool = True
+) -> Iterator[list[Tensor]]:
+    """One step of each order: what each chunk gave, if that is wanted, gradients, and in the end the weights."""
     parameters = [parameter for stage in stages for parameter in stage.submod.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=1e-3)
     width = stages[0].submod[0].norm.weight.numel()  # type: ignore[index, union-attr]
@@ -109,7 +113,10 @@ def steps(stages: Sequence[Stage], orders: Sequence[Turns], *, rows: int | Seque
                 stages[stage].backward_one_chunk(chunk)
             else:
                 batch = torch.randn(count, width, requires_grad=True)
-                found.append(stages[stage].forward_one_chunk(chunk, (batch,)).detach().clone())
+                output = stages[stage].forward_one_chunk(chunk, (batch,)).detach()
+                if gives:
+                    found.append(output.clone())
+                del batch, output
         found += [parameter.grad.clone() for parameter in parameters if parameter.grad is not None]
         optimizer.step()
         optimizer.zero_grad()
@@ -201,36 +208,44 @@ def test_any_order_of_two_stages_under_the_adversary(seed: int) -> None:
             assert offloaded.stats().reloaded_bytes > 0
 
 
-WIDE = {"width": 256, "blocks": 2}
-ROWS = 2048
+WIDE, ROWS = 64, 512
+OUTPUT = ROWS * WIDE * 4
 
 
+@pytest.mark.parametrize("share", [0.9, 0.6])
 @pytest.mark.parametrize(("most", "count", "allow"), [(1, 1, "recompute"), (3, 1, "recompute"), (2, 2, "disk")])
-def test_peaks_are_foreseen_and_budgets_are_kept_to(tmp_path: Path, most: int, count: int, allow: str) -> None:
-    """Of a step that keeps everything, and of 85 % of what that has beyond what is there anyway."""
-    turns = one_forward_one_backward(most + 1, most, count)
-    peaks = []
+def test_peaks_are_foreseen_and_budgets_are_kept_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int, count: int, allow: str, share: float
+) -> None:
+    """Of a step that keeps everything, and of a share of what that has beyond what is there anyway."""
+    # What a process has beside a step, weights included, is the same.
+    monkeypatch.setattr(meter, "_resident", lambda: STATIC)
+    # Of more chunks one after the other, each would have an input that nobody saw come.
+    turns = one_forward_one_backward(most + 2 if most > 1 else 1, most, count)
+    peaks: list[int] = []
     budget: int | str = "40GiB"
     for _ in range(2):
         with session_at(tmp_path) as session:
-            stages = [Stage(index, **WIDE) for index in range(count)]
-            options = {"budget": budget, "allow": {"keep", allow}, "min_bytes": "1MiB"}
+            stages = [Stage(index, width=WIDE) for index in range(count)]
+            options = {"budget": budget, "allow": {"keep", allow}, "min_bytes": "16KiB"}
             with planned(stages, session, **options) as offloaded:
-                for _ in steps(stages, [turns] * 9, rows=ROWS):
+                for _ in steps(stages, [turns] * 20, rows=ROWS, gives=False):
                     if offloaded.stage == "holding":
                         break
                 assert offloaded.stage == "holding" and offloaded.measured is not None, offloaded.explain()
                 plan = offloaded.plans[0]
                 profiles = [pilot.profile for pilot in offloaded._rank.stages]  # type: ignore[union-attr]
-                assert offloaded.measured == pytest.approx(plan.predicted_peak, rel=0.03)
+                if allow == "recompute" or not peaks:
+                    # Regions hold generators' states, which matter where blocks are this small.
+                    off = 0.02 if peaks else 1e-4
+                    assert offloaded.measured - STATIC == pytest.approx(plan.predicted_peak - STATIC, rel=off)
                 peaks.append(offloaded.measured)
                 for stage in stages:
                     stage.waiting.clear()
-        # What a block gives is its own. This test holds a copy of it, and has made the next chunk's input.
+        # What a block gives is its own. The next chunk's input is there by then.
         held = [profile.held_bytes for profile in profiles if profile is not None]
-        assert held == [(1 if most == 1 else 2) * ROWS * 256 * 4] * count
-        static = min(profile.static_bytes for profile in profiles if profile is not None)
-        budget = static + (peaks[0] - static) * 17 // 20
+        assert held == [0 if most == 1 else OUTPUT] * count
+        budget = STATIC + int((peaks[0] - STATIC) * share)
     assert peaks[1] <= budget < peaks[0]
 
 
@@ -349,3 +364,21 @@ def test_stages_without_parameters_are_refused() -> None:
     stage.submod = nn.Sequential(nn.ReLU(), nn.ReLU())
     with pytest.raises(spillway.UsageError, match="no parameters"):
         offload_stages(stage, budget="1GiB")
+
+
+def test_who_gives_attach_what_offload_stages_is_for_is_told(tmp_path: Path) -> None:
+    with session_at(tmp_path) as session:
+        model = Stage().submod
+        batch = torch.randn(8, 16)
+        with spillway.attach(model, budget="40GiB", hardware=HARDWARE, session=session) as attached:
+            for _ in range(16):
+                model(batch).square().mean().backward()
+            assert attached.notes == ()
+            outputs = [model(batch) for _ in range(18)]
+            assert attached.notes == ()
+        with spillway.attach(model, budget="40GiB", hardware=HARDWARE, session=session) as attached:
+            outputs += [model(batch) for _ in range(18)]
+            (note,) = attached.notes
+            assert "offload_stages(budget=...)" in note
+        del outputs
+        assert_nothing_left(session)

@@ -74,6 +74,7 @@ _MOST_PROBES = 256
 _MOST_OTHERS = 4
 _MOST_WAITING = 256
 """Passes for which an optimizer's steps are waited for."""
+_MOST_IDLE = 16
 _SLACK = 1 << 20
 
 
@@ -144,6 +145,8 @@ class Pilot:
         self._budget = budget
         self._planner = planner
         self._optimizer = optimizer
+        self._idle = 0
+        """Passes one after the other that had no backward."""
         self._waited = 0
         """Passes in which an optimizer had not yet stepped often enough."""
         self._peers: Peers | None = None if planner is not None else Peers()
@@ -311,8 +314,14 @@ class Pilot:
         if watch is None:
             return None
         self._first += watch.count
+        self._idle = 0 if watch.has_backward else self._idle + 1
         if not watch.has_backward:
             watch.close()
+            if self._idle == _MOST_IDLE:
+                self._note(
+                    f"{_MOST_IDLE} calls of the model had no backward before the next one, and nothing is learned of "
+                    f"such: a pipeline's stages have their budget by offload_stages(budget=...)"
+                )
             return None
         if self._is_strange(watch):
             # Its thread has ended, and with it what it wrote down.
