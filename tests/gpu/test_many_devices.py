@@ -52,6 +52,17 @@ def test_a_pipeline_is_the_same_in_every_bit(schedule: str, ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
+def test_a_pipeline_within_a_budget_is_the_same_in_every_bit(schedule: str, ranks: int) -> None:
+    if torch.accelerator.device_count() < ranks:
+        pytest.skip("needs more accelerators")
+    more = ("--micro-batches", str(2 * ranks), "--budget", "2GiB", "--steps", "7")
+    lines = launched(ranks, "pipelining.py", "--schedule", schedule, *more)
+    assert sum(line.endswith("losses and weights are equal") for line in lines) == ranks, lines
+    assert sum("(holding)" in line for line in lines) == ranks, lines
+
+
+@pytest.mark.parametrize("ranks", RANKS)
 def test_fsdp_is_the_same_in_every_bit(ranks: int) -> None:
     if torch.accelerator.device_count() < ranks:
         pytest.skip("needs more accelerators")

@@ -51,9 +51,9 @@ class Stage:
     is_first = False
     group_rank, group_size = 0, 1
 
-    def __init__(self, index: int = 0, *, width: int = 16, blocks: int = 3) -> None:
+    def __init__(self, index: int = 0, *, width: int = 16, blocks: int = 3, device: str = "cpu") -> None:
         torch.manual_seed(index)
-        self.submod: nn.Module = nn.Sequential(*(Block(width) for _ in range(blocks)))
+        self.submod: nn.Module = nn.Sequential(*(Block(width) for _ in range(blocks))).to(device)
         self.stage_index = index
         self.chunks: int | None = None
         self.dw_builder: Any = None
@@ -103,7 +103,7 @@ def steps(
     """One step of each order: what each chunk gave, if that is wanted, gradients, and in the end the weights."""
     parameters = [parameter for stage in stages for parameter in stage.submod.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=1e-3)
-    width = stages[0].submod[0].norm.weight.numel()  # type: ignore[index, union-attr]
+    norm = stages[0].submod[0].norm.weight  # type: ignore[index, union-attr]
     for step, turns in enumerate(orders):
         torch.manual_seed(100 + step)
         count = rows if isinstance(rows, int) else rows[step]
@@ -112,7 +112,7 @@ def steps(
             if back:
                 stages[stage].backward_one_chunk(chunk)
             else:
-                batch = torch.randn(count, width, requires_grad=True)
+                batch = torch.randn(count, norm.numel(), device=norm.device, requires_grad=True)
                 output = stages[stage].forward_one_chunk(chunk, (batch,)).detach()
                 if gives:
                     found.append(output.clone())
