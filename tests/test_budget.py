@@ -27,6 +27,7 @@ from spillway import BudgetError, Profile, Session, UsageError
 from spillway.attaching.budgeted import Limits, pilot_of
 from spillway.attaching.peers import Peers
 from spillway.attaching.pilot import Pilot
+from spillway.planning.scaling import enlarged
 from spillway.profiling import meter
 from spillway.regions.script import Script, TapeKey
 from spillway.regions.tape import Tape
@@ -213,18 +214,75 @@ def test_what_attached_says_is_true(session: Session) -> None:
         assert timeline.peak_bytes == attached.plan.predicted_peak
 
 
-def test_larger_inputs_start_anew_and_smaller_ones_do_not(session: Session) -> None:
+def test_larger_inputs_have_a_plan_and_much_larger_ones_start_anew(session: Session) -> None:
     kind = NAMED["mlp"]
     model, batch = kind.model(), kind.batch()
-    larger = torch.cat([batch, batch])
-    with attached_to(model, "8GiB", session) as attached:
+    with Session() as other:
+        budget = budget_of(spillway.profile(model, torch.cat([batch] * 2), session=other), 0.6)
+    with attached_to(model, budget, session) as attached:
         search(model, batch, attached)
         one_step(model, batch[:100])
         assert attached.stage == "holding"
+        small, profile = attached.plan, attached.profile
+        assert small is not None and profile is not None
+        larger = torch.cat([batch, batch[:-8]])
+        # Once it takes the least memory. Then there is a plan for what was measured, enlarged.
         one_step(model, larger)
+        assert (attached.stage, attached.plan) == ("trying", small)
+        assert attached.stats().recomputed_bytes > 0
+        one_step(model, batch)
+        assert attached.stage == "trying" and attached.plan != small
+        assert attached.profile == enlarged(profile, len(larger) / len(batch))
+        one_step(model, batch)
+        one_step(model, larger)
+        assert attached.stage == "holding"
+        # As much as twice that of which there is a profile, and no more.
+        one_step(model, torch.cat([batch] * 2))
+        assert attached.stage == "trying"
+        one_step(model, torch.cat([batch] * 3))
         assert attached.stage == "tracing"
-        search(model, larger, attached)
-        assert "inputs of 1.0 MiB came where there had been 512.0 KiB" in attached.explain()
+        assert "inputs of 1.0 MiB came where there had been 1022.0 KiB" in attached.explain()
+        search(model, torch.cat([batch] * 3), attached)
+
+
+def test_where_what_is_enlarged_has_no_plan_it_is_measured(session: Session) -> None:
+    kind = NAMED["mlp"]
+    model, batch = kind.model(), kind.batch()
+    with Session() as other:
+        budget = budget_of(spillway.profile(model, batch, session=other), 0.0)
+    with attached_to(model, budget + ROOM, session) as attached:
+        search(model, batch, attached)
+        larger = torch.cat([batch, batch])
+        one_step(model, larger)
+        assert attached.stage == "trying"
+        one_step(model, batch)
+        assert attached.stage == "tracing"
+
+
+LENGTHS = [128, 112, 56, 20, 26, 32, 120, 96, 114, 66, 32, 72, 68, 46, 80, 28, 102, 116, 66, 126, 14, 22, 80, 128]
+
+
+@pytest.mark.parametrize("share", [0.3, 0.15])
+def test_lengths_that_change_from_the_first_step_on_find_a_plan_and_keep_to_it(share: float, session: Session) -> None:
+    """What was measured is a quarter of the longest, which came before."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), *(Block(64) for _ in range(4)))
+    plain, longest = copy.deepcopy(model), torch.randn(64, 128, 64)
+    with Session() as other:
+        budget = budget_of(spillway.profile(model, longest, session=other), share)
+    stages = []
+    with attached_to(model, budget, session) as attached:
+        for length in LENGTHS:
+            batch = longest[:, :length].contiguous()
+            ours, theirs = one_step(model, batch), one_step(plain, batch)
+            assert all(map(torch.equal, ours, theirs))
+            stages.append(attached.stage)
+        found = attached.profile
+        assert found is not None
+    # The eleventh is the first that came twice. Four others are waited for, and no longer.
+    assert stages[10:16] == ["weighing", *["measuring"] * 5] and stages[16] == "trying"
+    assert stages[-3:] == ["holding"] * 3, stages
+    assert max(value.nbytes for value in found.kinds[0].values) == 64 * 128 * 128 * 4
 
 
 def test_no_tape_is_written_in_a_pass_that_is_measured(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -600,12 +658,12 @@ def test_steps_in_which_a_new_size_is_learned_say_nothing_of_the_plan(
         search(model, batch, attached)
         plan = attached.plan
         assert plan is not None
-        # As an accelerator tells it.
+        one_step(model, batch[:4000])
+        # As an accelerator tells it, of the step before.
         monkeypatch.setattr(Pilot, "_peak", lambda _: plan.budget + 64 * MiB)
-        for _ in range(2):
-            one_step(model, batch[:4000])
+        one_step(model, batch[:4000])
         one_step(model, torch.randn(8, 64))
+        one_step(model, batch)
         assert attached.plan is plan
         assert "inputs of a new size" in attached.explain()
-        one_step(model, batch)
         failing(BudgetError, lambda: one_step(model, batch))

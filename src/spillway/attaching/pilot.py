@@ -10,9 +10,10 @@ Each call of the model in training is a pass, and each pass has a stage:
 ``WEIGHING``
     The same, watched block by block, and within a block's backward wherever it is given what was saved: bytes.
 ``MEASURING``
-    The same, watched at the ends of blocks only, since each look takes the host time: times.
-    A pass that had no backward through the blocks is repeated, and so is one in which a kind of block came that was not
-    traced before: it was, then.
+    The same, watched at the ends of blocks only, since each look takes the host time: times. Of inputs of another size
+    they say nothing: if four such came, the times are those of the pass before.
+    A pass that had no backward through the blocks is repeated, and so is one that traces or weighs, in which a kind of
+    block came that was not traced before: it was, then.
 ``TRYING``
     The plan is in force. Regions whose decisions are new are tried (``docs/recompute.md``), and orders are learned.
 ``CHECKING``
@@ -20,7 +21,8 @@ Each call of the model in training is a pass, and each pass has a stage:
     smaller by that, and is tried. If the host took longer than was foreseen, a plan is made that knows of it; once.
 ``HOLDING``
     Nothing is watched but the device's peak and the shapes of the model's inputs, at each call. A peak over the budget,
-    and a plan is made for less; larger inputs, and all begins anew. One of several ranks notes it, and goes on.
+    and a plan is made for less. One of several ranks notes it, and goes on. Larger inputs take the least memory once;
+    then there is a plan for the same profile, enlarged, or, if that would be too much, all begins anew.
 
 A pass is looked at when the next one begins, since its step ends there. Passes of another thread than the one that is
 watched are not looked at. Frozen blocks before all others save nothing: they are left alone.
@@ -54,6 +56,7 @@ from spillway.errors import BudgetError, UsageError
 from spillway.planning.plan import Plan
 from spillway.planning.planner import aim_at
 from spillway.planning.profile import Profile
+from spillway.planning.scaling import enlarged
 from spillway.profiling.compile import compile_profile
 from spillway.profiling.meter import allocated
 from spillway.profiling.probe import Probe, WatchedRegion
@@ -72,10 +75,13 @@ if TYPE_CHECKING:
 _MOST_ROUNDS = 8
 _MOST_PROBES = 256
 _MOST_OTHERS = 4
+_MOST_GROWTH = 2
+"""Of inputs, how many times as large ones may have a plan without a profile of their own."""
 _MOST_WAITING = 256
 """Passes for which an optimizer's steps are waited for."""
 _MOST_IDLE = 16
 _SLACK = 1 << 20
+_LEARNED = "a step with inputs of a new size, which is learned from, was over the budget"
 
 
 class Stage(enum.Enum):
@@ -104,6 +110,17 @@ class Measured:
 
     peak_bytes: int
     seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Weighed:
+    """The pass in which bytes were measured."""
+
+    watched: Watched
+    inputs: int
+    """Bytes of the model's inputs."""
+    calls: Mapping[str, Set[Hashable]]
+    """What calls of each block were like."""
 
 
 class Pilot:
@@ -165,7 +182,7 @@ class Pilot:
         """Number of the first call of a block in this pass: re-runs of an earlier pass have smaller ones."""
         self._has_traced = False
         """Whether a block of the pass is watched operator by operator."""
-        self._weighed: Watched | None = None
+        self._weighed: _Weighed | None = None
         self._others = 0
         """Passes of other kinds of blocks than the one that was weighed."""
         self._rounds = 0
@@ -177,6 +194,14 @@ class Pilot:
         """Of the host in the first checked step of a plan, if it was slow."""
         self._aim = None if budget is None else aim_at(budget)
         self._inputs = 0
+        """Bytes of the largest inputs that the plan is for."""
+        self._seen = 0
+        """Of the inputs of this pass."""
+        self._measured_inputs = 0
+        """Of those that the profile was measured with."""
+        self._measured_profile: Profile | None = None
+        self._has_outgrown = False
+        """Whether this pass has larger inputs than the plan was for."""
         self.stage = Stage.TRACING if plan is None else Stage.HOLDING
         self._is_given = plan is not None
         self.profile: Profile | None = None
@@ -231,18 +256,16 @@ class Pilot:
         if holds and not self._peers.alone:
             # Others may have other inputs, and do not begin anew.
             nbytes = min(nbytes, self._inputs)
-        if self.stage in _SEEKING:
-            # Those that the profile will be of.
-            self._inputs = nbytes
-        elif nbytes > self._inputs:
-            if self._inputs and not self._is_given:
+        self._seen = nbytes
+        if nbytes > self._inputs:
+            if self._inputs and self.stage not in _SEEKING and not self._is_given:
                 self._note(f"inputs of {format_bytes(nbytes)} came where there had been {format_bytes(self._inputs)}")
-                self._start_anew()
+                self._outgrow(nbytes)
             self._inputs = nbytes
         if self._device.type == "cpu" and self.plan is not None:
             # What came back lay in memory that is kept for more of it. As long as nothing does, that is activations'.
             self._used_session.trim(self._device)
-        if self.stage is Stage.MEASURING:
+        if self.stage in (Stage.WEIGHING, Stage.MEASURING):
             calls_of(self._blocks, self._used_session)
             self._known = None if self._tell is None else self._tell()
         if self.stage is not Stage.HOLDING:
@@ -266,7 +289,7 @@ class Pilot:
         kind = (signature(module), forms)
         known = self._probes.get(kind)
         # A call that failed was not seen to its end.
-        seeks = self.stage in _SEEKING and not self._is_given
+        seeks = self.stage in (Stage.TRACING, Stage.WEIGHING) and not self._is_given
         probe = None
         if seeks and (known is None or not known.is_complete):
             self._has_traced = True
@@ -347,6 +370,16 @@ class Pilot:
         if self.stage is Stage.HOLDING:
             self._hold()
             return
+        if self._has_outgrown:
+            self._has_outgrown = False
+            self._rounds, self._aim = 0, None if self._budget is None else aim_at(self._budget)
+            self.profile = self._enlarged()
+            try:
+                self._replan()
+            except BudgetError:
+                # What is enlarged may be too much. It is measured instead.
+                self._start_anew()
+            return
         # Not so in the first pass of all, or one without a backward.
         has_ended = watched is not None and self._is_seen(watched)
         if not all(self._peers.share(self.stage.value, lambda: has_ended)):
@@ -360,16 +393,20 @@ class Pilot:
         elif self.stage is Stage.TRACING:
             self.stage = Stage.WEIGHING
         elif self.stage is Stage.WEIGHING:
-            self._weighed, self._others = watched, 0
+            calls = calls_of(self._blocks, self._used_session)
+            self._weighed, self._others = _Weighed(watched, self._seen, calls), 0
             self.stage = Stage.MEASURING
         elif self.stage is Stage.MEASURING:
             self.profile = shared_profile(self._peers.share("profile", lambda: self._compiled(watched)))
+            self._measured_profile = self.profile
             # They have all that they saw; the profile says it shorter.
             self._probes.clear()
             self._weighed = None
-            self._replan()
+            self._replan_for_largest()
         elif self.stage is Stage.TRYING:
             self.stage = Stage.CHECKING
+            self._has_learned()
+            self._others = 0
         else:
             self._check(watched)
 
@@ -381,12 +418,11 @@ class Pilot:
             return False
         if self.stage is not Stage.MEASURING:
             return True
-        if self._weighed is not None and _kinds(self._weighed) != _kinds(watched):
+        if not self._is_as_weighed(watched):
             # Of other sizes, say. Those that were weighed may come again.
             self._others += 1
             if self._others <= _MOST_OTHERS:
                 return False
-            self._weighed = None
         if self._optimizer is None or self._optimizer.profile() is not None:
             return True
         self._waited += 1
@@ -396,19 +432,58 @@ class Pilot:
         self._optimizer = None
         return True
 
+    def _is_as_weighed(self, watched: Watched) -> bool:
+        assert self._weighed is not None
+        return _kinds(self._weighed.watched) == _kinds(watched)
+
     def _compiled(self, watched: Watched) -> Profile:
+        weighed = self._weighed
+        assert weighed is not None
+        if self._is_as_weighed(watched):
+            weighed = replace(weighed, calls=calls_of(self._blocks, self._used_session))
+        else:
+            # Bytes decide about what fits: those of that pass, and its times as they are.
+            watched = weighed.watched
+        self._measured_inputs, self._calls = weighed.inputs, weighed.calls
         profile = compile_profile(
             watched,
-            watched if self._weighed is None else self._weighed,
+            weighed.watched,
             self._probes,
             model=self._model,
             device=self._device,
             min_bytes=self._min_bytes,
             known=self._known,
         )
-        self._calls = calls_of(self._blocks, self._used_session)
         profile = told_of(profile, self._blocks, self._used_session, self._calls)
         return profile if self._optimizer is None else replace(profile, optimizer=self._optimizer.profile())
+
+    def _replan_for_largest(self) -> None:
+        """The first plan of a profile, for the largest inputs that came while it was made, if there is one for them."""
+        measured, largest = self.profile, self._inputs
+        if self._planner is not None and self._known_peers.alone and largest > self._measured_inputs:
+            self.profile = self._enlarged()
+            try:
+                self._replan()
+            except BudgetError:
+                self.profile, self._inputs = measured, self._measured_inputs
+            else:
+                return
+        self._replan()
+
+    def _enlarged(self) -> Profile:
+        assert self._measured_profile is not None
+        return enlarged(self._measured_profile, max(self._inputs / max(self._measured_inputs, 1), 1.0))
+
+    def _outgrow(self, nbytes: int) -> None:
+        """There are larger inputs than the plan is for."""
+        is_far = nbytes > _MOST_GROWTH * self._measured_inputs
+        if self._measured_profile is None or is_far or not self._known_peers.alone:
+            self._start_anew()
+            return
+        self._has_outgrown = True
+        self.stage = Stage.TRYING
+        for block in self._blocks:
+            block.how = LEAST
 
     def _replan(self) -> None:
         if self._planner is None or self._aim is None:
@@ -427,8 +502,13 @@ class Pilot:
         assert self._budget is not None
         mine = max(reading.peak for reading in watched.readings.values())
         peak = max(self._known_peers.share("checked", lambda: mine))
+        learned = any(self._known_peers.share("learned", self._has_learned))
         self.measured = Measured(peak, watched.seconds(("begin", 0), ("done", 0)))
-        if peak > self._budget:
+        if peak > self._budget and learned and self._others < _MOST_OTHERS:
+            # It says nothing of the plan. Another step is checked.
+            self._others += 1
+            self._note_once(_LEARNED)
+        elif peak > self._budget:
             self._back_off(peak)
         elif not self._asks_for_host(watched):
             self.stage = Stage.HOLDING
@@ -451,6 +531,8 @@ class Pilot:
         if not slowness.matters:
             return False
         self.profile = slowness.told(profile)
+        if self._measured_profile is not None:
+            self._measured_profile = slowness.told(self._measured_profile)
         try:
             self._replan()
         except BudgetError:
@@ -470,18 +552,21 @@ class Pilot:
         if self._budget is None:
             return
         peak = self._peak()
-        before, self._tried = self._tried, tried_by(self._blocks, self._used_session)
-        if self._tried != before:
-            # Calls of a size that had not come before run again whole, and are tried: that says nothing of the plan.
+        if self._has_learned():
             self._reset_peak()
             if peak > self._budget:
-                self._note_once("a step with inputs of a new size, which is learned from, was over the budget")
+                self._note_once(_LEARNED)
         elif peak > self._budget:
             if not self._known_peers.alone:
                 self._note_once(f"a step of this rank had a peak over the budget of {format_bytes(self._budget)}")
                 return
             self._note(f"a step had a peak of {format_bytes(peak)}, over the budget of {format_bytes(self._budget)}")
             self._back_off(peak)
+
+    def _has_learned(self) -> bool:
+        """Whether calls of a size came that had not come before, since this was last asked: they run again whole."""
+        before, self._tried = self._tried, tried_by(self._blocks, self._used_session)
+        return self._tried != before
 
     def _back_off(self, peak: int) -> None:
         """Plan for so much less as it was too much."""
@@ -512,6 +597,7 @@ class Pilot:
 
     def _start_anew(self) -> None:
         self.stage = Stage.TRACING
+        self._has_outgrown = False
         self._probes.clear()
         self._weighed = None
         self._rounds = 0

@@ -6,6 +6,11 @@ In a sequence or a batch, bytes of tensors are a constant and a share for each e
 value, workspace and peak. Times (all that is no whole number) are not: attention's grow with the square. They are taken
 to be straight lines too, which is enough for what fits; how fast it is, is for a profile of that very size to say.
 Where the two profiles have other operators or blocks, as where a kernel is chosen by the size, nothing is told.
+
+NOTE [ One size tells a larger one ]
+
+Of one profile it is not known what is a constant: all that is no parameter's is taken to grow with the inputs. That is
+too much for what does not, and too little for what grows with the square, as attention that saves its matrix does.
 """
 
 from __future__ import annotations
@@ -13,7 +18,7 @@ from __future__ import annotations
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
-from spillway.planning.profile import Profile, Static
+from spillway.planning.profile import BlockProfile, Outside, Profile, Static
 
 _STATIC = frozenset(field.name for field in fields(Static))
 """Bytes, too: the batch is among them."""
@@ -34,6 +39,62 @@ def scaled(first: Profile, second: Profile, sizes: tuple[int, int], size: int) -
     share = (size - sizes[0]) / (sizes[1] - sizes[0])
     found = _between(first, second, share)
     return found if isinstance(found, Profile) else None
+
+
+def enlarged(profile: Profile, factor: float) -> Profile:
+    """The profile of inputs so many times as large, of one alone. See NOTE [ One size tells a larger one ].
+
+    What the host takes, and what comes after the blocks (an optimizer, mostly), stay as they are.
+
+    Args:
+        profile: of the smaller ones.
+        factor: at least 1.
+    """
+
+    def grown(nbytes: int) -> int:
+        return round(nbytes * factor)
+
+    def kind(block: BlockProfile) -> BlockProfile:
+        return replace(
+            block,
+            operators=tuple(
+                replace(each, seconds=each.seconds * factor, workspace_bytes=grown(each.workspace_bytes))
+                for each in block.operators
+            ),
+            values=tuple(replace(value, nbytes=grown(value.nbytes)) for value in block.values),
+            forward_seconds=block.forward_seconds * factor,
+            backward_seconds=block.backward_seconds * factor,
+            backward_peak_bytes=grown(block.backward_peak_bytes),
+            backward_parts=tuple(
+                replace(
+                    part,
+                    peak_bytes=grown(part.peak_bytes),
+                    begin_bytes=grown(part.begin_bytes),
+                    late_bytes=grown(part.late_bytes),
+                )
+                for part in block.backward_parts
+            ),
+        )
+
+    def outside(part: Outside) -> Outside:
+        return replace(
+            part,
+            seconds=part.seconds * factor,
+            peak_bytes=grown(part.peak_bytes),
+            change_bytes=grown(part.change_bytes),
+        )
+
+    before, middle = outside(profile.before), outside(profile.middle)
+    more = before.change_bytes + middle.change_bytes - profile.before.change_bytes - profile.middle.change_bytes
+    return replace(
+        profile,
+        kinds=tuple(map(kind, profile.kinds)),
+        before=before,
+        middle=middle,
+        # What they hold is let go of there.
+        after=replace(profile.after, change_bytes=profile.after.change_bytes - more),
+        held_bytes=grown(profile.held_bytes),
+    )
 
 
 class _Other:
