@@ -289,9 +289,8 @@ class Pilot:
         kind = (signature(module), forms)
         known = self._probes.get(kind)
         # A call that failed was not seen to its end.
-        seeks = self.stage in (Stage.TRACING, Stage.WEIGHING) and not self._is_given
         probe = None
-        if seeks and (known is None or not known.is_complete):
+        if self._traces and (known is None or not known.is_complete):
             self._has_traced = True
             if len(self._probes) >= _MOST_PROBES:
                 self._probes.clear()
@@ -642,6 +641,11 @@ class Pilot:
         if self._weighs:
             self._mover().listen(watch.moves)
         return watch
+
+    @property
+    def _traces(self) -> bool:
+        """Whether a kind of block that comes for the first time is watched operator by operator."""
+        return self.stage in (Stage.TRACING, Stage.WEIGHING) and not self._is_given
 
     @property
     def _weighs(self) -> bool:

@@ -107,6 +107,11 @@ class Rehearsal(Pilot):
         region = self._regions[self._watch.count - 1] = FakeRegion(self._fake, self._min_bytes)
         return region.run(function, args, kwargs, observer)
 
+    @property
+    def _traces(self) -> bool:
+        # There is one pass.
+        return True
+
     def _new_probe(self, before: Probe | None) -> Probe:
         return FakeProbe(self._fake)
 
