@@ -38,7 +38,6 @@ see NOTE [ One plan for many ranks ] in ``peers.py``.
 from __future__ import annotations
 
 import enum
-import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
@@ -49,9 +48,9 @@ from torch.nn import Module
 from torch.utils._pytree import tree_leaves
 
 from spillway.attaching.peers import Peers, peers_of, shared_profile
-from spillway.attaching.steering import Divided, Steered
+from spillway.attaching.steering import Divided
 from spillway.attaching.treating import LEAST, calls_of, told_of, treat_by, treat_whole, tried_by
-from spillway.blocks import signature
+from spillway.attaching.watcher import Watcher
 from spillway.errors import BudgetError, UsageError
 from spillway.planning.plan import Plan
 from spillway.planning.planner import aim_at
@@ -59,10 +58,8 @@ from spillway.planning.profile import Profile
 from spillway.planning.scaling import enlarged
 from spillway.profiling.compile import compile_profile
 from spillway.profiling.meter import allocated
-from spillway.profiling.probe import Probe, WatchedRegion
 from spillway.profiling.slowness import Slowness
 from spillway.profiling.watch import Watch, Watched
-from spillway.runtime.mover import Mover
 from spillway.session import Session
 from spillway.units import format_bytes
 
@@ -73,7 +70,6 @@ if TYPE_CHECKING:
     from spillway.profiling.statics import Known
 
 _MOST_ROUNDS = 8
-_MOST_PROBES = 256
 _MOST_OTHERS = 4
 _MOST_GROWTH = 2
 """Of inputs, how many times as large ones may have a plan without a profile of their own."""
@@ -123,7 +119,7 @@ class _Weighed:
     """What calls of each block were like."""
 
 
-class Pilot:
+class Pilot(Watcher):
     """See NOTE [ How a plan is found ].
 
     Args:
@@ -155,15 +151,12 @@ class Pilot:
         hardware: Hardware | None = None,
         known: Callable[[], Known] | None = None,
     ) -> None:
+        super().__init__(device, session)
         self._model = model
-        self._device = device
-        self._session = session
         self._min_bytes = min_bytes
         self._budget = budget
         self._planner = planner
         self._optimizer = optimizer
-        self._idle = 0
-        """Passes one after the other that had no backward."""
         self._waited = 0
         """Passes in which an optimizer had not yet stepped often enough."""
         self._peers: Peers | None = None if planner is not None else Peers()
@@ -173,15 +166,8 @@ class Pilot:
         self._tell = known
         self._known: Known | None = None
         """As it was when the step began that is measured."""
-        self._blocks: Sequence[RegionCall] = ()
-        self._probes: dict[Hashable, Probe] = {}
         self._calls: Mapping[str, Set[Hashable]] = {}
         """What calls of each block were like in the pass that was measured."""
-        self._watch: Watch | None = None
-        self._first = 0
-        """Number of the first call of a block in this pass: re-runs of an earlier pass have smaller ones."""
-        self._has_traced = False
-        """Whether a block of the pass is watched operator by operator."""
         self._weighed: _Weighed | None = None
         self._others = 0
         """Passes of other kinds of blocks than the one that was weighed."""
@@ -276,83 +262,21 @@ class Pilot:
         """The step has ended, though no other one begins yet."""
         self._advance(self._finish())
 
-    def block_begins(self, call: Steered, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """A block is called; gives the number of its call in the pass, or -1 if nobody is watching."""
-        call.observer = None
-        call.writes_tape = self._writes_tapes
-        call.watches = None
-        if self._watch is None or self._is_strange(self._watch):
-            return -1
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        # Casts of leaves are not counted among a region's operators.
-        forms = tuple((tensor.shape, tensor.dtype, tensor.requires_grad, tensor.is_leaf) for tensor in tensors)
-        kind = (signature(module), forms)
-        known = self._probes.get(kind)
-        # A call that failed was not seen to its end.
-        probe = None
-        if self._traces and (known is None or not known.is_complete):
-            self._has_traced = True
-            if len(self._probes) >= _MOST_PROBES:
-                self._probes.clear()
-            probe = self._probes[kind] = self._new_probe(known)
-            call.writes_tape = self._writes_tapes
-        if self.stage is Stage.MEASURING:
-            # Every second one of a kind.
-            call.watches = not self._watch.count_of(kind) % 2
-        number = self._watch.block_begins(call.name, kind, (args, kwargs), is_seen=call.watches is not False)
-        if self._weighs:
-            call.observer = WatchedRegion(probe, partial(self._watch.asked, number))
-        else:
-            call.observer = probe
-        return self._first + number
-
-    def block_ended(self, number: int, output: Any) -> None:
-        """It has returned."""
-        if self._watch is not None and number >= self._first:
-            self._watch.block_ended(number - self._first, output)
-
-    def rerun_begins(self, number: int) -> None:
-        """A block runs again."""
-        if self._watch is not None and number >= self._first:
-            self._watch.rerun_begins(number - self._first)
-
-    def rerun_ended(self, number: int) -> None:
-        """That is over."""
-        if self._watch is not None and number >= self._first:
-            self._watch.rerun_ended(number - self._first)
-
     def drop(self) -> None:
         """Nothing is measured any more."""
-        watch = self._take_watch()
-        if watch is not None:
-            watch.close()
-        self._probes.clear()
+        super().drop()
         self._give_window_back()
 
     # Stages.
 
     def _finish(self) -> Watched | None:
-        watch = self._take_watch()
-        if watch is None:
-            return None
-        self._first += watch.count
-        self._idle = 0 if watch.has_backward else self._idle + 1
-        if not watch.has_backward:
-            watch.close()
-            if self._idle == _MOST_IDLE:
-                self._note(
-                    f"{_MOST_IDLE} calls of the model had no backward before the next one, and nothing is learned of "
-                    f"such: a pipeline's stages have their budget by offload_stages(budget=...)"
-                )
-            return None
-        if self._is_strange(watch):
-            # Its thread has ended, and with it what it wrote down.
-            return None
-        return watch.finish()
-
-    @staticmethod
-    def _is_strange(watch: Watch) -> bool:
-        return watch.thread is not threading.current_thread()
+        found = super()._finish()
+        if self._idle == _MOST_IDLE:
+            self._note_once(
+                f"{_MOST_IDLE} calls of the model had no backward before the next one, and nothing is learned of such: "
+                f"a pipeline's stages have their budget by offload_stages(budget=...)"
+            )
+        return found
 
     def _meet(self, model: Module) -> None:
         """Find out who trains the model together. It may be wrapped later than it is first called."""
@@ -630,49 +554,24 @@ class Pilot:
         assert self._peers is not None
         return self._peers
 
-    # What is asked of the device.
-
-    def _new_probe(self, before: Probe | None) -> Probe:
-        return Probe(self._device, before)
-
-    def _new_watch(self) -> Watch:
-        lag = _LAG if self.stage is Stage.MEASURING else 0.0
-        watch = Watch(self._device, self._carried, times_host=self.stage in _TIMED, lag=lag)
-        if self._weighs:
-            self._mover().listen(watch.moves)
-        return watch
+    # What is looked at.
 
     @property
     def _traces(self) -> bool:
-        """Whether a kind of block that comes for the first time is watched operator by operator."""
         return self.stage in (Stage.TRACING, Stage.WEIGHING) and not self._is_given
 
     @property
     def _weighs(self) -> bool:
-        """Whether a block's backward is watched within."""
         return self.stage is Stage.WEIGHING
 
-    def _take_watch(self) -> Watch | None:
-        watch, self._watch = self._watch, None
-        if watch is not None:
-            self._forsake(watch)
-        return watch
-
-    def _forsake(self, watch: Watch) -> None:
-        """It need not be told of moves any more."""
-        if not self._used_session.closed:
-            self._mover().forsake(watch.moves)
-
     @property
-    def _used_session(self) -> Session:
-        return self._session if self._session is not None else Session.default()
+    def _looks_away(self) -> bool:
+        return self.stage is Stage.MEASURING
 
-    def _mover(self) -> Mover:
-        return self._used_session.runtime(self._device).mover
-
-    def _carried(self) -> int:
-        counts = self._mover().counts()
-        return counts["leaving bytes"] + counts["held bytes"] + counts["returning bytes"]
+    def _new_watch(self) -> Watch:
+        if self.stage not in _TIMED:
+            return super()._new_watch()
+        return Watch(self._device, self._carried, times_host=True, lag=_LAG if self.stage is Stage.MEASURING else 0.0)
 
     def _peak(self) -> int:
         return 0 if self._device.type == "cpu" else allocated(self._device)[1]
