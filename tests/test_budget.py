@@ -206,7 +206,14 @@ def test_what_attached_says_is_true(session: Session) -> None:
         assert attached.measured.seconds > 0
         assert str(attached.plan) in attached.explain()
         assert any("aten" in attached.explain(name) for name in attached.blocks)
-        failing(UsageError, lambda: attached.explain("nobody"), match="'nobody'")
+        for name in attached.blocks:
+            block = model.get_submodule(name)
+            inner = next(iter(block.children()), block)
+            weight = next(block.parameters())
+            assert attached.explain(block) == attached.explain(inner) == attached.explain(weight)
+            assert attached.explain(block) == attached.explain(name)
+        for nobody in ("nobody", nn.ReLU(), torch.zeros(3), model, 3):
+            failing(UsageError, lambda nobody=nobody: attached.explain(nobody), match="expected a block of the plan")
         one_step(model, batch)
         stats = attached.stats()
         assert stats.recomputed_bytes > 0 or stats.offloaded_bytes > 0

@@ -9,6 +9,7 @@ from contextlib import ExitStack, nullcontext, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.nn import Module
 
 from spillway.attaching.block import KeptCall, RegionCall
@@ -333,28 +334,45 @@ class Attached:
         """What happened while a plan was looked for and held; none without a budget."""
         return () if self._root.pilot is None else tuple(self._root.pilot.notes)
 
-    def explain(self, name: str | None = None) -> str:
+    def explain(self, what: str | Module | torch.Tensor | None = None) -> str:
         """Why what is done is done.
 
         Args:
-            name: of a block; ``None``: the whole plan.
+            what: a block, by its name or itself; or a module, a parameter or a buffer of one. ``None``: the whole plan.
 
         Raises:
             UsageError: where there is no plan, or no such block.
+
+        Example:
+            >>> print(attached.explain(model.layers[3]))  # doctest: +SKIP
         """
         plan = self.plan
         if plan is None:
             raise UsageError("explain: got a call before there is a plan, expected attach(model, budget=...) and steps")
-        if name is None:
+        if what is None:
             return "\n".join([str(plan), *([] if self._root.pilot is None else self._root.pilot.notes)])
+        name = what if isinstance(what, str) else self._block_of(what)
         found = [block for block in plan.blocks if block.name == name]
         if not found:
             names = ", ".join(repr(block.name) for block in plan.blocks[:4])
-            raise UsageError(f"explain: got {name!r}, expected a block of the plan: {names}, ...")
+            raise UsageError(
+                f"explain: got {what!r:.200}, expected a block of the plan ({names}, ...), or a module, a parameter or a "
+                f"buffer of one"
+            )
         lines = [
             f"{each.operator} (operator {each.place}, {each.nbytes} bytes) {each.reason}" for each in found[0].operators
         ]
         return "\n".join([str(found[0]), *lines])
+
+    def _block_of(self, what: object) -> str | None:
+        """The name of the block that something is, or is in."""
+        for call in self._root.blocks:
+            module = call.module()
+            if module is not None:
+                parts = (*module.modules(), *module.parameters(), *module.buffers())
+                if any(part is what for part in parts):
+                    return call.name
+        return None
 
     def report(
         self, path: str | os.PathLike[str], *, trace: str | os.PathLike[str] | None = None, curve: bool = False
