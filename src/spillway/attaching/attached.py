@@ -356,8 +356,8 @@ class Attached:
         if not found:
             names = ", ".join(repr(block.name) for block in plan.blocks[:4])
             raise UsageError(
-                f"explain: got {what!r:.200}, expected a block of the plan ({names}, ...), or a module, a parameter or a "
-                f"buffer of one"
+                f"explain: got {what!r:.200}, expected a block of the plan ({names}, ...), or a module, a parameter or "
+                f"a buffer of one"
             )
         lines = [
             f"{each.operator} (operator {each.place}, {each.nbytes} bytes) {each.reason}" for each in found[0].operators
