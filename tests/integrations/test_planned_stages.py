@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -208,7 +209,7 @@ def test_any_order_of_two_stages_under_the_adversary(seed: int) -> None:
             assert offloaded.stats().reloaded_bytes > 0
 
 
-WIDE, ROWS = 64, 512
+WIDE, ROWS = 64, 2048
 OUTPUT = ROWS * WIDE * 4
 
 
@@ -237,7 +238,7 @@ def test_peaks_are_foreseen_and_budgets_are_kept_to(
                 profiles = [pilot.profile for pilot in offloaded._rank.stages]  # type: ignore[union-attr]
                 if allow == "recompute" or not peaks:
                     # Regions hold generators' states, which matter where blocks are this small.
-                    off = 0.02 if peaks else 1e-4
+                    off = 0.02 if peaks else 0.002
                     assert offloaded.measured - STATIC == pytest.approx(plan.predicted_peak - STATIC, rel=off)
                 peaks.append(offloaded.measured)
                 for stage in stages:
@@ -251,8 +252,8 @@ def test_peaks_are_foreseen_and_budgets_are_kept_to(
 
 def test_larger_inputs_and_more_chunks_are_planned_for_anew(tmp_path: Path) -> None:
     few, many = one_forward_one_backward(3, 2), one_forward_one_backward(5, 4)
-    orders = [*[few] * 6, *[many] * 3, *[few] * 9]
-    rows = [*[8] * 12, *[16] * 6]
+    orders = [*[few] * 6, *[many] * 3, *[few] * 15]
+    rows = [*[8] * 12, *[16] * 6, *[24] * 6]
     plain = list(steps([Stage()], orders, rows=rows))
     with session_at(tmp_path) as session:
         stages = [Stage()]
@@ -261,11 +262,99 @@ def test_larger_inputs_and_more_chunks_are_planned_for_anew(tmp_path: Path) -> N
             for each in steps(stages, orders, rows=rows):
                 got.append(each)
                 seen.append(offloaded.stage)
-            assert "5 chunks, and other turns" in offloaded.explain() and "3 chunks" in offloaded.explain()
+            assert "a step had other turns" in offloaded.explain()
             assert "inputs of 1.0 KiB came where there had been 512 B" in offloaded.explain()
-            # A step is known to be another one when it is over. Inputs are seen at once.
-            assert seen[5:9] == ["holding", "holding", "trying", "checking"]
-            assert seen[12:17] == [*["tracing"] * 4, "trying"]
+            assert "inputs of 1.5 KiB came where there had been 1.0 KiB" in offloaded.explain()
+            # There is room enough for more chunks. Inputs are seen at once: a plan is enlarged to twice its inputs.
+            assert seen[5:12] == ["holding"] * 7
+            assert seen[12:16] == ["trying", "trying", "checking", "holding"]
+            assert seen[18:23] == [*["tracing"] * 4, "trying"]
+        assert_same(got, plain)
+
+
+def test_of_several_orders_of_turns_the_one_that_needs_the_most_is_planned_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(meter, "_resident", lambda: STATIC)
+    few, many = one_forward_one_backward(4, 2), one_forward_one_backward(4, 4)
+    with session_at(tmp_path) as session:
+        stages = [Stage(width=WIDE)]
+        with planned(stages, session, allow={"keep", "recompute"}) as offloaded:
+            for _ in steps(stages, [few] * 6, rows=ROWS, gives=False):
+                pass
+            assert offloaded.measured is not None
+            budget = offloaded.measured + 6 * OUTPUT
+    with session_at(tmp_path) as session:
+        stages = [Stage(width=WIDE)]
+        found, seen = [], []
+        with planned(stages, session, budget=budget, allow={"keep", "recompute"}) as offloaded:
+            for _ in steps(stages, [*[few] * 6, *[many, few] * 6], rows=ROWS, gives=False):
+                found.append(offloaded.plans.get(0))
+                seen.append(offloaded.stage)
+            # All that is kept of two chunks fits, and of four does not. A step is known when it is over.
+            first, second = found[6], found[7]
+            assert first is not None and all(block.plain for block in first.blocks)
+            assert second is not None and not all(block.plain for block in second.blocks)
+            # That plan does for both.
+            assert found[7:] == [second] * len(found[7:]) and seen[-1] == "holding", offloaded.explain()
+
+
+def test_a_stage_that_is_frozen_is_left_alone(tmp_path: Path) -> None:
+    turns = one_forward_one_backward(3, 2, 2)
+
+    class Frozen(Stage):
+        def __init__(self) -> None:
+            super().__init__(0)
+            self.submod.requires_grad_(False)
+
+        def forward_one_chunk(self, fwd_chunk_id: int, args: tuple[Tensor, ...]) -> Tensor:
+            return super().forward_one_chunk(fwd_chunk_id, (args[0].detach(),))
+
+        def backward_one_chunk(self, bwd_chunk_id: int, loss: Tensor | None = None, full_backward: bool = True) -> None:
+            self.waiting.pop(bwd_chunk_id)
+
+    plain = list(steps([Frozen(), Stage(1)], [turns] * 8))
+    with session_at(tmp_path) as session:
+        stages = [Frozen(), Stage(1)]
+        with planned(stages, session) as offloaded:
+            assert_same(list(steps(stages, [turns] * 8)), plain)
+            assert offloaded.stage == "holding" and set(offloaded.plans) == {1}
+            assert "stage 0, which is left alone" in offloaded.explain()
+
+
+def test_where_later_chunks_are_larger_they_are_planned_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meter, "_resident", lambda: STATIC)
+    turns = one_forward_one_backward(3, 3)
+    peaks = []
+    for first in (ROWS, ROWS // 4):
+        with session_at(tmp_path) as session:
+            stage = Stage(width=WIDE)
+            with planned([stage], session, allow={"keep", "recompute"}) as offloaded:
+                for _ in range(5):
+                    for _, chunk, back in turns:
+                        if back:
+                            stage.backward_one_chunk(chunk)
+                        else:
+                            stage.forward_one_chunk(chunk, (torch.randn(ROWS if chunk else first, WIDE),))
+                    stage.submod.zero_grad()
+                peaks.append(offloaded.plans[0].predicted_peak - STATIC)
+    # What does not grow is taken to grow, too.
+    assert peaks[0] <= peaks[1] <= 1.1 * peaks[0]
+
+
+def test_steps_in_threads_of_their_own_train_as_ever(tmp_path: Path) -> None:
+    turns = one_forward_one_backward(3, 2)
+    plain = list(steps([Stage()], [turns] * 8))
+    with session_at(tmp_path) as session:
+        stage = Stage()
+        with planned([stage], session) as offloaded:
+            got: list[list[Tensor]] = []
+            course = steps([stage], [turns] * 8)
+            for _ in range(9):
+                thread = threading.Thread(target=lambda: got.append(next(course)))
+                thread.start()
+                thread.join()
+            assert offloaded.stage == "holding"
         assert_same(got, plain)
 
 
@@ -281,7 +370,7 @@ def test_a_step_that_fails_counts_for_nothing_and_evaluation_is_as_ever(tmp_path
                 with torch.no_grad():
                     stage.forward_one_chunk(0, (torch.randn(8, 16),))
                 stage.waiting.clear()
-                if number in (1, 7):
+                if number in (1, 4, 7):
                     # The first chunk goes forward, and the second one fails.
                     stage.forward_one_chunk(0, (torch.randn(8, 16),))
                     with pytest.raises(RuntimeError):

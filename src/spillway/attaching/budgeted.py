@@ -21,7 +21,7 @@ from spillway.planning.plan import Plan
 from spillway.planning.planner import make_plan
 from spillway.planning.profile import Profile
 from spillway.planning.programs import check_allow
-from spillway.planning.stages import StageProfile, make_stage_plans
+from spillway.planning.stages import StageProfile, make_stage_plans, simulate_stages
 from spillway.planning.tasks import Turn
 from spillway.planning.windows import Lanes
 from spillway.profiling.machine import known_hardware
@@ -158,28 +158,46 @@ def rank_pilot_of(
     if len(devices) > 1:
         raise UsageError(f"stages: got some on {sorted(map(str, devices))}, expected one device, which has one budget")
     (device,) = devices
-    lanes = Lanes(known_hardware(device) if hardware is None else hardware, local_ranks())
     used = session if session is not None else Session.default()
-    window = used.runtime(device).mover.window
     given = None if limits.host_budget is None else parse_bytes(limits.host_budget, what="host_budget")
     disk = None if limits.disk_budget is None else parse_bytes(limits.disk_budget, what="disk_budget")
+    lanes = Lanes(known_hardware(device) if hardware is None else hardware, local_ranks())
+    # Now, before any plan claims another one.
+    window = used.runtime(device).mover.window
+    planner = _StagePlanner(used, device, lanes, window, given, disk, allowed(device, limits.allow))
+    return RankPilot(stages, device, parse_bytes(limits.budget, what="budget"), planner)
 
-    def plans_of(profiles: Sequence[StageProfile], turns: Sequence[Turn], static: int, aim: int) -> list[Plan]:
-        room = used.host_room(device)
+
+@dataclass(frozen=True)
+class _StagePlanner:
+    """What a rank's plans are made with."""
+
+    session: Session
+    device: torch.device
+    lanes: Lanes
+    window: int
+    host_budget: int | None
+    disk_budget: int | None
+    allow: Collection[str]
+
+    def plans(self, stages: Sequence[StageProfile], turns: Sequence[Turn], static: int, aim: int) -> list[Plan]:
+        # What others keep there, as an optimizer does, is taken already.
+        room = self.session.host_room(self.device)
         return make_stage_plans(
-            profiles,
+            stages,
             turns,
-            lanes,
+            self.lanes,
             static_bytes=static,
             budget=aim,
-            window=window,
-            may_grow=used.window is None,
-            host_budget=room if given is None else min(given, room),
-            disk_budget=disk,
-            allow=allowed(device, limits.allow),
+            window=self.window,
+            may_grow=self.session.window is None,
+            host_budget=room if self.host_budget is None else min(self.host_budget, room),
+            disk_budget=self.disk_budget,
+            allow=self.allow,
         )
 
-    return RankPilot(stages, device, parse_bytes(limits.budget, what="budget"), plans_of)
+    def peak(self, stages: Sequence[StageProfile], turns: Sequence[Turn], static: int, plans: Sequence[Plan]) -> int:
+        return simulate_stages(stages, plans, turns, self.lanes, static_bytes=static).peak_bytes
 
 
 def _check(limits: Limits, hardware: object) -> None:

@@ -71,7 +71,7 @@ if TYPE_CHECKING:
 
 _MOST_ROUNDS = 8
 _MOST_OTHERS = 4
-_MOST_GROWTH = 2
+MOST_GROWTH = 2
 """Of inputs, how many times as large ones may have a plan without a profile of their own."""
 _MOST_WAITING = 256
 """Passes for which an optimizer's steps are waited for."""
@@ -399,7 +399,7 @@ class Pilot(Watcher):
 
     def _outgrow(self, nbytes: int) -> None:
         """There are larger inputs than the plan is for."""
-        is_far = nbytes > _MOST_GROWTH * self._measured_inputs
+        is_far = nbytes > MOST_GROWTH * self._measured_inputs
         if self._measured_profile is None or is_far or not self._known_peers.alone:
             self._start_anew()
             return

@@ -15,26 +15,29 @@ what the chunk itself holds, its loss included.
 ``CHECKING``
     The same, and the peak of the step is measured.
 ``HOLDING``
-    A peak over the budget (of an accelerator), another order of turns, or larger inputs, and there are other plans.
+    A peak over the budget (of an accelerator), an order of turns in which the plans would need too much, or larger
+    inputs, which take the least memory at first, and there are other plans.
 
-A step ends when a chunk comes whose number was there already. Ranks share nothing, and each has its own plans.
+A step ends when a chunk comes whose number was there already. A stage whose chunks had no backward in some steps, as
+where all of it is frozen, is left alone. Ranks share nothing, and each has its own plans.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence, Set
+from typing import Any, Protocol
 
 import torch
 from torch.nn import Module
 from torch.utils._pytree import tree_leaves
 
-from spillway.attaching.pilot import Pilot, Stage
+from spillway.attaching.pilot import MOST_GROWTH, Pilot, Stage
 from spillway.attaching.steering import Steered
-from spillway.attaching.treating import tried_by
+from spillway.attaching.treating import LEAST, tried_by
 from spillway.errors import BudgetError
 from spillway.planning.plan import Plan
 from spillway.planning.planner import aim_at
+from spillway.planning.scaling import enlarged
 from spillway.planning.stages import StageProfile
 from spillway.planning.tasks import Turn
 from spillway.profiling.meter import Meter, allocated, meter_of
@@ -42,10 +45,22 @@ from spillway.session import Session
 from spillway.units import format_bytes
 
 _MOST_ROUNDS = 8
+_MOST_ORDERS = 8
+"""So many orders of turns are planned for. Of others it is only noted that they came."""
+_MOST_MISSED = 3
 _SLACK = 1 << 20
 
-PlansOf = Callable[[Sequence[StageProfile], Sequence[Turn], int, int], list[Plan]]
-"""From stages, turns, bytes that are there when a step begins, and what is aimed at, to a plan for each stage."""
+
+class Planner(Protocol):
+    """Makes plans for the stages of a rank."""
+
+    def plans(self, stages: Sequence[StageProfile], turns: Sequence[Turn], static: int, aim: int) -> list[Plan]:
+        """One for each stage, within so many bytes, of which some are there when a step begins."""
+        ...
+
+    def peak(self, stages: Sequence[StageProfile], turns: Sequence[Turn], static: int, plans: Sequence[Plan]) -> int:
+        """What a step is predicted to need with other turns."""
+        ...
 
 
 class StagePilot(Pilot):
@@ -62,18 +77,23 @@ class StagePilot(Pilot):
     def __init__(self, index: int, model: str, device: torch.device, session: Session | None, **options: Any) -> None:
         super().__init__(model, device, session, budget=None, planner=None, **options)
         self.index = index
-        self.on_growth: Callable[[int, int], None] | None = None
+        self.on_growth: Callable[[StagePilot, int, int], None] | None = None
         """Is told of larger inputs than ever: bytes before, and now."""
         self.is_turn = False
         """Whether the chunk that goes forward now is the one that is watched."""
+        self._has_come_back = False
+        """Whether a backward came through it."""
         self._largest = 0
+        self._missed = 0
+        """Steps in which nothing was seen of its chunk."""
+        self.is_left_alone = False
 
     def begin(self, model: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A chunk goes forward."""
         nbytes = sum(leaf.nbytes for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
         before, self._largest = self._largest, max(self._largest, nbytes)
         if nbytes > before and before and self.on_growth is not None:
-            self.on_growth(before, nbytes)
+            self.on_growth(self, before, nbytes)
         if self.is_turn:
             super().begin(model, args, kwargs)
 
@@ -95,11 +115,32 @@ class StagePilot(Pilot):
         if self._watch is not None:
             self._watch.come_back()
 
+    def count(self) -> bool:
+        """A step has ended in which its first chunk was to be watched; whether it is left alone from now on."""
+        self._missed = 0 if self._has_come_back else self._missed + 1
+        self._has_come_back = False
+        if self._missed >= _MOST_MISSED:
+            self.is_left_alone = True
+            for block in self._blocks:
+                block.how = None
+        return self.is_left_alone
+
+    def take_least(self) -> None:
+        """Blocks take the least memory."""
+        for block in self._blocks:
+            block.how = LEAST
+
     def seek(self) -> None:
         """Nothing is known of the stage any more: blocks take the least memory."""
         self.drop()
         self._start_anew()
         self.profile = self.plan = None
+        self.is_left_alone, self._missed = False, 0
+
+    def finish(self) -> None:
+        """The backward of the chunk that is watched has ended."""
+        self._has_come_back = self._watch is not None and self._watch.has_backward
+        super().finish()
 
     def hold(self, plan: Plan) -> None:
         """Blocks do as a plan says."""
@@ -113,12 +154,19 @@ class StagePilot(Pilot):
             parameters: of the stage.
         """
         assert self.profile is not None
+        # Other chunks may be larger than the first.
+        profile = enlarged(self.profile, max(self._largest / max(self._measured_inputs, 1), 1.0))
         new = sum(each.nbytes for each in parameters if each.requires_grad and each.grad is None)
-        return StageProfile(self.index, self.profile, self.profile.held_bytes, new)
+        return StageProfile(self.index, profile, profile.held_bytes, new)
 
     def trim(self) -> None:
         """What came back lay in memory that is kept for more of it. As long as nothing does, that is activations'."""
         self._used_session.trim(self._device)
+
+    @property
+    def measured_inputs(self) -> int:
+        """Bytes of the inputs that the profile was measured with."""
+        return self._measured_inputs
 
     @property
     def tried(self) -> int:
@@ -133,7 +181,7 @@ class RankPilot:
         stages: all that the rank has, each with its module.
         device: where they compute.
         budget: bytes that may be allocated on it.
-        plans_of: makes plans.
+        planner: makes plans.
     """
 
     def __init__(
@@ -141,20 +189,28 @@ class RankPilot:
         stages: Sequence[tuple[StagePilot, Module]],
         device: torch.device,
         budget: int,
-        plans_of: PlansOf,
+        planner: Planner,
     ) -> None:
         self.stages = [pilot for pilot, _ in stages]
         self._modules = [module for _, module in stages]
         self._device = device
         self._budget = budget
         self._aim = aim_at(budget)
-        self._plans_of = plans_of
+        self._planner = planner
         self._turns: list[Turn] = []
         """Of the step so far."""
         self._order: list[Turn] = []
         """That was planned for."""
+        self._accepted: list[list[Turn]] = []
+        """Others in which the plans are within the budget, by their own word."""
+        self._order_plans = 0
+        """How often there were plans because of another order."""
+        self._static = 0
+        """Bytes that were there when plans were made."""
         self._meter: Meter | None = None
         self._rounds = self._tried = 0
+        self._has_outgrown = False
+        """Whether this step has larger inputs than the plans are for."""
         self.stage = Stage.TRACING
         self.measured: int | None = None
         """Most bytes on the device in the step that was checked."""
@@ -170,7 +226,7 @@ class RankPilot:
     @property
     def is_plain(self) -> bool:
         """Whether nothing is to be done, in no block."""
-        return all(pilot.is_plain for pilot in self.stages)
+        return all(pilot.is_plain for pilot in self._stages)
 
     def forward_begins(self, part: int, chunk: int) -> None:
         """A chunk goes forward through a stage."""
@@ -179,7 +235,7 @@ class RankPilot:
         is_first = not any(turn.part == part for turn in self._turns)
         self._take_turn(Turn(part, chunk))
         pilot = self.stages[part]
-        pilot.is_turn = is_first and self.stage is Stage.TRACING and pilot.profile is None
+        pilot.is_turn = is_first and self._is_sought(pilot)
 
     def backward_begins(self, part: int, chunk: int) -> None:
         """A chunk goes back."""
@@ -213,23 +269,36 @@ class RankPilot:
     def _is_watched(self, part: int, chunk: int) -> bool:
         """Whether it is the chunk that came first of this stage, and it is looked at."""
         first = next((turn.chunk for turn in self._turns if turn.part == part), None)
-        return chunk == first and self.stage is Stage.TRACING and self.stages[part].profile is None
+        return chunk == first and self._is_sought(self.stages[part])
+
+    def _is_sought(self, pilot: StagePilot) -> bool:
+        """Whether there is to be a profile of a stage."""
+        return self.stage is Stage.TRACING and pilot.profile is None and not pilot.is_left_alone
 
     def _step_ended(self) -> None:
         turns, self._turns = self._turns, []
         forward = {turn[:2] for turn in turns if not turn.is_backward}
         back = {turn[:2] for turn in turns if turn.is_backward}
-        if forward != back or {turn.part for turn in turns} != set(range(len(self.stages))):
+        if forward != back or not turns:
             # It failed, or was no training.
-            self._close_meter()
+            if self.stage is Stage.CHECKING:
+                self._begin_check()
             return
         if self._device.type == "cpu":
             self.stages[0].trim()
         if self.stage is Stage.TRACING:
-            if all(pilot.profile is not None for pilot in self.stages):
+            self._count({turn.part for turn in turns})
+            if self._stages and all(pilot.profile is not None for pilot in self._stages):
                 self._replan(turns)
-        elif turns != self._order:
-            self._note(f"a step had {len(forward)} chunks, and other turns than that which was planned for")
+        elif self._has_outgrown:
+            self._has_outgrown = False
+            try:
+                self._replan(turns)
+            except BudgetError:
+                # What is enlarged may be too much. It is measured instead.
+                self._seek()
+        elif not self._accepts(turns):
+            self._order_plans += 1
             self._replan(turns)
         elif self.stage is Stage.TRYING:
             self.stage = Stage.CHECKING
@@ -239,18 +308,46 @@ class RankPilot:
             self.stage = Stage.HOLDING
             self._tried = sum(pilot.tried for pilot in self.stages)
             self._compare(self.measured)
-            self._close_meter()
         else:
             self._hold()
 
-    def _replan(self, turns: Sequence[Turn]) -> None:
+    @property
+    def _stages(self) -> list[StagePilot]:
+        """Those that there is anything to plan of."""
+        return [pilot for pilot in self.stages if not pilot.is_left_alone]
+
+    def _count(self, parts: Set[int]) -> None:
+        for part in parts:
+            pilot = self.stages[part]
+            if self._is_sought(pilot) and pilot.count():
+                self._note(f"no backward came through stage {pilot.index}, which is left alone")
+
+    def _accepts(self, turns: list[Turn]) -> bool:
+        """Whether the plans may do for these turns."""
+        if turns == self._order or turns in self._accepted:
+            return True
+        self._note(f"a step had other turns, of {len(turns) // 2} chunks, than those that were planned for")
+        plans = [pilot.plan for pilot in self._stages if pilot.plan is not None]
+        peak = self._planner.peak(self._profiled(), self._of_stages(turns), self._static, plans)
+        if peak > self._aim and self._order_plans < _MOST_ORDERS:
+            return False
+        self._accepted = [*self._accepted[-_MOST_ORDERS:], turns]
+        return True
+
+    def _profiled(self) -> list[StageProfile]:
+        pairs = zip(self.stages, self._modules, strict=True)
+        return [pilot.profiled(list(module.parameters())) for pilot, module in pairs if not pilot.is_left_alone]
+
+    def _of_stages(self, turns: Sequence[Turn]) -> list[Turn]:
+        """Those of the stages that are planned for, by their places among them."""
+        places = [part for part, pilot in enumerate(self.stages) if not pilot.is_left_alone]
+        return [turn._replace(part=places.index(turn.part)) for turn in turns if turn.part in places]
+
+    def _replan(self, turns: list[Turn]) -> None:
         self._close_meter()
-        self._order = list(turns)
-        stages = [
-            pilot.profiled(list(module.parameters())) for pilot, module in zip(self.stages, self._modules, strict=True)
-        ]
-        plans = self._plans_of(stages, turns, self._level(), self._aim)
-        for pilot, plan in zip(self.stages, plans, strict=True):
+        self._order, self._accepted, self._static = turns, [], self._level()
+        plans = self._planner.plans(self._profiled(), self._of_stages(turns), self._static, self._aim)
+        for pilot, plan in zip(self._stages, plans, strict=True):
             pilot.hold(plan)
         self.stage = Stage.TRYING
 
@@ -275,8 +372,8 @@ class RankPilot:
             # Calls of a size that had not come before run again whole, and are tried: that says nothing of the plan.
             torch.accelerator.reset_peak_memory_stats(self._device)
 
-    def _compare(self, peak: int) -> None:
-        if peak > self._budget:
+    def _compare(self, peak: int | None) -> None:
+        if peak is not None and peak > self._budget:
             self._note(f"a step had a peak of {format_bytes(peak)}, over the budget of {format_bytes(self._budget)}")
             self._back_off(peak)
 
@@ -294,11 +391,22 @@ class RankPilot:
         self._note(f"planned anew for {format_bytes(self._aim)}")
         self._replan(self._order)
 
-    def _on_growth(self, before: int, now: int) -> None:
+    def _on_growth(self, pilot: StagePilot, before: int, now: int) -> None:
+        if self.stage is Stage.TRACING:
+            # The profile will be enlarged.
+            return
         self._note(f"inputs of {format_bytes(now)} came where there had been {format_bytes(before)}")
         self._close_meter()
-        self.stage = Stage.TRACING
         self._rounds, self._aim = 0, aim_at(self._budget)
+        if now > MOST_GROWTH * pilot.measured_inputs:
+            self._seek()
+            return
+        self._has_outgrown, self.stage = True, Stage.TRYING
+        for each in self._stages:
+            each.take_least()
+
+    def _seek(self) -> None:
+        self._has_outgrown, self.stage = False, Stage.TRACING
         for pilot in self.stages:
             pilot.seek()
 
@@ -309,15 +417,16 @@ class RankPilot:
         else:
             torch.accelerator.reset_peak_memory_stats(self._device)
 
-    def _peak(self) -> int:
-        """Most bytes since the check began."""
-        if self._meter is None:
+    def _peak(self) -> int | None:
+        """Most bytes since the check began; ``None`` if that is not known, as of steps in several threads."""
+        if self._device.type != "cpu":
             return allocated(self._device)[1]
-        self._meter.mark()
-        readings = self._meter.finish()
-        # All chunks of a CPU are of one thread.
-        assert readings is not None
-        return max(reading.peak for reading in readings)
+        meter, self._meter = self._meter, None
+        if meter is None:
+            return None
+        meter.mark()
+        readings = meter.finish()
+        return None if readings is None else max(reading.peak for reading in readings)
 
     def _close_meter(self) -> None:
         if self._meter is not None:

@@ -27,8 +27,9 @@ from dataclasses import dataclass, replace
 from spillway.planning.menu import ALL, menu
 from spillway.planning.plan import Plan
 from spillway.planning.profile import Profile
-from spillway.planning.programs import kept_program, part_of, plan_of
+from spillway.planning.programs import kept_program, options_of, part_of, plan_of
 from spillway.planning.tasks import Option, Part, Problem, Turn
+from spillway.planning.timeline import Timeline, simulate_program
 from spillway.planning.windows import Lanes, Windows, ahead_of, best_of, windows_of
 
 
@@ -98,6 +99,33 @@ def make_stage_plans(
         )
         for plan in plans
     ]
+
+
+def simulate_stages(
+    stages: Sequence[StageProfile],
+    plans: Sequence[Plan],
+    turns: Sequence[Turn],
+    lanes: Lanes,
+    *,
+    static_bytes: int,
+) -> Timeline:
+    """The step of a rank whose stages go by these plans.
+
+    Args:
+        stages: all that the rank has.
+        plans: of each.
+        turns: of the rank.
+        lanes: what was planned with.
+        static_bytes: allocated when the step begins.
+    """
+    options = [
+        (option,) for stage, plan in zip(stages, plans, strict=True) for option in options_of(stage.profile, plan)
+    ]
+    names = [f"stage {stage.index}, {call.name}" for stage in stages for call in stage.profile.calls]
+    rates = lanes.with_window((plans[0].window, plans[0].ahead))
+    parts = tuple(map(chunk_of, stages))
+    problem = Problem(static_bytes, parts, tuple(names), tuple(options), rates, 0, turns=tuple(turns))
+    return simulate_program(problem.program([0] * len(options)), rates)
 
 
 def _problem(
