@@ -292,6 +292,17 @@ def test_lengths_that_change_from_the_first_step_on_find_a_plan_and_keep_to_it(s
     assert max(value.nbytes for value in found.kinds[0].values) == 64 * 128 * 128 * 4
 
 
+def test_where_no_length_comes_twice_there_is_a_plan_all_the_same(session: Session) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), *(Block(64) for _ in range(4)))
+    plain = copy.deepcopy(model)
+    with attached_to(model, "8GiB", session) as attached:
+        for length in (100, *range(1, 50)):
+            batch = torch.randn(length, 64)
+            assert all(map(torch.equal, one_step(model, batch), one_step(plain, batch)))
+        assert attached.stage == "holding"
+
+
 def test_no_tape_is_written_in_a_pass_that_is_measured(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes two re-runs more."""
     kind = NAMED["mlp"]

@@ -20,6 +20,7 @@ import spillway
 from integrations.test_pipelining import Plan as Schedule
 from integrations.test_pipelining import rank, session_at, train
 from runtime.scenarios import adversary_session
+from spillway.attaching.stages import RankPilot
 from spillway.integrations.pipelining import OffloadedStages, offload_stages
 from spillway.profiling import meter
 from support import assert_nothing_left
@@ -356,6 +357,153 @@ def test_steps_in_threads_of_their_own_train_as_ever(tmp_path: Path) -> None:
                 thread.join()
             assert offloaded.stage == "holding"
         assert_same(got, plain)
+
+
+def test_an_evaluation_is_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meter, "_resident", lambda: STATIC)
+    turns = one_forward_one_backward(2, 1)
+    with session_at(tmp_path) as session:
+        stage = Stage(width=WIDE)
+        with planned([stage], session, allow={"keep", "recompute"}) as offloaded:
+            for _ in steps([stage], [turns] * 8, rows=ROWS, gives=False):
+                with torch.no_grad():
+                    # Of each, much more is needed.
+                    stage.forward_one_chunk(0, (torch.randn(16 * ROWS, WIDE),))
+                stage.waiting.clear()
+                if offloaded.stage == "checking":
+                    assert offloaded._rank is not None and offloaded._rank._meter is None
+            assert offloaded.stage == "holding" and offloaded.measured is not None
+            assert offloaded.measured < STATIC + 90 * OUTPUT
+
+
+def test_a_refused_back_off_names_the_budget_and_leaves_the_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(meter, "_resident", lambda: STATIC)
+    turns = one_forward_one_backward(3, 2)
+    budget = STATIC + (16 << 20)
+    with session_at(tmp_path) as session:
+        stage = Stage()
+        with planned([stage], session, budget=budget, allow={"keep", "recompute"}) as offloaded:
+            course = steps([stage], [turns] * 12)
+            while offloaded.stage != "checking":
+                next(course)
+            with monkeypatch.context() as patch:
+                patch.setattr(RankPilot, "_peak", lambda _: 10 * budget)
+                with pytest.raises(spillway.BudgetError, match="where less was predicted") as caught:
+                    next(course)
+            assert caught.value.budget == budget < caught.value.least
+            plan = offloaded.plans[0]
+            del caught, course
+            stage.waiting.clear()
+            for _ in steps([stage], [turns, one_forward_one_backward(4, 2), turns, turns]):
+                pass
+            assert offloaded.plans[0] is plan and offloaded.stage == "holding"
+
+
+def test_a_step_in_which_a_stage_has_no_chunk_says_nothing(tmp_path: Path) -> None:
+    both = one_forward_one_backward(3, 2, 2)
+    first = one_forward_one_backward(3, 2)
+    orders = [both, first, both, both, both, first, both, both, first, both, both]
+    plain = list(steps([Stage(0), Stage(1)], orders))
+    with session_at(tmp_path) as session:
+        stages = [Stage(0), Stage(1)]
+        with planned(stages, session) as offloaded:
+            assert_same(list(steps(stages, orders)), plain)
+            assert offloaded.stage == "holding" and "other turns" not in offloaded.explain()
+
+
+class Skipping(nn.Module):
+    """Of its blocks one is called at times, or its output is not used."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(16) for _ in range(3))
+        self.how, self.calls = how, 0
+
+    def __getitem__(self, place: int) -> nn.Module:
+        return self.blocks[place]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        first, second, third = self.blocks
+        x = first(x)
+        if self.how == "aside":
+            self.other = second(x)
+        elif self.calls % 3:
+            x = second(x)
+        output: Tensor = third(x)
+        return output
+
+
+def skipping(how: str) -> Stage:
+    stage = Stage()
+    torch.manual_seed(0)
+    stage.submod = Skipping(how)
+    return stage
+
+
+def test_blocks_that_are_skipped_at_times_take_the_least(tmp_path: Path) -> None:
+    turns = one_forward_one_backward(4, 2)
+    plain = list(steps([skipping("drop")], [turns] * 9))
+    with session_at(tmp_path) as session:
+        stage = skipping("drop")
+        with planned([stage], session) as offloaded:
+            assert_same(list(steps([stage], [turns] * 9)), plain)
+            assert offloaded.stage == "holding"
+
+
+def test_a_block_without_a_backward_is_refused_before_a_step_begins(tmp_path: Path) -> None:
+    with session_at(tmp_path) as session:
+        stage = skipping("aside")
+        with planned([stage], session):
+            course = steps([stage], [one_forward_one_backward(3, 2)] * 5)
+            for _ in range(3):
+                next(course)
+            with pytest.raises(spillway.UnsupportedError, match="had no backward") as caught:
+                next(course)
+            assert not stage.waiting
+            del caught, course
+            stage.submod.other = None  # type: ignore[assignment]
+
+
+def test_a_stage_that_is_unfrozen_is_measured_anew(tmp_path: Path) -> None:
+    turns = one_forward_one_backward(3, 2)
+
+    def course(stage: Stage) -> Iterator[list[Tensor]]:
+        stage.submod[0].requires_grad_(False)  # type: ignore[index, operator]
+        yield from steps([stage], [turns] * 6)
+        stage.submod[0].requires_grad_(True)  # type: ignore[index, operator]
+        yield from steps([stage], [turns] * 8)
+
+    plain = list(course(Stage()))
+    with session_at(tmp_path) as session:
+        stage = Stage()
+        with planned([stage], session) as offloaded:
+            got, seen = [], []
+            for each in course(stage):
+                got.append(each)
+                seen.append(offloaded.stage)
+            assert_same(got, plain)
+            # After the sixth come the weights.
+            assert seen[5] == seen[6] == seen[-1] == "holding" and seen[7] == "tracing", seen
+            assert "other parameters are trained" in offloaded.explain()
+
+
+def test_a_backward_that_comes_twice_is_measured_once(tmp_path: Path) -> None:
+    turns = one_forward_one_backward(3, 2)
+
+    class Twice(Stage):
+        def backward_one_chunk(self, bwd_chunk_id: int, loss: Tensor | None = None, full_backward: bool = True) -> None:
+            self.waiting[bwd_chunk_id].square().mean().backward(retain_graph=True)
+            super().backward_one_chunk(bwd_chunk_id)
+
+    plain = list(steps([Twice()], [turns] * 7))
+    with session_at(tmp_path) as session:
+        stages = [Twice()]
+        with planned(stages, session) as offloaded:
+            assert_same(list(steps(stages, [turns] * 7)), plain)
+            assert offloaded.stage == "holding"
 
 
 def test_a_step_that_fails_counts_for_nothing_and_evaluation_is_as_ever(tmp_path: Path) -> None:

@@ -71,6 +71,7 @@ if TYPE_CHECKING:
 
 _MOST_ROUNDS = 8
 _MOST_OTHERS = 4
+_MOST_STRANGERS = 32
 MOST_GROWTH = 2
 """Of inputs, how many times as large ones may have a plan without a profile of their own."""
 _MOST_WAITING = 256
@@ -169,6 +170,10 @@ class Pilot(Watcher):
         self._calls: Mapping[str, Set[Hashable]] = {}
         """What calls of each block were like in the pass that was measured."""
         self._weighed: _Weighed | None = None
+        self._strangers = 0
+        """Passes with kinds of blocks that had not come before, where bytes were to be measured."""
+        self._is_rough = False
+        """Whether bytes are those of such a pass."""
         self._others = 0
         """Passes of other kinds of blocks than the one that was weighed."""
         self._rounds = 0
@@ -338,7 +343,10 @@ class Pilot(Watcher):
         if self.stage is Stage.TRACING:
             return True
         if self._has_traced:
-            return False
+            # It is no measure of bytes, but if no size comes twice there is none.
+            self._strangers += 1
+            self._is_rough = self._strangers > _MOST_STRANGERS
+            return self._is_rough
         if self.stage is not Stage.MEASURING:
             return True
         if not self._is_as_weighed(watched):
@@ -391,7 +399,12 @@ class Pilot(Watcher):
                 self.profile, self._inputs = measured, self._measured_inputs
             else:
                 return
-        self._replan()
+        try:
+            self._replan()
+        except BudgetError:
+            if not self._is_rough:
+                raise
+            self._start_anew()
 
     def _enlarged(self) -> Profile:
         assert self._measured_profile is not None
@@ -520,7 +533,8 @@ class Pilot(Watcher):
 
     def _start_anew(self) -> None:
         self.stage = Stage.TRACING
-        self._has_outgrown = False
+        self._has_outgrown = self._is_rough = False
+        self._strangers = 0
         self._probes.clear()
         self._weighed = None
         self._rounds = 0
@@ -544,7 +558,7 @@ class Pilot(Watcher):
         Raises:
             UsageError: if it is of another model.
         """
-        treat_by(plan, self._blocks)
+        treat_by(plan, self._blocks, is_whole=self._is_given)
         self._mover().claim(self, plan.window, plan.ahead)
         if self._optimizer is not None and plan.optimizer_fraction is not None:
             self._optimizer.divide(plan.optimizer_fraction)

@@ -132,15 +132,25 @@ class StagePilot(Pilot):
 
     def seek(self) -> None:
         """Nothing is known of the stage any more: blocks take the least memory."""
+        self._ended = None
         self.drop()
         self._start_anew()
         self.profile = self.plan = None
         self.is_left_alone, self._missed = False, 0
 
-    def finish(self) -> None:
+    def end(self) -> None:
         """The backward of the chunk that is watched has ended."""
-        self._has_come_back = self._watch is not None and self._watch.has_backward
-        super().finish()
+        self._ended = self._finish()
+        self._has_come_back = self._ended is not None
+
+    def conclude(self) -> None:
+        """The step has ended.
+
+        Raises:
+            UnsupportedError: where no backward came through a block.
+        """
+        ended, self._ended = self._ended, None
+        self._advance(ended)
 
     def hold(self, plan: Plan) -> None:
         """Blocks do as a plan says."""
@@ -209,6 +219,10 @@ class RankPilot:
         """Bytes that were there when plans were made."""
         self._meter: Meter | None = None
         self._rounds = self._tried = 0
+        self._seen: int | None = None
+        """Most bytes in the step, up to when each chunk had its backward."""
+        self._states: list[object] = []
+        """What of each stage was trained when plans were made."""
         self._has_outgrown = False
         """Whether this step has larger inputs than the plans are for."""
         self.stage = Stage.TRACING
@@ -246,7 +260,9 @@ class RankPilot:
     def backward_ended(self, part: int, chunk: int) -> None:
         """It has."""
         if self._is_watched(part, chunk):
-            self.stages[part].finish()
+            self.stages[part].end()
+        if self.stage in (Stage.CHECKING, Stage.HOLDING):
+            self._see_peak()
 
     def drop(self) -> None:
         """Nothing is measured any more."""
@@ -277,19 +293,31 @@ class RankPilot:
 
     def _step_ended(self) -> None:
         turns, self._turns = self._turns, []
-        forward = {turn[:2] for turn in turns if not turn.is_backward}
-        back = {turn[:2] for turn in turns if turn.is_backward}
-        if forward != back or not turns:
+        if not self._is_whole(turns):
             # It failed, or was no training.
             if self.stage is Stage.CHECKING:
                 self._begin_check()
             return
         if self._device.type == "cpu":
             self.stages[0].trim()
+        states = list(map(_state_of, self._modules))
+        if states != self._states:
+            before, self._states = self._states, states
+            if before:
+                self._note("other parameters are trained, or stages are in another mode, than there were")
+                self._seek()
+                return
+        is_full = {turn.part for turn in turns} >= set(range(len(self.stages)))
         if self.stage is Stage.TRACING:
+            for pilot in self.stages:
+                pilot.conclude()
             self._count({turn.part for turn in turns})
-            if self._stages and all(pilot.profile is not None for pilot in self._stages):
+            if is_full and self._stages and all(pilot.profile is not None for pilot in self._stages):
                 self._replan(turns)
+        elif not is_full:
+            # Of what a stage without a chunk needs nothing is told.
+            if self.stage is Stage.CHECKING:
+                self._begin_check()
         elif self._has_outgrown:
             self._has_outgrown = False
             try:
@@ -299,6 +327,7 @@ class RankPilot:
                 self._seek()
         elif not self._accepts(turns):
             self._order_plans += 1
+            self._rounds, self._aim = 0, aim_at(self._budget)
             self._replan(turns)
         elif self.stage is Stage.TRYING:
             self.stage = Stage.CHECKING
@@ -310,6 +339,12 @@ class RankPilot:
             self._compare(self.measured)
         else:
             self._hold()
+
+    @staticmethod
+    def _is_whole(turns: Sequence[Turn]) -> bool:
+        """Whether each forward had its backward."""
+        forward = {turn[:2] for turn in turns if not turn.is_backward}
+        return bool(forward) and forward == {turn[:2] for turn in turns if turn.is_backward}
 
     @property
     def _stages(self) -> list[StagePilot]:
@@ -345,8 +380,9 @@ class RankPilot:
 
     def _replan(self, turns: list[Turn]) -> None:
         self._close_meter()
-        self._order, self._accepted, self._static = turns, [], self._level()
-        plans = self._planner.plans(self._profiled(), self._of_stages(turns), self._static, self._aim)
+        static = self._level()
+        plans = self._planner.plans(self._profiled(), self._of_stages(turns), static, self._aim)
+        self._order, self._accepted, self._static = turns, [], static
         for pilot, plan in zip(self._stages, plans, strict=True):
             pilot.hold(plan)
         self.stage = Stage.TRYING
@@ -365,12 +401,14 @@ class RankPilot:
     def _hold(self) -> None:
         if self._device.type == "cpu":
             return
+        peak = self._peak()
         before, self._tried = self._tried, sum(pilot.tried for pilot in self.stages)
-        if self._tried == before:
-            self._compare(self._peak())
-        else:
-            # Calls of a size that had not come before run again whole, and are tried: that says nothing of the plan.
+        if allocated(self._device)[1] > self._budget:
+            # Whatever it was, the next step is not to blame.
             torch.accelerator.reset_peak_memory_stats(self._device)
+        # Calls of a size that had not come before run again whole, and are tried: that says nothing of the plan.
+        if self._tried == before:
+            self._compare(peak)
 
     def _compare(self, peak: int | None) -> None:
         if peak is not None and peak > self._budget:
@@ -387,9 +425,20 @@ class RankPilot:
                 budget=self._budget,
                 least=peak,
             )
+        before = self._aim
         self._aim = max(self._aim - (peak - self._budget + _SLACK) * 2 ** max(self._rounds - 2, 0), 0)
         self._note(f"planned anew for {format_bytes(self._aim)}")
-        self._replan(self._order)
+        try:
+            self._replan(self._order)
+        except BudgetError as error:
+            missing, self._aim = error.least - self._aim, before
+            raise BudgetError(
+                f"budget: got {format_bytes(self._budget)}, and a step of {format_bytes(peak)} where less was "
+                f"predicted, expected {format_bytes(missing)} more, since no plan is that much smaller; give a budget "
+                f"of {format_bytes(self._budget + missing)}, or allow more to leave or to be computed again",
+                budget=self._budget,
+                least=self._budget + missing,
+            ) from error
 
     def _on_growth(self, pilot: StagePilot, before: int, now: int) -> None:
         if self.stage is Stage.TRACING:
@@ -411,22 +460,36 @@ class RankPilot:
             pilot.seek()
 
     def _begin_check(self) -> None:
+        self._close_meter()
+        self._seen = None
         if self._device.type == "cpu":
             self._meter = meter_of(self._device)
             self._meter.mark()
         else:
             torch.accelerator.reset_peak_memory_stats(self._device)
 
-    def _peak(self) -> int | None:
-        """Most bytes since the check began; ``None`` if that is not known, as of steps in several threads."""
+    def _see_peak(self) -> None:
+        """A backward has ended. What comes after a step's last one, as an evaluation, is not the step's."""
         if self._device.type != "cpu":
-            return allocated(self._device)[1]
+            if self._is_whole(self._turns):
+                self._seen = allocated(self._device)[1]
+        elif self._meter is not None and len(self._turns) >= len(self._order):
+            self._seen = self._read()
+
+    def _read(self) -> int | None:
+        """What the meter has seen, which ends with it; ``None``: that is not known, as of steps in several threads."""
         meter, self._meter = self._meter, None
         if meter is None:
             return None
         meter.mark()
         readings = meter.finish()
+        meter.close()
         return None if readings is None else max(reading.peak for reading in readings)
+
+    def _peak(self) -> int | None:
+        """Most bytes since the check began, if that is known."""
+        found, self._seen = self._seen, None
+        return self._read() if found is None else found
 
     def _close_meter(self) -> None:
         if self._meter is not None:
@@ -436,3 +499,8 @@ class RankPilot:
     def _note(self, what: str) -> None:
         if what not in self.notes:
             self.notes.append(what)
+
+
+def _state_of(module: Module) -> object:
+    """What of a stage is trained."""
+    return module.training, tuple(parameter.requires_grad for parameter in module.parameters())

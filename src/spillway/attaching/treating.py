@@ -23,8 +23,14 @@ LEAST = Recompute(offload="inputs")
 """What takes the least memory: everything is computed again, and inputs are away meanwhile."""
 
 
-def treat_by(plan: Plan, blocks: Sequence[RegionCall]) -> None:
+def treat_by(plan: Plan, blocks: Sequence[RegionCall], *, is_whole: bool = True) -> None:
     """From the next call on, blocks do as a plan says.
+
+    Args:
+        plan: of them.
+        blocks: all of the model.
+        is_whole: whether it has to name all that are trained. Otherwise those that were not called where it was made
+            take the least memory.
 
     Raises:
         UsageError: if it is of another model.
@@ -32,14 +38,14 @@ def treat_by(plan: Plan, blocks: Sequence[RegionCall]) -> None:
     known = {block.name: block for block in plan.blocks}
     names = {call.name for call in blocks}
     frozen = {call.name for call in blocks if call.name not in known and _is_frozen(call)}
-    if known.keys() | frozen != names:
+    if known.keys() | frozen != names and (is_whole or not known.keys() <= names):
         odd = sorted((known.keys() | frozen) ^ names)
         raise UsageError(
             f"plan: got one for {plan.model} with {len(known)} blocks, expected the {len(names)} of this model "
             f"({', '.join(map(repr, odd[:3]))} only one of them has); make a plan of this model's own profile"
         )
     for call in blocks:
-        call.how = None if call.name in frozen else how_of(known[call.name])
+        call.how = None if call.name in frozen else how_of(known[call.name]) if call.name in known else LEAST
 
 
 def treat_whole(blocks: Iterable[RegionCall], session: Session) -> bool:

@@ -107,8 +107,9 @@ class Forecast:
             rows += [[around], *(self.blocks[block] for block in problem.blocks_of(number)), [inside]]
         self.legs = _legs(problem)
         """The step's turns."""
-        inner = [set(leg.forward[1:]) for leg in self.legs if not leg.backward]
-        self.rows_of_blocks = sorted(set[int]().union(*inner))
+        parts = range(len(problem.parts))
+        # Each part has two rows that are no block's.
+        self.rows_of_blocks = [block + 2 * part + 1 for part in parts for block in problem.blocks_of(part)]
         """Of each block."""
         self._table: dict[str, Numbers] = {
             name: numpy.array([[getattr(one, name) for one in (row + row[-1:] * width)[:width]] for row in rows])

@@ -131,7 +131,7 @@ def _times(watched: Watched, spans: list[list[tuple[Place, Place]]]) -> float:
         spans: of each call.
     """
     shown = [each for each in spans if watched.is_behind(*(place for span in each for place in span))]
-    return statistics.median(sum(watched.seconds(*span) for span in each) for each in shown or spans)
+    return max(statistics.median(sum(watched.seconds(*span) for span in each) for each in shown or spans), 0.0)
 
 
 def _kind(
@@ -153,7 +153,8 @@ def _kind(
     parts: list[tuple[BackwardPart, ...]] = []
     for number in numbers:
         begin, until = ("back", number), ("back", number - 1) if number else end
-        ran = watched.reruns_of(number)
+        # Of a backward that comes a second time, nothing is told.
+        ran = [span for span in watched.reruns_of(number) if _is_between(watched, begin, span, until)]
         given = next((("asked", n) for n, (whose, _) in enumerate(weighed.asked) if whose == number), begin)
         forward.append([(("forward", number), ("end", number))])
         backward.append(_between(begin, until, ran))
@@ -182,6 +183,11 @@ def _kind(
         return block
     all_again = treat(block, [Decision.RECOMPUTE] * len(block.values), min_bytes=0).rerun_seconds
     return replace(block, rerun_factor=_times(watched, again) / all_again if all_again else 1.0)
+
+
+def _is_between(watched: Watched, begin: Place, span: tuple[Place, Place], until: Place) -> bool:
+    places = [watched.order.index(place) for place in (begin, *span, until)]
+    return places == sorted(places)
 
 
 def _between(begin: Place, until: Place, spans: list[tuple[Place, Place]]) -> list[tuple[Place, Place]]:
