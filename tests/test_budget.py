@@ -275,14 +275,15 @@ def test_lengths_that_change_from_the_first_step_on_find_a_plan_and_keep_to_it(s
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), *(Block(64) for _ in range(4)))
     plain, longest = copy.deepcopy(model), torch.randn(64, 128, 64)
+    batches = [longest[:, :length].contiguous() for length in LENGTHS]
+    # Not between the steps: it would be of their peaks.
+    expected = [one_step(plain, batch) for batch in batches]
     with Session() as other:
         budget = budget_of(spillway.profile(model, longest, session=other), share)
     stages = []
     with attached_to(model, budget, session) as attached:
-        for length in LENGTHS:
-            batch = longest[:, :length].contiguous()
-            ours, theirs = one_step(model, batch), one_step(plain, batch)
-            assert all(map(torch.equal, ours, theirs))
+        for batch, theirs in zip(batches, expected, strict=True):
+            assert all(map(torch.equal, one_step(model, batch), theirs))
             stages.append(attached.stage)
         found = attached.profile
         assert found is not None
@@ -290,6 +291,63 @@ def test_lengths_that_change_from_the_first_step_on_find_a_plan_and_keep_to_it(s
     assert stages[10:16] == ["weighing", *["measuring"] * 5] and stages[16] == "trying"
     assert stages[-3:] == ["holding"] * 3, stages
     assert max(value.nbytes for value in found.kinds[0].values) == 64 * 128 * 128 * 4
+
+
+def evaluate(model: nn.Module, batch: Tensor) -> None:
+    model.eval()
+    with torch.no_grad():
+        model(batch)
+    model.train()
+
+
+def test_what_is_evaluated_between_two_steps_is_no_part_of_them(session: Session) -> None:
+    """It takes more than all of the budget, and there is no plan that makes it take less."""
+    kind = NAMED["mlp"]
+    with Session() as other:
+        budget = budget_of(spillway.profile(kind.model(), kind.batch(), session=other), 0.3) + ROOM
+    found = []
+    for evaluates in (False, True):
+        model, batch = kind.model(), kind.batch()
+        plain, large = copy.deepcopy(model), torch.cat([kind.batch()] * 32)
+        expected = one_step(plain, batch)
+        stages = []
+        with attached_to(model, budget, session) as attached:
+            while attached.stage != "holding":
+                assert len(stages) < 8, attached.explain()
+                assert all(map(torch.equal, one_step(model, batch), expected))
+                stages.append(attached.stage)
+                if evaluates:
+                    evaluate(model, large)
+            assert attached.profile is not None
+            assert attached.measured is not None
+            found.append((stages, attached.profile.after.peak_bytes, attached.measured.peak_bytes <= budget))
+    assert found[0] == found[1]
+    assert found[0][-1]
+
+
+@pytest.mark.parametrize("mode", ["training", "evaluation"])
+def test_what_is_called_without_gradients_before_backward_is_a_part_of_its_step(mode: str, session: Session) -> None:
+    """As a teacher that is the model itself. What it takes is measured, and is over the budget."""
+    kind = NAMED["mlp"]
+    model, batch = kind.model(), kind.batch()
+    large = torch.cat([batch] * 32)
+    with Session() as other:
+        budget = budget_of(spillway.profile(model, batch, session=other), 0.3) + ROOM
+
+    def step() -> None:
+        loss = model(batch).square().mean()
+        model.train(mode == "training")
+        with torch.no_grad():
+            model(large)
+        model.train()
+        loss.backward()
+        model.zero_grad()
+
+    with attached_to(model, budget, session):
+        for _ in range(3):
+            step()
+        with pytest.raises(BudgetError):
+            step()
 
 
 def test_where_no_length_comes_twice_there_is_a_plan_all_the_same(session: Session) -> None:

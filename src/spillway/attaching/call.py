@@ -72,6 +72,8 @@ class ModuleCall:
         if module is not self.module():
             return self._run_copy(module, args, kwargs)
         if self.removed or not (module.training and torch.is_grad_enabled()):
+            if not (self.removed or module.training):
+                self.evaluates()
             return self.plain(module, args, kwargs)
         # First: where something is compiled, Python that is called from here is traced.
         if is_compiled_around():
@@ -103,6 +105,9 @@ class ModuleCall:
     def run(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The call, in training."""
         return self.plain(module, args, kwargs)
+
+    def evaluates(self) -> None:
+        """It is about to be called in evaluation."""
 
     def plain(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The call as it was."""

@@ -68,6 +68,10 @@ class ModelCall(ModuleCall):
                 self.refuse(error)
             return self.plain(module, args, kwargs)
 
+    def evaluates(self) -> None:
+        if self.pilot is not None and not self._here.inside:
+            self.pilot.evaluates()
+
     def _begin(self, stack: ExitStack, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """All that can be refused before the model runs."""
         self._check()

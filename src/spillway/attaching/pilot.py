@@ -24,8 +24,10 @@ Each call of the model in training is a pass, and each pass has a stage:
     and a plan is made for less. One of several ranks notes it, and goes on. Larger inputs take the least memory once;
     then there is a plan for the same profile, enlarged, or, if that would be too much, all begins anew.
 
-A pass is looked at when the next one begins, since its step ends there. Passes of another thread than the one that is
-watched are not looked at. Frozen blocks before all others save nothing: they are left alone.
+A pass is looked at when the next one begins, since its step ends there. If the model is called in evaluation before
+that, and the pass has had its backward, its step ends with that call: what an evaluation takes no plan makes less.
+Called without gradients in training mode, it is a part of the step that it comes in. Passes of another thread than the
+one that is watched are not looked at. Frozen blocks before all others save nothing: they are left alone.
 
 Where a plan is given, blocks that it computes again are computed again as a whole in the first pass (``TRACING``): in
 that their tapes are written, by which they go in parts. Then it is held.
@@ -78,6 +80,7 @@ _MOST_WAITING = 256
 """Passes for which an optimizer's steps are waited for."""
 _MOST_IDLE = 16
 _SLACK = 1 << 20
+_EVALUATED = "an evaluation between two steps had a peak over the budget, which is of training alone"
 _LEARNED = "a step with inputs of a new size, which is learned from, was over the budget"
 
 
@@ -163,7 +166,9 @@ class Pilot(Watcher):
         self._peers: Peers | None = None if planner is not None else Peers()
         """``None``: the model was not called yet."""
         self._ended: Watched | None = None
-        """What was seen of a pass after which came one that not all ranks take part in."""
+        """What was seen of a pass after which came an evaluation, or one that not all ranks take part in."""
+        self._held: int | None = None
+        """Peak of the device when an evaluation began."""
         self._tell = known
         self._known: Known | None = None
         """As it was when the step began that is measured."""
@@ -266,6 +271,15 @@ class Pilot(Watcher):
     def finish(self) -> None:
         """The step has ended, though no other one begins yet."""
         self._advance(self._finish())
+
+    def evaluates(self) -> None:
+        """The model is called in evaluation."""
+        if self.stage is Stage.HOLDING:
+            if self._held is None:
+                self._held = self._peak()
+        elif self._watch is not None and self._watch.has_backward and not self._is_strange(self._watch):
+            # Whoever evaluates may be one of several ranks: the others hear of it when the next pass begins.
+            self._ended = self._finish()
 
     def drop(self) -> None:
         """Nothing is measured any more."""
@@ -487,7 +501,10 @@ class Pilot(Watcher):
     def _hold(self) -> None:
         if self._budget is None:
             return
-        peak = self._peak()
+        peak, self._held = self._peak() if self._held is None else self._held, None
+        if peak <= self._budget < self._peak():
+            self._note_once(_EVALUATED)
+            self._reset_peak()
         if self._has_learned():
             self._reset_peak()
             if peak > self._budget:

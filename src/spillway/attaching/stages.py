@@ -97,6 +97,9 @@ class StagePilot(Pilot):
         if self.is_turn:
             super().begin(model, args, kwargs)
 
+    def evaluates(self) -> None:
+        """It is for the rank's pilot to say when a step ends."""
+
     def block_begins(self, call: Steered, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """A block is called; -1: of a chunk that nobody watches."""
         if self.is_turn:
