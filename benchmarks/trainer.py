@@ -41,6 +41,8 @@ class Row:
     step_seconds: float = 0.0
     step_min: float = 0.0
     step_max: float = 0.0
+    all_seconds: list[float] = field(default_factory=list)
+    """Of each step but the first, those of the search among them."""
     peak_bytes: int = 0
     budget: int | None = None
     predicted_peak: int | None = None
@@ -122,8 +124,9 @@ def measure(way: str, budget: int | None, options: argparse.Namespace, pipe: Any
 
             trainer.add_callback(Keep())
         trainer.train()
-    times = [end - begin for begin, end in zip(clock.ends, clock.ends[1:], strict=False)][-options.timed :]
-    row = Row(way, statistics.median(times), min(times), max(times), clock.peak, budget)
+    every = [end - begin for begin, end in zip(clock.ends, clock.ends[1:], strict=False)]
+    times = every[-options.timed :]
+    row = Row(way, statistics.median(times), min(times), max(times), every, clock.peak, budget)
     row.losses = [float(each["loss"]).hex() for each in trainer.state.log_history if "loss" in each]
     if attached is not None and attached.plan is not None:
         row.predicted_peak = attached.plan.predicted_peak

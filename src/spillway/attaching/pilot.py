@@ -450,7 +450,8 @@ class Pilot(Watcher):
 
     def _check(self, watched: Watched) -> None:
         assert self._budget is not None
-        mine = max(reading.peak for reading in watched.readings.values())
+        # What is read at the begin was before it.
+        mine = max(reading.peak for place, reading in watched.readings.items() if place != ("begin", 0))
         peak = max(self._known_peers.share("checked", lambda: mine))
         learned = any(self._known_peers.share("learned", self._has_learned))
         self.measured = Measured(peak, watched.seconds(("begin", 0), ("done", 0)))
