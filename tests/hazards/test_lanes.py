@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,13 @@ import torch
 
 import spillway
 from spillway import EventKind, EventList
+from spillway.errors import TierError
 from spillway.runtime.backend import Event, Lane
 from spillway.runtime.bytes import Bytes, Form
 from spillway.runtime.cpu import CpuBackend
 from spillway.runtime.device import DeviceRuntime
 from spillway.runtime.disk import SpillFile
+from spillway.runtime.ledger import Stalls
 from spillway.runtime.tiers import Slot, Tier
 from spillway.testing import AdversaryBackend
 from support import (
@@ -295,3 +297,52 @@ def test_h43_bytes_are_held_until_their_copy_is_done(way: Way, events: EventList
         assert backend.overtaken == 0
         backend.pending.clear()
         hidden.sum().backward()
+
+
+class Noting(AdversaryBackend):
+    """Writes down which compute lanes wait for what leaves, and were named when memory was handed back."""
+
+    def __init__(self, refuses: str = "") -> None:
+        super().__init__()
+        self.refuses = refuses
+        self.waits: dict[Event, list[str]] = {}
+        self.handed: list[tuple[int, list[str]]] = []
+
+    def timed_wait(self, lane: Lane, event: Event, stalls: Stalls) -> None:
+        name = self._line(lane).name
+        self.waits.setdefault(event, []).append(name)
+        if name == self.refuses:
+            raise TierError("got a write that failed, for a test")
+        super().timed_wait(lane, event, stalls)
+
+    def hand_back(self, memory: Bytes, lanes: Iterable[Lane]) -> None:
+        self.handed.append((memory.nbytes, [self._line(lane).name for lane in lanes]))
+
+
+def on_two_lanes(adversary: Noting, path: Path) -> None:
+    """What was saved on the first leaves while the second is at work."""
+    with session_on(adversary.serve, Way("host", 20_000), EventList(), path) as session:
+        leaf = torch.randn(1024, requires_grad=True)
+        with spillway.offload(session=session, min_bytes=0, tier="host"):
+            with adversary.stream("one"):
+                hidden = (leaf * 2).sin()
+            with adversary.stream("two"):
+                for _ in range(12):
+                    hidden = hidden.sin()
+        with adversary.stream("two"):
+            hidden.sum().backward()
+
+
+def test_h43_all_compute_lanes_wait_for_what_is_let_go(tmp_path: Path) -> None:
+    adversary = Noting()
+    on_two_lanes(adversary, tmp_path)
+    leaving = [names for names in adversary.waits.values() if len(names) > 1]
+    assert len(leaving) >= 4 and all(names[:2] == ["one", "two"] for names in leaving)
+    assert len(adversary.handed) >= 4 and all(each == (4096, ["one", "two"]) for each in adversary.handed)
+
+
+def test_h43_all_compute_lanes_wait_though_the_first_hears_of_an_error(tmp_path: Path) -> None:
+    adversary = Noting("one")
+    with pytest.raises(TierError, match="for a test"):
+        on_two_lanes(adversary, tmp_path)
+    assert next(iter(adversary.waits.values())) == ["one", "two"]

@@ -269,8 +269,8 @@ def test_gradients_are_handed_back_to_the_stream_that_made_them() -> None:
             super().__init__(torch.device("cpu"))
             self.handed: list[tuple[int, list[Lane]]] = []
 
-        def hand_back(self, storage: torch.UntypedStorage, lanes: Iterable[Lane]) -> None:
-            self.handed.append((storage.nbytes(), list(lanes)))
+        def hand_back(self, memory: Bytes, lanes: Iterable[Lane]) -> None:
+            self.handed.append((memory.nbytes, list(lanes)))
 
     backend = Notes()
     with spillway.Session(backend=lambda device: backend) as session:

@@ -34,7 +34,7 @@ _sendings = itertools.count(1)
 
 
 class _Leaving(NamedTuple):
-    storages: list[torch.UntypedStorage]
+    sources: list[Bytes]
     nbytes: int
     copied: Event
     compute: Lane
@@ -244,7 +244,8 @@ class Traffic:
             self._let_go()
         self.backend.wait(self._out, self.backend.record(parcel.compute))
         copied = self._copy_out(parcel)
-        self._leaving.append(_Leaving([source.storage for _, source in parcel.sources], nbytes, copied, parcel.compute))
+        sources = [source for _, source in parcel.sources]
+        self._leaving.append(_Leaving(sources, nbytes, copied, parcel.compute))
         parcel.sources = []
         self._free_unwanted(parcel)
         self._leaving_bytes += nbytes
@@ -265,8 +266,8 @@ class Traffic:
         oldest = self._leaving.popleft()
         self._leaving_bytes -= oldest.nbytes
         self.backend.timed_wait(oldest.compute, oldest.copied, self.waits)
-        for storage in oldest.storages:
-            self.backend.hand_back(storage, (oldest.compute,))
+        for source in oldest.sources:
+            self.backend.hand_back(source, (oldest.compute,))
 
 
 def memory_of(tensor: torch.Tensor) -> Bytes:

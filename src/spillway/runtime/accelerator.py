@@ -77,6 +77,9 @@ class AcceleratorBackend(Backend):
         self._wait(lane, event, [])
 
     def timed_wait(self, lane: Lane, event: Event, stalls: Stalls) -> None:
+        if isinstance(event, torch.Event) and event.query():
+            # It was reached while the host was on its way here.
+            return
         arrived = self.record(lane)
         waited: list[torch.Event] = []
         self._wait(lane, event, waited)
@@ -118,12 +121,12 @@ class AcceleratorBackend(Backend):
     def empty(self, form: Form) -> torch.Tensor:
         return torch.empty_strided(form.size, form.stride, dtype=form.dtype, device=self.device)
 
-    def hand_back(self, storage: torch.UntypedStorage, lanes: Iterable[Lane]) -> None:
+    def hand_back(self, memory: Bytes, lanes: Iterable[Lane]) -> None:
         # The allocator ignores the stream that it allocated the storage on, so this does nothing, and the peak goes by
         # program order, unless the storage comes from a stream that the mover has never seen: a data loader's, say.
-        memory = Bytes(storage, 0, storage.nbytes()).tensor()
+        tensor = memory.tensor()
         for lane in lanes:
-            memory.record_stream(lane)  # type: ignore[arg-type]
+            tensor.record_stream(lane)  # type: ignore[arg-type]
 
     def host_slab(self, nbytes: int) -> torch.Tensor:
         if self.device.type != "cuda":

@@ -131,8 +131,8 @@ class Backend(ABC):
     def empty(self, form: Form) -> torch.Tensor:
         """An unwritten tensor on the device, for use on the calling thread's compute lane."""
 
-    def hand_back(self, storage: torch.UntypedStorage, lanes: Iterable[Lane]) -> None:  # noqa: B027
-        """Told before the runtime lets go of a storage that it did not allocate, and that these lanes have used."""
+    def hand_back(self, memory: Bytes, lanes: Iterable[Lane]) -> None:  # noqa: B027
+        """Told before the runtime lets go of memory that it did not allocate, and that these lanes have used."""
 
     @abstractmethod
     def host_slab(self, nbytes: int) -> torch.Tensor:

@@ -12,16 +12,17 @@ import torch
 class Bytes:
     """``nbytes`` bytes of a storage from byte ``start``. Holding it holds the storage.
 
-    No tensor, because one is made for every copy, and a view of a storage costs as much as all the rest of a copy's
-    bookkeeping.
+    No tensor, because a view of a storage costs as much as all the rest of a copy's bookkeeping: the first copy makes it,
+    and the next one has it.
     """
 
-    __slots__ = ("nbytes", "start", "storage")
+    __slots__ = ("_flat", "nbytes", "start", "storage")
 
     def __init__(self, storage: torch.UntypedStorage, start: int, nbytes: int) -> None:
         self.storage = storage
         self.start = start
         self.nbytes = nbytes
+        self._flat: torch.Tensor | None = None
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Bytes:
@@ -44,7 +45,13 @@ class Bytes:
 
     def tensor(self) -> torch.Tensor:
         """The same bytes as a flat ``torch.uint8`` tensor."""
-        return over(self.storage, torch.uint8, self.start, (self.nbytes,), (1,))
+        if self._flat is not None:
+            return self._flat
+        flat = over(self.storage, torch.uint8, self.start, (self.nbytes,), (1,))
+        if not flat.is_inference():
+            # What is made in inference mode cannot be written outside of it.
+            self._flat = flat
+        return flat
 
 
 def over(

@@ -12,7 +12,7 @@ dropped, and fetched again for the lane that asks.
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Sequence
 
 from spillway.runtime.backend import Backend, Event, Lane
 from spillway.runtime.entry import Entry
@@ -51,15 +51,20 @@ class ComputeLanes:
         assert copied is not None
         # What left together has one event, and needs to be waited for once.
         if copied is not self._awaited:
-            # All of them wait, also those behind one that hears of an error.
-            with ExitStack() as stack:
-                for lane in self._seen:
-                    stack.callback(self._backend.timed_wait, lane, copied, stalls)
+            self._wait(tuple(self._seen), copied, stalls)
             self._awaited = copied
         entry.copied = None
-        if entry.storage is not None and entry.round == 0:
-            self._backend.hand_back(entry.storage, self._seen)
+        if entry.source is not None and entry.round == 0:
+            self._backend.hand_back(entry.source, self._seen)
         entry.let_go()
+
+    def _wait(self, lanes: Sequence[Lane], event: Event, stalls: Stalls) -> None:
+        """All of them, also those behind one that hears of an error."""
+        try:
+            self._backend.timed_wait(lanes[0], event, stalls)
+        finally:
+            if len(lanes) > 1:
+                self._wait(lanes[1:], event, stalls)
 
     def __len__(self) -> int:
         return len(self._seen)

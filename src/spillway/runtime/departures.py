@@ -127,8 +127,8 @@ class Departures:
                 # Also those of the batch that came before the one that failed.
                 for slot in slots:
                     tier.release(slot)
-        for entry, slot, event in zip(stored, slots, copied or (), strict=True):
-            entry.tier, entry.slot, entry.copied = tier, slot, event
+        for entry, slot, source, event in zip(stored, slots, sources, copied or (), strict=True):
+            entry.tier, entry.slot, entry.source, entry.copied = tier, slot, source, event
             entry.ledger.offloaded_bytes += entry.nbytes
         return stored
 

@@ -26,7 +26,7 @@ from collections.abc import Callable
 import torch
 
 from spillway.runtime.backend import Event, Lane
-from spillway.runtime.bytes import Form
+from spillway.runtime.bytes import Bytes, Form
 from spillway.runtime.ledger import Ledger
 from spillway.runtime.tiers import Slot, Tier
 
@@ -72,6 +72,7 @@ class Entry:
         "number",
         "round",
         "slot",
+        "source",
         "start",
         "state",
         "storage",
@@ -89,6 +90,8 @@ class Entry:
         """Held while the bytes must not die."""
         self.alive: Callable[[], torch.UntypedStorage | None] = weakref.ref(storage)
         """Where the bytes were last seen on the device."""
+        self.source: Bytes | None = None
+        """What a copy out reads, while it is under way."""
         self.low = 0
         """Bytes of the original storage that come before the first byte of ``alive``: ``start`` once it came back."""
         self.made: torch.Tensor | None = None
@@ -113,7 +116,7 @@ class Entry:
 
     def let_go(self) -> None:
         """Hold the bytes no longer."""
-        self.storage = self.made = None
+        self.storage = self.made = self.source = None
 
     def __repr__(self) -> str:
         return f"Entry {self.number} ({self.nbytes} bytes, {self.state.name})"
