@@ -12,8 +12,8 @@ import torch
 class Bytes:
     """``nbytes`` bytes of a storage from byte ``start``. Holding it holds the storage.
 
-    No tensor, because a view of a storage costs as much as all the rest of a copy's bookkeeping: the first copy makes it,
-    and the next one has it.
+    No tensor, because a view of a storage costs as much as all the rest of a copy's bookkeeping: the first copy makes
+    it, and the next one has it.
     """
 
     __slots__ = ("_flat", "nbytes", "start", "storage")
