@@ -21,6 +21,7 @@ from _training import KEEP, WARMUP, Times, Training
 from spillway.attaching import budgeted
 from spillway.errors import BudgetError
 from spillway.profiling.machine import known_hardware
+from step import write_trace
 
 Found = TypeVar("Found")
 
@@ -148,6 +149,11 @@ def planned(training: Training, row: Row, static: int, keep: Callable[[Any], Non
         assert profile is not None
         if training.device.type == "cpu":
             static = profile.static_bytes
+        folder = training.options.traces
+        if folder is not None:
+            write_trace(folder / f"{row.asked}.trace.json", training.step)
+            (folder / f"{row.asked}.plan.json").write_text(plan.to_json())
+            profile.save(folder / f"{row.asked}.profile.json")
         row.plan = {
             "predicted_seconds": plan.predicted_seconds,
             "predicted_peak_bytes": plan.predicted_peak - static,

@@ -81,7 +81,7 @@ def tell(found: Any) -> None:
 
 def run_child(child: str, options: argparse.Namespace, **more: Any) -> Iterator[dict[str, Any]]:
     """What a child tells, as it comes."""
-    names = ("shape", "layers", "seq", "runs", "together", "device", "window", "profile")
+    names = ("shape", "layers", "seq", "runs", "together", "device", "window", "profile", "traces")
     given = {name: getattr(options, name) for name in names} | more
     words = [f"--{name.replace('_', '-')}={value}" for name, value in given.items() if value is not None]
     command = [sys.executable, __file__, *words, f"--child={child}", "--budgets", *options.budgets]
@@ -200,7 +200,7 @@ def drawn(rows: list[Row]) -> str:
 
 def write(options: argparse.Namespace, rows: list[Row], equality: list[dict[str, Any]]) -> None:
     if options.json:
-        hidden = ("json", "picture", "profile", "child", "checkpoint_peak")
+        hidden = ("json", "picture", "profile", "traces", "child", "checkpoint_peak")
         result = {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "versions": describe_versions(),
@@ -243,6 +243,12 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--equality", action="store_true", help="compare gradients of a smaller stack, too")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
     parser.add_argument("--profile", type=Path, metavar="FILE", help="write the profile that plans are made of to FILE")
+    parser.add_argument(
+        "--traces",
+        type=Path,
+        metavar="DIR",
+        help="write a trace of two steps of each plan, it, and what it was made of",
+    )
     parser.add_argument("--picture", type=Path, metavar="FILE.svg", help="draw the figures")
     parser.add_argument("--checkpoint-peak", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--child", help=argparse.SUPPRESS)

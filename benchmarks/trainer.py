@@ -20,6 +20,7 @@ import statistics
 import time
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -78,6 +79,20 @@ def measure(way: str, budget: int | None, options: argparse.Namespace, pipe: Any
                 torch.accelerator.reset_peak_memory_stats()
             self.ends.append(time.perf_counter())
 
+    class Tracing(TrainerCallback):
+        """A trace of all that comes after some steps."""
+
+        def __init__(self, after: int) -> None:
+            self._after = after
+            self.profile = torch.profiler.profile()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == self._after:
+                self.profile.start()
+
+        def on_train_end(self, *_: Any, **__: Any) -> None:
+            self.profile.stop()
+
     set_seed(0)
     torch.use_deterministic_algorithms(options.deterministic)
     config = LlamaConfig(
@@ -94,13 +109,15 @@ def measure(way: str, budget: int | None, options: argparse.Namespace, pipe: Any
         model = LlamaForCausalLM(config).to(torch.bfloat16)
     rows = [{"input_ids": row, "labels": row} for row in torch.randint(options.vocabulary, (8, options.tokens))]
     clock = Clock()
+    traces = options.trace is not None and way == WITHIN and not options.deterministic
+    tracing = Tracing(options.steps) if traces else None
     ours = SpillwayCallback(budget=budget) if budget is not None else None
     with TemporaryDirectory() as folder:
         trainer = Trainer(
             model=model,
             args=TrainingArguments(
                 folder,
-                max_steps=options.steps,
+                max_steps=options.steps + (2 if traces else 0),
                 per_device_train_batch_size=1,
                 gradient_checkpointing=way == CHECKPOINT,
                 logging_steps=1,
@@ -123,8 +140,13 @@ def measure(way: str, budget: int | None, options: argparse.Namespace, pipe: Any
                     attached = ours.attached
 
             trainer.add_callback(Keep())
+        if tracing is not None:
+            trainer.add_callback(tracing)
         trainer.train()
-    every = [end - begin for begin, end in zip(clock.ends, clock.ends[1:], strict=False)]
+        if tracing is not None:
+            tracing.profile.export_chrome_trace(str(options.trace))
+    ends = clock.ends[: options.steps]
+    every = [end - begin for begin, end in pairwise(ends)]
     times = every[-options.timed :]
     row = Row(way, statistics.median(times), min(times), max(times), every, clock.peak, budget)
     row.losses = [float(each["loss"]).hex() for each in trainer.state.log_history if "loss" in each]
@@ -199,6 +221,7 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=32000 if here != "cpu" else 97)
     parser.add_argument("--steps", type=int, default=24 if here != "cpu" else 10)
     parser.add_argument("--timed", type=int, default=9 if here != "cpu" else 3, help="of these, the last")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="of two more steps within checkpointing's peak")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     options.deterministic = True
