@@ -155,7 +155,7 @@ class Pass:
         self._devices: dict[torch.device, _Device] = {}
         self.groups = PassGroups(groups, self.ledger, self._window_on)
         self.decider = Decider(policy, self.groups, owner.marks, min_bytes=min_bytes, tag=tag, locator=locator)
-        self._waiting = Waiting(self._window_on)
+        self.waiting = Waiting(self._window_on)
         self._waiting_node = 0
         self._nothing: dict[torch.device, torch.Tensor] = {}
         self.was_recomputed = False
@@ -215,12 +215,18 @@ class Pass:
         if node > self._waiting_node:
             self._waiting_node = node
             # All that waits has been written. Small tensors wait for company.
-            if self._waiting.is_batch:
-                self._waiting.send()
+            if self.waiting.is_batch:
+                self.waiting.send()
 
     def save(self, tensor: torch.Tensor, decision: Decision) -> Handle:
         """A handle of a tensor about which was decided already. See NOTE [ Inside a backward ]."""
         return KeptHandle(tensor) if in_backward() else self._pack(tensor, decision)
+
+    def save_made(self, tensor: torch.Tensor, recipe: ViewRecipe, decision: Decision) -> Handle:
+        """As :meth:`save`, of a plain tensor that an operator has made and of which the recipe is known, in forward."""
+        if why_unmovable(tensor) is not None:
+            return KeptHandle(tensor)
+        return self._pack_storage(tensor, tensor.untyped_storage(), decision, recipe)
 
     def pack_to_leave(self, tensor: torch.Tensor) -> Handle:
         """A hook: like :meth:`pack`, but whatever is saved leaves."""
@@ -254,15 +260,15 @@ class Pass:
 
     def flush(self) -> None:
         """What waits leaves now, but for what its group will send: every operator that saved some has returned."""
-        self._waiting.send()
+        self.waiting.send()
 
     def end(self, *, completed: bool) -> None:
         """The context exits: what still waits leaves, and if nothing was raised inside, the pass is remembered."""
         if not completed:
-            self._waiting.clear()
+            self.waiting.clear()
             self.groups.abandon()
             return
-        self._waiting.send()
+        self.waiting.send()
         for each in self._devices.values():
             each.runtime.join()
         if self._signature is not None:
@@ -288,6 +294,15 @@ class Pass:
         storage = tensor.untyped_storage()
         if self._locator is not None and self._locator.is_parameter_storage(storage):
             return KeptHandle(tensor)
+        return self._pack_storage(tensor, storage, decision)
+
+    def _pack_storage(
+        self,
+        tensor: torch.Tensor,
+        storage: torch.UntypedStorage,
+        decision: Decision | None,
+        recipe: ViewRecipe | None = None,
+    ) -> Handle:
         dropped = self._pack_dropped(tensor, storage)
         if dropped is not None:
             return dropped
@@ -300,10 +315,10 @@ class Pass:
             start, nbytes = reach(tensor, nbytes)
         known = self._owner.identity.find(storage, start, nbytes)
         if known is not None:
-            handle = self._pack_known(tensor, storage, known, device)
+            handle = self._pack_known(tensor, storage, known, device, recipe)
             if handle is not None:
                 return handle
-        return self._pack_new(tensor, storage, start, nbytes, device, decision, whole=whole)
+        return self._pack_new(tensor, storage, start, nbytes, device, decision, recipe, whole=whole)
 
     def _is_sharded(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
         """Whether it is a parameter that is split over processes, by an alias that does not show it."""
@@ -331,14 +346,19 @@ class Pass:
         return PartsHandle(tensor, parts, context)
 
     def _pack_known(
-        self, tensor: torch.Tensor, storage: torch.UntypedStorage, known: Saved, device: _Device
+        self,
+        tensor: torch.Tensor,
+        storage: torch.UntypedStorage,
+        known: Saved,
+        device: _Device,
+        recipe: ViewRecipe | None = None,
     ) -> Handle | None:
         """A handle of bytes that another saved tensor has brought in already, if they may be shared."""
         if not known.moves:
             return None if self._owner.marks.get(storage) else KeptHandle(tensor, known)
         if not device.runtime.mover.adopt(known, same_content=known.is_content_of(tensor)):
             return None
-        return AwayHandle(tensor, known, ViewRecipe.of(tensor), device.runtime)
+        return AwayHandle(tensor, known, recipe or ViewRecipe.of(tensor), device.runtime)
 
     def _pack_new(
         self,
@@ -348,6 +368,7 @@ class Pass:
         nbytes: int,
         device: _Device,
         decision: Decision | None,
+        recipe: ViewRecipe | None,
         *,
         whole: bool,
     ) -> Handle:
@@ -369,7 +390,7 @@ class Pass:
             saved.keep()
             ledger.kept_bytes += nbytes
             return KeptHandle(tensor, saved)
-        recipe = ViewRecipe.of(tensor)
+        recipe = recipe or ViewRecipe.of(tensor)
         if whole and not (recipe.conj or recipe.neg):
             saved.form = recipe
         self.decider.offloaded_bytes += nbytes
@@ -378,7 +399,7 @@ class Pass:
         course = device.course
         saved.course = course
         saved.place = course.add(saved.reference, nbytes)
-        waiting = self._waiting if group is None else group.waiting
+        waiting = self.waiting if group is None else group.waiting
         waiting.add(saved, runtime, tier, hold=course.in_tail(saved.place))
         return handle
 

@@ -120,10 +120,10 @@ def sums(tensor: torch.Tensor) -> Sums | None:
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
         return None
     words = _words(tensor.detach())
-    whole = words.numel() // _ROW * _ROW
-    rows = words[:whole].view(-1, _ROW)
+    rest = words.numel() % _ROW
+    rows = (words[:-rest] if rest else words).view(-1, _ROW)
     found = rows.sum(1, dtype=torch.int64), _columns(rows)
-    return found if whole == words.numel() else (*found, words[whole:].clone())
+    return (*found, words[-rest:].clone()) if rest else found
 
 
 def _columns(rows: torch.Tensor) -> torch.Tensor:
@@ -132,11 +132,11 @@ def _columns(rows: torch.Tensor) -> torch.Tensor:
     A device adds up long columns with a counter that it clears by a copy engine, where that waits for what is being
     offloaded. Short ones need none.
     """
-    whole = rows.shape[0] // _GO * _GO
-    if whole < _GO * 2:
+    if rows.shape[0] < _GO * 2:
         return rows.sum(0, dtype=torch.int64)
-    total = rows[:whole].reshape(-1, _GO, rows.shape[1]).sum(1, dtype=torch.int64).sum(0)
-    return total if whole == rows.shape[0] else total + rows[whole:].sum(0, dtype=torch.int64)
+    rest = rows.shape[0] % _GO
+    total = (rows[:-rest] if rest else rows).view(-1, _GO, _ROW).sum(1, dtype=torch.int64).sum(0)
+    return total + rows[-rest:].sum(0, dtype=torch.int64) if rest else total
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
@@ -146,11 +146,12 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
     """
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
-    tensor = tensor.resolve_neg()
+    if tensor.is_neg():
+        tensor = tensor.resolve_neg()
     if not tensor.is_contiguous():
         strides = tensor.stride()
-        tensor = tensor.permute(sorted(range(tensor.dim()), key=lambda place: -strides[place]))
-    flat = tensor.flatten().contiguous()
+        tensor = tensor.permute(sorted(range(tensor.dim()), key=lambda place: -strides[place])).contiguous()
+    flat = tensor.view(-1)
     if flat.nbytes % 8 == 0 and flat.storage_offset() * flat.element_size() % 8 == 0:
         return flat.view(torch.int64)
     return flat.view(_INTEGERS[flat.element_size()])

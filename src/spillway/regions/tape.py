@@ -131,7 +131,6 @@ class Tape:
             self.outside,
             self.extents,
             self.devices,
-            self.sends,
             self.parts_of,
             self.users,
             self.used_by,
@@ -239,11 +238,6 @@ class Tape:
         last = max(again, default=-1)
         left_out = (step for place, step in enumerate(self.steps[:last]) if place not in again)
         return not given and all(step.numerics is None for step in left_out)
-
-    @cached_property
-    def sends(self) -> bool:
-        """Whether anything of what the function makes leaves."""
-        return any(each.decision not in (_RECOMPUTE, Decision.KEEP) for each in self.saved)
 
     @cached_property
     def devices(self) -> frozenset[torch.device]:

@@ -116,9 +116,11 @@ class Unwatched:
         self._is_running = False
         self._is_like = True
         """Whether autograd has saved what is on the tape, so far."""
-        self._packed = 0
+        self._packed = self._followed = 0
+        """What was saved, and before how much of it that was like what is on the tape: nothing is, if it does not run.
+        """
         # Read for each tensor that is saved.
-        self._saved, self._sends, self._shown = tape.saved, tape.sends, tape.showing.shown
+        self._saved, self._shown, self._leaving = tape.saved, tape.showing.shown, passage.waiting
         self._compared = tape.showing.compared if compares_all else tape.showing.last
         self._outside: dict[int, tuple[torch.Tensor, KeptHandle]] = {}
         """Handles of what the function did not make, while it runs: it saves some of that several times."""
@@ -149,12 +151,12 @@ class Unwatched:
             pack = hook_for(self._inputs, self._passage)
             self._tensors = [(pack(tensor), tensor.requires_grad, int(tensor.storage_offset())) for tensor in tensors]
             self._passage.flush()
-        self._is_running = True
+        self._is_running, self._followed = True, len(self._saved)
         try:
             with saved_tensors_hooks(self._pack, unpack):
                 output = first()
         finally:
-            self._is_running = False
+            self._is_running, self._followed = False, 0
             self._outside.clear()
             with torch._C._DisableTorchDispatch():
                 self._passage.flush()
@@ -171,18 +173,16 @@ class Unwatched:
     def _pack(self, tensor: torch.Tensor) -> Any:
         place = self._packed
         self._packed = place + 1
-        if not self._is_like or not self._is_running or place >= len(self._saved) or _graph_task() != -1:
+        if place >= self._followed or _graph_task() != -1:
             return self._pack_another(tensor)
         spot, decision, is_parameter = self._saved[place]
-        if self._sends:
+        if self._leaving.is_batch:
             self._passage.advance()
         if spot is None:
             if is_parameter:
-                identity = identity_of(tensor)
-                if identity is not None:
-                    self._parameters[place] = identity
-            return self._pack_outside(tensor, is_parameter=is_parameter)
-        if type(tensor) not in PLAIN or tensor.dtype is not spot.dtype or tensor.shape != spot.size:
+                return self._pack_parameter(tensor, place)
+            return self._pack_outside(tensor)
+        if tensor.shape != spot.size or tensor.dtype is not spot.dtype or type(tensor) not in PLAIN:
             return self._pack_another(tensor)
         if decision is _RECOMPUTE:
             if place in self._compared:
@@ -192,21 +192,35 @@ class Unwatched:
                         self._sums[place] = found
             self._alive.add(place)
             return UnwatchedHandle(self, place)
-        if ViewRecipe.of(tensor) != spot.view:
+        recipe = ViewRecipe.of(tensor)
+        if recipe != spot.view:
             return self._pack_another(tensor)
-        with below_modes(tensor):
-            handle = self._passage.save(tensor, decision)
+        with torch._C._DisableTorchDispatch():
+            self._passage.advance()
+            handle = self._passage.save_made(tensor, recipe, decision)
             if self._shown.get(spot.value) == place:
-                self._given[spot.value] = self._passage.another(handle, tensor, decision), ViewRecipe.of(tensor)
+                # What stays is there for both of them.
+                given = handle if type(handle) is KeptHandle else self._passage.another(handle, tensor, decision)
+                self._given[spot.value] = given, recipe
             return handle
 
-    def _pack_outside(self, tensor: torch.Tensor, *, is_parameter: bool) -> Handle:
-        """Something that the function did not make."""
+    def _pack_parameter(self, tensor: torch.Tensor, place: int) -> Handle:
+        """One of the function's own, or a buffer, which nobody sends away."""
+        identity = identity_of(tensor)
+        if identity is not None:
+            self._parameters[place] = identity
+        if torch._C._len_torch_dispatch_stack() == 0:
+            return KeptHandle(tensor)
+        with below_modes(tensor):
+            return KeptHandle(tensor)
+
+    def _pack_outside(self, tensor: torch.Tensor) -> Handle:
+        """Something else that the function did not make."""
         known = self._outside.get(id(tensor))
         if known is not None and known[0] is tensor and known[1].is_intact():
             return known[1]
         with below_modes(tensor):
-            handle = self._passage.alias(tensor) if self._aliases and not is_parameter else KeptHandle(tensor)
+            handle = self._passage.alias(tensor) if self._aliases else KeptHandle(tensor)
         if type(handle) is KeptHandle:
             # What is fetched is asked for by each name of its own.
             self._outside[id(tensor)] = tensor, handle
@@ -214,7 +228,7 @@ class Unwatched:
 
     def _pack_another(self, tensor: torch.Tensor) -> Any:
         """Something that is not on the tape, or comes after such."""
-        self._is_like = False
+        self._is_like, self._followed = False, 0
         if not self._is_running or in_backward():
             # By somebody who goes through the graph within the call, and whom no tape knows of.
             return KeptHandle(tensor)
