@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
 ]
 
-STEPS = 14
+STEPS = 20
 LAST = 3
 """Steps at the end whose peak is looked at: by then the plan is held."""
 PART = 0.6

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -58,12 +59,24 @@ def test_how_slow_it_was_is_told_of_regions_alone() -> None:
     assert 0 < sum(block.plain for block in plan.blocks) < len(plan.blocks), "this proves nothing"
     found = Slowness.of(profile, plan, watched(profile, plan, 1.5, 0.5))
     assert found.forward == pytest.approx(1.5) and found.backward == pytest.approx(0.5)
-    assert found.matters
-    assert not Slowness.of(profile, plan, watched(profile, plan, 1.05, 0.5)).matters
+    assert found.matters_to(profile)
+    assert not Slowness.of(profile, plan, watched(profile, plan, 1.05, 0.5)).matters_to(profile)
     assert Slowness.most([Slowness(1.0, 3.0), Slowness(2.0, 1.0)]) == Slowness(2.0, 3.0)
     told = found.told(PROFILE).kinds[0].host
-    # What went faster than predicted is left as it was.
+    # A backward that went faster than predicted is left as it was.
     assert told == replace(HOST, region=pytest.approx(0.0075))
+
+
+def test_of_a_faster_host_it_is_told_where_the_device_waits_for_it() -> None:
+    kind = PROFILE.kinds[0]
+    late, early = (
+        replace(PROFILE, kinds=(replace(kind, forward_seconds=HOST.region * factor),)) for factor in (0.9, 1.1)
+    )
+    assert Slowness(0.8, 1.0).matters_to(late)
+    assert not Slowness(0.8, 1.0).matters_to(early)
+    assert not Slowness(0.95, 0.5).matters_to(late)
+    assert Slowness(1.2, 1.0).matters_to(early)
+    assert Slowness(0.8, 0.5).told(late).kinds[0].host == replace(HOST, region=pytest.approx(0.8 * HOST.region))
 
 
 def test_in_backward_the_block_counts_that_waited_least_and_in_forward_the_one_in_the_middle() -> None:
@@ -144,13 +157,15 @@ def test_a_slower_host_leaves_more_blocks_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("slow", "plans", "checks"),
-    [([1.0], 1, 1), ([5.0, 1.0], 1, 2), ([5.0, 5.0, 5.0], 2, 3)],
-    ids=["as foreseen", "slow in one step", "slow"],
+    ("slow", "growing", "plans", "checks"),
+    [([1.0], 0, 1, 1), ([5.0, 1.0], 0, 1, 2), ([5.0, 5.0, 5.0], 0, 2, 3), ([1.0], 3, 1, 4)],
+    ids=["as foreseen", "slow in one step", "slow", "while memory was pinned"],
 )
 def test_a_plan_is_made_once_more_and_only_once(
-    slow: list[float], plans: int, checks: int, session: Session, monkeypatch: pytest.MonkeyPatch
+    slow: list[float], growing: int, plans: int, checks: int, session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    looks = itertools.count()
+    monkeypatch.setattr(Session, "is_growing", property(lambda self: next(looks) < growing))
     monkeypatch.setattr(meter, "_resident", lambda: 16 * MiB)
     monkeypatch.setattr(compiling, "queues", lambda device: True)
     seen = iter(slow)

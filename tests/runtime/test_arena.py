@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 import torch
@@ -160,6 +161,25 @@ def test_a_large_arena_has_its_next_slabs_made_in_advance() -> None:
     arena.close()
     assert arena.reserved_bytes == 0
     assert sum(nbytes for nbytes, _ in made) <= 1.05 * 400 * 16 * PAGE
+
+
+def test_it_is_known_whether_a_slab_is_being_made() -> None:
+    made = threading.Event()
+
+    def make_slab(nbytes: int) -> torch.Tensor:
+        if threading.current_thread().name.startswith("spillway-slab"):
+            assert made.wait(60)
+        return anonymous_pages(nbytes)
+
+    arena = Arena(make_slab, capacity=1 << 30, slab_bytes=16 * PAGE)
+    assert not arena.is_growing
+    while not arena.is_growing:
+        arena.allocate(16 * PAGE)
+    made.set()
+    ended = time.monotonic() + 60
+    while arena.is_growing:
+        assert time.monotonic() < ended
+    arena.close()
 
 
 def test_slabs_made_in_advance_keep_to_the_cap() -> None:

@@ -18,7 +18,8 @@ Each call of the model in training is a pass, and each pass has a stage:
     The plan is in force. Regions whose decisions are new are tried (``docs/recompute.md``), and orders are learned.
 ``CHECKING``
     The plan is in force, and the step's peak is measured. If it is over the budget, a plan is made for a budget that is
-    smaller by that, and is tried. If the host took longer than was foreseen, a plan is made that knows of it; once.
+    smaller by that, and is tried. If the host took longer than was foreseen, or less, a plan is made that knows of it;
+    once, and not by a step in which host memory was pinned in the background.
 ``HOLDING``
     Nothing is watched but the device's peak and the shapes of the model's inputs, at each call. A peak over the budget,
     and a plan is made for less. One of several ranks notes it, and goes on. Larger inputs take the least memory once;
@@ -472,14 +473,17 @@ class Pilot(Watcher):
         profile, plan = self.profile, self.plan
         if self._knows_host or profile.kinds[0].host is None:
             return False
+        if any(self._known_peers.share("growing", lambda: self._used_session.is_growing)):
+            # Memory that is pinned in the background, for a new plan, makes a host slow.
+            return True
         slowness = Slowness.most(self._known_peers.share("slowness", lambda: Slowness.of(profile, plan, watched)))
         before, self._slowness = self._slowness, slowness
-        if before is None and slowness.matters:
-            # Memory that is pinned in the background, for a new plan, makes a host slow for a step.
+        if before is None and slowness.matters_to(profile):
+            # It was so when this step began, or something else was.
             return True
         self._knows_host = True
         slowness = slowness if before is None else slowness.least(before)
-        if not slowness.matters:
+        if not slowness.matters_to(profile):
             return False
         self.profile = slowness.told(profile)
         if self._measured_profile is not None:

@@ -56,19 +56,21 @@ class Slowness:
         """That of the faster one of two steps."""
         return Slowness(min(self.forward, other.forward), min(self.backward, other.backward))
 
-    @property
-    def matters(self) -> bool:
-        """Whether a plan should be made that knows of it."""
-        return max(self.forward, self.backward) > _WORTH
+    def matters_to(self, profile: Profile) -> bool:
+        """Whether a plan should be made that knows of it: of a faster host, where the host is what a step waits for."""
+        if max(self.forward, self.backward) > _WORTH:
+            return True
+        is_late = any(kind.host is not None and kind.host.region > kind.forward_seconds for kind in profile.kinds)
+        return is_late and self.forward * _WORTH < 1.0
 
     def told(self, profile: Profile) -> Profile:
-        """The profile, with what was seen."""
+        """The profile, with what was seen. A block that waits less in backward than foreseen need not be fast."""
         return replace(profile, kinds=tuple(self._block(kind) for kind in profile.kinds))
 
     def _block(self, kind: BlockProfile) -> BlockProfile:
         if kind.host is None:
             return kind
-        forward, backward = max(self.forward, 1.0), max(self.backward, 1.0)
+        forward, backward = self.forward, max(self.backward, 1.0)
         host = replace(
             kind.host,
             region=kind.host.region * forward,

@@ -119,6 +119,12 @@ class Arena:
         """Bytes of all slabs, those that are being made too."""
         return self._slabs_bytes + self._maker.coming_bytes
 
+    @property
+    def is_growing(self) -> bool:
+        """Whether a slab is being made for later."""
+        with self._lock:
+            return self._maker.is_busy
+
     def allocate(self, nbytes: int, *, over_cap: bool = False, grows: bool = True) -> Block:
         """A block of at least ``nbytes``, rounded up to a page.
 

@@ -53,6 +53,11 @@ class SlabMaker:
         """Bytes of those that are prepared."""
         return sum(nbytes for nbytes, _ in self._coming)
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether one is being made."""
+        return not all(slab.done() for _, slab in self._coming)
+
     def drop(self) -> None:
         """Prepare no more, and let go of what nobody has asked for, when it is made."""
         self._closed = True
