@@ -20,7 +20,7 @@ import spillway
 from integrations.test_pipelining import Plan as Schedule
 from integrations.test_pipelining import rank, session_at, train
 from runtime.scenarios import adversary_session
-from spillway.attaching.stages import RankPilot
+from spillway.attaching.ranks import RankPilot
 from spillway.integrations.pipelining import OffloadedStages, offload_stages
 from spillway.profiling import meter
 from support import assert_nothing_left

@@ -12,7 +12,8 @@ from torch.nn import Module
 
 from spillway.attaching.peers import Peers, peers_of
 from spillway.attaching.pilot import Pilot
-from spillway.attaching.stages import RankPilot, StagePilot
+from spillway.attaching.ranks import RankPilot
+from spillway.attaching.stages import StagePilot
 from spillway.attaching.steering import Divided
 from spillway.errors import UnsupportedError, UsageError
 from spillway.planning.curve import Curve, make_curve

@@ -40,7 +40,7 @@ from spillway.session import Session
 from spillway.units import parse_bytes
 
 if TYPE_CHECKING:
-    from spillway.attaching.stages import RankPilot
+    from spillway.attaching.ranks import RankPilot
     from spillway.planning.hardware import Hardware
     from spillway.planning.plan import Plan
 
