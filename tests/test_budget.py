@@ -438,6 +438,10 @@ def test_a_budget_that_nothing_fits_names_the_least_and_leaves_the_model_usable(
     assert caught.value.least > 16 * MiB
     least = caught.value.least
     del caught
+    # Who goes on is told again, by what was measured again.
+    for _ in range(3):
+        assert all(map(torch.equal, one_step(model, batch), plain))
+    assert failing(BudgetError, lambda: one_step(model, batch), match="no choice of options")
     attached.remove()
     assert all(map(torch.equal, one_step(model, batch), plain))
     with attached_to(model, least + ROOM, session) as attached:
@@ -742,4 +746,9 @@ def test_steps_in_which_a_new_size_is_learned_say_nothing_of_the_plan(
         one_step(model, batch)
         assert attached.plan is plan
         assert "inputs of a new size" in attached.explain()
-        failing(BudgetError, lambda: one_step(model, batch))
+        told = [failing(BudgetError, lambda: one_step(model, batch)) for _ in range(3)]
+        # It asks for no more than at first, and goes on with the plan.
+        assert told == told[:1] * 3
+        monkeypatch.undo()
+        one_step(model, batch)
+        assert attached.plan is plan

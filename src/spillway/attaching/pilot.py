@@ -417,9 +417,11 @@ class Pilot(Watcher):
         try:
             self._replan()
         except BudgetError:
-            if not self._is_rough:
-                raise
+            # Who goes on all the same is told again, by what is measured then.
+            is_rough = self._is_rough
             self._start_anew()
+            if not is_rough:
+                raise
 
     def _enlarged(self) -> Profile:
         assert self._measured_profile is not None
@@ -539,12 +541,15 @@ class Pilot(Watcher):
                 least=peak,
             )
         # A step's peak moves a little, with what is just on its way: the more often it was over, the more is left.
+        before = self._aim
         self._aim = max(self._aim - (peak - self._budget + _SLACK) * 2 ** max(self._rounds - 2, 0), 0)
         self._note(f"planned anew for {format_bytes(self._aim)}")
         try:
             self._replan()
         except BudgetError as error:
             missing = error.least - self._aim
+            # The plan that there is stays in force, for who goes on all the same.
+            self._aim, self._rounds = before, self._rounds - 1
             raise BudgetError(
                 f"budget: got {format_bytes(self._budget)}, and a step of {format_bytes(peak)} where less was "
                 f"predicted, expected {format_bytes(missing)} more, since no plan is that much smaller; give a budget "
