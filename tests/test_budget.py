@@ -24,6 +24,7 @@ from torch import Tensor, nn
 import spillway
 from budgets import KINDS, NAMED, STAGES, Kind, attached_to, budget_of, hardware, one_step, search, train
 from spillway import BudgetError, Profile, Session, UsageError
+from spillway.attaching.aim import Aim
 from spillway.attaching.budgeted import Limits, pilot_of
 from spillway.attaching.peers import Peers
 from spillway.attaching.pilot import Pilot
@@ -381,18 +382,13 @@ def test_no_tape_is_written_in_a_pass_that_is_measured(session: Session, monkeyp
     assert {stage for stage, _ in stages} <= {"tracing", "trying"}
 
 
-def test_plans_that_are_over_again_and_again_leave_ever_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans_that_are_over_again_and_again_leave_ever_more() -> None:
     """What is on its way when a step is at its peak is another thing each time."""
-    mib = 1 << 20
-    pilot = Pilot(
-        "Model", torch.device("cpu"), None, min_bytes=0, budget=1000 * mib, planner=lambda *_: pytest.fail("no plan")
-    )
-    aims: list[int] = []
-    monkeypatch.setattr(pilot, "_replan", lambda: aims.append(pilot._aim or 0))
+    aim, aims = Aim(1000 * MiB), []
     for _ in range(5):
-        pilot._back_off(1001 * mib)
+        aim.back_off(1001 * MiB, lambda: aims.append(aim.nbytes), lambda _: None)
     left = [before - after for before, after in itertools.pairwise(aims)]
-    assert left == [2 * mib, 4 * mib, 8 * mib, 16 * mib]
+    assert left == [2 * MiB, 4 * MiB, 8 * MiB, 16 * MiB]
 
 
 def test_a_model_that_is_called_twice_before_a_backward_finds_a_plan_too(session: Session) -> None:

@@ -50,13 +50,13 @@ import torch
 from torch.nn import Module
 from torch.utils._pytree import tree_leaves
 
+from spillway.attaching.aim import Aim
 from spillway.attaching.peers import Peers, peers_of, shared_profile
 from spillway.attaching.steering import Divided
 from spillway.attaching.treating import LEAST, calls_of, told_of, treat_by, treat_whole, tried_by
 from spillway.attaching.watcher import Watcher
 from spillway.errors import BudgetError, UsageError
 from spillway.planning.plan import Plan
-from spillway.planning.planner import aim_at
 from spillway.planning.profile import Profile
 from spillway.planning.scaling import enlarged
 from spillway.profiling.compile import compile_profile
@@ -72,7 +72,6 @@ if TYPE_CHECKING:
     from spillway.planning.hardware import Hardware
     from spillway.profiling.statics import Known
 
-_MOST_ROUNDS = 8
 _MOST_OTHERS = 4
 _MOST_STRANGERS = 32
 MOST_GROWTH = 2
@@ -80,7 +79,6 @@ MOST_GROWTH = 2
 _MOST_WAITING = 256
 """Passes for which an optimizer's steps are waited for."""
 _MOST_IDLE = 16
-_SLACK = 1 << 20
 _EVALUATED = "an evaluation between two steps had a peak over the budget, which is of training alone"
 _LEARNED = "a step with inputs of a new size, which is learned from, was over the budget"
 
@@ -182,14 +180,13 @@ class Pilot(Watcher):
         """Whether bytes are those of such a pass."""
         self._others = 0
         """Passes of other kinds of blocks than the one that was weighed."""
-        self._rounds = 0
         self._tried = 0
         """How often blocks' calls cost more than they do."""
         self._knows_host = False
         """Whether a plan was made that knows what the host takes for one."""
         self._slowness: Slowness | None = None
         """Of the host in the first checked step of a plan, if it was slow."""
-        self._aim = None if budget is None else aim_at(budget)
+        self._aim = None if budget is None else Aim(budget)
         self._inputs = 0
         """Bytes of the largest inputs that the plan is for."""
         self._seen = 0
@@ -315,7 +312,8 @@ class Pilot(Watcher):
             return
         if self._has_outgrown:
             self._has_outgrown = False
-            self._rounds, self._aim = 0, None if self._budget is None else aim_at(self._budget)
+            if self._aim is not None:
+                self._aim.reset()
             self.profile = self._enlarged()
             try:
                 self._replan()
@@ -447,12 +445,13 @@ class Pilot(Watcher):
         told = partial(told_of, profile, self._blocks, self._used_session, self._calls)
         self.profile = shared_profile(self._known_peers.share("told", told))
         self._slowness = None
-        self.plan = self._planner(self.profile, self._aim, self._known_peers)
+        self.plan = self._planner(self.profile, self._aim.nbytes, self._known_peers)
         self.apply(self.plan)
         self.stage = Stage.TRYING
 
     def _check(self, watched: Watched) -> None:
         assert self._budget is not None
+        assert self._aim is not None
         # What is read at the begin was before it.
         mine = max(reading.peak for place, reading in watched.readings.items() if place != ("begin", 0))
         peak = max(self._known_peers.share("checked", lambda: mine))
@@ -463,7 +462,7 @@ class Pilot(Watcher):
             self._others += 1
             self._note_once(_LEARNED)
         elif peak > self._budget:
-            self._back_off(peak)
+            self._aim.back_off(peak, self._replan, self._note)
         elif not self._asks_for_host(watched):
             self.stage = Stage.HOLDING
             self._reset_peak()
@@ -506,7 +505,7 @@ class Pilot(Watcher):
         return _WRITES_TAPES.get(self.stage, self.stage is Stage.WEIGHING and self._has_traced)
 
     def _hold(self) -> None:
-        if self._budget is None:
+        if self._budget is None or self._aim is None:
             return
         peak, self._held = self._peak() if self._held is None else self._held, None
         if peak <= self._budget < self._peak():
@@ -521,42 +520,12 @@ class Pilot(Watcher):
                 self._note_once(f"a step of this rank had a peak over the budget of {format_bytes(self._budget)}")
                 return
             self._note(f"a step had a peak of {format_bytes(peak)}, over the budget of {format_bytes(self._budget)}")
-            self._back_off(peak)
+            self._aim.back_off(peak, self._replan, self._note)
 
     def _has_learned(self) -> bool:
         """Whether calls of a size came that had not come before, since this was last asked: they run again whole."""
         before, self._tried = self._tried, tried_by(self._blocks, self._used_session)
         return self._tried != before
-
-    def _back_off(self, peak: int) -> None:
-        """Plan for so much less as it was too much."""
-        assert self._budget is not None
-        assert self._aim is not None
-        self._rounds += 1
-        if self._rounds > _MOST_ROUNDS:
-            raise BudgetError(
-                f"budget: got {format_bytes(self._budget)}, and steps of {format_bytes(peak)} after {_MOST_ROUNDS} "
-                f"plans, expected a budget that is met; the model's steps differ too much: give a larger budget",
-                budget=self._budget,
-                least=peak,
-            )
-        # A step's peak moves a little, with what is just on its way: the more often it was over, the more is left.
-        before = self._aim
-        self._aim = max(self._aim - (peak - self._budget + _SLACK) * 2 ** max(self._rounds - 2, 0), 0)
-        self._note(f"planned anew for {format_bytes(self._aim)}")
-        try:
-            self._replan()
-        except BudgetError as error:
-            missing = error.least - self._aim
-            # The plan that there is stays in force, for who goes on all the same.
-            self._aim, self._rounds = before, self._rounds - 1
-            raise BudgetError(
-                f"budget: got {format_bytes(self._budget)}, and a step of {format_bytes(peak)} where less was "
-                f"predicted, expected {format_bytes(missing)} more, since no plan is that much smaller; give a budget "
-                f"of {format_bytes(self._budget + missing)}, or allow more to leave or to be computed again",
-                budget=self._budget,
-                least=self._budget + missing,
-            ) from error
 
     def _start_anew(self) -> None:
         self.stage = Stage.TRACING
@@ -564,9 +533,9 @@ class Pilot(Watcher):
         self._strangers = 0
         self._probes.clear()
         self._weighed = None
-        self._rounds = 0
         self._knows_host = False
-        self._aim = None if self._budget is None else aim_at(self._budget)
+        if self._aim is not None:
+            self._aim.reset()
         self._waited = 0
         for block in self._blocks:
             block.how = LEAST

@@ -30,20 +30,18 @@ from typing import Protocol
 import torch
 from torch.nn import Module
 
+from spillway.attaching.aim import Aim
 from spillway.attaching.pilot import MOST_GROWTH, Stage
 from spillway.attaching.stages import StagePilot
 from spillway.errors import BudgetError
 from spillway.planning.plan import Plan
-from spillway.planning.planner import aim_at
 from spillway.planning.stages import StageProfile
 from spillway.planning.tasks import Turn
 from spillway.profiling.meter import Meter, allocated, meter_of
 from spillway.units import format_bytes
 
-_MOST_ROUNDS = 8
 _MOST_ORDERS = 8
 """So many orders of turns are planned for. Of others it is only noted that they came."""
-_SLACK = 1 << 20
 
 
 class Planner(Protocol):
@@ -79,7 +77,7 @@ class RankPilot:
         self._modules = [module for _, module in stages]
         self._device = device
         self._budget = budget
-        self._aim = aim_at(budget)
+        self._aim = Aim(budget)
         self._planner = planner
         self._turns: list[Turn] = []
         """Of the step so far."""
@@ -92,7 +90,7 @@ class RankPilot:
         self._static = 0
         """Bytes that were there when plans were made."""
         self._meter: Meter | None = None
-        self._rounds = self._tried = 0
+        self._tried = 0
         self._seen: int | None = None
         """Most bytes in the step, up to when each chunk had its backward."""
         self._states: list[object] = []
@@ -201,7 +199,7 @@ class RankPilot:
                 self._seek()
         elif not self._accepts(turns):
             self._order_plans += 1
-            self._rounds, self._aim = 0, aim_at(self._budget)
+            self._aim.reset()
             self._replan(turns)
         elif self.stage is Stage.TRYING:
             self.stage = Stage.CHECKING
@@ -238,7 +236,7 @@ class RankPilot:
         self._note(f"a step had other turns, of {len(turns) // 2} chunks, than those that were planned for")
         plans = [pilot.plan for pilot in self._stages if pilot.plan is not None]
         peak = self._planner.peak(self._profiled(), self._of_stages(turns), self._static, plans)
-        if peak > self._aim and self._order_plans < _MOST_ORDERS:
+        if peak > self._aim.nbytes and self._order_plans < _MOST_ORDERS:
             return False
         self._accepted = [*self._accepted[-_MOST_ORDERS:], turns]
         return True
@@ -255,7 +253,7 @@ class RankPilot:
     def _replan(self, turns: list[Turn]) -> None:
         self._close_meter()
         static = self._level()
-        plans = self._planner.plans(self._profiled(), self._of_stages(turns), static, self._aim)
+        plans = self._planner.plans(self._profiled(), self._of_stages(turns), static, self._aim.nbytes)
         self._order, self._accepted, self._static = turns, [], static
         for pilot, plan in zip(self._stages, plans, strict=True):
             pilot.hold(plan)
@@ -287,32 +285,7 @@ class RankPilot:
     def _compare(self, peak: int | None) -> None:
         if peak is not None and peak > self._budget:
             self._note(f"a step had a peak of {format_bytes(peak)}, over the budget of {format_bytes(self._budget)}")
-            self._back_off(peak)
-
-    def _back_off(self, peak: int) -> None:
-        """Plan for so much less as it was too much."""
-        self._rounds += 1
-        if self._rounds > _MOST_ROUNDS:
-            raise BudgetError(
-                f"budget: got {format_bytes(self._budget)}, and steps of {format_bytes(peak)} after {_MOST_ROUNDS} "
-                f"plans, expected a budget that is met; give a larger one",
-                budget=self._budget,
-                least=peak,
-            )
-        before = self._aim
-        self._aim = max(self._aim - (peak - self._budget + _SLACK) * 2 ** max(self._rounds - 2, 0), 0)
-        self._note(f"planned anew for {format_bytes(self._aim)}")
-        try:
-            self._replan(self._order)
-        except BudgetError as error:
-            missing, self._aim = error.least - self._aim, before
-            raise BudgetError(
-                f"budget: got {format_bytes(self._budget)}, and a step of {format_bytes(peak)} where less was "
-                f"predicted, expected {format_bytes(missing)} more, since no plan is that much smaller; give a budget "
-                f"of {format_bytes(self._budget + missing)}, or allow more to leave or to be computed again",
-                budget=self._budget,
-                least=self._budget + missing,
-            ) from error
+            self._aim.back_off(peak, lambda: self._replan(self._order), self._note)
 
     def _on_growth(self, pilot: StagePilot, before: int, now: int) -> None:
         if self.stage is Stage.TRACING:
@@ -320,7 +293,7 @@ class RankPilot:
             return
         self._note(f"inputs of {format_bytes(now)} came where there had been {format_bytes(before)}")
         self._close_meter()
-        self._rounds, self._aim = 0, aim_at(self._budget)
+        self._aim.reset()
         if now > MOST_GROWTH * pilot.measured_inputs:
             self._seek()
             return
