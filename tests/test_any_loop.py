@@ -201,9 +201,9 @@ def test_whatever_a_loop_does_its_numbers_are_those_of_plain_training(
     kind: Kind, way: str, seed: int, session: Session
 ) -> None:
     choices = random.Random(seed)
-    # Half of it is plain steps, so that there is a plan in between.
     # Fused attention has no second derivative.
     names = [name for name in NAMES if kind.name != "attention" or name != "penalise_gradients"]
+    # Half of it is plain steps, so that there is a plan in between.
     actions = [choices.choice([*names, *["step"] * len(names)]) for _ in range(ACTIONS)]
     plain = Loop(kind, seed).run(actions)
     assert not any(each.isnan().any() for each in plain)

@@ -156,6 +156,7 @@ class Pass:
         self.groups = PassGroups(groups, self.ledger, self._window_on)
         self.decider = Decider(policy, self.groups, owner.marks, min_bytes=min_bytes, tag=tag, locator=locator)
         self.waiting = Waiting(self._window_on)
+        """What leaves when the operators that saved it have run, but for what its group will send."""
         self._waiting_node = 0
         self._nothing: dict[torch.device, torch.Tensor] = {}
         self.was_recomputed = False
