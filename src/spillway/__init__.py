@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from spillway.events import Event, EventKind, EventList
     from spillway.grouping import group
     from spillway.groups import Groups
+    from spillway.losses.cross_entropy import cross_entropy
     from spillway.offloading import keep, keep_tensor, offload, offload_tensor
     from spillway.operators import OperatorCall, saved_by
     from spillway.optim.optimizer import OffloadedOptimizer
@@ -100,6 +101,7 @@ __all__ = [
     "__version__",
     "attach",
     "bind_to_device",
+    "cross_entropy",
     "group",
     "keep",
     "keep_tensor",
@@ -126,6 +128,7 @@ _ROOMS = {
     "events": ["Event", "EventKind", "EventList"],
     "grouping": ["group"],
     "groups": ["Groups"],
+    "losses.cross_entropy": ["cross_entropy"],
     "offloading": ["keep", "keep_tensor", "offload", "offload_tensor"],
     "operators": ["OperatorCall", "saved_by"],
     "optim.optimizer": ["OffloadedOptimizer"],

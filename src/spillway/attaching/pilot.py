@@ -210,6 +210,11 @@ class Pilot(Watcher):
         """Whether nothing is to be done, in no block."""
         return self.stage is Stage.HOLDING and self.plan is not None and all(block.plain for block in self.plan.blocks)
 
+    @property
+    def spare_bytes(self) -> int:
+        """What the budget leaves, if nothing is to be done in any block."""
+        return self.plan.budget - self.plan.predicted_peak if self.is_plain and self.plan is not None else 0
+
     def take(self, blocks: Sequence[RegionCall]) -> None:
         """These are the blocks."""
         self._check_blocks(blocks)

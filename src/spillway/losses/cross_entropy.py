@@ -1,0 +1,191 @@
+"""Cross entropy of many classes, some rows at a time.
+
+NOTE [ What a loss holds ]
+
+``torch.nn.functional.cross_entropy`` of logits ``(rows, classes)`` makes all their logarithms of probabilities, which
+autograd saves, and in backward the gradient of these and of the logits: three times the logits, and a fourth time
+where they are cast first. With a large vocabulary that is the most a step ever holds: 8192 rows of 128,256 classes are
+4.2 GB in float32, each time.
+
+But each row stands for itself, up to the one number that is made of all of them. So they are computed some rows at a
+time: in forward only each row's loss is kept, and in backward the logarithms are computed again from the logits, which
+are all that is saved. Beside the logits and their gradient, a few sixteenths of the logarithms are there at a time.
+
+NOTE [ Which rows go together ]
+
+Kernels of a row add up its exponentials in an order that hangs on where it begins in memory, by the 16 bytes that they
+read at once. Steps are of a multiple of 16 rows, so that each row begins at the same place among these as it would.
+
+What is made of all rows is made of their losses by the same kernel as ever, which is given one class: it adds up the
+same numbers in the same order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from spillway.errors import UsageError
+
+_LEAST_BYTES = 64 << 20
+"""What all logarithms take where there is something to be gained."""
+_STEPS = 16
+"""How many there are. On an H200, 512 rows of 32,000 or 128,256 classes keep it busy, and 128 do not."""
+_TOGETHER = 16
+"""Rows of a step are a multiple of it. See NOTE [ Which rows go together ]."""
+_REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
+_aten = torch.ops.aten
+
+
+def cross_entropy(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """What ``torch.nn.functional.cross_entropy`` gives, bit for bit, in little more memory than the logits take.
+
+    See NOTE [ What a loss holds ] in the source. It takes a forward of the logarithms more, which is a small part of
+    what the logits themselves take to compute.
+
+    Args:
+        logits: floating, of shape ``(rows, classes)``.
+        target: class of each row, of shape ``(rows,)``.
+        ignore_index: rows of this class do not count.
+        reduction: ``"mean"``, ``"sum"`` or ``"none"``.
+        dtype: computes as if the logits had been cast to it first, as ``cross_entropy(logits.float(), ...)`` does, in
+            which case gradients are cast back. ``None``: in their own, or the one that autocast says.
+
+    Returns:
+        The loss: a number, or of shape ``(rows,)`` for ``"none"``.
+
+    Raises:
+        UsageError: if logits or target are of another shape, or the reduction is not one of these.
+
+    Example:
+        >>> logits, target = torch.randn(4, 10), torch.tensor([1, 2, -100, 3])
+        >>> torch.equal(cross_entropy(logits, target), functional.cross_entropy(logits, target))
+        True
+    """
+    if logits.dim() != 2 or target.shape != logits.shape[:1]:
+        raise UsageError(
+            f"got logits of shape {tuple(logits.shape)} and a target of {tuple(target.shape)}, expected (rows, classes) "
+            f"and (rows,); flatten them: logits.flatten(0, 1), target.flatten()"
+        )
+    if reduction not in _REDUCTIONS:
+        raise UsageError(f"reduction: got {reduction!r}, expected one of {', '.join(map(repr, _REDUCTIONS))}")
+    computed_in = None
+    if gains(logits, dtype) and _is_plain(logits, target):
+        computed_in = _dtype_of(logits, target, dtype)
+    if computed_in is None:
+        cast = logits if dtype is None else logits.to(dtype)
+        return functional.cross_entropy(cast, target, ignore_index=ignore_index, reduction=reduction)
+    loss: torch.Tensor = _CrossEntropy.apply(logits, target, computed_in, ignore_index, reduction)  # type: ignore[no-untyped-call]
+    return loss
+
+
+def gains(logits: torch.Tensor, dtype: torch.dtype | None = None) -> bool:
+    """Whether there are enough of them, which are computed in this type, for something to be gained."""
+    dtype = logits.dtype if dtype is None else dtype
+    return logits.numel() * dtype.itemsize >= _LEAST_BYTES and len(logits) > 2 * _TOGETHER
+
+
+def _is_plain(logits: torch.Tensor, target: torch.Tensor) -> bool:
+    """Whether nobody but autograd looks at what is done with them."""
+    return (
+        all(type(each) is torch.Tensor for each in (logits, target))
+        and not torch._C._are_functorch_transforms_active()
+        and torch.autograd.forward_ad._current_level < 0
+        and not torch.compiler.is_compiling()
+        and torch._C._get_tracing_state() is None
+    )
+
+
+def _dtype_of(logits: torch.Tensor, target: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype | None:
+    """What logarithms of probabilities are computed in, which autocast may have a say in; ``None`` if it is not known.
+
+    On CPUs it casts what the loss is given, elsewhere what its two parts are given.
+    """
+    device = logits.device.type
+    if not torch.is_autocast_enabled(device):
+        return logits.dtype if dtype is None else dtype
+    with torch.no_grad():
+        one = logits[:1] if dtype is None else logits[:1].to(dtype)
+        loss = functional.cross_entropy(one, target[:1]).dtype
+        logarithms = functional.log_softmax(one, 1).dtype
+    is_known = dtype in (None, loss) and (device == "cpu" or loss is logarithms)
+    return loss if is_known else None
+
+
+def _rows_together(logits: torch.Tensor) -> int:
+    return -(-len(logits) // (_STEPS * _TOGETHER)) * _TOGETHER
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """See NOTE [ What a loss holds ]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: torch.Tensor, target: torch.Tensor, dtype: torch.dtype, ignore_index: int, reduction: str
+    ) -> torch.Tensor:
+        step = _rows_together(logits)
+        one_class = torch.empty(logits.shape[0], 1, dtype=dtype, device=logits.device)
+        for some, its_target, losses in zip(
+            logits.split(step), target.split(step), one_class.squeeze(1).split(step), strict=True
+        ):
+            logarithms = _log_softmax(some, dtype)
+            losses.copy_(_aten.nll_loss_forward(logarithms, its_target, None, 0, ignore_index)[0])
+        # It takes them with their sign changed.
+        one_class.neg_()
+        # The only class is the first.
+        is_ignored = target == ignore_index
+        nobody = -1
+        first = torch.zeros_like(target).masked_fill_(is_ignored, nobody)
+        loss, weight = _aten.nll_loss_forward(one_class, first, None, _REDUCTIONS[reduction], nobody)
+        ctx.save_for_backward(logits, target, weight)
+        ctx.how = dtype, ignore_index, reduction
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        logits, target, weight = ctx.saved_tensors
+        dtype, ignore_index, reduction = ctx.how
+        if torch.is_grad_enabled():
+            # Of a gradient that has one itself.
+            return _differentiable(logits, target, gradient, *ctx.how), None, None, None, None
+        step = _rows_together(logits)
+        found = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+        gradients = gradient.split(step) if reduction == "none" else [gradient] * len(target.split(step))
+        for some, its_target, its_gradient, into in zip(
+            logits.split(step), target.split(step), gradients, found.split(step), strict=True
+        ):
+            logarithms = _log_softmax(some, dtype)
+            of_logarithms = _aten.nll_loss_backward(
+                its_gradient, logarithms, its_target, None, _REDUCTIONS[reduction], ignore_index, weight
+            )
+            into.copy_(_aten._log_softmax_backward_data(of_logarithms, logarithms, 1, dtype))
+        return found, None, None, None, None
+
+
+def _log_softmax(logits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    # What is below autocast, which is not to have its say once more.
+    logarithms: torch.Tensor = _aten._log_softmax(logits.to(dtype), 1, False)
+    return logarithms
+
+
+def _differentiable(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    gradient: torch.Tensor,
+    dtype: torch.dtype,
+    ignore_index: int,
+    reduction: str,
+) -> torch.Tensor:
+    with torch.autocast(logits.device.type, enabled=False):
+        loss = functional.cross_entropy(logits.to(dtype), target, ignore_index=ignore_index, reduction=reduction)
+        (found,) = torch.autograd.grad(loss, logits, gradient, create_graph=True)
+    return found

@@ -1,0 +1,236 @@
+"""Cross entropy in rows is torch's own, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn import functional
+
+import spillway
+from spillway.losses import cross_entropy as room
+
+ROWS, CLASSES = 333, 97
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Something is gained with any number of bytes."""
+    monkeypatch.setattr(room, "_LEAST_BYTES", 1)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Of how many rows logarithms were computed at a time."""
+    plain, found = room._log_softmax, list[int]()
+
+    def counted(logits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        found.append(len(logits))
+        return plain(logits, dtype)
+
+    monkeypatch.setattr(room, "_log_softmax", counted)
+    yield found
+
+
+def logits_of(dtype: torch.dtype, classes: int = CLASSES, rows: int = ROWS) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(classes)
+    return (torch.randn(rows, classes, generator=generator) * 5).to(dtype).requires_grad_()
+
+
+def targets_of(classes: int = CLASSES, rows: int = ROWS, ignored: int = -100) -> torch.Tensor:
+    target = torch.randint(classes, (rows,), generator=torch.Generator().manual_seed(1))
+    target[::3] = ignored
+    return target
+
+
+def both(logits: torch.Tensor, loss: Callable[[torch.Tensor], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """A loss, and the gradient of the logits."""
+    found = loss(logits)
+    weights = torch.linspace(0.1, 1, found.numel()).reshape(found.shape).to(found.dtype)
+    (gradient,) = torch.autograd.grad(found, logits, weights)
+    return found.detach(), gradient
+
+
+def same(one: tuple[torch.Tensor, ...], other: tuple[torch.Tensor, ...]) -> bool:
+    return all(
+        torch.equal(mine, theirs) and mine.dtype is theirs.dtype and mine.stride() == theirs.stride()
+        for mine, theirs in zip(one, other, strict=True)
+    )
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("ignored", [-100, 0, 5])
+@pytest.mark.parametrize("cast", [None, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("classes", [7, 97, 1025, 4099])
+def test_it_is_torchs_own(
+    classes: int, dtype: torch.dtype, cast: torch.dtype | None, ignored: int, reduction: str, calls: list[int]
+) -> None:
+    logits, target = logits_of(dtype, classes), targets_of(classes, ignored=ignored)
+    expected = both(
+        logits,
+        lambda logits: functional.cross_entropy(
+            logits if cast is None else logits.to(cast), target, ignore_index=ignored, reduction=reduction
+        ),
+    )
+    found = both(
+        logits,
+        lambda logits: spillway.cross_entropy(logits, target, ignore_index=ignored, reduction=reduction, dtype=cast),
+    )
+    assert same(found, expected)
+    assert len(calls) > 8
+    assert max(calls) <= 32
+
+
+@given(
+    rows=st.integers(0, 700),
+    classes=st.integers(1, 40),
+    offset=st.integers(0, 7),
+    ignored=st.floats(0, 1),
+    turned=st.booleans(),
+)
+def test_of_any_shape_and_wherever_it_lies(rows: int, classes: int, offset: int, ignored: float, turned: bool) -> None:
+    memory = torch.randn(rows * classes + offset, generator=torch.Generator().manual_seed(rows))
+    lying = memory[offset:].view(classes, rows).t() if turned else memory[offset:].view(rows, classes)
+    logits = lying.requires_grad_()
+    target = torch.randint(classes, (rows,), generator=torch.Generator().manual_seed(classes))
+    target[torch.rand(rows, generator=torch.Generator().manual_seed(2)) < ignored] = -100
+    expected = both(logits, lambda logits: functional.cross_entropy(logits, target, reduction="sum"))
+    found = both(logits, lambda logits: spillway.cross_entropy(logits, target, reduction="sum"))
+    assert same(found, expected)
+
+
+def test_where_no_row_counts_it_is_torchs_nan() -> None:
+    logits, target = logits_of(torch.float32), torch.full((ROWS,), -100)
+    expected = both(logits, lambda logits: functional.cross_entropy(logits, target))
+    found = both(logits, lambda logits: spillway.cross_entropy(logits, target))
+    assert expected[0].isnan()
+    assert found[0].isnan()
+    assert torch.equal(found[1].nan_to_num(7), expected[1].nan_to_num(7))
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["backward inside", "backward outside"])
+@pytest.mark.parametrize("cast", [None, torch.float32, torch.bfloat16])
+def test_autocast_says_the_type(cast: torch.dtype | None, inside: bool, calls: list[int]) -> None:
+    def ours(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return spillway.cross_entropy(logits, target, dtype=cast)
+
+    def torchs(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(logits if cast is None else logits.to(cast), target)
+
+    def run(loss: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        features, weight = logits_of(torch.float32, 16), logits_of(torch.float32, 16, CLASSES)
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = features @ weight.t()
+            found = loss(logits, targets_of())
+            if inside:
+                found.backward()
+        if not inside:
+            found.backward()
+        assert weight.grad is not None
+        return found.detach(), weight.grad
+
+    assert same(run(ours), run(torchs))
+    # Logits that are cast to bfloat16 are cast once more.
+    assert bool(calls) is (cast is not torch.bfloat16)
+
+
+def test_a_gradient_of_a_gradient(calls: list[int]) -> None:
+    def second(loss: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = logits_of(torch.float64)
+        (first,) = torch.autograd.grad(loss(logits, targets_of()), logits, create_graph=True)
+        (found,) = torch.autograd.grad(first.square().sum(), logits)
+        return first.detach(), found
+
+    assert same(second(spillway.cross_entropy), second(functional.cross_entropy))
+    assert calls
+
+
+def test_twice_through_one_graph() -> None:
+    logits = logits_of(torch.float32)
+    loss = spillway.cross_entropy(logits, targets_of())
+    (first,) = torch.autograd.grad(loss, logits, retain_graph=True)
+    (second,) = torch.autograd.grad(loss, logits)
+    assert torch.equal(first, second)
+
+
+def test_logits_that_are_written_before_backward_are_an_error() -> None:
+    logits = logits_of(torch.float32).clone()
+    loss = spillway.cross_entropy(logits, targets_of())
+    with torch.no_grad():
+        logits.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_nothing_but_the_logits_is_saved() -> None:
+    saved: list[torch.Tensor] = []
+    logits = logits_of(torch.bfloat16)
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        spillway.cross_entropy(logits, targets_of(), dtype=torch.float32)
+    large = [each for each in saved if each.numel() >= logits.numel()]
+    assert [each.data_ptr() for each in large] == [logits.data_ptr()]
+
+
+def test_its_logits_leave_with_the_rest() -> None:
+    features = logits_of(torch.float32, 16)
+    weight = logits_of(torch.float32, 16, CLASSES)
+    with spillway.Session() as session:
+        with spillway.offload(session=session, min_bytes=1) as passed:
+            logits = features @ weight.t()
+            loss = spillway.cross_entropy(logits, targets_of())
+            nbytes = logits.nbytes
+            del logits
+        loss.backward()
+        assert passed.stats().offloaded_bytes >= nbytes
+    expected = copy.deepcopy((features.grad, weight.grad))
+    features.grad = weight.grad = None
+    functional.cross_entropy(features @ weight.t(), targets_of()).backward()
+    for found, plain in zip(expected, (features.grad, weight.grad), strict=True):
+        assert found is not None
+        assert plain is not None
+        assert torch.equal(found, plain)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_transforms_and_compiled_code_have_torchs_own(calls: list[int]) -> None:
+    logits, target = logits_of(torch.float32).detach(), targets_of()
+    gradient = torch.func.grad(lambda logits: spillway.cross_entropy(logits, target))(logits)
+    assert torch.equal(gradient, torch.func.grad(lambda logits: functional.cross_entropy(logits, target))(logits))
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(logits, torch.ones_like(logits))
+        assert torch.autograd.forward_ad.unpack_dual(spillway.cross_entropy(dual, target)).tangent is not None
+    assert not calls
+
+
+def test_a_target_that_is_no_class_is_torchs_error() -> None:
+    target = targets_of()
+    target[200] = CLASSES
+    with pytest.raises(IndexError, match=f"Target {CLASSES} is out of bounds"):
+        spillway.cross_entropy(logits_of(torch.float32), target)
+
+
+def test_bad_arguments() -> None:
+    logits, target = logits_of(torch.float32), targets_of()
+    with pytest.raises(spillway.UsageError, match=r"got logits of shape \(1, 333, 97\).*flatten"):
+        spillway.cross_entropy(logits[None], target)
+    with pytest.raises(spillway.UsageError, match=r"a target of \(332,\)"):
+        spillway.cross_entropy(logits, target[1:])
+    with pytest.raises(spillway.UsageError, match="reduction: got 'avg', expected one of 'none', 'mean', 'sum'"):
+        spillway.cross_entropy(logits, target, reduction="avg")
+
+
+def test_a_few_rows_are_computed_at_once(monkeypatch: pytest.MonkeyPatch, calls: list[int]) -> None:
+    monkeypatch.setattr(room, "_LEAST_BYTES", 1 << 20)
+    assert not room.gains(logits_of(torch.float32))
+    spillway.cross_entropy(logits_of(torch.float32), targets_of())
+    assert not calls

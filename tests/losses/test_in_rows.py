@@ -1,0 +1,303 @@
+"""Loss functions of models are computed in rows, bit for bit, or as they are."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import spillway
+from spillway.losses import cross_entropy as room
+from spillway.losses.in_rows import InRows
+from spillway.losses.own import own_losses
+
+ROWS, WORDS = 60, 53
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Something is gained with any number of bytes."""
+    monkeypatch.setattr(room, "_LEAST_BYTES", 1)
+
+
+@pytest.fixture
+def full(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tensor]]:
+    """What torch's own cross entropy was given."""
+    seen: list[Tensor] = []
+    plain = torch._C._nn.cross_entropy_loss
+
+    def counted(logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        seen.append(logits)
+        return plain(logits, *args, **kwargs)
+
+    monkeypatch.setattr(torch._C._nn, "cross_entropy_loss", counted)
+    yield seen
+
+
+def shifted(logits: Tensor, labels: Tensor, *, items: Tensor | None = None) -> Tensor:
+    """As those of transformers do."""
+    logits = logits.float()
+    labels = functional.pad(labels, (0, 1), value=-100)[..., 1:].contiguous()
+    logits, labels = logits.view(-1, WORDS), labels.view(-1).to(logits.device)
+    if items is None:
+        return functional.cross_entropy(logits, labels, ignore_index=-100)
+    return functional.cross_entropy(logits, labels, ignore_index=-100, reduction="sum") / items
+
+
+def sliced(logits: Tensor, labels: Tensor) -> Tensor:
+    """As they did before."""
+    logits = logits.float()
+    return nn.CrossEntropyLoss()(logits[..., :-1, :].contiguous().view(-1, WORDS), labels[..., 1:].reshape(-1))
+
+
+def as_they_are(logits: Tensor, labels: Tensor) -> Tensor:
+    return functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").sum()
+
+
+def regularised(logits: Tensor, labels: Tensor) -> Tensor:
+    """Uses what is cast a second time: gradients are added before they are cast back."""
+    logits = logits.float()
+    return functional.cross_entropy(logits.flatten(0, 1), labels.flatten()) + logits.logsumexp(-1).square().mean()
+
+
+def twice(logits: Tensor, labels: Tensor) -> Tensor:
+    logits = logits.float().flatten(0, 1)
+    return functional.cross_entropy(logits, labels.flatten()) + functional.cross_entropy(logits, labels.flatten() // 2)
+
+
+def picked(logits: Tensor, labels: Tensor) -> Tensor:
+    """Takes rows several times."""
+    rows = torch.arange(2 * ROWS) % ROWS
+    return functional.cross_entropy(logits.float().view(-1, WORDS)[rows], labels.flatten()[rows])
+
+
+def smoothed(logits: Tensor, labels: Tensor) -> Tensor:
+    return functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), label_smoothing=0.1)
+
+
+def weighted(logits: Tensor, labels: Tensor) -> Tensor:
+    weight = torch.linspace(0.5, 2, WORDS)
+    return functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), weight)
+
+
+def in_the_middle(logits: Tensor, labels: Tensor) -> Tensor:
+    """Classes come second, not last."""
+    return functional.cross_entropy(logits.float().transpose(1, 2), labels)
+
+
+def looked_at(logits: Tensor, labels: Tensor) -> Tensor:
+    logits = logits.float()
+    scale = 2.0 if logits.dtype is torch.float32 else 3.0
+    return scale * functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def given_back(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    logits = logits.float()
+    return logits, functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def written(logits: Tensor, labels: Tensor) -> Tensor:
+    logits = logits.float()
+    logits /= 0.7
+    return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+IN_ROWS: list[Callable[..., Any]] = [shifted, sliced, as_they_are]
+OTHERS: list[Callable[..., Any]] = [
+    regularised,
+    twice,
+    picked,
+    smoothed,
+    weighted,
+    in_the_middle,
+    looked_at,
+    given_back,
+    written,
+]
+
+
+def run(function: Callable[..., Any], dtype: torch.dtype, **more: Any) -> list[Tensor]:
+    """What it gives, and the gradient of the logits."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, ROWS // 2, WORDS, generator=generator).mul(5).to(dtype).requires_grad_()
+    labels = torch.randint(WORDS, (2, ROWS // 2), generator=generator)
+    given = function(logits.clone(), labels, **more)
+    outputs = list(given) if isinstance(given, tuple) else [given]
+    torch.autograd.backward([each.sum() * 0.7 for each in outputs])
+    assert logits.grad is not None
+    return [*(each.detach() for each in outputs), logits.grad]
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(torch.equal(mine, theirs) for mine, theirs in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("function", IN_ROWS, ids=lambda each: each.__name__)
+def test_its_cross_entropy_is_in_rows(
+    function: Callable[..., Any], dtype: torch.dtype, small: None, full: list[Tensor]
+) -> None:
+    expected = run(function, dtype)
+    full.clear()
+    loss = InRows(function, lambda: 0)
+    assert same(run(loss, dtype), expected)
+    assert loss.is_used
+    assert not full
+
+
+def test_arguments_are_handed_on(small: None, full: list[Tensor]) -> None:
+    items = torch.tensor(41)
+    expected = run(shifted, torch.bfloat16, items=items)
+    full.clear()
+    assert same(run(InRows(shifted, lambda: 0), torch.bfloat16, items=items), expected)
+    assert not full
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("function", OTHERS, ids=lambda each: each.__name__)
+def test_what_else_it_does_is_done_as_it_is(function: Callable[..., Any], dtype: torch.dtype, small: None) -> None:
+    expected = run(function, dtype)
+    loss = InRows(function, lambda: 0)
+    assert same(run(loss, dtype), expected)
+    assert same(run(loss, dtype), expected)
+
+
+@pytest.mark.parametrize("function", OTHERS, ids=lambda each: each.__name__)
+def test_what_is_cast_is_not_used_in_two_ways(function: Callable[..., Any], small: None, full: list[Tensor]) -> None:
+    loss = InRows(function, lambda: 0)
+    run(loss, torch.bfloat16)
+    assert not loss.is_used
+    assert full[-1].dtype is torch.float32
+
+
+def test_little_is_done_as_it_is(full: list[Tensor]) -> None:
+    loss = InRows(shifted, lambda: 0)
+    run(loss, torch.bfloat16)
+    assert not loss.is_used
+    assert full
+
+
+def test_where_there_is_room_it_is_done_as_it_is(small: None, full: list[Tensor]) -> None:
+    nbytes = 4 * ROWS * WORDS * 4
+    for spare, is_used in ((nbytes - 1, True), (nbytes, False)):
+        loss = InRows(shifted, lambda spare=spare: spare)  # type: ignore[misc]
+        run(loss, torch.bfloat16)
+        assert loss.is_used is is_used
+
+
+def test_errors_are_the_functions_own(small: None) -> None:
+    def failing(logits: Tensor, labels: Tensor) -> Tensor:
+        logits.float().flatten()
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        run(InRows(failing, lambda: 0), torch.bfloat16)
+    assert not torch.overrides._get_current_function_mode_stack()
+
+
+class Model(nn.Module):
+    """With a loss as transformers' models have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, 16)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(4))
+        self.head = nn.Linear(16, WORDS, bias=False)
+
+    @property
+    def loss_function(self) -> Callable[..., Tensor]:
+        found: Callable[..., Tensor] = getattr(self, "_loss_function", shifted)
+        return found
+
+    @loss_function.setter
+    def loss_function(self, function: Callable[..., Tensor]) -> None:
+        self._loss_function = function
+
+    def forward(self, labels: Tensor) -> Tensor:
+        hidden = self.words(labels)
+        for layer in self.layers:
+            hidden = hidden + layer(hidden)
+        return self.loss_function(self.head(hidden), labels)
+
+
+def model_of(dtype: torch.dtype = torch.bfloat16) -> Model:
+    torch.manual_seed(0)
+    return Model().to(dtype).train()
+
+
+def steps(model: Model, count: int = 8) -> list[Tensor]:
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    found = []
+    for step in range(count):
+        labels = torch.randint(WORDS, (2, ROWS // 2), generator=torch.Generator().manual_seed(step))
+        loss = model(labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.detach())
+    return [*found, *(each.detach().clone() for each in model.parameters())]
+
+
+def test_a_model_that_is_planned_for_has_its_loss_in_rows(small: None, full: list[Tensor]) -> None:
+    expected = steps(model_of())
+    model = model_of()
+    before = dict(vars(model))
+    full.clear()
+    with spillway.Session() as session:
+        with spillway.attach(model, budget="1GiB", session=session) as attached:
+            found = steps(model)
+            assert attached.stage == "holding"
+            assert "the loss of Model is computed in rows" not in attached.explain()
+            copied, loaded = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    # In the last steps there is room for all of it.
+    assert full
+    assert same(found, expected)
+    assert vars(model).keys() == before.keys()
+    assert model.loss_function is shifted
+    for other in (copied, loaded):
+        assert other.loss_function is shifted
+
+
+def test_within_a_tight_budget_it_stays_in_rows(small: None, full: list[Tensor]) -> None:
+    expected = steps(model_of(), 10)
+    full.clear()
+    with spillway.Session() as session:
+        model = model_of()
+        with spillway.attach(model, session=session, budget="1GiB") as attached:
+            steps(model)
+            profile = attached.profile
+            assert profile is not None
+        budget = (spillway.plan(profile, budget="1GiB").predicted_peak) + 1000
+        full.clear()
+        model = model_of()
+        with spillway.attach(model, session=session, plan=spillway.plan(profile, budget=budget)) as attached:
+            found = steps(model, 10)
+            assert "the loss of Model is computed in rows" in attached.explain()
+    assert not full
+    assert same(found, expected)
+
+
+def test_a_users_own_loss_is_left_alone(small: None) -> None:
+    model = model_of()
+    model.loss_function = regularised
+    assert not own_losses(model, lambda: 0)
+    assert model.loss_function is regularised
+
+
+def test_a_loss_that_was_set_meanwhile_stays(small: None) -> None:
+    model = model_of()
+    with spillway.attach(model, budget="1GiB"):
+        model.loss_function = regularised
+    assert model.loss_function is regularised
+
+
+def test_without_a_budget_it_is_left_alone() -> None:
+    model = model_of()
+    with spillway.attach(model):
+        assert model.loss_function is shifted
