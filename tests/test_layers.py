@@ -14,7 +14,7 @@ PACKAGE = SOURCE / "spillway"
 
 WORDS = {"errors", "units", "records", "events"}
 PURE = {"policies", "operators", "blocks", "groups", "planning", "report"}
-ENGINE = WORDS | PURE | {"runtime", "capture", "regions"}
+ENGINE = WORDS | PURE | {"runtime", "capture", "regions", "losses"}
 SERVICES = ENGINE | {
     "binding",
     "session",
@@ -47,6 +47,7 @@ ALLOWED: dict[str, set[str]] = {
     "runtime": WORDS,
     "capture": WORDS | {"policies", "groups", "runtime"},
     "regions": WORDS | {"operators", "runtime", "capture"},
+    "losses": WORDS,
     "binding": WORDS | {"runtime"},
     "testing": WORDS | {"runtime"},
     "session": ENGINE,

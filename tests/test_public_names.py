@@ -69,6 +69,7 @@ PUBLIC = {
     "saved_tensors",
     "attach",
     "bind_to_device",
+    "cross_entropy",
     "group",
     "recompute",
     "saved_by",

@@ -33,7 +33,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         return plain(logits, dtype)
 
     monkeypatch.setattr(room, "_log_softmax", counted)
-    yield found
+    return found
 
 
 def logits_of(dtype: torch.dtype, classes: int = CLASSES, rows: int = ROWS) -> torch.Tensor:

@@ -37,7 +37,7 @@ def full(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tensor]]:
         return plain(logits, *args, **kwargs)
 
     monkeypatch.setattr(torch._C._nn, "cross_entropy_loss", counted)
-    yield seen
+    return seen
 
 
 def shifted(logits: Tensor, labels: Tensor, *, items: Tensor | None = None) -> Tensor:
@@ -249,12 +249,11 @@ def test_a_model_that_is_planned_for_has_its_loss_in_rows(small: None, full: lis
     model = model_of()
     before = dict(vars(model))
     full.clear()
-    with spillway.Session() as session:
-        with spillway.attach(model, budget="1GiB", session=session) as attached:
-            found = steps(model)
-            assert attached.stage == "holding"
-            assert "the loss of Model is computed in rows" not in attached.explain()
-            copied, loaded = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    with spillway.Session() as session, spillway.attach(model, budget="1GiB", session=session) as attached:
+        found = steps(model)
+        assert attached.stage == "holding"
+        assert "the loss of Model is computed in rows" not in attached.explain()
+        copied, loaded = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
     # In the last steps there is room for all of it.
     assert full
     assert same(found, expected)

@@ -13,6 +13,7 @@ import torch
 import spillway
 from budgets import NAMED, attached_to, budget_of, one_step, search
 from spillway import Session
+from spillway.attaching.pilot import Pilot
 from spillway.planning.profile import HostTimes, Profile
 from spillway.planning.programs import options_of
 from spillway.profiling import compile as compiling
@@ -158,7 +159,7 @@ def test_a_slower_host_leaves_more_blocks_alone() -> None:
 
 @pytest.mark.parametrize(
     ("slow", "growing", "plans", "checks"),
-    [([1.0], 0, 1, 1), ([5.0, 1.0], 0, 1, 2), ([5.0, 5.0, 5.0], 0, 2, 3), ([1.0], 3, 1, 4)],
+    [([1.0], 0, 1, 1), ([5.0, 1.0], 0, 1, 2), ([5.0, 5.0, 5.0], 0, 2, 4), ([1.0], 3, 1, 4)],
     ids=["as foreseen", "slow in one step", "slow", "while memory was pinned"],
 )
 def test_a_plan_is_made_once_more_and_only_once(
@@ -181,3 +182,33 @@ def test_a_plan_is_made_once_more_and_only_once(
         assert all(map(torch.equal, one_step(model, batch), expected))
         assert attached.measured is not None and attached.plan is not None
         assert attached.measured.peak_bytes <= attached.plan.budget + 3 * MiB
+
+
+@pytest.mark.parametrize(
+    ("seconds", "is_held"),
+    [([3.0, 2.0, 4.0, 1.0], True), ([3.0, 2.0, 2.0, 5.0], True), ([3.0, 2.0, 4.0, 2.5], False)],
+    ids=["faster", "as fast", "slower"],
+)
+def test_of_two_plans_the_faster_one_is_held(
+    seconds: list[float], is_held: bool, session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(meter, "_resident", lambda: 16 * MiB)
+    monkeypatch.setattr(compiling, "queues", lambda device: True)
+    monkeypatch.setattr(Slowness, "of", classmethod(lambda cls, profile, plan, watched: cls(5.0, 5.0)))
+    taken = iter(seconds)
+    monkeypatch.setattr(Pilot, "_took", lambda self: self._seconds.append(next(taken)))
+    kind = NAMED["mlp"]
+    model, batch = kind.model(), kind.batch()
+    expected = one_step(kind.model(), batch)
+    measured = spillway.profile(model, batch, session=session)
+    with attached_to(model, budget_of(measured, 0.5) + 3 * MiB, session) as attached:
+        plans = []
+        while attached.stage != "holding":
+            one_step(model, batch)
+            plans.append(attached.plan)
+        first, second = dict.fromkeys(str(plan) for plan in plans if plan is not None)
+        assert attached.plan is not None
+        assert str(attached.plan) == (second if is_held else first)
+        assert any("was no faster" in note for note in attached.notes) is not is_held
+        assert all(map(torch.equal, one_step(model, batch), expected))
+        assert next(taken, None) is None

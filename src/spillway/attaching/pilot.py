@@ -19,7 +19,8 @@ Each call of the model in training is a pass, and each pass has a stage:
 ``CHECKING``
     The plan is in force, and the step's peak is measured. If it is over the budget, a plan is made for a budget that is
     smaller by that, and is tried. If the host took longer than was foreseen, or less, a plan is made that knows of it;
-    once, and not by a step in which host memory was pinned in the background.
+    once, and not by a step in which host memory was pinned in the background. Hosts are not the same from one moment to
+    the next, so of both plans that one is held which took less, each in the faster one of two checked steps.
 ``HOLDING``
     Nothing is watched but the device's peak and the shapes of the model's inputs, at each call. A peak over the budget,
     and a plan is made for less. One of several ranks notes it, and goes on. Larger inputs take the least memory once;
@@ -79,6 +80,8 @@ MOST_GROWTH = 2
 _MOST_WAITING = 256
 """Passes for which an optimizer's steps are waited for."""
 _MOST_IDLE = 16
+_CHECKS = 2
+"""Steps of each of two plans that are compared."""
 _EVALUATED = "an evaluation between two steps had a peak over the budget, which is of training alone"
 _LEARNED = "a step with inputs of a new size, which is learned from, was over the budget"
 
@@ -108,6 +111,17 @@ class Measured:
     """What the checked step took."""
 
     peak_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Rival:
+    """A plan that was within the budget, what it was made of, and what its steps took."""
+
+    plan: Plan
+    profile: Profile
+    measured_profile: Profile | None
+    measured: Measured
     seconds: float
 
 
@@ -186,6 +200,10 @@ class Pilot(Watcher):
         """Whether a plan was made that knows what the host takes for one."""
         self._slowness: Slowness | None = None
         """Of the host in the first checked step of a plan, if it was slow."""
+        self._seconds: list[float] = []
+        """What checked steps of the plan took, within the budget."""
+        self._rival: _Rival | None = None
+        """The plan before, while one is checked that knows of the host."""
         self._aim = None if budget is None else Aim(budget)
         self._inputs = 0
         """Bytes of the largest inputs that the plan is for."""
@@ -437,6 +455,7 @@ class Pilot(Watcher):
             self._start_anew()
             return
         self._has_outgrown = True
+        self._rival = None
         self.stage = Stage.TRYING
         for block in self._blocks:
             block.how = LEAST
@@ -450,6 +469,7 @@ class Pilot(Watcher):
         told = partial(told_of, profile, self._blocks, self._used_session, self._calls)
         self.profile = shared_profile(self._known_peers.share("told", told))
         self._slowness = None
+        self._seconds.clear()
         self.plan = self._planner(self.profile, self._aim.nbytes, self._known_peers)
         self.apply(self.plan)
         self.stage = Stage.TRYING
@@ -466,11 +486,42 @@ class Pilot(Watcher):
             # It says nothing of the plan. Another step is checked.
             self._others += 1
             self._note_once(_LEARNED)
+        elif peak > self._budget and self._rival is not None:
+            self._go_back(self._rival)
         elif peak > self._budget:
             self._aim.back_off(peak, self._replan, self._note)
+        elif self._rival is not None:
+            self._compare(self._rival)
         elif not self._asks_for_host(watched):
-            self.stage = Stage.HOLDING
-            self._reset_peak()
+            self._begin_to_hold()
+
+    def _begin_to_hold(self) -> None:
+        self._rival = None
+        self.stage = Stage.HOLDING
+        self._reset_peak()
+
+    def _compare(self, rival: _Rival) -> None:
+        """A plan that knows of the host was checked: hold it, or the one before."""
+        self._took()
+        if len(self._seconds) < _CHECKS:
+            return
+        if min(self._seconds) > rival.seconds:
+            self._go_back(rival)
+        else:
+            self._begin_to_hold()
+
+    def _go_back(self, rival: _Rival) -> None:
+        self.profile, self._measured_profile, self.measured = rival.profile, rival.measured_profile, rival.measured
+        self.plan = rival.plan
+        self.apply(rival.plan)
+        self._note("a plan that knew more of the host was no faster: the one before is held")
+        self._begin_to_hold()
+
+    def _took(self) -> None:
+        """Remember what the step took that is checked, by the slowest rank."""
+        assert self.measured is not None
+        mine = self.measured.seconds
+        self._seconds.append(max(self._known_peers.share("seconds", lambda: mine)))
 
     def _asks_for_host(self, watched: Watched) -> bool:
         """Whether there is a plan to try that knows how slow the host is, or that is to be seen again."""
@@ -482,6 +533,7 @@ class Pilot(Watcher):
         if any(self._known_peers.share("growing", lambda: self._used_session.is_growing)):
             # Memory that is pinned in the background, for a new plan, makes a host slow.
             return True
+        self._took()
         slowness = Slowness.most(self._known_peers.share("slowness", lambda: Slowness.of(profile, plan, watched)))
         before, self._slowness = self._slowness, slowness
         if before is None and slowness.matters_to(profile):
@@ -491,6 +543,8 @@ class Pilot(Watcher):
         slowness = slowness if before is None else slowness.least(before)
         if not slowness.matters_to(profile):
             return False
+        assert self.measured is not None
+        rival = _Rival(plan, profile, self._measured_profile, self.measured, min(self._seconds))
         self.profile = slowness.told(profile)
         if self._measured_profile is not None:
             self._measured_profile = slowness.told(self._measured_profile)
@@ -498,8 +552,10 @@ class Pilot(Watcher):
             self._replan()
         except BudgetError:
             # It is the same memory as before: there was a plan, and it is kept.
-            self.profile = profile
+            self.profile, self._measured_profile = profile, rival.measured_profile
             return False
+        if self.plan != plan:
+            self._rival = rival
         return True
 
     @property
@@ -539,6 +595,7 @@ class Pilot(Watcher):
         self._probes.clear()
         self._weighed = None
         self._knows_host = False
+        self._rival = None
         if self._aim is not None:
             self._aim.reset()
         self._waited = 0

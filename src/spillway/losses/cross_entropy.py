@@ -73,8 +73,8 @@ def cross_entropy(
     """
     if logits.dim() != 2 or target.shape != logits.shape[:1]:
         raise UsageError(
-            f"got logits of shape {tuple(logits.shape)} and a target of {tuple(target.shape)}, expected (rows, classes) "
-            f"and (rows,); flatten them: logits.flatten(0, 1), target.flatten()"
+            f"got logits of shape {tuple(logits.shape)} and a target of {tuple(target.shape)}, expected (rows, "
+            f"classes) and (rows,); flatten them: logits.flatten(0, 1), target.flatten()"
         )
     if reduction not in _REDUCTIONS:
         raise UsageError(f"reduction: got {reduction!r}, expected one of {', '.join(map(repr, _REDUCTIONS))}")
@@ -135,7 +135,7 @@ class _CrossEntropy(torch.autograd.Function):
         step = _rows_together(logits)
         one_class = torch.empty(logits.shape[0], 1, dtype=dtype, device=logits.device)
         for some, its_target, losses in zip(
-            logits.split(step), target.split(step), one_class.squeeze(1).split(step), strict=True
+            torch.split(logits, step), torch.split(target, step), torch.split(one_class.squeeze(1), step), strict=True
         ):
             logarithms = _log_softmax(some, dtype)
             losses.copy_(_aten.nll_loss_forward(logarithms, its_target, None, 0, ignore_index)[0])
@@ -148,7 +148,7 @@ class _CrossEntropy(torch.autograd.Function):
         loss, weight = _aten.nll_loss_forward(one_class, first, None, _REDUCTIONS[reduction], nobody)
         ctx.save_for_backward(logits, target, weight)
         ctx.how = dtype, ignore_index, reduction
-        return loss
+        return loss  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -159,9 +159,10 @@ class _CrossEntropy(torch.autograd.Function):
             return _differentiable(logits, target, gradient, *ctx.how), None, None, None, None
         step = _rows_together(logits)
         found = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-        gradients = gradient.split(step) if reduction == "none" else [gradient] * len(target.split(step))
+        targets = torch.split(target, step)
+        gradients = torch.split(gradient, step) if reduction == "none" else [gradient] * len(targets)
         for some, its_target, its_gradient, into in zip(
-            logits.split(step), target.split(step), gradients, found.split(step), strict=True
+            torch.split(logits, step), targets, gradients, torch.split(found, step), strict=True
         ):
             logarithms = _log_softmax(some, dtype)
             of_logarithms = _aten.nll_loss_backward(

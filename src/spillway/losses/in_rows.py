@@ -37,7 +37,7 @@ _VIEWS = {
     torch.Tensor.view,
 }
 _LOOKS = {
-    torch.Tensor.device.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.device.__get__,
     torch.Tensor.dim,
     torch.Tensor.ndim.__get__,  # type: ignore[attr-defined]
     torch.Tensor.numel,
@@ -171,6 +171,4 @@ def _in_rows(dtype: torch.dtype | None, bound: inspect.BoundArguments) -> torch.
     plain = all(given[name] is value or given[name] == value for name, value in _PLAIN.items())
     if not plain or logits.dim() != 2 or target.shape != logits.shape[:1] or target.is_floating_point():
         raise _OtherUse
-    return cross_entropy(
-        logits, target, ignore_index=given["ignore_index"], reduction=given["reduction"], dtype=dtype
-    )
+    return cross_entropy(logits, target, ignore_index=given["ignore_index"], reduction=given["reduction"], dtype=dtype)
