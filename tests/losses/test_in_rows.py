@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,7 +27,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def full(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tensor]]:
+def full(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """What torch's own cross entropy was given."""
     seen: list[Tensor] = []
     plain = torch._C._nn.cross_entropy_loss
@@ -145,7 +145,7 @@ def test_its_cross_entropy_is_in_rows(
 ) -> None:
     expected = run(function, dtype)
     full.clear()
-    loss = InRows(function, lambda: 0)
+    loss = InRows(lambda: function, lambda: 0)
     assert same(run(loss, dtype), expected)
     assert loss.is_used
     assert not full
@@ -155,7 +155,7 @@ def test_arguments_are_handed_on(small: None, full: list[Tensor]) -> None:
     items = torch.tensor(41)
     expected = run(shifted, torch.bfloat16, items=items)
     full.clear()
-    assert same(run(InRows(shifted, lambda: 0), torch.bfloat16, items=items), expected)
+    assert same(run(InRows(lambda: shifted, lambda: 0), torch.bfloat16, items=items), expected)
     assert not full
 
 
@@ -163,21 +163,21 @@ def test_arguments_are_handed_on(small: None, full: list[Tensor]) -> None:
 @pytest.mark.parametrize("function", OTHERS, ids=lambda each: each.__name__)
 def test_what_else_it_does_is_done_as_it_is(function: Callable[..., Any], dtype: torch.dtype, small: None) -> None:
     expected = run(function, dtype)
-    loss = InRows(function, lambda: 0)
+    loss = InRows(lambda: function, lambda: 0)
     assert same(run(loss, dtype), expected)
     assert same(run(loss, dtype), expected)
 
 
 @pytest.mark.parametrize("function", OTHERS, ids=lambda each: each.__name__)
 def test_what_is_cast_is_not_used_in_two_ways(function: Callable[..., Any], small: None, full: list[Tensor]) -> None:
-    loss = InRows(function, lambda: 0)
+    loss = InRows(lambda: function, lambda: 0)
     run(loss, torch.bfloat16)
     assert not loss.is_used
     assert full[-1].dtype is torch.float32
 
 
 def test_little_is_done_as_it_is(full: list[Tensor]) -> None:
-    loss = InRows(shifted, lambda: 0)
+    loss = InRows(lambda: shifted, lambda: 0)
     run(loss, torch.bfloat16)
     assert not loss.is_used
     assert full
@@ -186,7 +186,7 @@ def test_little_is_done_as_it_is(full: list[Tensor]) -> None:
 def test_where_there_is_room_it_is_done_as_it_is(small: None, full: list[Tensor]) -> None:
     nbytes = 4 * ROWS * WORDS * 4
     for spare, is_used in ((nbytes - 1, True), (nbytes, False)):
-        loss = InRows(shifted, lambda spare=spare: spare)  # type: ignore[misc]
+        loss = InRows(lambda: shifted, lambda spare=spare: spare)  # type: ignore[misc]
         run(loss, torch.bfloat16)
         assert loss.is_used is is_used
 
@@ -197,7 +197,7 @@ def test_errors_are_the_functions_own(small: None) -> None:
         raise KeyError("mine")
 
     with pytest.raises(KeyError, match="mine"):
-        run(InRows(failing, lambda: 0), torch.bfloat16)
+        run(InRows(lambda: failing, lambda: 0), torch.bfloat16)
     assert not torch.overrides._get_current_function_mode_stack()
 
 

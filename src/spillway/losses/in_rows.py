@@ -18,6 +18,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -55,17 +56,22 @@ class InRows:
     """Stands for a loss function. See NOTE [ Casts that wait ].
 
     Args:
-        function: the loss function; computes from its arguments alone.
+        find: gives the loss function, which computes from its arguments alone.
         spare: bytes that there are for it beyond what it needs in rows: it is run as it is where it needs no more.
     """
 
-    def __init__(self, function: Callable[..., Any], spare: Callable[[], int]) -> None:
-        self.function = function
+    def __init__(self, find: Callable[[], Callable[..., Any]], spare: Callable[[], int]) -> None:
+        self._find = find
         self._spare = spare
         self._is_other = False
         """Whether it does what cannot be put off."""
         self.is_used = False
         """Whether the last loss was computed in rows."""
+
+    @cached_property
+    def function(self) -> Callable[..., Any]:
+        """The loss function."""
+        return self._find()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._is_other or not torch.is_grad_enabled() or torch.compiler.is_compiling():

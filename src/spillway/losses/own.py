@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 from torch.nn import Module
 
@@ -23,10 +24,17 @@ class OwnLoss:
     def __init__(self, module: Module, spare: Callable[[], int]) -> None:
         self._module = weakref.ref(module)
         self.kind = type(module).__name__
-        before = set(vars(module))
-        self._stand_in = InRows(getattr(module, _NAME), spare)
+        self._stand_in = InRows(self._find, spare)
+        before = dict(vars(module))
         setattr(module, _NAME, self._stand_in)
-        self._added = vars(module).keys() - before
+        self._added = vars(module).keys() - before.keys()
+        # What a user has put there stays.
+        vars(module).update(before)
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether the module's own was there, and no user's."""
+        return bool(self._added)
 
     @property
     def is_in_rows(self) -> bool:
@@ -40,22 +48,26 @@ class OwnLoss:
             if vars(module).get(name) is self._stand_in:
                 delattr(module, name)
 
+    def _find(self) -> Callable[..., Any]:
+        """The module's own. Not asked for before it is used: where there is none, transformers warns."""
+        module = self._module()
+        assert module is not None
+        ours = {name: vars(module).pop(name) for name in self._added}
+        try:
+            function: Callable[..., Any] = getattr(module, _NAME)
+        finally:
+            vars(module).update(ours)
+        return function
+
 
 def own_losses(model: Module, spare: Callable[[], int]) -> list[OwnLoss]:
     """Take the place of the outermost that a model has, but of one that a user has set."""
-    found = [each for each in model.modules() if _may_have(each)]
+    found = [each for each in model.modules() if _has_own(each)]
     inner = {id(part) for each in found for part in each.modules() if part is not each}
-    return [OwnLoss(each, spare) for each in found if id(each) not in inner and _has_own(each)]
-
-
-def _may_have(module: Module) -> bool:
-    found = getattr(type(module), _NAME, None)
-    return isinstance(found, property) and found.fset is not None
+    losses = [OwnLoss(each, spare) for each in found if id(each) not in inner]
+    return [loss for loss in losses if loss.is_ours]
 
 
 def _has_own(module: Module) -> bool:
-    # What transformers knows no loss of would warn when it is asked.
-    if getattr(module, "loss_type", _NAME) is None:
-        return False
-    function = getattr(module, _NAME)
-    return callable(function) and not any(value is function for value in vars(module).values())
+    found = getattr(type(module), _NAME, None)
+    return isinstance(found, property) and found.fset is not None
