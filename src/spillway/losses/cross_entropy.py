@@ -22,10 +22,12 @@ same numbers in the same order.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from spillway.errors import UsageError
 
@@ -80,7 +82,7 @@ def cross_entropy(
         raise UsageError(f"reduction: got {reduction!r}, expected one of {', '.join(map(repr, _REDUCTIONS))}")
     computed_in = None
     if gains(logits, dtype) and _is_plain(logits, target):
-        computed_in = _dtype_of(logits, target, dtype)
+        computed_in = _types_of(logits, target, dtype)
     if computed_in is None:
         cast = logits if dtype is None else logits.to(dtype)
         return functional.cross_entropy(cast, target, ignore_index=ignore_index, reduction=reduction)
@@ -105,20 +107,50 @@ def _is_plain(logits: torch.Tensor, target: torch.Tensor) -> bool:
     )
 
 
-def _dtype_of(logits: torch.Tensor, target: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype | None:
-    """What logarithms of probabilities are computed in, which autocast may have a say in; ``None`` if it is not known.
+@dataclass(frozen=True, slots=True)
+class _Types:
+    """What things are computed in."""
 
-    On CPUs it casts what the loss is given, elsewhere what its two parts are given.
-    """
-    device = logits.device.type
-    if not torch.is_autocast_enabled(device):
-        return logits.dtype if dtype is None else dtype
-    with torch.no_grad():
-        one = logits[:1] if dtype is None else logits[:1].to(dtype)
-        loss = functional.cross_entropy(one, target[:1]).dtype
-        logarithms = functional.log_softmax(one, 1).dtype
-    is_known = dtype in (None, loss) and (device == "cpu" or loss is logarithms)
-    return loss if is_known else None
+    logarithms: torch.dtype
+    losses: torch.dtype
+    """To which the logarithms are cast: autocast may do that."""
+
+
+def _types_of(logits: torch.Tensor, target: torch.Tensor, dtype: torch.dtype | None) -> _Types | None:
+    """``None`` if they are not known."""
+    if not torch.is_autocast_enabled(logits.device.type):
+        own = logits.dtype if dtype is None else dtype
+        return _Types(own, own)
+    with torch.no_grad(), _Seeing() as seen:
+        functional.cross_entropy(logits[:1] if dtype is None else logits[:1].to(dtype), target[:1])
+    first = dtype in (None, *seen.logarithms[:1])
+    return _Types(*seen.logarithms, *seen.losses) if first and seen.is_as_ever else None
+
+
+class _Seeing(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """What a loss is computed in under autocast, which devices have lists of their own for."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.logarithms: list[torch.dtype] = []
+        self.losses: list[torch.dtype] = []
+        self._is_fused = False
+        """Whether logits are cast by the kernel, which adds in another order."""
+
+    @property
+    def is_as_ever(self) -> bool:
+        """Whether there is one of each."""
+        return len(self.logarithms) == len(self.losses) == 1 and not self._is_fused
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is _aten._log_softmax.default:
+            self.logarithms.append(args[0].dtype)
+            self._is_fused |= bool(args[2])
+        elif func is _aten.nll_loss_forward.default:
+            self.losses.append(args[0].dtype)
+        return func(*args, **kwargs or {})
 
 
 def _rows_together(logits: torch.Tensor) -> int:
@@ -130,14 +162,14 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, target: torch.Tensor, dtype: torch.dtype, ignore_index: int, reduction: str
+        ctx: Any, logits: torch.Tensor, target: torch.Tensor, types: _Types, ignore_index: int, reduction: str
     ) -> torch.Tensor:
         step = _rows_together(logits)
-        one_class = torch.empty(logits.shape[0], 1, dtype=dtype, device=logits.device)
+        one_class = torch.empty(logits.shape[0], 1, dtype=types.losses, device=logits.device)
         for some, its_target, losses in zip(
             torch.split(logits, step), torch.split(target, step), torch.split(one_class.squeeze(1), step), strict=True
         ):
-            logarithms = _log_softmax(some, dtype)
+            logarithms = _log_softmax(some, types.logarithms).to(types.losses)
             losses.copy_(_aten.nll_loss_forward(logarithms, its_target, None, 0, ignore_index)[0])
         # It takes them with their sign changed.
         one_class.neg_()
@@ -147,13 +179,13 @@ class _CrossEntropy(torch.autograd.Function):
         first = torch.zeros_like(target).masked_fill_(is_ignored, nobody)
         loss, weight = _aten.nll_loss_forward(one_class, first, None, _REDUCTIONS[reduction], nobody)
         ctx.save_for_backward(logits, target, weight)
-        ctx.how = dtype, ignore_index, reduction
+        ctx.how = types, ignore_index, reduction
         return loss  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         logits, target, weight = ctx.saved_tensors
-        dtype, ignore_index, reduction = ctx.how
+        types, ignore_index, reduction = ctx.how
         if torch.is_grad_enabled():
             # Of a gradient that has one itself.
             return _differentiable(logits, target, gradient, *ctx.how), None, None, None, None
@@ -164,11 +196,17 @@ class _CrossEntropy(torch.autograd.Function):
         for some, its_target, its_gradient, into in zip(
             torch.split(logits, step), targets, gradients, torch.split(found, step), strict=True
         ):
-            logarithms = _log_softmax(some, dtype)
+            logarithms = _log_softmax(some, types.logarithms)
             of_logarithms = _aten.nll_loss_backward(
-                its_gradient, logarithms, its_target, None, _REDUCTIONS[reduction], ignore_index, weight
-            )
-            into.copy_(_aten._log_softmax_backward_data(of_logarithms, logarithms, 1, dtype))
+                its_gradient,
+                logarithms.to(types.losses),
+                its_target,
+                None,
+                _REDUCTIONS[reduction],
+                ignore_index,
+                weight,
+            ).to(types.logarithms)
+            into.copy_(_aten._log_softmax_backward_data(of_logarithms, logarithms, 1, types.logarithms))
         return found, None, None, None, None
 
 
@@ -182,11 +220,12 @@ def _differentiable(
     logits: torch.Tensor,
     target: torch.Tensor,
     gradient: torch.Tensor,
-    dtype: torch.dtype,
+    types: _Types,
     ignore_index: int,
     reduction: str,
 ) -> torch.Tensor:
     with torch.autocast(logits.device.type, enabled=False):
-        loss = functional.cross_entropy(logits.to(dtype), target, ignore_index=ignore_index, reduction=reduction)
+        logarithms = functional.log_softmax(logits.to(types.logarithms), 1).to(types.losses)
+        loss = functional.nll_loss(logarithms, target, ignore_index=ignore_index, reduction=reduction)
         (found,) = torch.autograd.grad(loss, logits, gradient, create_graph=True)
     return found
