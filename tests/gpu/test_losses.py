@@ -81,5 +81,5 @@ def test_it_takes_little_more_than_the_logits_and_their_gradient(device: torch.d
 
     ours = peak(lambda: spillway.cross_entropy(logits, target, dtype=torch.float32))
     plain = peak(lambda: functional.cross_entropy(logits.float(), target))
-    assert ours < 1.5 * logits.nbytes
+    assert ours < 1.6 * logits.nbytes
     assert plain > 5.5 * logits.nbytes
