@@ -12,6 +12,7 @@ import torch
 import spillway
 from runtime.scenarios import expect_same, step
 from spillway.runtime.bytes import Bytes
+from spillway.runtime.cuda_driver import CudaDriver
 
 pytestmark = pytest.mark.gpu
 
@@ -100,6 +101,26 @@ def test_slow_lanes_change_nothing(model: torch.nn.Module, batch: torch.Tensor, 
         backend.copy = late_copy  # type: ignore[method-assign]
         for _ in range(3):
             expect_same(step(model, batch, spillway.offload(session=session, tier=tier, min_bytes=0)), wanted)
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("refuses", [False, True])
+def test_copies_are_the_drivers_and_where_it_refuses_torchs(
+    model: torch.nn.Module, batch: torch.Tensor, refuses: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queued: list[bool] = []
+    copy = CudaDriver.copy
+
+    def counted(*args: object) -> bool:
+        queued.append(not refuses and copy(*args))  # type: ignore[arg-type]
+        return queued[-1]
+
+    monkeypatch.setattr(CudaDriver, "copy", counted)
+    wanted = step(model, batch, contextlib.nullcontext())
+    with spillway.Session(window=4 * MIB) as session:
+        for _ in range(3):
+            expect_same(step(model, batch, spillway.offload(session=session, min_bytes=0)), wanted)
+    assert queued == [not refuses] * len(queued) and len(queued) > 100
 
 
 @pytest.mark.usefixtures("deterministic")

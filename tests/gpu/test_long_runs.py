@@ -126,7 +126,8 @@ TRAIN = """
 
 @pytest.mark.parametrize("tier", ["host", "disk"])
 @pytest.mark.parametrize("window", [0, 4 * MIB])
-def test_the_sanitizer_of_streams_finds_nothing(tier: str, window: int) -> None:
+def test_the_sanitizer_of_streams_finds_nothing_in_a_models_own_kernels(tier: str, window: int) -> None:
+    """Of the lanes' copies it sees nothing: they are no operators of torch's."""
     done = run_script(TRAIN.format(tier=tier, window=window), TORCH_CUDA_SANITIZER="1")
     assert "equal" in done.stdout, done.stderr
     assert "CSAN" not in done.stderr + done.stdout, done.stderr

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import spillway
 from integrations.llama import BUDGET, HARDWARE, llama, same, sentences, weights
 from spillway.losses import cross_entropy as room
-from spillway.losses.own import OwnLoss, own_losses
+from spillway.losses.own import own_losses
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -69,30 +69,54 @@ def test_it_is_the_models_own(name: str, given: str, dtype: torch.dtype, small: 
     expected = one_step(MODELS[name]().to(dtype).train(), **GIVEN[given])
     small.clear()
     model = MODELS[name]().to(dtype).train()
-    (loss,) = own_losses(model, lambda: 0)
-    found = one_step(model, **GIVEN[given])
+    (loss,) = own_losses(model)
+    with loss.in_rows(0):
+        found = one_step(model, **GIVEN[given])
     assert loss.is_in_rows
     assert not small
     assert same(found, expected)
-    loss.give_back()
     assert vars(model).keys() == vars(MODELS[name]()).keys()
 
 
-def test_a_copy_has_its_own(small: list[Tensor]) -> None:
-    model = llama(vocab_size=WORDS).train()
-    own_losses(model, lambda: 0)
-    copied = copy.deepcopy(model)
-    one_step(copied)
-    assert small
-
-
 def test_what_has_no_loss_is_not_asked_for_it(caplog: pytest.LogCaptureFixture) -> None:
-    with warnings.catch_warnings():
+    inner = llama().model.train()
+    words = torch.randint(WORDS, (2, 60), generator=torch.Generator().manual_seed(1))
+    with warnings.catch_warnings(), spillway.attach(inner, budget=BUDGET, hardware=HARDWARE):
         warnings.simplefilter("error")
-        inner = llama().model
-        for loss in own_losses(inner, lambda: 0):
-            loss.give_back()
+        inner(input_ids=words).last_hidden_state.sum().backward()
+        copy.deepcopy(inner)
     assert not caplog.records
+
+
+def test_a_loss_that_is_put_into_the_librarys_list_is_taken_as_it_is(
+    small: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.loss.loss_utils import LOSS_MAPPING
+
+    known = LOSS_MAPPING["ForCausalLM"]
+    monkeypatch.setitem(LOSS_MAPPING, "ForCausalLM", lambda *args, **kwargs: 2 * known(*args, **kwargs))
+    expected = one_step(llama(vocab_size=WORDS).train())
+    model = llama(vocab_size=WORDS).train()
+    (loss,) = own_losses(model)
+    with loss.in_rows(0):
+        assert same(one_step(model), expected)
+    assert not loss.is_in_rows
+
+
+def test_a_profile_without_the_hardware_knows_that_it_is_in_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    def profiled(least: int) -> spillway.Profile:
+        monkeypatch.setattr(room, "_LEAST_BYTES", least)
+        with torch.device("meta"):
+            model = llama(vocab_size=32000).to(torch.bfloat16).train()
+            words = torch.empty(4, 512, dtype=torch.int64)
+        batch = {"input_ids": words, "labels": words}
+        return spillway.profile(model, batch, loss=lambda output: output.loss, hardware="h200")
+
+    logits = 4 * 512 * 32000 * 2
+    ours, plain = (profiled(least).middle.peak_bytes for least in (1, 1 << 60))
+    # Cast logits, logarithms, and the gradients of both are twice as large as logits, each.
+    assert ours < 2.8 * logits
+    assert plain > 5.5 * logits
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -109,9 +133,10 @@ def test_inside_of_an_adapter(small: list[Tensor]) -> None:
     small.clear()
     torch.manual_seed(3)
     model = adapted()
-    found: list[OwnLoss] = own_losses(model, lambda: 0)
-    assert [each.kind for each in found] == ["LlamaForCausalLM"]
-    assert same(one_step(model), expected)
+    (loss,) = own_losses(model)
+    assert loss.kind == "LlamaForCausalLM"
+    with loss.in_rows(0):
+        assert same(one_step(model), expected)
     assert not small
 
 

@@ -231,6 +231,53 @@ def test_bad_arguments() -> None:
 
 def test_a_few_rows_are_computed_at_once(monkeypatch: pytest.MonkeyPatch, calls: list[int]) -> None:
     monkeypatch.setattr(room, "_LEAST_BYTES", 1 << 20)
-    assert not room.gains(logits_of(torch.float32))
+    assert not room.gains(ROWS, CLASSES, torch.float32)
     spillway.cross_entropy(logits_of(torch.float32), targets_of())
     assert not calls
+
+
+@pytest.mark.parametrize("ignored", [-1, 5])
+def test_under_autocast_another_class_is_ignored(ignored: int) -> None:
+    logits, target = logits_of(torch.bfloat16), targets_of(ignored=ignored)
+    assert target[0] == ignored
+
+    def loss(function: Callable[..., torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+        def called(logits: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return function(logits, target, ignore_index=ignored)
+
+        return called
+
+    assert same(both(logits, loss(spillway.cross_entropy)), both(logits, loss(functional.cross_entropy)))
+
+
+@pytest.mark.parametrize("ignored", [-100, 3, 255])
+def test_targets_of_bytes_are_torchs_to_see_to(ignored: int) -> None:
+    logits, target = logits_of(torch.float32, 200), targets_of(200, ignored=156).to(torch.uint8)
+    expected = both(logits, lambda logits: functional.cross_entropy(logits, target, ignore_index=ignored))
+    found = both(logits, lambda logits: spillway.cross_entropy(logits, target, ignore_index=ignored))
+    assert same(found, expected)
+
+
+@pytest.mark.parametrize("cast", [None, torch.float32])
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_several_gradients_at_once(reduction: str, cast: torch.dtype | None) -> None:
+    logits, target = logits_of(torch.bfloat16, rows=100), targets_of(rows=100)
+
+    def gradients(loss: torch.Tensor) -> torch.Tensor:
+        many = torch.eye(loss.numel(), dtype=loss.dtype) if loss.dim() else torch.tensor([1.0, 0.7], dtype=loss.dtype)
+        (found,) = torch.autograd.grad(loss, logits, many, is_grads_batched=True)
+        return found
+
+    expected = functional.cross_entropy(logits if cast is None else logits.to(cast), target, reduction=reduction)
+    found = spillway.cross_entropy(logits, target, reduction=reduction, dtype=cast)
+    assert torch.equal(gradients(found), gradients(expected))
+
+
+@pytest.mark.parametrize("rows", [65, 129, 257])
+def test_a_last_row_of_its_own_of_logits_that_are_a_part(rows: int) -> None:
+    whole = torch.randn(rows, 4109, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    target = targets_of(4099, rows)
+    expected = both(whole, lambda whole: functional.cross_entropy(whole[:, 5:4104], target % 4099))
+    found = both(whole, lambda whole: spillway.cross_entropy(whole[:, 5:4104], target % 4099))
+    assert same(found, expected)

@@ -13,11 +13,21 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import spillway
+from spillway.attaching.call import PLACE
 from spillway.losses import cross_entropy as room
+from spillway.losses import in_rows, own
 from spillway.losses.in_rows import InRows
 from spillway.losses.own import own_losses
 
-ROWS, WORDS = 60, 53
+ROWS, WORDS = 140, 53
+
+
+@pytest.fixture(autouse=True)
+def _known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Functions and models here are taken for those of the library."""
+    names = {(__name__, each.__qualname__) for each in (*IN_ROWS, *OTHERS, failing)}
+    monkeypatch.setattr(in_rows, "_KNOWN", names)
+    monkeypatch.setattr(own, "_LIBRARY", __name__)
 
 
 @pytest.fixture
@@ -108,6 +118,11 @@ def written(logits: Tensor, labels: Tensor) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
+def failing(logits: Tensor, labels: Tensor) -> Tensor:
+    logits.float().flatten()
+    raise KeyError("mine")
+
+
 IN_ROWS: list[Callable[..., Any]] = [shifted, sliced, as_they_are]
 OTHERS: list[Callable[..., Any]] = [
     regularised,
@@ -145,7 +160,7 @@ def test_its_cross_entropy_is_in_rows(
 ) -> None:
     expected = run(function, dtype)
     full.clear()
-    loss = InRows(lambda: function, lambda: 0)
+    loss = InRows(lambda: function, 0)
     assert same(run(loss, dtype), expected)
     assert loss.is_used
     assert not full
@@ -155,7 +170,7 @@ def test_arguments_are_handed_on(small: None, full: list[Tensor]) -> None:
     items = torch.tensor(41)
     expected = run(shifted, torch.bfloat16, items=items)
     full.clear()
-    assert same(run(InRows(lambda: shifted, lambda: 0), torch.bfloat16, items=items), expected)
+    assert same(run(InRows(lambda: shifted, 0), torch.bfloat16, items=items), expected)
     assert not full
 
 
@@ -163,21 +178,21 @@ def test_arguments_are_handed_on(small: None, full: list[Tensor]) -> None:
 @pytest.mark.parametrize("function", OTHERS, ids=lambda each: each.__name__)
 def test_what_else_it_does_is_done_as_it_is(function: Callable[..., Any], dtype: torch.dtype, small: None) -> None:
     expected = run(function, dtype)
-    loss = InRows(lambda: function, lambda: 0)
+    loss = InRows(lambda: function, 0)
     assert same(run(loss, dtype), expected)
     assert same(run(loss, dtype), expected)
 
 
 @pytest.mark.parametrize("function", OTHERS, ids=lambda each: each.__name__)
 def test_what_is_cast_is_not_used_in_two_ways(function: Callable[..., Any], small: None, full: list[Tensor]) -> None:
-    loss = InRows(lambda: function, lambda: 0)
+    loss = InRows(lambda: function, 0)
     run(loss, torch.bfloat16)
     assert not loss.is_used
     assert full[-1].dtype is torch.float32
 
 
 def test_little_is_done_as_it_is(full: list[Tensor]) -> None:
-    loss = InRows(lambda: shifted, lambda: 0)
+    loss = InRows(lambda: shifted, 0)
     run(loss, torch.bfloat16)
     assert not loss.is_used
     assert full
@@ -186,18 +201,20 @@ def test_little_is_done_as_it_is(full: list[Tensor]) -> None:
 def test_where_there_is_room_it_is_done_as_it_is(small: None, full: list[Tensor]) -> None:
     nbytes = 4 * ROWS * WORDS * 4
     for spare, is_used in ((nbytes - 1, True), (nbytes, False)):
-        loss = InRows(lambda: shifted, lambda spare=spare: spare)  # type: ignore[misc]
+        loss = InRows(lambda: shifted, spare)
         run(loss, torch.bfloat16)
         assert loss.is_used is is_used
 
 
-def test_errors_are_the_functions_own(small: None) -> None:
-    def failing(logits: Tensor, labels: Tensor) -> Tensor:
-        logits.float().flatten()
-        raise KeyError("mine")
+def test_what_torch_refuses_it_refuses_with_its_own_words(small: None) -> None:
+    loss = InRows(lambda: as_they_are, 0)
+    with pytest.raises(IndexError, match="Target 53 is out of bounds"):
+        run(lambda logits, labels: loss(logits, labels * 0 + WORDS), torch.bfloat16)
 
+
+def test_errors_are_the_functions_own(small: None) -> None:
     with pytest.raises(KeyError, match="mine"):
-        run(InRows(lambda: failing, lambda: 0), torch.bfloat16)
+        run(InRows(lambda: failing, 0), torch.bfloat16)
     assert not torch.overrides._get_current_function_mode_stack()
 
 
@@ -209,11 +226,14 @@ class Model(nn.Module):
         self.words = nn.Embedding(WORDS, 16)
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(4))
         self.head = nn.Linear(16, WORDS, bias=False)
+        self.kind: Callable[..., Any] = shifted
 
     @property
     def loss_function(self) -> Callable[..., Tensor]:
-        found: Callable[..., Tensor] = getattr(self, "_loss_function", shifted)
-        return found
+        if hasattr(self, "_loss_function"):
+            found: Callable[..., Tensor] = self._loss_function
+            return found
+        return self.kind
 
     @loss_function.setter
     def loss_function(self, function: Callable[..., Tensor]) -> None:
@@ -244,23 +264,77 @@ def steps(model: Model, count: int = 8) -> list[Tensor]:
     return [*found, *(each.detach().clone() for each in model.parameters())]
 
 
+def test_a_slice_of_logits_is_cast_as_it_is(small: None, full: list[Tensor]) -> None:
+    """The cast lays it out anew, so that it can be viewed. The rest is in rows."""
+
+    def of_slice(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda logits, labels: function(logits[:, 7:], labels[:, 7:])
+
+    expected = run(of_slice(shifted), torch.bfloat16)
+    loss = InRows(lambda: shifted, 0)
+    assert same(run(of_slice(loss), torch.bfloat16), expected)
+    assert loss.is_used
+
+
+def test_what_nobody_knows_is_done_as_it_is_and_once(small: None) -> None:
+    calls = []
+
+    def scripted(logits: Tensor, labels: Tensor) -> Tensor:
+        calls.append(None)
+        return shifted(logits, labels)
+
+    loss = InRows(lambda: scripted, 0)
+    expected = run(scripted, torch.bfloat16)
+    assert same(run(loss, torch.bfloat16), expected)
+    assert not loss.is_used
+    assert len(calls) == 2
+
+
+def test_a_mode_of_a_users_sees_all(small: None) -> None:
+    class Doubling(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            factor = 2 if func is functional.cross_entropy else 1
+            return factor * func(*args, **(kwargs or {})) if factor == 2 else func(*args, **(kwargs or {}))
+
+    def doubled(function: Callable[..., Any]) -> Callable[..., Any]:
+        def called(logits: Tensor, labels: Tensor) -> Any:
+            with Doubling():
+                return function(logits, labels)
+
+        return called
+
+    expected = run(doubled(shifted), torch.bfloat16)
+    assert same(run(doubled(InRows(lambda: shifted, 0)), torch.bfloat16), expected)
+    with torch.device("cpu"):
+        loss = InRows(lambda: shifted, 0)
+        run(loss, torch.bfloat16)
+    assert loss.is_used
+
+
 def test_a_model_that_is_planned_for_has_its_loss_in_rows(small: None, full: list[Tensor]) -> None:
     expected = steps(model_of())
     model = model_of()
     before = dict(vars(model))
     full.clear()
     with spillway.Session() as session, spillway.attach(model, budget="1GiB", session=session) as attached:
+        found = steps(model, 1)
+        assert not full
+        assert vars(model).keys() == before.keys() | {PLACE}
+        assert model.loss_function is shifted
+        copied, loaded = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    for other in (copied, loaded):
+        assert other.loss_function is shifted
+        assert vars(other).keys() == before.keys()
+    model = model_of()
+    full.clear()
+    with spillway.Session() as session, spillway.attach(model, budget="1GiB", session=session) as attached:
         found = steps(model)
         assert attached.stage == "holding"
         assert "the loss of Model is computed in rows" not in attached.explain()
-        copied, loaded = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
     # In the last steps there is room for all of it.
     assert full
     assert same(found, expected)
     assert vars(model).keys() == before.keys()
-    assert model.loss_function is shifted
-    for other in (copied, loaded):
-        assert other.loss_function is shifted
 
 
 def test_within_a_tight_budget_it_stays_in_rows(small: None, full: list[Tensor]) -> None:
@@ -282,21 +356,74 @@ def test_within_a_tight_budget_it_stays_in_rows(small: None, full: list[Tensor])
     assert same(found, expected)
 
 
-def test_a_users_own_loss_is_left_alone(small: None) -> None:
-    model = model_of()
-    model.loss_function = regularised
-    assert not own_losses(model, lambda: 0)
-    assert model.loss_function is regularised
-
-
-def test_a_loss_that_was_set_meanwhile_stays(small: None) -> None:
-    model = model_of()
+@pytest.mark.parametrize("before", [False, True])
+def test_a_users_own_loss_is_left_alone(before: bool, small: None, full: list[Tensor]) -> None:
+    expected, model = model_of(), model_of()
+    for each in (expected, model)[: 2 if before else 1]:
+        each.loss_function = as_they_are
     with spillway.attach(model, budget="1GiB"):
-        model.loss_function = regularised
-    assert model.loss_function is regularised
+        model.loss_function = as_they_are
+        found = steps(model, 2)
+        assert len(full) == 2
+        assert model.loss_function is as_they_are
+    assert same(found, steps(expected, 2))
+    assert model.loss_function is as_they_are
 
 
-def test_without_a_budget_it_is_left_alone() -> None:
+def test_a_loss_that_is_a_module_is_where_the_model_has_it(small: None) -> None:
+    class Mine(nn.Module):
+        def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+            return regularised(logits, labels)
+
+    expected, model = model_of(), model_of()
+    expected._loss_function, model._loss_function = Mine(), Mine()
+    with spillway.attach(model, budget="1GiB"):
+        found = steps(model, 2)
+    assert same(found, steps(expected, 2))
+
+
+def test_a_loss_that_a_subclass_finds_is_left_alone(small: None) -> None:
+    class Other(Model):
+        @property
+        def loss_function(self) -> Callable[..., Tensor]:
+            return regularised
+
+    Other.loss_function.fget.__module__ = "elsewhere"  # type: ignore[attr-defined]
+    assert len(own_losses(Model())) == 1
+    assert not own_losses(Other())
+
+
+def test_another_loss_of_the_library_is_taken_when_it_is_asked_for(small: None, full: list[Tensor]) -> None:
+    model, plain = model_of(), model_of()
+    with spillway.attach(model, budget="1GiB"):
+        steps(model, 1)
+        model.kind = plain.kind = sliced
+        steps(plain, 1)
+        full.clear()
+        found = steps(model, 1)
+        assert not full
+    expected = model_of()
+    steps(expected, 1)
+    expected.kind = sliced
+    assert same(found, steps(expected, 1))
+
+
+def test_nothing_is_left_where_a_call_fails_or_attaching_is_refused(small: None) -> None:
+    model = model_of()
+    before = set(vars(model))
+    model.kind = failing
+    with spillway.attach(model, budget="1GiB") as attached:
+        with pytest.raises(KeyError, match="mine"):
+            steps(model, 1)
+        assert vars(model).keys() - {PLACE} == before
+        attached.remove()
+    with pytest.raises(spillway.UsageError):
+        spillway.attach(model, budget="1GiB", blocks=["layers.*", "layers.0.*"])
+    assert vars(model).keys() == before
+
+
+def test_without_a_budget_it_is_left_alone(full: list[Tensor], small: None) -> None:
     model = model_of()
     with spillway.attach(model):
-        assert model.loss_function is shifted
+        steps(model, 1)
+    assert full

@@ -13,7 +13,7 @@ import torch
 import spillway
 from budgets import NAMED, attached_to, budget_of, one_step, search
 from spillway import Session
-from spillway.attaching.pilot import Pilot
+from spillway.attaching import contest
 from spillway.planning.profile import HostTimes, Profile
 from spillway.planning.programs import options_of
 from spillway.profiling import compile as compiling
@@ -169,6 +169,7 @@ def test_a_plan_is_made_once_more_and_only_once(
     monkeypatch.setattr(Session, "is_growing", property(lambda self: next(looks) < growing))
     monkeypatch.setattr(meter, "_resident", lambda: 16 * MiB)
     monkeypatch.setattr(compiling, "queues", lambda device: True)
+    monkeypatch.setattr(contest, "_seconds_of", lambda watched: 1.0)
     seen = iter(slow)
     monkeypatch.setattr(Slowness, "of", classmethod(lambda cls, profile, plan, watched: cls(*[next(seen)] * 2)))
     kind = NAMED["mlp"]
@@ -185,30 +186,48 @@ def test_a_plan_is_made_once_more_and_only_once(
 
 
 @pytest.mark.parametrize(
-    ("seconds", "is_held"),
-    [([3.0, 2.0, 4.0, 1.0], True), ([3.0, 2.0, 2.0, 5.0], True), ([3.0, 2.0, 4.0, 2.5], False)],
-    ids=["faster", "as fast", "slower"],
+    ("seconds", "over", "says"),
+    [
+        ([3.0, 2.0, 4.0, 1.0], False, ""),
+        ([3.0, 2.0, 2.0, 5.0], False, ""),
+        ([3.0, 2.0, 4.0, 2.5], False, "was no faster"),
+        ([3.0, 2.0], True, "took more than the budget"),
+    ],
+    ids=["faster", "as fast", "slower", "over the budget"],
 )
 def test_of_two_plans_the_faster_one_is_held(
-    seconds: list[float], is_held: bool, session: Session, monkeypatch: pytest.MonkeyPatch
+    seconds: list[float], over: bool, says: str, session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(meter, "_resident", lambda: 16 * MiB)
     monkeypatch.setattr(compiling, "queues", lambda device: True)
     monkeypatch.setattr(Slowness, "of", classmethod(lambda cls, profile, plan, watched: cls(5.0, 5.0)))
     taken = iter(seconds)
-    monkeypatch.setattr(Pilot, "_took", lambda self: self._seconds.append(next(taken)))
+    monkeypatch.setattr(contest, "_seconds_of", lambda watched: next(taken, 9.0))
     kind = NAMED["mlp"]
     model, batch = kind.model(), kind.batch()
     expected = one_step(kind.model(), batch)
     measured = spillway.profile(model, batch, session=session)
-    with attached_to(model, budget_of(measured, 0.5) + 3 * MiB, session) as attached:
-        plans = []
+    budget = budget_of(measured, 0.5) + 3 * MiB
+    with attached_to(model, budget, session) as attached:
+        pilot = attached._root.pilot
+        assert pilot is not None
+        own = pilot._budget
+        plans: list[str] = []
+        stages = []
         while attached.stage != "holding":
+            if over and len(set(plans)) == 2 and stages[-1] == "checking":
+                # Of the step that has just been made, which is looked at when the next one begins.
+                monkeypatch.setattr(pilot, "_budget", 1)
+                over = False
             one_step(model, batch)
-            plans.append(attached.plan)
-        first, second = dict.fromkeys(str(plan) for plan in plans if plan is not None)
+            monkeypatch.setattr(pilot, "_budget", own)
+            stages.append(attached.stage)
+            plans += [] if attached.plan is None else [str(attached.plan)]
+        first, second = dict.fromkeys(plans)
         assert attached.plan is not None
-        assert str(attached.plan) == (second if is_held else first)
-        assert any("was no faster" in note for note in attached.notes) is not is_held
+        assert str(attached.plan) == (first if says else second)
+        notes = [note for note in attached.notes if "knew more of the host" in note]
+        assert [says in note for note in notes] == ([True] if says else [])
+        # A plan that is gone back to is tried once more: orders have been learned for another one.
+        assert stages.count("trying") == (3 if says else 2)
         assert all(map(torch.equal, one_step(model, batch), expected))
-        assert next(taken, None) is None

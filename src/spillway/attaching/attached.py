@@ -26,7 +26,7 @@ from spillway.attaching.refusals import (
 from spillway.blocks import Blocks, Named, above, find_blocks, walk
 from spillway.errors import SpillwayError, UsageError
 from spillway.groups import Groups
-from spillway.losses.own import OwnLoss, own_losses
+from spillway.losses.own import own_losses
 from spillway.policies import Keep, Offload, Policy
 from spillway.recomputing import Recompute
 from spillway.records import StepStats
@@ -282,7 +282,6 @@ class Attached:
         self._root = root
         self._root.attached = self
         self._policy = policy
-        self._losses: list[OwnLoss] = []
         self._removed = False
 
     @property
@@ -298,10 +297,10 @@ class Attached:
     def follow(self, pilot: Pilot) -> None:
         """From the next call of the model on, blocks do as a pilot says. For those who plan and measure."""
         self._root.pilot = pilot
-        model = self._root.module()
-        if model is not None and not self._losses:
-            self._losses = own_losses(model, lambda: pilot.spare_bytes)
         pilot.take([call for call in self._root.blocks if isinstance(call, RegionCall)])
+        model = self._root.module()
+        if model is not None:
+            self._root.losses = own_losses(model)
 
     def tell(self, told: Callable[[SpillwayError], None]) -> None:
         """Of what is refused in a call later on, tell somebody, and let the call go on as if nothing were attached.
@@ -355,7 +354,7 @@ class Attached:
         if plan is None:
             raise UsageError("explain: got a call before there is a plan, expected attach(model, budget=...) and steps")
         if what is None:
-            losses = [f"the loss of {loss.kind} is computed in rows" for loss in self._losses if loss.is_in_rows]
+            losses = [f"the loss of {loss.kind} is computed in rows" for loss in self._root.losses if loss.is_in_rows]
             return "\n".join([str(plan), *losses, *self.notes])
         name = what if isinstance(what, str) else self._block_of(what)
         found = [block for block in plan.blocks if block.name == name]
@@ -423,8 +422,6 @@ class Attached:
         self._root.attached = None
         if self._root.pilot is not None:
             self._root.pilot.drop()
-        for loss in self._losses:
-            loss.give_back()
         strangers = [call for call in (self._root, *self._root.blocks) if not call.give_back()]
         if strangers:
             raise UsageError(strangers[0].collision())

@@ -16,6 +16,7 @@ from spillway.attaching.refusals import refuse_own_flags
 from spillway.blocks import Named
 from spillway.capture.order import Memory
 from spillway.errors import UsageError
+from spillway.losses.own import OwnLoss
 from spillway.offloading import offload
 from spillway.regions.region import Surroundings, surroundings
 from spillway.session import Session
@@ -53,6 +54,8 @@ class ModelCall(ModuleCall):
         self._here = _Here()
         self.pilot: Pilot | None = None
         """Who finds a plan."""
+        self.losses: Sequence[OwnLoss] = ()
+        """Those of its modules, which hold less while there is a pilot."""
         self.attached: object = None
         """What the user has of it, for as long as it is on the model."""
         self.passes = 0
@@ -79,6 +82,9 @@ class ModelCall(ModuleCall):
             self.pilot.begin(module, args, kwargs)
         self.passes += 1
         stack.enter_context(self._pass())
+        if self.pilot is not None:
+            for loss in self.losses:
+                stack.enter_context(loss.in_rows(self.pilot.spare_bytes))
         self._here.inside = True
         stack.callback(self._leave)
 

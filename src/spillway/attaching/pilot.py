@@ -19,8 +19,8 @@ Each call of the model in training is a pass, and each pass has a stage:
 ``CHECKING``
     The plan is in force, and the step's peak is measured. If it is over the budget, a plan is made for a budget that is
     smaller by that, and is tried. If the host took longer than was foreseen, or less, a plan is made that knows of it;
-    once, and not by a step in which host memory was pinned in the background. Hosts are not the same from one moment to
-    the next, so of both plans that one is held which took less, each in the faster one of two checked steps.
+    once, and not by a step in which host memory was pinned in the background. Of both plans the faster one is held:
+    see NOTE [ Of two plans the faster one ] in ``contest.py``.
 ``HOLDING``
     Nothing is watched but the device's peak and the shapes of the model's inputs, at each call. A peak over the budget,
     and a plan is made for less. One of several ranks notes it, and goes on. Larger inputs take the least memory once;
@@ -52,6 +52,7 @@ from torch.nn import Module
 from torch.utils._pytree import tree_leaves
 
 from spillway.attaching.aim import Aim
+from spillway.attaching.contest import Contest, decisions
 from spillway.attaching.peers import Peers, peers_of, shared_profile
 from spillway.attaching.steering import Divided
 from spillway.attaching.treating import LEAST, calls_of, told_of, treat_by, treat_whole, tried_by
@@ -80,8 +81,6 @@ MOST_GROWTH = 2
 _MOST_WAITING = 256
 """Passes for which an optimizer's steps are waited for."""
 _MOST_IDLE = 16
-_CHECKS = 2
-"""Steps of each of two plans that are compared."""
 _EVALUATED = "an evaluation between two steps had a peak over the budget, which is of training alone"
 _LEARNED = "a step with inputs of a new size, which is learned from, was over the budget"
 
@@ -116,13 +115,12 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class _Rival:
-    """A plan that was within the budget, what it was made of, and what its steps took."""
+    """A plan that was within the budget, and what it was made of."""
 
     plan: Plan
     profile: Profile
     measured_profile: Profile | None
     measured: Measured
-    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,8 +198,8 @@ class Pilot(Watcher):
         """Whether a plan was made that knows what the host takes for one."""
         self._slowness: Slowness | None = None
         """Of the host in the first checked step of a plan, if it was slow."""
-        self._seconds: list[float] = []
-        """What checked steps of the plan took, within the budget."""
+        self._contest = Contest()
+        """Times checked steps of the plan, within the budget."""
         self._rival: _Rival | None = None
         """The plan before, while one is checked that knows of the host."""
         self._aim = None if budget is None else Aim(budget)
@@ -455,7 +453,7 @@ class Pilot(Watcher):
             self._start_anew()
             return
         self._has_outgrown = True
-        self._rival = None
+        self._forget_host()
         self.stage = Stage.TRYING
         for block in self._blocks:
             block.how = LEAST
@@ -469,7 +467,7 @@ class Pilot(Watcher):
         told = partial(told_of, profile, self._blocks, self._used_session, self._calls)
         self.profile = shared_profile(self._known_peers.share("told", told))
         self._slowness = None
-        self._seconds.clear()
+        self._contest = Contest()
         self.plan = self._planner(self.profile, self._aim.nbytes, self._known_peers)
         self.apply(self.plan)
         self.stage = Stage.TRYING
@@ -487,53 +485,55 @@ class Pilot(Watcher):
             self._others += 1
             self._note_once(_LEARNED)
         elif peak > self._budget and self._rival is not None:
-            self._go_back(self._rival)
+            self._go_back(self._rival, "took more than the budget")
         elif peak > self._budget:
             self._aim.back_off(peak, self._replan, self._note)
         elif self._rival is not None:
-            self._compare(self._rival)
-        elif not self._asks_for_host(watched):
-            self._begin_to_hold()
+            self._compare(self._rival, watched, learned=learned)
+        elif not self._asks_for_host(watched, learned=learned):
+            self.stage = Stage.HOLDING
+            self._reset_peak()
 
-    def _begin_to_hold(self) -> None:
+    def _compare(self, rival: _Rival, watched: Watched, *, learned: bool) -> None:
+        """A plan that knows of the host was checked: hold it, or the one before."""
+        self._contest.saw(watched, self._known_peers, is_odd=learned or self._is_growing())
+        if not self._contest.is_over:
+            return
+        if self._contest.is_lost:
+            self._go_back(rival, "was no faster")
+            return
         self._rival = None
         self.stage = Stage.HOLDING
         self._reset_peak()
 
-    def _compare(self, rival: _Rival) -> None:
-        """A plan that knows of the host was checked: hold it, or the one before."""
-        self._took()
-        if len(self._seconds) < _CHECKS:
-            return
-        if min(self._seconds) > rival.seconds:
-            self._go_back(rival)
-        else:
-            self._begin_to_hold()
-
-    def _go_back(self, rival: _Rival) -> None:
+    def _go_back(self, rival: _Rival, why: str) -> None:
+        """Hold the plan before, which is tried and checked again: orders have been learned for another one."""
+        self._rival = None
         self.profile, self._measured_profile, self.measured = rival.profile, rival.measured_profile, rival.measured
         self.plan = rival.plan
         self.apply(rival.plan)
-        self._note("a plan that knew more of the host was no faster: the one before is held")
-        self._begin_to_hold()
+        self._note(f"a plan that knew more of the host {why}: the one before is held")
+        self.stage = Stage.TRYING
 
-    def _took(self) -> None:
-        """Remember what the step took that is checked, by the slowest rank."""
-        assert self.measured is not None
-        mine = self.measured.seconds
-        self._seconds.append(max(self._known_peers.share("seconds", lambda: mine)))
+    def _forget_host(self) -> None:
+        """Whatever plan comes next is not known to suit it."""
+        self._knows_host = False
+        self._rival = None
 
-    def _asks_for_host(self, watched: Watched) -> bool:
+    def _is_growing(self) -> bool:
+        """Whether memory is pinned in the background, for a new plan: that makes a host slow."""
+        return self._used_session.is_growing
+
+    def _asks_for_host(self, watched: Watched, *, learned: bool) -> bool:
         """Whether there is a plan to try that knows how slow the host is, or that is to be seen again."""
         assert self.profile is not None
         assert self.plan is not None
         profile, plan = self.profile, self.plan
         if self._knows_host or profile.kinds[0].host is None:
             return False
-        if any(self._known_peers.share("growing", lambda: self._used_session.is_growing)):
-            # Memory that is pinned in the background, for a new plan, makes a host slow.
+        if any(self._known_peers.share("growing", self._is_growing)):
             return True
-        self._took()
+        self._contest.saw(watched, self._known_peers, is_odd=learned)
         slowness = Slowness.most(self._known_peers.share("slowness", lambda: Slowness.of(profile, plan, watched)))
         before, self._slowness = self._slowness, slowness
         if before is None and slowness.matters_to(profile):
@@ -544,7 +544,7 @@ class Pilot(Watcher):
         if not slowness.matters_to(profile):
             return False
         assert self.measured is not None
-        rival = _Rival(plan, profile, self._measured_profile, self.measured, min(self._seconds))
+        rival, timed = _Rival(plan, profile, self._measured_profile, self.measured), self._contest.timed
         self.profile = slowness.told(profile)
         if self._measured_profile is not None:
             self._measured_profile = slowness.told(self._measured_profile)
@@ -554,8 +554,10 @@ class Pilot(Watcher):
             # It is the same memory as before: there was a plan, and it is kept.
             self.profile, self._measured_profile = profile, rival.measured_profile
             return False
-        if self.plan != plan:
-            self._rival = rival
+        assert self.plan is not None
+        if decisions(self.plan) != decisions(plan) and self.plan.optimizer_fraction == plan.optimizer_fraction:
+            # A step whose optimizer is another one's is compared with none.
+            self._rival, self._contest = rival, Contest(timed)
         return True
 
     @property
@@ -581,6 +583,7 @@ class Pilot(Watcher):
                 self._note_once(f"a step of this rank had a peak over the budget of {format_bytes(self._budget)}")
                 return
             self._note(f"a step had a peak of {format_bytes(peak)}, over the budget of {format_bytes(self._budget)}")
+            self._forget_host()
             self._aim.back_off(peak, self._replan, self._note)
 
     def _has_learned(self) -> bool:
@@ -594,8 +597,7 @@ class Pilot(Watcher):
         self._strangers = 0
         self._probes.clear()
         self._weighed = None
-        self._knows_host = False
-        self._rival = None
+        self._forget_host()
         if self._aim is not None:
             self._aim.reset()
         self._waited = 0

@@ -86,6 +86,8 @@ def rehearse(
     for tensor in (*state.values(), *tree_leaves(there)):
         if isinstance(tensor, torch.Tensor):
             fake.number_of(tensor)
+    for tensor, stand_in in stand_ins.pairs():
+        fake.contents.know(stand_in, tensor)
     pilot = Rehearsal(type(model).__name__, fake, min_bytes=parse_bytes(MIN_BYTES, what="min_bytes"))
     with attach(model, blocks=blocks) as attached, kernels_of(target.device, target.attention), fake:
         attached.follow(pilot)

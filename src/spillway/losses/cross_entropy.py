@@ -22,6 +22,7 @@ same numbers in the same order.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +38,7 @@ _STEPS = 16
 """How many there are. On an H200, 512 rows of 32,000 or 128,256 classes keep it busy, and 128 do not."""
 _TOGETHER = 16
 """Rows of a step are a multiple of it. See NOTE [ Which rows go together ]."""
-_REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
+REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
 _aten = torch.ops.aten
 
 
@@ -78,10 +79,10 @@ def cross_entropy(
             f"got logits of shape {tuple(logits.shape)} and a target of {tuple(target.shape)}, expected (rows, "
             f"classes) and (rows,); flatten them: logits.flatten(0, 1), target.flatten()"
         )
-    if reduction not in _REDUCTIONS:
-        raise UsageError(f"reduction: got {reduction!r}, expected one of {', '.join(map(repr, _REDUCTIONS))}")
+    if reduction not in REDUCTIONS:
+        raise UsageError(f"reduction: got {reduction!r}, expected one of {', '.join(map(repr, REDUCTIONS))}")
     computed_in = None
-    if gains(logits, dtype) and _is_plain(logits, target):
+    if gains(*logits.shape, logits.dtype if dtype is None else dtype) and _is_plain(logits, target):
         computed_in = _types_of(logits, target, dtype)
     if computed_in is None:
         cast = logits if dtype is None else logits.to(dtype)
@@ -90,16 +91,16 @@ def cross_entropy(
     return loss
 
 
-def gains(logits: torch.Tensor, dtype: torch.dtype | None = None) -> bool:
+def gains(rows: int, classes: int, dtype: torch.dtype) -> bool:
     """Whether there are enough of them, which are computed in this type, for something to be gained."""
-    dtype = logits.dtype if dtype is None else dtype
-    return logits.numel() * dtype.itemsize >= _LEAST_BYTES and len(logits) > 2 * _TOGETHER
+    return rows * classes * dtype.itemsize >= _LEAST_BYTES and rows >= 4 * _TOGETHER
 
 
 def _is_plain(logits: torch.Tensor, target: torch.Tensor) -> bool:
     """Whether nobody but autograd looks at what is done with them."""
     return (
         all(type(each) is torch.Tensor for each in (logits, target))
+        and target.dtype is torch.int64
         and not torch._C._are_functorch_transforms_active()
         and torch.autograd.forward_ad._current_level < 0
         and not torch.compiler.is_compiling()
@@ -118,11 +119,13 @@ class _Types:
 
 def _types_of(logits: torch.Tensor, target: torch.Tensor, dtype: torch.dtype | None) -> _Types | None:
     """``None`` if they are not known."""
-    if not torch.is_autocast_enabled(logits.device.type):
+    kind = logits.device.type
+    if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
         own = logits.dtype if dtype is None else dtype
         return _Types(own, own)
     with torch.no_grad(), _Seeing() as seen:
-        functional.cross_entropy(logits[:1] if dtype is None else logits[:1].to(dtype), target[:1])
+        # Of any class that there is.
+        functional.cross_entropy(logits[:1] if dtype is None else logits[:1].to(dtype), torch.zeros_like(target[:1]))
     first = dtype in (None, *seen.logarithms[:1])
     return _Types(*seen.logarithms, *seen.losses) if first and seen.is_as_ever else None
 
@@ -157,6 +160,13 @@ def _rows_together(logits: torch.Tensor) -> int:
     return -(-len(logits) // (_STEPS * _TOGETHER)) * _TOGETHER
 
 
+def _parts(logits: torch.Tensor, step: int) -> Iterator[torch.Tensor]:
+    """Some rows at a time, laid out as the kernels would have all of them: a single row is dense wherever it lies."""
+    is_dense = logits.is_contiguous()
+    for some in torch.split(logits, step):
+        yield some if is_dense else some.clone(memory_format=torch.contiguous_format)
+
+
 class _CrossEntropy(torch.autograd.Function):
     """See NOTE [ What a loss holds ]."""
 
@@ -167,7 +177,7 @@ class _CrossEntropy(torch.autograd.Function):
         step = _rows_together(logits)
         one_class = torch.empty(logits.shape[0], 1, dtype=types.losses, device=logits.device)
         for some, its_target, losses in zip(
-            torch.split(logits, step), torch.split(target, step), torch.split(one_class.squeeze(1), step), strict=True
+            _parts(logits, step), torch.split(target, step), torch.split(one_class.squeeze(1), step), strict=True
         ):
             logarithms = _log_softmax(some, types.logarithms).to(types.losses)
             losses.copy_(_aten.nll_loss_forward(logarithms, its_target, None, 0, ignore_index)[0])
@@ -177,7 +187,7 @@ class _CrossEntropy(torch.autograd.Function):
         is_ignored = target == ignore_index
         nobody = -1
         first = torch.zeros_like(target).masked_fill_(is_ignored, nobody)
-        loss, weight = _aten.nll_loss_forward(one_class, first, None, _REDUCTIONS[reduction], nobody)
+        loss, weight = _aten.nll_loss_forward(one_class, first, None, REDUCTIONS[reduction], nobody)
         ctx.save_for_backward(logits, target, weight)
         ctx.how = types, ignore_index, reduction
         return loss  # type: ignore[no-any-return]
@@ -189,25 +199,38 @@ class _CrossEntropy(torch.autograd.Function):
         if torch.is_grad_enabled():
             # Of a gradient that has one itself.
             return _differentiable(logits, target, gradient, *ctx.how), None, None, None, None
-        step = _rows_together(logits)
-        found = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-        targets = torch.split(target, step)
-        gradients = torch.split(gradient, step) if reduction == "none" else [gradient] * len(targets)
-        for some, its_target, its_gradient, into in zip(
-            torch.split(logits, step), targets, gradients, torch.split(found, step), strict=True
-        ):
+
+        def of(some: torch.Tensor, its_target: torch.Tensor, its_gradient: torch.Tensor) -> torch.Tensor:
             logarithms = _log_softmax(some, types.logarithms)
             of_logarithms = _aten.nll_loss_backward(
                 its_gradient,
                 logarithms.to(types.losses),
                 its_target,
                 None,
-                _REDUCTIONS[reduction],
+                REDUCTIONS[reduction],
                 ignore_index,
                 weight,
             ).to(types.logarithms)
-            into.copy_(_aten._log_softmax_backward_data(of_logarithms, logarithms, 1, types.logarithms))
+            found: torch.Tensor = _aten._log_softmax_backward_data(of_logarithms, logarithms, 1, types.logarithms)
+            return found
+
+        if _is_batched(gradient):
+            # Several at once can be written into no memory of one.
+            return of(logits, target, gradient).to(logits.dtype), None, None, None, None
+        step = _rows_together(logits)
+        found = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+        targets = torch.split(target, step)
+        gradients = torch.split(gradient, step) if reduction == "none" else [gradient] * len(targets)
+        for some, its_target, its_gradient, into in zip(
+            _parts(logits, step), targets, gradients, torch.split(found, step), strict=True
+        ):
+            into.copy_(of(some, its_target, its_gradient))
         return found, None, None, None, None
+
+
+def _is_batched(gradient: torch.Tensor) -> bool:
+    functorch: Any = torch._C._functorch
+    return bool(functorch.is_batchedtensor(gradient) or functorch.is_legacy_batchedtensor(gradient))
 
 
 def _log_softmax(logits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

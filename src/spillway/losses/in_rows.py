@@ -1,4 +1,4 @@
-"""A model's own loss function, with its cross entropy in rows.
+"""The loss functions of a library of models, with their cross entropy in rows.
 
 NOTE [ Casts that wait ]
 
@@ -8,9 +8,11 @@ sees its operators: it puts such a cast off, with views and slices of its result
 would have cast it back: the same number.
 
 That would not be so if the cast logits were used in a second way, too, whose gradient would be added before that. So
-where anything else is done with them, or they are used twice, or given back, the function is run anew, as it is. That
-it may be run twice is known of functions that a library has for its models, which compute from their arguments alone;
-what a user put in their place is left alone.
+where anything else is done with them, or they are used twice, or given back, the function is run anew, as it is.
+
+What stands for the result of a cast is no such result, for whoever looks at it past torch's functions: a scripted
+function, a kernel of another library. So it is done to functions that are known, by name, to compute from their
+arguments alone, by torch's functions alone. What a user has put in their place is his own.
 """
 
 from __future__ import annotations
@@ -18,16 +20,18 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 from torch.utils._pytree import tree_leaves
 
-from spillway.losses.cross_entropy import cross_entropy, gains
+from spillway.losses.cross_entropy import REDUCTIONS, cross_entropy, gains
 
+_KNOWN = {("transformers.loss.loss_utils", name) for name in ("ForCausalLMLoss", "ForMaskedLMLoss")}
+"""See NOTE [ Casts that wait ]. By name, since nothing here imports a trainer."""
 _CASTS = {torch.Tensor.float: torch.float32}
 _VIEWS = {
     torch.Tensor.contiguous,
@@ -56,43 +60,39 @@ class InRows:
     """Stands for a loss function. See NOTE [ Casts that wait ].
 
     Args:
-        find: gives the loss function, which computes from its arguments alone.
+        find: gives the loss function.
         spare: bytes that there are for it beyond what it needs in rows: it is run as it is where it needs no more.
     """
 
-    def __init__(self, find: Callable[[], Callable[..., Any]], spare: Callable[[], int]) -> None:
+    def __init__(self, find: Callable[[], Callable[..., Any]], spare: int) -> None:
         self._find = find
         self._spare = spare
-        self._is_other = False
-        """Whether it does what cannot be put off."""
         self.is_used = False
         """Whether the last loss was computed in rows."""
 
-    @cached_property
-    def function(self) -> Callable[..., Any]:
-        """The loss function."""
-        return self._find()
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._is_other or not torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return self.function(*args, **kwargs)
+        function = self._find()
+        self.is_used = False
+        if not _is_known(function) or not torch.is_grad_enabled() or _is_looked_at():
+            return function(*args, **kwargs)
         try:
-            with _Waiting(self._spare()) as waiting:
-                loss = self.function(*args, **kwargs)
+            with _Waiting(self._spare) as waiting:
+                loss = function(*args, **kwargs)
             waiting.check(loss)
         except _OtherUse:
-            self._is_other, self.is_used = True, False
-            return self.function(*args, **kwargs)
+            return function(*args, **kwargs)
         self.is_used = waiting.is_used
         return loss
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        # A copy of the model has what it would have without.
-        return _same, (self.function,)
+
+def _is_known(function: Callable[..., Any]) -> bool:
+    return (getattr(function, "__module__", None), getattr(function, "__qualname__", None)) in _KNOWN
 
 
-def _same(function: Callable[..., Any]) -> Callable[..., Any]:
-    return function
+def _is_looked_at() -> bool:
+    """Whether a mode of somebody's, but for the one that says where tensors are made, is to see torch's functions."""
+    others = [mode for mode in _get_current_function_mode_stack() if not isinstance(mode, DeviceContext)]
+    return bool(others) or torch.compiler.is_compiling()
 
 
 class _OtherUse(BaseException):
@@ -156,8 +156,13 @@ class _Waiting(TorchFunctionMode):
     def _gains(self, logits: torch.Tensor, dtype: torch.dtype) -> bool:
         if type(logits) is not torch.Tensor or not logits.requires_grad or logits.dim() < 2:
             return False
+        # A cast lays out anew what is not dense, and views of it may be none of this one.
         # As it is, the function has the cast logits, the logarithms, and the gradients of both.
-        return 4 * logits.numel() * dtype.itemsize > self._spare and gains(logits.flatten(0, -2), dtype)
+        return (
+            logits.is_contiguous()
+            and 4 * logits.numel() * dtype.itemsize > self._spare
+            and gains(logits.numel() // max(logits.shape[-1], 1), logits.shape[-1], dtype)
+        )
 
     def _stands_for(self, tensor: torch.Tensor, cast: _Cast) -> torch.Tensor:
         self._casts[id(tensor)] = tensor, cast
@@ -175,6 +180,7 @@ def _in_rows(dtype: torch.dtype | None, bound: inspect.BoundArguments) -> torch.
     given = bound.arguments
     logits, target = given["input"], given["target"]
     plain = all(given[name] is value or given[name] == value for name, value in _PLAIN.items())
-    if not plain or logits.dim() != 2 or target.shape != logits.shape[:1] or target.is_floating_point():
+    is_ours = logits.dim() == 2 and target.shape == logits.shape[:1] and given["reduction"] in REDUCTIONS
+    if not plain or not is_ours or target.is_floating_point():
         raise _OtherUse
     return cross_entropy(logits, target, ignore_index=given["ignore_index"], reduction=given["reduction"], dtype=dtype)

@@ -10,7 +10,7 @@ see :mod:`spillway.profiling.workspaces`.
 
 What comes into sight as an argument, and nothing made, was there before. Tensors of the host's with a shape that meet
 ``meta`` ones (labels that a loss has by closure) are taken to be on the device. What the host asks of the content of a
-tensor has no answer, and is refused.
+tensor has no answer, and is refused, but where it is known: see :mod:`spillway.profiling.contents`.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_map
 from spillway.errors import UnsupportedError
 from spillway.planning.hardware import Hardware
 from spillway.planning.roofline import seconds_of
+from spillway.profiling.contents import Contents
 from spillway.profiling.costs import effort_of
 from spillway.profiling.meter import Meter, Reading
 from spillway.profiling.probe import Probe
@@ -81,6 +82,8 @@ class FakeDevice(TorchDispatchMode):
         self._peak = 0
         self._before = 0
         self._on_device: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.contents = Contents()
+        """Of what stands for whole numbers."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -141,7 +144,6 @@ class FakeDevice(TorchDispatchMode):
             # The host's own.
             return func(*args, **kwargs)
         facts = facts_of(func)
-        self._refuse(func)
         self._refuse_autocast()
         if len(tensors) > 1 and not all(tensor.device == META for tensor in tensors):
             args, kwargs = tree_map(self._moved, (args, kwargs))
@@ -149,11 +151,18 @@ class FakeDevice(TorchDispatchMode):
         for tensor in tensors:
             if tensor.device == META:
                 self._find(tensor.untyped_storage(), is_new=False)
+        if _hangs_on_contents(func):
+            if not self.contents.knows(args, kwargs):
+                raise _not_without(func, "whose outcome hangs on the content of tensors")
+            output = self.contents.stood_for(self.contents.run(func, args, kwargs))
+            self._run(func, facts, args, kwargs, output)
+            return output
         try:
             output = func(*args, **kwargs)
         except NotImplementedError as error:
             raise _not_without(func, "which torch has no formula of shapes for") from error
         self._run(func, facts, args, kwargs, output)
+        self.contents.follow(func, facts, args, kwargs, output)
         return output
 
     def _run(self, func: Any, facts: Facts, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -212,12 +221,8 @@ class FakeDevice(TorchDispatchMode):
         if known is None:
             moved = torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype, device=META)
             known = self._on_device[id(leaf)] = leaf, moved
+            self.contents.know(moved, leaf)
         return known[1]
-
-    def _refuse(self, func: Any) -> None:
-        """What the host, or a shape, hangs on."""
-        if isinstance(func, torch._ops.OpOverload) and any(tag in func.tags for tag in _TAGS):
-            raise _not_without(func, "whose outcome hangs on the content of tensors")
 
     def _refuse_autocast(self) -> None:
         if torch.is_autocast_enabled(self.device.type) or torch.is_autocast_enabled("cpu"):
@@ -230,6 +235,11 @@ class FakeDevice(TorchDispatchMode):
 def _makes(kwargs: dict[str, Any]) -> bool:
     device = kwargs.get("device")
     return device is not None and torch.device(device) == META
+
+
+def _hangs_on_contents(func: Any) -> bool:
+    """Whether the host, or a shape, does."""
+    return isinstance(func, torch._ops.OpOverload) and any(tag in func.tags for tag in _TAGS)
 
 
 def _not_without(func: Any, why: str) -> UnsupportedError:

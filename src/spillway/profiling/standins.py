@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -45,6 +45,10 @@ class StandIns:
             *module.named_buffers(remove_duplicate=False),
         ]
         return {name: self.of(tensor) for name, tensor in tensors}
+
+    def pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """What is stood for so far, and by what."""
+        yield from self._tensors.values()
 
     def _make(self, tensor: torch.Tensor) -> torch.Tensor:
         if not is_strided(tensor) or hasattr(tensor, "__tensor_flatten__"):

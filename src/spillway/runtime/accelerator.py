@@ -115,15 +115,20 @@ class AcceleratorBackend(Backend):
         waited.append(reached)
 
     def copy(self, lane: Lane, destination: Bytes, source: Bytes) -> None:
-        handle = self._handles.get(lane)
-        if handle is not None and self._driver is not None:
-            queued = self._driver.copy(self.device.index, handle, destination.address, source.address, source.nbytes)
-            if queued:
-                return
+        if self._driver is not None and self._by_driver(self._driver, lane, destination, source):
+            return
         written, read = destination.tensor(), source.tensor()
         # A stream object remembers which stream it has taken the place of: two threads must not be inside of one.
         with self._entering, lane:  # type: ignore[attr-defined]
             written.copy_(read, non_blocking=True)
+
+    def _by_driver(self, driver: CudaDriver, lane: Lane, destination: Bytes, source: Bytes) -> bool:
+        handle = self._handles.get(lane)
+        is_whole = destination.nbytes == source.nbytes and destination.is_there() and source.is_there()
+        if handle is None or not is_whole:
+            # Torch says what is wrong.
+            return False
+        return driver.copy(self.device.index, handle, destination.address, source.address, source.nbytes)
 
     def convert(self, lane: Lane, destination: Cells, source: Cells) -> None:
         written, read = destination.tensor(), source.tensor()

@@ -34,6 +34,10 @@ class Bytes:
         """Of the first byte."""
         return self.storage.data_ptr() + self.start
 
+    def is_there(self) -> bool:
+        """Whether the storage has them still: its owner may have taken the memory from under it."""
+        return self.storage.nbytes() >= self.start + self.nbytes
+
     def buffer(self) -> ctypes.Array[ctypes.c_ubyte]:
         """They themselves, for reading and writing files. It does not hold the storage."""
         # Not by way of numpy: that would make the user's storage one that can never be resized again.

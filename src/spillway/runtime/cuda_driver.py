@@ -6,9 +6,10 @@ NOTE [ Copies past torch ]
 driver needs for it: it is dispatched, goes in and out of a stream, and looks up whose memory it is. A training in which
 the host is the slower of the two waits for that with each tensor that leaves. The lanes' copies are plain ranges of
 bytes whose order and lifetimes are the mover's to keep, so they are given to the driver as they are. Profilers see them
-as ever.
+on the device as ever, and no operator of torch's that queued them.
 
-The calling thread must be on the device: where it is not, or the driver refuses for any reason, torch does it.
+The calling thread must be on the device: where it is not, or the driver refuses for any reason, torch does it. So it
+does where this torch lacks what is asked of it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import ctypes
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -31,18 +31,21 @@ def library() -> ctypes.CDLL:
 class CudaDriver:
     """See NOTE [ Copies past torch ]."""
 
-    def __init__(self) -> None:
-        bound: Any = torch._C
-        self.current: Callable[[int], int] = bound._cuda_getCurrentRawStream
+    def __init__(self, current: Callable[[int], int], device: Callable[[], int]) -> None:
+        self.current = current
         """The handle of the calling thread's current stream on a device, by its number."""
-        self._device: Callable[[], int] = bound._cuda_getDevice
+        self._device = device
         self._copy = library().cuMemcpyAsync
         self._copy.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
 
     @classmethod
     def of(cls, device: torch.device) -> CudaDriver | None:
-        """``None`` where there is none: elsewhere than on CUDA."""
-        return cls() if device.type == "cuda" and torch.version.hip is None else None
+        """``None`` where there is none: elsewhere than on CUDA, or with a torch that has other names for this."""
+        names = ("_cuda_getCurrentRawStream", "_cuda_getDevice")
+        current, its_device = (getattr(torch._C, name, None) for name in names)
+        if device.type != "cuda" or torch.version.hip is not None or current is None or its_device is None:
+            return None
+        return cls(current, its_device)
 
     def copy(self, device: int, stream: int, destination: int, source: int, nbytes: int) -> bool:
         """Queue a copy between two addresses; ``False`` if it is not queued."""

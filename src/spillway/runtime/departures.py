@@ -186,4 +186,5 @@ def _source(entry: Entry) -> Bytes | None:
     """What is to leave, unless the user has taken the memory from under it."""
     storage = entry.storage
     assert storage is not None
-    return Bytes(storage, entry.start, entry.nbytes) if storage.nbytes() >= entry.start + entry.nbytes else None
+    source = Bytes(storage, entry.start, entry.nbytes)
+    return source if source.is_there() else None
