@@ -50,6 +50,8 @@ class Row:
     predicted_seconds: float | None = None
     stage: str | None = None
     plan: str | None = None
+    notes: list[str] = field(default_factory=list)
+    """What was said of the search for it."""
     profile: dict[str, Any] | None = None
     """What the plan was made of, in short."""
     losses: list[str] = field(default_factory=list)
@@ -154,7 +156,7 @@ def measure(way: str, budget: int | None, options: argparse.Namespace, pipe: Any
         row.predicted_peak = attached.plan.predicted_peak
         row.predicted_seconds = attached.plan.predicted_seconds
         row.stage = attached.stage
-        row.plan = str(attached.plan)
+        row.plan, row.notes = str(attached.plan), list(attached.notes)
         profile = attached.profile
         if profile is not None:
             outside = {name: asdict(getattr(profile, name)) for name in ("before", "middle", "after")}

@@ -82,7 +82,8 @@ def cross_entropy(
     if reduction not in REDUCTIONS:
         raise UsageError(f"reduction: got {reduction!r}, expected one of {', '.join(map(repr, REDUCTIONS))}")
     computed_in = None
-    if gains(*logits.shape, logits.dtype if dtype is None else dtype) and _is_plain(logits, target):
+    rows, classes = logits.shape
+    if gains(rows, classes, logits.dtype if dtype is None else dtype) and _is_plain(logits, target):
         computed_in = _types_of(logits, target, dtype)
     if computed_in is None:
         cast = logits if dtype is None else logits.to(dtype)

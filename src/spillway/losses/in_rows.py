@@ -91,7 +91,8 @@ def _is_known(function: Callable[..., Any]) -> bool:
 
 def _is_looked_at() -> bool:
     """Whether a mode of somebody's, but for the one that says where tensors are made, is to see torch's functions."""
-    others = [mode for mode in _get_current_function_mode_stack() if not isinstance(mode, DeviceContext)]
+    modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    others = [mode for mode in modes if not isinstance(mode, DeviceContext)]
     return bool(others) or torch.compiler.is_compiling()
 
 

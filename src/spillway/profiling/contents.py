@@ -41,7 +41,7 @@ class Contents:
         storage = stand_in.untyped_storage()
         is_there = type(tensor) in PLAIN and tensor.device != _META
         if is_there and _is_exact(tensor) and storage.nbytes() <= _MOST_BYTES:
-            self._known[storage] = tensor.untyped_storage().cpu().clone()
+            self._known[storage] = tensor.untyped_storage().cpu().clone()  # type: ignore[no-untyped-call]
 
     def knows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether all that an operator is given is known."""
