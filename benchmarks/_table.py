@@ -281,6 +281,32 @@ def of_trainers(result: Result) -> list[str]:
     return [conditions, "", *table(heads, *rows)]
 
 
+# losses.py: one way with one vocabulary a row.
+
+
+def of_losses(result: Result) -> list[str]:
+    options = result["options"]
+    conditions = (
+        f"{options['rows']} rows of logits in bfloat16, computed in float32; median of {options['runs']} runs of 10; "
+        f"{where_and_when(result)}"
+    )
+    plain = {row["classes"]: row["seconds"] for row in reversed(result["rows"])}
+    rows = [
+        [
+            row["loss_of"],
+            str(row["classes"]),
+            f"{row['seconds'] * 1e3:.2f} ms",
+            f"{row['seconds'] / plain[row['classes']]:.2f}",
+            gib(row["peak_bytes"]),
+            f"{row['peak_bytes'] / row['logits_bytes']:.2f}",
+            "yes" if row["identical"] else "NO",
+        ]
+        for row in result["rows"]
+    ]
+    heads = ["loss", "classes", "forward and backward", "of torch's own", "peak above the logits", "of the logits"]
+    return [conditions, "", *table([*heads, "identical"], *rows)]
+
+
 KINDS: dict[str, Callable[[Result], list[str]]] = {
     "activation_peak_bytes": of_ways,
     "method": of_steps,
@@ -289,6 +315,7 @@ KINDS: dict[str, Callable[[Result], list[str]]] = {
     "asked": of_budgets,
     "stages_peak": of_pairs,
     "losses": of_trainers,
+    "loss_of": of_losses,
     "ratio": of_ratios,
 }
 """By what a row has that those of the other benchmarks have not."""
