@@ -48,8 +48,7 @@ class Returns:
         self._backend = backend
         self._back = back
         self._compute = compute
-        self._window = window
-        self._refill_at = window - batch
+        self.resize(window, batch)
         self._tell = tell
         self._awaited: Event | None = None
         self.nbytes = 0
@@ -58,6 +57,7 @@ class Returns:
     def resize(self, window: int, batch: int) -> None:
         """From now on, so many bytes may be fetched ahead."""
         self._window = window
+        self._batch = batch
         self._refill_at = window - batch
 
     @labelled("take")
@@ -149,9 +149,10 @@ class Returns:
         self._backend.wait(self._back, self._backend.record(compute))
         first = 0
         while first < len(entries):
-            # As a rule all are of one tier.
-            tier, end = entries[first].tier, first + 1
-            while end < len(entries) and entries[end].tier is tier:
+            # As a rule all are of one tier. They have one event, which whoever needs the first of them waits for.
+            tier, end, nbytes = entries[first].tier, first + 1, entries[first].nbytes
+            while end < len(entries) and entries[end].tier is tier and nbytes + entries[end].nbytes <= self._batch:
+                nbytes += entries[end].nbytes
                 end += 1
             self._load(entries[first:end], made[first:end], compute)
             first = end

@@ -1,0 +1,191 @@
+"""The engine does what the simulated step says: the same bytes, in the same time."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import spillway
+from clocked import SHARE_OF_RATE, ClockedBackend, scaled
+from spillway import Hardware, Plan, Profile, StepStats
+from spillway.attaching import rehearsing
+from spillway.capture.order import Course
+from spillway.planning.fates import Fates
+from spillway.planning.programs import program_of
+from spillway.runtime import mover as movers
+from spillway.runtime.arena import Arena
+from spillway.runtime.device import DeviceRuntime
+from spillway.runtime.entry import Entry
+from spillway.runtime.ledger import Ledger
+from spillway.runtime.mover import Mover
+from spillway.runtime.returns import Returns
+from spillway.runtime.tiers import HostTier
+
+ROOT = Path(__file__).parent.parent
+LAYERS, TOKENS, WIDTH = 6, 512, 128
+LEAST = 2048
+"""Bytes of what leaves."""
+OF_LARGE = 4096 * 32768 / (WIDTH * TOKENS)
+"""How many times more bytes a layer of Llama-8B's shape has, with 32768 tokens."""
+# Small tensors count less here than there.
+HARDWARE = scaled(Hardware.named("h200"), nbytes=OF_LARGE, flops=OF_LARGE * 4096 / WIDTH)
+KIB = 1024
+SUMS = TOKENS * 16 * 4
+"""Bytes that attention saves beside its result: the smallest that leave by themselves."""
+
+
+def llama() -> Any:
+    """The layers of the benchmarks."""
+    spec = importlib.util.spec_from_file_location("of_tests_llama", ROOT / "benchmarks" / "_llama.py")
+    assert spec is not None and spec.loader is not None
+    module = sys.modules.setdefault(spec.name, importlib.util.module_from_spec(spec))
+    spec.loader.exec_module(module)
+    return module
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        room = llama()
+        shape = room.Shape(WIDTH, 16, 4, 7 * WIDTH // 2)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.layers = nn.ModuleList(room.Layer(shape) for _ in range(LAYERS))
+        angles = torch.randn(TOKENS, shape.head)
+        self.cos, self.sin = (nn.Buffer(each.to(torch.bfloat16)) for each in (angles.cos(), angles.sin()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.scale
+        for layer in self.layers:
+            x = layer(x, self.cos, self.sin)
+        return x
+
+
+@functools.cache
+def model_and_batch() -> tuple[Stack, Tensor]:
+    torch.manual_seed(0)
+    model = Stack()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16)
+        parameter.grad = torch.zeros_like(parameter)
+    return model, torch.randn(1, TOKENS, WIDTH).to(torch.bfloat16)
+
+
+def loss(y: Tensor) -> Tensor:
+    return y.float().square().mean()
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small tensors are what large ones are, and what leaves goes to host memory."""
+    monkeypatch.setattr(rehearsing, "MIN_BYTES", LEAST)
+    monkeypatch.setattr(movers, "MOST_BATCH_BYTES", LEAST)
+    tier = DeviceRuntime.tier
+    monkeypatch.setattr(DeviceRuntime, "tier", lambda self, name: tier(self, "host" if name == "auto" else name))
+
+
+def planned(share: float, window: int) -> tuple[Profile, Plan]:
+    model, batch = model_and_batch()
+    profile = spillway.profile(model, batch, loss=loss, hardware=HARDWARE, device="cpu")
+    options: dict[str, Any] = {"hardware": HARDWARE, "allow": {"keep", "host", "recompute"}}
+    keep = spillway.plan(profile, budget="1TiB", **options)
+    budget = profile.static_bytes + int(share * (keep.predicted_peak - profile.static_bytes))
+    return profile, spillway.plan(profile, budget=budget, window=window, **options)
+
+
+def steps(plan: Plan, count: int = 5) -> Iterator[tuple[float, StepStats]]:
+    """Seconds of steps that a plan is applied to, and what was counted."""
+    model, batch = model_and_batch()
+    backend = ClockedBackend(HARDWARE)
+    with (
+        spillway.Session(backend=backend.serve, window=plan.window) as session,
+        spillway.attach(model, plan=plan, session=session, min_bytes=LEAST) as attached,
+        backend.computing(),
+    ):
+        for _ in range(count):
+            begin = backend.clock.now
+            loss(model(batch)).backward()
+            yield backend.clock.now - begin, attached.stats()
+
+
+def check(share: float, window: int) -> None:
+    profile, plan = planned(share, window * KIB)
+    fates = Fates.of(program_of(profile, plan), plan.window)
+    sizes = [sent.nbytes for sent in fates.sent]
+    back = sum(nbytes for nbytes, reused in zip(sizes, fates.reused, strict=True) if not reused)
+    *_, before, (seconds, stats) = steps(plan)
+    # Of two that are sent one after the other, either may be the last that there is room for.
+    loose = SUMS
+    assert stats.reloaded_bytes == pytest.approx(back, abs=loose)
+    # By then it is known what is asked for first, which is not copied.
+    assert stats.offloaded_bytes == stats.reloaded_bytes
+    assert stats.reused_bytes + stats.reloaded_bytes == sum(sizes)
+    assert seconds == pytest.approx(before[0], rel=1e-6)
+    # Sums of what is computed again are taken, which no plan counts.
+    assert seconds == pytest.approx(plan.predicted_seconds, rel=0.01)
+    assert stats.stall_seconds == pytest.approx(plan.stall_seconds, abs=0.003 * seconds)
+
+
+CASES = [(0.6, 640), (0.5, 2560), (0.5, 640), (0.4, 1280), (0.3, 2560), (0.28, 1280)]
+"""Of what a step holds that keeps everything; the window."""
+
+
+@pytest.mark.parametrize(("share", "window"), CASES)
+def test_a_step_moves_the_bytes_and_takes_the_time_that_were_simulated(share: float, window: int) -> None:
+    check(share, window)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(40))
+def test_of_any_budget_and_window(seed: int) -> None:
+    drawn = random.Random(seed)
+    check(drawn.uniform(0.29, 0.9), drawn.choice([300, 480, 640, 900, 1280, 1800, 2560, 4000]))
+
+
+def test_what_was_fetched_ahead_is_not_waited_for_to_the_last() -> None:
+    sizes = [1 << 20, 1 << 20, 4 << 20]
+    backend = ClockedBackend(HARDWARE)
+    mover = Mover(backend, window=sum(sizes))
+    tier = HostTier(backend, Arena(backend.host_slab, capacity=1 << 26), out=mover.lanes[0], back=mover.lanes[1])
+    ledger = Ledger()
+    entries = [
+        Entry(number, torch.zeros(size, dtype=torch.uint8).untyped_storage(), 0, size, ledger)
+        for number, size in enumerate(sizes)
+    ]
+    mover.put(entries, tier)
+    mover.settle(entries)
+    begin = backend.clock.now
+    mover.fetch(entries)
+    mover.take(entries[0], -1)
+    # Its own copy alone.
+    took = (backend.clock.now - begin) * HARDWARE.links[0].back * SHARE_OF_RATE
+    assert took == pytest.approx(sizes[0])
+
+
+def slowed(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, other: Any) -> float:
+    """How much longer a step takes that way."""
+    _, plan = planned(0.5, 2560 * KIB)
+    *_, (asits, _) = steps(plan)
+    monkeypatch.setattr(owner, name, other)
+    *_, (slow, _) = steps(plan)
+    return slow / asits
+
+
+def test_without_fetching_ahead_it_takes_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert slowed(monkeypatch, Returns, "prefetch", lambda self, order, compute: None) > 1.1
+
+
+def test_in_an_order_that_is_not_learned_it_takes_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def backward(self: Course) -> Iterator[Any]:
+        return iter(list(upcoming(self))[::-1])
+
+    upcoming = Course.upcoming
+    assert slowed(monkeypatch, Course, "upcoming", backward) > 1.02
