@@ -35,7 +35,7 @@ IGNORED = [
         r"Using torch.cross without specifying the dim arg is deprecated",
         r"stft with return_complex=False is deprecated",
         r"index_reduce\(\) is in beta",
-        r"Sparse CSR tensor support is in beta",
+        r"Sparse ... tensor support is in beta",
         r"ComplexHalf support is experimental",
         r"A window was not provided",
         r"Using padding='same' with even kernel lengths",

@@ -664,6 +664,27 @@ def test_a_cache_of_keys_and_values_is_refused_where_it_would_be_written_twice(
             assert model(input_ids=ids, use_cache=True).past_key_values is not None
 
 
+@TRANSFORMERS
+def test_a_cache_that_the_configuration_asks_for_is_switched_off_in_training(
+    session: Session, make: Callable[[], nn.Module]
+) -> None:
+    model: Any = make()
+    plain = language_step(copy.deepcopy(model))
+    model.config.use_cache = True
+    ids = torch.ones(1, 4, dtype=torch.long)
+    with spillway.attach(model, session=session):
+        for _ in range(2):
+            assert all(map(torch.equal, language_step(model), plain))
+        assert model(input_ids=ids).past_key_values is None
+        assert model.config.use_cache is True
+        model.eval()
+        assert model(input_ids=ids).past_key_values is not None
+        model.train()
+        with pytest.raises(IndexError):
+            model(input_ids=ids + 1000)
+        assert model.config.use_cache is True
+
+
 def test_a_model_of_transformers_that_checkpoints_already_is_refused(session: Session) -> None:
     model = llama()
 

@@ -300,7 +300,6 @@ def test_a_class_is_a_callback_too_and_evaluation_is_as_ever(tmp_path: Path) -> 
     [
         ({"activation_checkpointing": True}, "activation_checkpointing"),
         ({"torch_compile": True}, "torch_compile"),
-        ({"use_cache": True}, "use_cache"),
     ],
 )
 def test_what_the_trainer_does_itself_is_refused(tmp_path: Path, given: dict[str, Any], words: str) -> None:
@@ -313,8 +312,7 @@ def test_what_the_trainer_does_itself_is_refused(tmp_path: Path, given: dict[str
     )
     with pytest.raises(UsageError, match=words):
         trainer.train()
-    if "use_cache" not in given:
-        assert attached_to(model) is None
+    assert attached_to(model) is None
 
 
 def test_the_checkpointing_of_fsdp_is_refused_and_so_is_the_offloading_of_trl(tmp_path: Path) -> None:
@@ -355,10 +353,37 @@ def test_a_cache_that_nobody_sees_fails_the_second_run() -> None:
         model(x).backward()
 
 
-def test_a_cache_that_is_written_is_refused_by_regions_only(tmp_path: Path) -> None:
-    compare(tmp_path, WAYS["offload"], use_cache=True)
-    with pytest.raises(UsageError, match=r"DynamicCache.*use_cache"):
-        train(tmp_path, SpillwayCallback(**WAYS["recompute"]), use_cache=True)
+@pytest.mark.parametrize("name", ["offload", "recompute"])
+def test_a_cache_that_a_configuration_asks_for_is_none_of_regions(tmp_path: Path, name: str) -> None:
+    compare(tmp_path, WAYS[name], use_cache=True)
+
+
+def test_a_decoder_may_have_a_configuration_of_its_own() -> None:
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        config = transformers.T5Config(
+            vocab_size=61, d_model=32, d_ff=64, d_kv=8, num_layers=3, num_heads=4, decoder_start_token_id=0
+        )
+        return transformers.T5ForConditionalGeneration(config).train()
+
+    def step(model: nn.Module, **options: Any) -> list[Tensor]:
+        torch.manual_seed(1)
+        words = torch.randint(1, 61, (2, 12))
+        output = model(input_ids=words, labels=words, **options)
+        output.loss.backward()
+        grads = [each.grad for each in model.parameters() if each.grad is not None]
+        model.zero_grad()
+        return [output.loss.detach(), *grads]
+
+    # With a cache, keys lie otherwise in memory, and the last bits of plain gradients are others.
+    expected = step(made(), use_cache=False)
+    model = made()
+    before = model.decoder.config.use_cache
+    with Session() as session, spillway.attach(model, policy=Recompute(), session=session) as attached:
+        assert {name.split(".")[0] for name in attached.blocks} == {"encoder", "decoder"}
+        for _ in range(3):
+            assert same(step(model), expected)
+        assert model.decoder.config.use_cache is before is True
 
 
 class PastTheCall(transformers.Trainer):

@@ -306,6 +306,15 @@ def chosen(choose: Callable[[Tensor], Any]) -> tuple[nn.Module, Tensor]:
         return nn.Sequential(*(Chosen(choose) for _ in range(3))), torch.empty(4, 8)
 
 
+@pytest.mark.parametrize(
+    "choose",
+    [lambda x: x[x.mean(-1).argsort()], lambda x: x[[0, 2]], lambda x: x[:, torch.arange(3, device=x.device)]],
+)
+def test_places_of_unknown_numbers_give_as_many(choose: Callable[[Tensor], Any]) -> None:
+    model, batch = chosen(choose)
+    assert spillway.profile(model, batch, hardware="h100").kinds
+
+
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()

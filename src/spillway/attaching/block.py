@@ -98,7 +98,7 @@ class RegionCall(ModuleCall):
                     UsageError(
                         f"got a {type(value).__name__} as an argument of {self.named(module)}, which writes its keys "
                         f"and values there, expected none, since recomputing the block would write them a second time; "
-                        f"call the model with use_cache=False, or set model.config.use_cache = False"
+                        f"call the model with use_cache=False, and without a cache of your own"
                     )
                 )
                 return forward(*args, **kwargs)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch.nn import Module
 
 from spillway.attaching.block import RegionCall
+from spillway.attaching.caches import Caches
 from spillway.attaching.call import PLACE, REFUSALS, ModuleCall
 from spillway.attaching.refusals import refuse_own_flags
 from spillway.blocks import Named
@@ -49,6 +50,7 @@ class ModelCall(ModuleCall):
         self.blocks = blocks
         self.context = context
         self._recomputes = recomputes
+        self._caches = Caches(model)
         taken = {call.name for call in (self, *blocks)}
         self._around = [(each.name, weakref.ref(each.module)) for each in around if each.name not in taken]
         self._here = _Here()
@@ -82,6 +84,8 @@ class ModelCall(ModuleCall):
             self.pilot.begin(module, args, kwargs)
         self.passes += 1
         stack.enter_context(self._pass())
+        if self._recomputes and stack.enter_context(self._caches.off()) and self.pilot is not None:
+            self.pilot.note_once("config.use_cache is switched off in training: gradients are those without a cache")
         if self.pilot is not None:
             for loss in self.losses:
                 stack.enter_context(loss.in_rows(self.pilot.spare_bytes))

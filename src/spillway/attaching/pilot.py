@@ -310,7 +310,7 @@ class Pilot(Watcher):
     def _finish(self) -> Watched | None:
         found = super()._finish()
         if self._idle == _MOST_IDLE:
-            self._note_once(
+            self.note_once(
                 f"{_MOST_IDLE} calls of the model had no backward before the next one, and nothing is learned of such: "
                 f"a pipeline's stages have their budget by offload_stages(budget=...)"
             )
@@ -483,7 +483,7 @@ class Pilot(Watcher):
         if peak > self._budget and learned and self._others < _MOST_OTHERS:
             # It says nothing of the plan. Another step is checked.
             self._others += 1
-            self._note_once(_LEARNED)
+            self.note_once(_LEARNED)
         elif peak > self._budget and self._rival is not None:
             self._go_back(self._rival, "took more than the budget")
         elif peak > self._budget:
@@ -572,15 +572,15 @@ class Pilot(Watcher):
             return
         peak, self._held = self._peak() if self._held is None else self._held, None
         if peak <= self._budget < self._peak():
-            self._note_once(_EVALUATED)
+            self.note_once(_EVALUATED)
             self._reset_peak()
         if self._has_learned():
             self._reset_peak()
             if peak > self._budget:
-                self._note_once(_LEARNED)
+                self.note_once(_LEARNED)
         elif peak > self._budget:
             if not self._known_peers.alone:
-                self._note_once(f"a step of this rank had a peak over the budget of {format_bytes(self._budget)}")
+                self.note_once(f"a step of this rank had a peak over the budget of {format_bytes(self._budget)}")
                 return
             self._note(f"a step had a peak of {format_bytes(peak)}, over the budget of {format_bytes(self._budget)}")
             self._forget_host()
@@ -654,7 +654,8 @@ class Pilot(Watcher):
         if self._device.type != "cpu":
             torch.accelerator.reset_peak_memory_stats(self._device)
 
-    def _note_once(self, what: str) -> None:
+    def note_once(self, what: str) -> None:
+        """Say something of the search, or of what is held, if it was not said yet."""
         if what not in self.notes:
             self._note(what)
 

@@ -33,7 +33,7 @@ from spillway.profiling.costs import effort_of
 from spillway.profiling.meter import Meter, Reading
 from spillway.profiling.probe import Probe
 from spillway.profiling.workspaces import workspace_of
-from spillway.regions.schema import Facts, facts_of
+from spillway.regions.schema import Facts, facts_of, facts_of_call
 from spillway.regions.tensors import split, tensors_in
 from spillway.regions.trace import Trace
 
@@ -151,16 +151,24 @@ class FakeDevice(TorchDispatchMode):
         for tensor in tensors:
             if tensor.device == META:
                 self._find(tensor.untyped_storage(), is_new=False)
-        if _hangs_on_contents(func):
+        if _hangs_on_contents(func, args):
             if not self.contents.knows(args, kwargs):
-                raise _not_without(func, "whose outcome hangs on the content of tensors")
+                raise UnsupportedError(
+                    f"profile: got {func}, whose outcome hangs on the content of tensors, without the hardware, "
+                    f"expected operators that hang on shapes alone, or on whole numbers that are known; give masks and "
+                    f"positions as tensors that are there and not on meta, give each expert (or each choice) a fixed "
+                    f"number of rows, or profile the model on the device itself"
+                )
             output = self.contents.stood_for(self.contents.run(func, args, kwargs))
             self._run(func, facts, args, kwargs, output)
             return output
         try:
             output = func(*args, **kwargs)
         except NotImplementedError as error:
-            raise _not_without(func, "which torch has no formula of shapes for") from error
+            raise UnsupportedError(
+                f"profile: got {func}, which torch has no formula of shapes for, without the hardware, expected "
+                f"operators that hang on shapes alone; profile the model on the device itself"
+            ) from error
         self._run(func, facts, args, kwargs, output)
         self.contents.follow(func, facts, args, kwargs, output)
         return output
@@ -237,16 +245,10 @@ def _makes(kwargs: dict[str, Any]) -> bool:
     return device is not None and torch.device(device) == META
 
 
-def _hangs_on_contents(func: Any) -> bool:
-    """Whether the host, or a shape, does."""
-    return isinstance(func, torch._ops.OpOverload) and any(tag in func.tags for tag in _TAGS)
-
-
-def _not_without(func: Any, why: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"profile: got {func}, {why}, without the hardware, expected operators that hang on shapes alone; profile the "
-        f"model on the device itself, or give each expert (or each choice) a fixed number of rows"
-    )
+def _hangs_on_contents(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether the host, or a shape, does. What is indexed with places, and not with a mask, has as many."""
+    tagged = isinstance(func, torch._ops.OpOverload) and any(tag in func.tags for tag in _TAGS)
+    return tagged and (func is not torch.ops.aten.index.Tensor or facts_of_call(func, args).is_settled)
 
 
 class FakeMeter(Meter):
