@@ -6,7 +6,7 @@ Each is a function of the one before; only :func:`profile` runs anything.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -61,7 +61,8 @@ def profile(
 
     Args:
         model: in training mode.
-        batch: what the model is called with: a tuple of arguments, a dictionary of keyword arguments, or one argument.
+        batch: what the model is called with: a tuple of arguments, a dictionary of keyword arguments (or a mapping,
+            such as what a tokenizer of transformers gives), or one argument.
         loss: from what the model gives to a scalar. ``None``: the model's ``loss`` attribute or first output, or the
             mean of its squares if that is no scalar.
         blocks: which modules are blocks, as for :func:`spillway.attach`.
@@ -88,6 +89,9 @@ def profile(
     """
     if not isinstance(model, Module):
         raise UsageError(f"model: got {model!r:.200}, expected a torch.nn.Module")
+    if isinstance(batch, Mapping):
+        # Others are no trees of tensors to torch.
+        batch = dict(batch)
     if not model.training:
         raise UsageError("model: got one in evaluation mode, expected one in training mode; call model.train()")
     if hardware is not None:
@@ -246,7 +250,15 @@ def _without_backward(model: Module, steps: int) -> UnsupportedError:
 
 def hardware_of(hardware: Hardware | str | None, device: torch.device) -> Hardware:
     """What is meant, or what was measured of this machine."""
-    return known_hardware(device) if hardware is None else _known(hardware)
+    if hardware is not None:
+        return _known(hardware)
+    here = torch.accelerator.current_accelerator()
+    if device.type != "cpu" and (here is None or here.type != device.type):
+        raise UsageError(
+            f"hardware: got None for a profile of {device.type}, which is not here, expected what it would run on: give "
+            f"hardware='h100', or what the profile was made for"
+        )
+    return known_hardware(device)
 
 
 def _known(hardware: Hardware | str) -> Hardware:
@@ -264,7 +276,7 @@ def _check_profile(profile: object) -> None:
 
 def call(model: Module, batch: Any) -> Any:
     """Call a model with a batch, as :func:`profile` is given it."""
-    if isinstance(batch, dict):
+    if isinstance(batch, Mapping):
         return model(**batch)
     return model(*batch) if isinstance(batch, tuple) else model(batch)
 

@@ -24,7 +24,7 @@ from spillway.planning.profile import BlockProfile, Profile
 from spillway.planning.programs import program_of
 from spillway.planning.timeline import Timeline, simulate_program
 from spillway.planning.treatment import treat
-from spillway.planning.windows import MIN_WINDOW, rates_of
+from spillway.planning.windows import MIN_WINDOW, rates_of, windows_of
 from spillway.records import Decision
 
 FILE = Path(__file__).with_name("llama_8b_block.json")
@@ -169,19 +169,19 @@ def test_plans_of_any_block_fit_their_budget_and_are_no_slower_than_simple_ones(
             assert plan.predicted_seconds <= simple.seconds * (1 + 1e-6) + 2e-9
 
 
-def longer(profile: Profile, times: int) -> Profile:
+def longer(profile: Profile, times: float) -> Profile:
     """The profile of a sequence that is so many times as long."""
     kinds = tuple(
         replace(
             kind,
             operators=tuple(
-                replace(each, seconds=each.seconds * times, workspace_bytes=each.workspace_bytes * times)
+                replace(each, seconds=each.seconds * times, workspace_bytes=int(each.workspace_bytes * times))
                 for each in kind.operators
             ),
-            values=tuple(replace(value, nbytes=value.nbytes * times) for value in kind.values),
+            values=tuple(replace(value, nbytes=int(value.nbytes * times)) for value in kind.values),
             forward_seconds=kind.forward_seconds * times,
             backward_seconds=kind.backward_seconds * times,
-            backward_peak_bytes=kind.backward_peak_bytes * times,
+            backward_peak_bytes=int(kind.backward_peak_bytes * times),
         )
         for kind in profile.kinds
     )
@@ -205,6 +205,22 @@ def test_where_three_of_them_do_not_no_larger_window_is_tried() -> None:
     allow = {"keep", "host", "recompute"}
     plan = make_plan(LLAMA, H200, budget=24 << 30, window=2 * WINDOW, may_grow=True, allow=allow)
     assert plan.window <= 2 * WINDOW
+
+
+def test_of_little_room_smaller_windows_are_tried() -> None:
+    def sizes(room: int) -> list[int]:
+        return [size >> 20 for size in windows_of([LLAMA], WINDOW, may_grow=False, room=room << 20)]
+
+    assert sizes(4096) == sizes(2048) == [512, 256, 128]
+    assert sizes(2000) == [512, 256, 128, 64]
+    assert sizes(300) == sizes(1) == [512, 256, 128, 64, 32]
+    # A profile of a sixteenth of the tokens, with as little room. All windows share one linear programme.
+    profile, allow = longer(LLAMA, 1 / 16), {"keep", "host", "recompute"}
+    budget = profile.static_bytes + (900 << 20)
+    plan = make_plan(profile, H200, budget=budget, window=WINDOW, allow=allow)
+    for size in (64 << 20, MIN_WINDOW):
+        other = make_plan(profile, H200, budget=budget, window=size, allow=allow)
+        assert plan.predicted_seconds <= 1.01 * other.predicted_seconds
 
 
 def test_less_is_fetched_ahead_where_the_memory_does_more_good_elsewhere() -> None:

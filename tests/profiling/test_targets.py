@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import resource
 import threading
+from collections import UserDict
 from collections.abc import Callable
 from typing import Any
 
@@ -473,3 +474,28 @@ def test_what_a_data_sheet_promises_is_cut_down_to_what_is_reached() -> None:
     effort = Effort(Work.MEMORY, 0.0, 10**12)
     # 3.35e12 promised, of which 4.1 of 4.8 parts are reached.
     assert seconds_of(effort, Hardware.named("h100")) == pytest.approx(1 / 3.35 * 4.8 / 4.1)
+
+
+def test_a_profile_of_a_device_that_is_not_here_wants_to_know_what_it_is_for() -> None:
+    with META:
+        model, batch = nn.Sequential(*(Block(64) for _ in range(3))), torch.empty(4, 64)
+    profile = spillway.profile(model, batch, hardware="H100")
+    failing(UsageError, lambda: spillway.plan(profile, budget="1GiB"), match="a profile of cuda, which is not here")
+    assert spillway.plan(profile, budget="1GiB", hardware="H100") == spillway.plan(
+        profile, budget="1GiB", hardware="h100"
+    )
+
+
+def test_a_batch_may_be_any_mapping() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.Sequential(*(Block(64) for _ in range(3)))
+
+        def forward(self, *, rows: Tensor) -> Tensor:
+            return self.blocks(rows)
+
+    with META:
+        model, batch = Named(), torch.empty(4, 64)
+    found = spillway.profile(model, UserDict(rows=batch), hardware="h100")
+    assert found == spillway.profile(model, {"rows": batch}, hardware="h100")

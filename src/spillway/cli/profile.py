@@ -20,7 +20,7 @@ def profile(
 ) -> None:
     """Run a script until a model of it is profiled, write the profile, and end the script.
 
-    The third call of the first model in training is where the script ends, as by sys.exit(): what it has open is
+    The fourth call of the first model in training is where the script ends, as by sys.exit(): what it has open is
     closed, and what it would have done from there on is not done.
     """
     from spillway.cli.app import Invocation

@@ -42,7 +42,10 @@ def read_json(adapter: TypeAdapter[Any], text: str | bytes, what: str, schema: i
         # The version comes first, so that a file of another one is told by it.
         version = _Version.model_validate_json(text).version
         if version != schema:
-            raise UsageError(f"{what}: got version {version}, expected {schema}; make it anew")
+            raise UsageError(
+                f"{what}: got version {version}, expected {schema}; make it anew, or give the file of a {what}, if this "
+                f"is none"
+            )
         found = adapter.validate_json(text)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]

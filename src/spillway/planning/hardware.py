@@ -118,12 +118,12 @@ class Hardware:
         Raises:
             UsageError: for a name that is not known.
         """
-        if name not in PRESETS:
+        if name.lower() not in PRESETS:
             raise UsageError(
                 f"hardware: got {name!r}, expected one of {', '.join(PRESETS)}; for another machine, measure it with "
                 f"spillway.profiling.machine.measure_hardware()"
             )
-        return PRESETS[name]
+        return PRESETS[name.lower()]
 
     def link(self, active: int = 1) -> Link:
         """What each device has while ``active`` of them copy: measured for as many or the next more, else the last.

@@ -87,7 +87,8 @@ def make_plan(
         allow=allow,
     )
     lanes = Lanes(hardware, active)
-    sizes = [(size, None) for size in windows_of([profile], most, may_grow=may_grow)]
+    room = tried.budget - profile.static_bytes
+    sizes = [(size, None) for size in windows_of([profile], most, may_grow=may_grow, room=room)]
     near: dict[float, Relaxed] = {}
     """Of the first window, for all of them: a linear programme takes as long as the search does."""
 
@@ -122,11 +123,13 @@ def fits(
     active: int = 1,
 ) -> bool:
     """Whether any plan is within the budgets: that which takes the least memory. Arguments as of :func:`make_plan`."""
-    size = min(windows_of([profile], parse_bytes(window, what="window"), may_grow=False))
+    nbytes = parse_bytes(budget, what="budget")
+    room = nbytes - profile.static_bytes
+    size = min(windows_of([profile], parse_bytes(window, what="window"), may_grow=False, room=room))
     problem = problem_of(
         profile,
         usable_rates(hardware, size, active=active),
-        budget=parse_bytes(budget, what="budget"),
+        budget=nbytes,
         host_budget=None if host_budget is None else parse_bytes(host_budget, what="host_budget"),
         disk_budget=None if disk_budget is None else parse_bytes(disk_budget, what="disk_budget"),
         allow=allow,

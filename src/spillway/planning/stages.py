@@ -83,7 +83,8 @@ def make_stage_plans(
     problem = _problem(stages, few, lanes, static_bytes, budget, allow)
     problem = replace(problem, host_budget=host_budget, disk_budget=disk_budget)
     profiles = [stage.profile for stage in stages]
-    windows: list[Windows] = [(size, None) for size in windows_of(profiles, window, may_grow=may_grow)]
+    room = budget - static_bytes
+    windows: list[Windows] = [(size, None) for size in windows_of(profiles, window, may_grow=may_grow, room=room)]
     best = best_of(problem, lanes, windows)
     shares = best.solution.shares
     best = ahead_of(best, lambda windows: best_of(problem, lanes, windows, near=shares))

@@ -6,7 +6,8 @@ A smaller window leaves more memory to other things; with a larger one more can 
 comes earlier. Which is better hangs on the budget, and is found by trying. What fills a window leaves alone, and what
 comes after it waits. So where a window may grow, it is made to hold one, two and three of the largest tensors: of a
 Llama-8B's MLP three are saved one after the other, and with room for all of them a step within checkpointing's peak is
-1 % (32768 tokens) and 1.5 % (8192) shorter by simulation than with twice and four times 512 MiB. Four gave no more.
+1 % (32768 tokens) and 1.5 % (8192) shorter by simulation than with twice and four times 512 MiB. Four gave no more. Of
+little room, a window may be all: then it is halved as long as it is more than a sixteenth of that.
 
 What is fetched ahead takes memory where there is the least of it, in backward. So with the best window it is tried
 whether three quarters or half of it are enough there: of 32768 tokens that is another 1 %.
@@ -34,6 +35,8 @@ SECONDS = 0.8
 _AHEAD = (0.75, 0.5)
 """Of a window, so much is fetched ahead, where that is better."""
 MIN_WINDOW = 32 << 20
+_SHARE = 16
+"""Of the room that there is, a window that takes more leaves little to anything else: smaller ones are tried."""
 Windows: TypeAlias = tuple[int, int | None]
 """Bytes that may be leaving, and bytes that may be fetched ahead; ``None``: as many."""
 
@@ -124,9 +127,18 @@ def ahead_of(best: Found, solved: Callable[[Sequence[Windows]], Found]) -> Found
     return replace(best, solution=replace(best.solution, bound_seconds=bound_of(best.problem)))
 
 
-def windows_of(profiles: Iterable[Profile], window: int, *, may_grow: bool) -> list[int]:
-    """What is tried: the window itself first. See NOTE [ How large a window ]."""
-    smaller = (max(window // share, min(window, MIN_WINDOW)) for share in (1, 2, 4))
+def windows_of(profiles: Iterable[Profile], window: int, *, may_grow: bool, room: int) -> list[int]:
+    """What is tried: the window itself first. See NOTE [ How large a window ].
+
+    Args:
+        profiles: what saves something.
+        window: bytes.
+        may_grow: whether larger ones are tried, too.
+        room: bytes of the budget beyond what is there when a step begins.
+    """
+    smaller = [max(window // share, min(window, MIN_WINDOW)) for share in (1, 2, 4)]
+    while smaller[-1] > max(room // _SHARE, MIN_WINDOW):
+        smaller.append(max(smaller[-1] // 2, MIN_WINDOW))
     values = (value for profile in profiles for kind in profile.kinds for value in kind.values)
     saved = (value.nbytes for value in values if value.maker is not None and value.saved_at is not None)
     largest = max(saved, default=0)
