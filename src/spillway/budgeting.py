@@ -255,8 +255,8 @@ def hardware_of(hardware: Hardware | str | None, device: torch.device) -> Hardwa
     here = torch.accelerator.current_accelerator()
     if device.type != "cpu" and (here is None or here.type != device.type):
         raise UsageError(
-            f"hardware: got None for a profile of {device.type}, which is not here, expected what it would run on: give "
-            f"hardware='h100', or what the profile was made for"
+            f"hardware: got None for a profile of {device.type}, which is not here, expected what it would run on; "
+            f"give hardware='h100', or what the profile was made for"
         )
     return known_hardware(device)
 

@@ -2,11 +2,11 @@
 
 NOTE [ Caches in training ]
 
-A block writes its keys and values into such a cache, and would write them a second time when it runs again. Training has
-no use for one: models of transformers make it since ``config.use_cache`` is there for generating. So while an attached
-model is called in training, it is switched off, as transformers' own trainer and checkpointing do. What the model gives
-then has no ``past_key_values``, and gradients are bit for bit those of the model without a cache. In evaluation, and
-afterwards, the configuration is what it was.
+A block writes its keys and values into such a cache, and would write them a second time when it runs again. Training
+has no use for one: models of transformers make it since ``config.use_cache`` is there for generating. So while an
+attached model is called in training, it is switched off, as transformers' own trainer and checkpointing do. What the
+model gives then has no ``past_key_values``, and gradients are bit for bit those of the model without a cache. In
+evaluation, and afterwards, the configuration is what it was.
 
 Whoever asks for one in the call itself (``model(..., use_cache=True)``) hears that it cannot be had.
 """

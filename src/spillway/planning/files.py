@@ -43,8 +43,8 @@ def read_json(adapter: TypeAdapter[Any], text: str | bytes, what: str, schema: i
         version = _Version.model_validate_json(text).version
         if version != schema:
             raise UsageError(
-                f"{what}: got version {version}, expected {schema}; make it anew, or give the file of a {what}, if this "
-                f"is none"
+                f"{what}: got version {version}, expected {schema}; make it anew, or give the file of a {what}, if "
+                f"this is none"
             )
         found = adapter.validate_json(text)
     except ValidationError as error:
