@@ -27,7 +27,7 @@ from spillway import BudgetError, Profile, Session, UsageError
 from spillway.attaching.aim import Aim
 from spillway.attaching.budgeted import Limits, pilot_of
 from spillway.attaching.peers import Peers
-from spillway.attaching.pilot import Pilot
+from spillway.attaching.pilot import MOST_APART, Pilot
 from spillway.planning.scaling import enlarged
 from spillway.profiling import meter
 from spillway.regions.script import Script, TapeKey
@@ -743,9 +743,35 @@ def test_steps_in_which_a_new_size_is_learned_say_nothing_of_the_plan(
         assert attached.plan is plan
         assert "inputs of a new size" in attached.explain()
         monkeypatch.setattr(Pilot, "_peak", lambda _: plan.budget + 6 * MiB)
+        # One such step is borne.
+        one_step(model, batch)
+        assert "no plan is for less" in attached.explain()
         told = [failing(BudgetError, lambda: one_step(model, batch)) for _ in range(3)]
         # It asks for no more than at first, and goes on with the plan.
         assert told == told[:1] * 3
         monkeypatch.undo()
         one_step(model, batch)
         assert attached.plan is plan
+
+
+def test_a_step_that_is_over_the_budget_by_itself_ends_no_training(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, batch = nn.Sequential(nn.Linear(64, 64), *(Block(64) for _ in range(4))), torch.randn(4096, 64)
+    profile = spillway.profile(model, batch, session=session)
+    with attached_to(model, budget_of(profile, 0.3), session) as attached:
+        search(model, batch, attached)
+        plan = attached.plan
+        assert plan is not None
+        for _ in range(3):
+            with monkeypatch.context() as odd:
+                odd.setattr(Pilot, "_peak", lambda _: plan.budget + 64 * MiB)
+                one_step(model, batch)
+            for _ in range(MOST_APART):
+                one_step(model, batch)
+            assert attached.stage == "holding"
+            assert attached.plan is plan
+        with monkeypatch.context() as odd:
+            odd.setattr(Pilot, "_peak", lambda _: plan.budget + 64 * MiB)
+            one_step(model, batch)
+            failing(BudgetError, lambda: one_step(model, batch), match="no plan is that much smaller")

@@ -23,8 +23,9 @@ Each call of the model in training is a pass, and each pass has a stage:
     see NOTE [ Of two plans the faster one ] in ``contest.py``.
 ``HOLDING``
     Nothing is watched but the device's peak and the shapes of the model's inputs, at each call. A peak over the budget,
-    and a plan is made for less. One of several ranks notes it, and goes on. Larger inputs take the least memory once;
-    then there is a plan for the same profile, enlarged, or, if that would be too much, all begins anew.
+    and a plan is made for less; where there is none, such a step is noted, and a second one soon after it is an error.
+    One of several ranks notes it, and goes on. Larger inputs take the least memory once; then there is a plan for the
+    same profile, enlarged, or, if that would be too much, all begins anew.
 
 A pass is looked at when the next one begins, since its step ends there. If the model is called in evaluation before
 that, and the pass has had its backward, its step ends with that call: what an evaluation takes no plan makes less.
@@ -81,6 +82,8 @@ MOST_GROWTH = 2
 _MOST_WAITING = 256
 """Passes for which an optimizer's steps are waited for."""
 _MOST_IDLE = 16
+MOST_APART = 16
+"""Of two steps over the budget, how many there are from one to the other at most for the second to be an error."""
 _EVALUATED = "an evaluation between two steps had a peak over the budget, which is of training alone"
 _LEARNED = "a step with inputs of a new size, which is learned from, was over the budget"
 
@@ -180,6 +183,10 @@ class Pilot(Watcher):
         """What was seen of a pass after which came an evaluation, or one that not all ranks take part in."""
         self._held: int | None = None
         """Peak of the device when an evaluation began."""
+        self._holds = 0
+        """Passes in which a plan was held."""
+        self._over_at: int | None = None
+        """In which of them a step was over the budget last."""
         self._tell = known
         self._known: Known | None = None
         """As it was when the step began that is measured."""
@@ -570,6 +577,7 @@ class Pilot(Watcher):
     def _hold(self) -> None:
         if self._budget is None or self._aim is None:
             return
+        self._holds += 1
         peak, self._held = self._peak() if self._held is None else self._held, None
         if peak <= self._budget < self._peak():
             self.note_once(_EVALUATED)
@@ -584,7 +592,15 @@ class Pilot(Watcher):
                 return
             self._note(f"a step had a peak of {format_bytes(peak)}, over the budget of {format_bytes(self._budget)}")
             self._forget_host()
-            self._aim.back_off(peak, self._replan, self._note)
+            last, self._over_at = self._over_at, self._holds
+            try:
+                self._aim.back_off(peak, self._replan, self._note)
+            except BudgetError:
+                if last is not None and self._holds - last <= MOST_APART:
+                    raise
+                # That step is over, and what was different about it need not come again.
+                self._note(f"no plan is for less: this one stays, if none of {MOST_APART} steps is over the budget")
+                self._reset_peak()
 
     def _has_learned(self) -> bool:
         """Whether calls of a size came that had not come before, since this was last asked: they run again whole."""
