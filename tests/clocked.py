@@ -76,10 +76,14 @@ class ClockedBackend(Backend):
 
     def __init__(self, hardware: Hardware) -> None:
         super().__init__(torch.device("cpu"))
+        self.clock = Clock("compute")
+        self.is_now(hardware)
+
+    def is_now(self, hardware: Hardware) -> None:
+        """It is of other hardware."""
         link = hardware.links[0]
         self._rates = {"out": link.out * SHARE_OF_RATE, "back": link.back * SHARE_OF_RATE}
         self._hardware = hardware
-        self.clock = Clock("compute")
 
     def serve(self, device: torch.device) -> Backend:
         """This backend, for ``Session(backend=...)``."""

@@ -8,6 +8,7 @@ import random
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,11 +17,15 @@ from torch import Tensor, nn
 
 import spillway
 from clocked import SHARE_OF_RATE, ClockedBackend, scaled
+from integrations.test_planned_stages import Stage, one_forward_one_backward
+from integrations.test_planned_stages import steps as step_by_step
 from spillway import Hardware, Plan, Profile, StepStats
 from spillway.attaching import rehearsing
 from spillway.capture.order import Course
+from spillway.integrations.pipelining import offload_stages
 from spillway.planning.fates import Fates
 from spillway.planning.programs import program_of
+from spillway.profiling import meter, probe
 from spillway.runtime import mover as movers
 from spillway.runtime.arena import Arena
 from spillway.runtime.device import DeviceRuntime
@@ -39,6 +44,7 @@ OF_LARGE = 4096 * 32768 / (WIDTH * TOKENS)
 # Small tensors count less here than there.
 HARDWARE = scaled(Hardware.named("h200"), nbytes=OF_LARGE, flops=OF_LARGE * 4096 / WIDTH)
 KIB = 1024
+STATIC = 16 << 20
 SUMS = TOKENS * 16 * 4
 """Bytes that attention saves beside its result: the smallest that leave by themselves."""
 
@@ -148,6 +154,74 @@ def test_a_step_moves_the_bytes_and_takes_the_time_that_were_simulated(share: fl
 def test_of_any_budget_and_window(seed: int) -> None:
     drawn = random.Random(seed)
     check(drawn.uniform(0.29, 0.9), drawn.choice([300, 480, 640, 900, 1280, 1800, 2560, 4000]))
+
+
+@pytest.fixture
+def clocked(monkeypatch: pytest.MonkeyPatch) -> ClockedBackend:
+    """A backend by whose clock steps are measured, too; what a process has beside a step is always the same."""
+    backend = ClockedBackend(HARDWARE)
+    clock = SimpleNamespace(perf_counter=lambda: backend.clock.now)
+    for module in (meter, probe):
+        monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(meter, "_resident", lambda: STATIC)
+    return backend
+
+
+@pytest.mark.parametrize("share", [0.8, 0.5, 0.3])
+def test_a_budget_finds_a_plan_whose_step_takes_what_is_foretold(share: float, clocked: ClockedBackend) -> None:
+    model, batch = model_and_batch()
+    allow = {"keep", "host", "recompute"}
+    with spillway.Session(backend=clocked.serve) as session, clocked.computing():
+        profile = spillway.profile(model, batch, loss=loss, session=session)
+        keep = spillway.plan(profile, budget="1TiB", hardware=HARDWARE, allow=allow)
+    budget = profile.static_bytes + int(share * (keep.predicted_peak - profile.static_bytes))
+    options: dict[str, Any] = {"hardware": HARDWARE, "allow": allow, "min_bytes": LEAST}
+    with (
+        spillway.Session(backend=clocked.serve, window=2560 * KIB) as session,
+        spillway.attach(model, budget=budget, session=session, **options) as attached,
+        clocked.computing(),
+    ):
+        for _ in range(16):
+            loss(model(batch)).backward()
+            model.zero_grad(set_to_none=False)
+        assert attached.stage == "holding"
+        assert attached.plan is not None and attached.measured is not None
+        assert attached.measured.peak_bytes <= budget
+        assert attached.measured.seconds == pytest.approx(attached.plan.predicted_seconds, rel=1e-4)
+        assert attached.plan.predicted_seconds < 1.15 * keep.predicted_seconds
+
+
+@pytest.mark.parametrize("share", [0.9, 0.6, 0.5])
+@pytest.mark.parametrize("most", [1, 3, 6])
+def test_micro_batches_of_a_pipeline_take_what_is_foretold(
+    most: int, share: float, monkeypatch: pytest.MonkeyPatch, clocked: ClockedBackend
+) -> None:
+    """One after the other, three of them alive, or all forwards first."""
+    hardware = scaled(Hardware.named("h200"), nbytes=1024, flops=4096)
+    clocked.is_now(hardware)
+    turns = one_forward_one_backward(6, most)
+
+    def train(budget: int | str) -> tuple[int, Plan, float, StepStats]:
+        stage = Stage(0, width=64, blocks=4)
+        options: dict[str, Any] = {"hardware": hardware, "allow": {"keep", "host", "recompute"}, "min_bytes": LEAST}
+        with (
+            spillway.Session(backend=clocked.serve, window=1024 * KIB) as session,
+            offload_stages([stage], budget=budget, session=session, **options) as offloaded,
+            clocked.computing(),
+        ):
+            ends = []
+            for _ in step_by_step([stage], [turns] * 18, rows=1024, gives=False):
+                ends.append(clocked.clock.now)
+            assert offloaded.stage == "holding" and offloaded.measured is not None
+            return offloaded.measured, offloaded.plans[0], ends[-2] - ends[-3], offloaded.stats()
+
+    most_bytes, keep, plain, _ = train("1TiB")
+    optimizer = plain - keep.predicted_seconds
+    budget = STATIC + int(share * (most_bytes - STATIC))
+    peak, plan, seconds, stats = train(budget)
+    assert peak <= budget
+    assert seconds - optimizer == pytest.approx(plan.predicted_seconds, rel=0.005)
+    assert stats.stall_seconds == pytest.approx(plan.stall_seconds, abs=0.003 * seconds)
 
 
 def test_what_was_fetched_ahead_is_not_waited_for_to_the_last() -> None:

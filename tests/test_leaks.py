@@ -246,7 +246,7 @@ def sizes(session: Session) -> dict[str, int]:
         "course": sum(
             len(course._entries) + sum(len(lap.asked) for lap in course._laps)
             for memory in session._memories.values()
-            for course in (*memory._courses.values(), *(course for _, course in memory._waiting))
+            for course in (*memory._courses.values(), *memory._turns.values(), *(each for *_, each in memory._waiting))
         ),
         "host": session.host_bytes,
         "disk": session.disk_bytes,

@@ -215,3 +215,77 @@ def test_what_was_fetched_of_the_next_pass_is_not_named_again() -> None:
                     assert looks >= 99
         for course in courses:
             course.is_alive = lambda: False  # type: ignore[method-assign]
+
+
+def test_a_turn_is_how_many_passes_have_ended_since_none_waited() -> None:
+    succession: Succession[Pass] = Succession()
+
+    def forward() -> tuple[int, Pass]:
+        turn, made = succession.turn(), Pass("a")
+        succession.add(made)
+        return turn, made
+
+    for _ in range(3):
+        # One forward, one backward, three of them alive at most.
+        turns, waiting = [], []
+        for _ in range(6):
+            turn, made = forward()
+            turns.append(turn)
+            waiting.append(made)
+            if len(waiting) == 3:
+                succession.begin(waiting.pop(0), 0)
+        for each in waiting:
+            succession.begin(each, 0)
+        assert turns == list(range(6))
+    # One that nobody goes back through, and is gone, does not wait.
+    for _ in range(2):
+        turn, made = forward()
+        assert turn == 0
+        made.alive = False
+    # Of one that stays, others are counted on, up to a bound.
+    _, stays = forward()
+    turns = []
+    for _ in range(1000):
+        turn, made = forward()
+        turns.append(turn)
+        succession.begin(made, 0)
+    assert stays.is_alive()
+    assert turns[:4] == [1, 2, 3, 4]
+    assert turns[-1] == turns[-2]
+
+
+def test_the_tail_of_the_last_micro_batch_is_that_of_no_other() -> None:
+    """Of the others, forwards come in between, and what is held back for nothing would be waited for."""
+    adversary = AdversaryBackend()
+    events = EventList()
+    layers = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(4))
+    x = torch.randn(64, 64, requires_grad=True)
+    with spillway.Session(backend=adversary.serve, window=2 * 64 * 64 * 4, recorder=events) as session:
+
+        def forward() -> torch.Tensor:
+            y = x * 1
+            with spillway.offload(session=session, tier="host", min_bytes=0):
+                for layer in layers:
+                    y = layer(y).sin()
+            return y.sum()
+
+        def step() -> None:
+            losses = [forward() for _ in range(3)]
+            for each in losses:
+                each.backward()
+
+        for _ in range(3):
+            step()
+        held: list[list[bool]] = []
+        for _ in range(3):
+            forwards = []
+            for _ in range(3):
+                loss = forward()
+                course = next(reversed([each for *_, each in session._memories[None]._waiting]))
+                held.append([course.in_tail(place) for place in range(len(course._entries))])
+                forwards.append(loss)
+            for each in forwards:
+                each.backward()
+    adversary.check()
+    # All forwards come first here, and the backward of the first is the first: nothing of it is in the window any more.
+    assert [any(each) for each in held] == [False, False, True] * 3

@@ -97,7 +97,7 @@ class AwayHandle:
         course = saved.course
         if course is not None:
             # Whether it was caught before it left is a hint to the order: reading it without the lock does no harm.
-            course.ask(saved.place, self._laps, caught=saved.round == 0 and saved.storage is not None)
+            course.ask(saved.place, self._laps, caught=saved.round == 0 and saved.has_not_left())
             self._laps += 1
         storage, made, low, self._round = self._mover.take(saved, self._round, course)
         tensor = self._tracker.detach()

@@ -151,6 +151,8 @@ class Pass:
         self._window = window
         self._locator = locator
         self._signature: tuple[torch.Size, torch.dtype, torch.device] | None = None
+        self._turn = 0
+        """See :meth:`~spillway.capture.succession.Succession.turn`."""
         self._gathered: Gathered | None = None
         self._devices: dict[torch.device, _Device] = {}
         self.groups = PassGroups(groups, self.ledger, self._window_on)
@@ -281,7 +283,7 @@ class Pass:
             if self._told_nothing:
                 backends = [each.runtime.backend for each in self._devices.values()]
                 course.verdict = judge(course.total_bytes, backends)
-            self._memory.keep(self._signature, course)
+            self._memory.keep(self._signature, self._turn, course)
             if not course.was_asked:
                 self._owner.succession(device).add(course)
 
@@ -429,15 +431,18 @@ class Pass:
         self._signature = (tensor.shape, tensor.dtype, tensor.device)
         # Handles that have died are known to be dead after that.
         device.runtime.mover.read_notes()
+        succession = self._owner.succession(tensor.device)
+        self._turn = succession.turn()
         previous = self._memory.recall(self._signature)
         if previous is not None:
             self.decider.total_bytes = previous.total_bytes or None
             self.groups.learn(previous.groups)
         device.course = Course(
             previous,
+            self._memory.recall_turn(self._signature, self._turn),
             self._window_on(device.runtime),
             self._on_backward,
-            self._owner.succession(tensor.device),
+            succession,
             self.tag,
         )
 

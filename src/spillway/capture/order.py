@@ -3,9 +3,12 @@
 A *course* is the list of entries of one pass, in packing order, and the orders in which they were asked for: one for
 each *lap*, since a backward may run over a graph again, or in two halves, and each may go its own way. The first pass
 knows nothing, and guesses: backward asks in reverse. A later pass over code of the same signature (the tag, and shape
-and dtype of the first tensor saved) knows the orders of the one before, and what of its tail had not left when it was
-asked for: that is not sent the next time. Whose backward comes next, where several passes are alive, is in
-``succession.py``.
+and dtype of the first tensor saved) knows the orders of the one before. Whose backward comes next, where several passes
+are alive, is in ``succession.py``.
+
+What of a pass's tail had not left when it was asked for is not sent the next time. But it would have left if another
+pass had come between its forward and its backward. So a tail is that of a pass with the same turn: of a pipeline's
+micro-batches it may be the last alone that has one.
 
 A forward counts what it saves, and its backward shows the order. As long as no pass of a signature has had a backward,
 the last one counts whose backward can still come (gradients may be accumulated). One whose graph was dropped before
@@ -27,6 +30,8 @@ from spillway.runtime.entry import Entry
 Signature = Hashable
 
 _REMEMBERED = 64
+_TURNS = 1024
+"""Turns of all signatures that are remembered."""
 _MOST_LAPS = 8
 
 
@@ -79,6 +84,7 @@ class Course:
 
     Args:
         previous: the last finished pass of the same signature.
+        alike: the last one that had the same turn as well.
         window: bytes that may be LEAVING at once.
         on_backward: called when backward asks for the first of them.
         succession: whose backward comes next.
@@ -88,6 +94,7 @@ class Course:
     def __init__(
         self,
         previous: Course | None = None,
+        alike: Course | None = None,
         window: int = 0,
         on_backward: Callable[[], object] | None = None,
         succession: Succession[Course] | None = None,
@@ -107,7 +114,7 @@ class Course:
         self._next: tuple[int, Lap] | None = None
         """A lap that has not begun, and what of it was fetched ahead, with its number."""
         self._expected = previous.sequences() if previous is not None else []
-        self._tail = previous.tail_to_come() if previous is not None else frozenset()
+        self._tail = alike.tail_to_come() if alike is not None else frozenset()
         self.total_bytes = 0
         """Distinct bytes saved, once the pass has ended."""
         self.groups: list[PastGroup] = []
@@ -250,7 +257,9 @@ class Memory:
     def __init__(self) -> None:
         self.gain = Gain()
         self._courses: dict[Signature, Course] = {}
-        self._waiting: list[tuple[Signature, Course]] = []
+        self._turns: dict[tuple[Signature, int], Course] = {}
+        """The last of each turn."""
+        self._waiting: list[tuple[Signature, int, Course]] = []
         self._lock = threading.RLock()
 
     @property
@@ -258,7 +267,7 @@ class Memory:
         """Distinct bytes that the last finished pass saved; 0 before there is one."""
         with self._lock:
             self._sort()
-            last = self._waiting[-1][1] if self._waiting else next(reversed(self._courses.values()), None)
+            last = self._waiting[-1][2] if self._waiting else next(reversed(self._courses.values()), None)
             return 0 if last is None else last.total_bytes
 
     def gains_nothing(self) -> bool:
@@ -271,29 +280,39 @@ class Memory:
         """The last course of the signature that backward has asked for, or else the last whose backward can come."""
         with self._lock:
             self._sort()
-            waiting = (course for known, course in reversed(self._waiting) if known == signature)
+            waiting = (course for known, _, course in reversed(self._waiting) if known == signature)
             return self._courses.get(signature) or next(waiting, None)
 
-    def keep(self, signature: Signature, course: Course) -> None:
+    def recall_turn(self, signature: Signature, turn: int) -> Course | None:
+        """The last course of the signature that had the same turn, and that backward has asked for."""
+        with self._lock:
+            self._sort()
+            return self._turns.get((signature, turn))
+
+    def keep(self, signature: Signature, turn: int, course: Course) -> None:
         """A pass has ended."""
         with self._lock:
             self._sort()
-            self._waiting = [*self._waiting[1 - _REMEMBERED :], (signature, course)]
+            self._waiting = [*self._waiting[1 - _REMEMBERED :], (signature, turn, course)]
 
     def _sort(self) -> None:
         """Of the courses that wait for their backward, those that have had it are learned from; dropped ones go."""
         waiting = []
-        for signature, course in self._waiting:
+        for signature, turn, course in self._waiting:
             if course.was_asked or course.is_empty:
                 self._courses.pop(signature, None)
                 self._courses[signature] = course
+                self._turns.pop((signature, turn), None)
+                self._turns[signature, turn] = course
                 if course.verdict is not None:
                     self.gain.learn(course.verdict)
             elif not course.was_dropped:
-                waiting.append((signature, course))
+                waiting.append((signature, turn, course))
         self._waiting = waiting
         while len(self._courses) > _REMEMBERED:
             del self._courses[next(iter(self._courses))]
+        while len(self._turns) > _TURNS:
+            del self._turns[next(iter(self._turns))]
 
     def __len__(self) -> int:
         return len(self._courses)

@@ -48,15 +48,26 @@ class Succession(Generic[_Pass]):
         self._waiting: dict[int, list[weakref.ref[_Pass]]] = {}
         self._past: deque[_Key] = deque(maxlen=_REMEMBERED)
         self._sweep_at = _FIRST_SWEEP
+        self._turn = 0
         self._next: _Key | None = None
         self._found: weakref.ref[_Pass] | None = None
         """Who that is."""
         self._looked = False
         """Whether it was looked for since anything began to wait, or waits no more."""
 
+    def turn(self) -> int:
+        """Of a pass that begins now: how many have ended since none waited for its backward. Schedules repeat."""
+        with self._lock:
+            if next(self._alike(0), None) is None:
+                self._turn = 0
+            return self._turn
+
     def add(self, course: _Pass, lap: int = 0) -> None:
         """A pass has ended, or a lap through it has begun: it waits for that lap, or for the next."""
         with self._lock:
+            if not lap:
+                # One that waits for ever would have it count on.
+                self._turn = min(self._turn + 1, _REMEMBERED)
             waiting = self._waiting.setdefault(lap, [])
             waiting.append(weakref.ref(course))
             if len(waiting) >= self._sweep_at:

@@ -114,6 +114,10 @@ class Entry:
         self.round = 0
         """How often it came back."""
 
+    def has_not_left(self) -> bool:
+        """Whether its bytes are on the device since they were saved, or since they were asked for."""
+        return self.state in (State.RESIDENT, State.LEAVING)
+
     def let_go(self) -> None:
         """Hold the bytes no longer."""
         self.storage = self.made = self.source = None
