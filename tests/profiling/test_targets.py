@@ -499,3 +499,11 @@ def test_a_batch_may_be_any_mapping() -> None:
         model, batch = Named(), torch.empty(4, 64)
     found = spillway.profile(model, UserDict(rows=batch), hardware="h100")
     assert found == spillway.profile(model, {"rows": batch}, hardware="h100")
+
+
+def test_an_optimizer_that_asks_for_the_content_of_tensors_is_refused() -> None:
+    with META:
+        model, batch = nn.Sequential(*(Block(64) for _ in range(3))), torch.empty(4, 64)
+    options: dict[str, Any] = {"hardware": "h100", "optimizer": torch.optim.Adafactor}
+    failing(UnsupportedError, lambda: spillway.profile(model, batch, **options), match="Adafactor.*optimizer=4")
+    assert spillway.profile(model, batch, hardware="h100", optimizer=4).kinds

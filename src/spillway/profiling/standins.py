@@ -73,12 +73,23 @@ def state_sizes(parameters: list[torch.Tensor], optimizer: OptimizerOf) -> list[
     Args:
         parameters: on ``meta``.
         optimizer: makes one of parameters: a class, or a ``functools.partial`` of one.
+
+    Raises:
+        UnsupportedError: if its step asks for the content of tensors.
     """
     copies: list[torch.Tensor] = [Parameter(torch.empty_like(each), requires_grad=True) for each in parameters]
     for each in copies:
         each.grad = torch.empty_like(each)
     made = optimizer(copies)
-    made.step()
+    try:
+        made.step()
+    except RuntimeError as error:
+        if "meta tensor" not in str(error):
+            raise
+        raise UnsupportedError(
+            f"optimizer: got {type(made).__name__}, whose step asks for the content of tensors ({error}), expected one "
+            f"whose step hangs on shapes alone; give bytes for each element of a parameter instead: optimizer=4"
+        ) from error
     found = {
         tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
         for state in made.state.values()
