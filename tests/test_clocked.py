@@ -7,6 +7,7 @@ import importlib.util
 import random
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,7 @@ from spillway.attaching import rehearsing
 from spillway.capture.order import Course
 from spillway.integrations.pipelining import offload_stages
 from spillway.planning.fates import Fates
+from spillway.planning.profile import HostTimes
 from spillway.planning.programs import program_of
 from spillway.profiling import meter, probe
 from spillway.runtime import mover as movers
@@ -154,6 +156,39 @@ def test_a_step_moves_the_bytes_and_takes_the_time_that_were_simulated(share: fl
 def test_of_any_budget_and_window(seed: int) -> None:
     drawn = random.Random(seed)
     check(drawn.uniform(0.29, 0.9), drawn.choice([300, 480, 640, 900, 1280, 1800, 2560, 4000]))
+
+
+def with_host(profile: Profile, host: HostTimes | None) -> Profile:
+    return replace(profile, kinds=tuple(replace(kind, host=host) for kind in profile.kinds))
+
+
+@pytest.mark.parametrize(("share", "window"), [(0.85, 2560), (0.7, 640), (0.4, 2560)])
+def test_so_does_a_step_of_blocks_at_whose_forward_nobody_looks(share: float, window: int) -> None:
+    """As it is planned where the host is late for regions. Here it takes no time."""
+    model, batch = model_and_batch()
+    profile = spillway.profile(model, batch, loss=loss, hardware=HARDWARE, device="cpu")
+    forward = profile.kinds[0].forward_seconds
+    host = HostTimes(
+        plain=0.2 * forward,
+        region=1.5 * forward,
+        rerun=0.4 * forward,
+        backward=0.6 * forward,
+        unwatched=0.8 * forward,
+        unwatched_rerun=0.5 * forward,
+    )
+    late = with_host(profile, host)
+    options: dict[str, Any] = {"hardware": HARDWARE, "allow": {"keep", "host", "recompute"}}
+    keep = spillway.plan(late, budget="1TiB", **options)
+    budget = profile.static_bytes + int(share * (keep.predicted_peak - profile.static_bytes))
+    plan = spillway.plan(late, budget=budget, window=window * KIB, **options)
+    assert sum(not block.watched for block in plan.blocks) >= 2
+    timeline = spillway.simulate(profile, plan, hardware=HARDWARE)
+    fates = Fates.of(program_of(profile, plan), plan.window)
+    back = sum(sent.nbytes for sent, reused in zip(fates.sent, fates.reused, strict=True) if not reused)
+    *_, (seconds, stats) = steps(plan)
+    assert stats.reloaded_bytes == pytest.approx(back, abs=SUMS)
+    assert seconds == pytest.approx(timeline.seconds, rel=0.01)
+    assert stats.stall_seconds == pytest.approx(timeline.stall_seconds, abs=0.003 * seconds)
 
 
 @pytest.fixture
