@@ -14,6 +14,7 @@ import spillway
 from budgets import NAMED, attached_to, budget_of, one_step, search
 from spillway import Session
 from spillway.attaching import contest
+from spillway.attaching.pilot import Pilot
 from spillway.planning.profile import HostTimes, Profile
 from spillway.planning.programs import options_of
 from spillway.profiling import compile as compiling
@@ -170,6 +171,7 @@ def test_a_plan_is_made_once_more_and_only_once(
     monkeypatch.setattr(meter, "_resident", lambda: 16 * MiB)
     monkeypatch.setattr(compiling, "queues", lambda device: True)
     monkeypatch.setattr(contest, "_seconds_of", lambda watched: 1.0)
+    monkeypatch.setattr(Pilot, "_has_learned", lambda self: False)
     seen = iter(slow)
     monkeypatch.setattr(Slowness, "of", classmethod(lambda cls, profile, plan, watched: cls(*[next(seen)] * 2)))
     kind = NAMED["mlp"]
@@ -201,6 +203,9 @@ def test_of_two_plans_the_faster_one_is_held(
     monkeypatch.setattr(meter, "_resident", lambda: 16 * MiB)
     monkeypatch.setattr(compiling, "queues", lambda device: True)
     monkeypatch.setattr(Slowness, "of", classmethod(lambda cls, profile, plan, watched: cls(5.0, 5.0)))
+    # All of them count.
+    monkeypatch.setattr(Session, "is_growing", property(lambda self: False))
+    monkeypatch.setattr(Pilot, "_has_learned", lambda self: False)
     taken = iter(seconds)
     monkeypatch.setattr(contest, "_seconds_of", lambda watched: next(taken, 9.0))
     kind = NAMED["mlp"]
