@@ -1,7 +1,7 @@
 """Lanes that have clocks: the engine as it is, on a CPU, in the time that a device would take.
 
 Each lane, compute among them, is a clock. What is queued is done at once, and moves its lane's clock on by what it
-would take: an operator by the roofline of some hardware, a copy by its bytes at the link's rate. A wait sets the one
+would take: an operator by the roofline of some hardware, a copy by its bytes at what is planned with of a link's rate. A wait sets the one
 clock to the other, if that is later. So a step of the real engine, with its hooks, orders and windows, says how long it
 would be, and what compute would wait for: to be held against the simulated step, which knows nothing of the engine.
 
@@ -21,15 +21,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from spillway import Hardware
 from spillway.planning.roofline import seconds_of
+from spillway.planning.windows import USABLE
 from spillway.profiling.costs import effort_of
 from spillway.regions.schema import facts_of
 from spillway.runtime.backend import Backend, Event, HostLane, Lane, Several, Task
 from spillway.runtime.bytes import Bytes, Cells, Form
 from spillway.runtime.cpu import anonymous_pages
 from spillway.runtime.ledger import Stalls
-
-SHARE_OF_RATE = 0.95
-"""As a link is planned with."""
 
 
 def scaled(hardware: Hardware, *, nbytes: float, flops: float) -> Hardware:
@@ -82,7 +80,7 @@ class ClockedBackend(Backend):
     def is_now(self, hardware: Hardware) -> None:
         """It is of other hardware."""
         link = hardware.links[0]
-        self._rates = {"out": link.out * SHARE_OF_RATE, "back": link.back * SHARE_OF_RATE}
+        self._rates = {"out": link.out * USABLE, "back": link.back * USABLE}
         self._hardware = hardware
 
     def serve(self, device: torch.device) -> Backend:

@@ -24,6 +24,7 @@ from spillway.errors import InplaceError, RecomputeError
 from spillway.operators import Planned, full_name
 from spillway.records import Decision
 from spillway.regions.rerun import in_rerun
+from spillway.regions.retracing import Retracing
 from spillway.regions.tape import Tape
 from spillway.regions.unwatched import Unwatched
 from support import assert_identical, assert_nothing_left
@@ -237,20 +238,98 @@ def test_what_changes_before_backward_is_told_or_is_of_no_account_where_somethin
         assert len(calls) == 1
 
 
-def test_a_number_that_changes_has_the_function_run_whole_where_something_is_handed_in(
-    regions: Regions, calls: Calls, runs: list[bool]
+class Numbered(nn.Module):
+    """Has a number before what is handed in, and one after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = 1.0, 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = (x * self.before).exp().tanh()
+        return (y.cos() * self.after).sigmoid()
+
+
+@pytest.mark.parametrize("number", ["before", "after"])
+def test_a_number_that_changes_has_the_function_run_whole_where_something_is_left_out_after_it(
+    regions: Regions, calls: Calls, runs: list[bool], number: str
 ) -> None:
-    block = Block()
-    known(regions, block, offload="norm")
-    gradients_of(regions, block, seed=3, watch=False, offload="norm")
+    block = Numbered()
+    how = {"watch": False, "save": "aten::tanh"}
+    known(regions, block, save="aten::tanh")
+    gradients_of(regions, block, seed=3, **how)
     assert runs == [True]
-    block.scale = 1.25
+    setattr(block, number, 1.25)
     runs.clear()
     for seed in range(4):
-        ours = gradients_of(regions, block, seed=seed, watch=False, offload="norm")
-        assert_identical(ours, gradients_of(None, block, seed=seed))
-    # It did something else, then ran whole; it was looked at in the next step; there was a tape from then on.
-    assert runs == [False, False, True, True]
+        assert_identical(gradients_of(regions, block, seed=seed, **how), gradients_of(None, block, seed=seed))
+    # Before: it did something else, then ran whole; it was looked at in the next step; there was a tape from then on.
+    assert runs == ([False, False, True, True] if number == "before" else [True] * 4)
+
+
+@pytest.fixture
+def looked_at(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Operators of re-runs that were compared with a tape's."""
+    names: list[str] = []
+    dispatch = Retracing.__torch_dispatch__
+
+    def spy(self: Retracing, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        names.append(func._schema.name.removeprefix("aten::"))
+        return dispatch(self, func, types, args, kwargs)
+
+    monkeypatch.setattr(Retracing, "__torch_dispatch__", spy)
+    return names
+
+
+def test_nobody_looks_when_there_is_nothing_more_to_leave_out(
+    regions: Regions, runs: list[bool], looked_at: list[str]
+) -> None:
+    def function(x: Tensor) -> Tensor:
+        return x.sin().exp().tanh().cos().sigmoid().exp()
+
+    known(regions, function, save="aten::tanh")
+    gradients_of(regions, function, seed=3, watch=False, save="aten::tanh")
+    assert runs == [True]
+    # What is saved of the next one is seen before it runs.
+    assert looked_at == ["sin", "exp", "tanh"]
+
+
+class Holds(nn.Module):
+    """Holds what need not be computed again, and may read it in the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(16))
+        self.reads = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        held = x.detach().sin()
+        y = (held + self.weight).tanh().cos()
+        return (y * (held if in_rerun() and self.reads else 1)).sigmoid()
+
+
+def test_what_was_left_out_and_is_held_is_looked_at_to_the_end(
+    regions: Regions, calls: Calls, runs: list[bool], looked_at: list[str]
+) -> None:
+    block = Holds()
+
+    def gradients(region: bool) -> list[Tensor]:
+        x = leaf()
+        with regions.offload():
+            how: dict[str, Any] = {"session": regions.session, "watch": False, "save": "aten::tanh"}
+            y = spillway.recompute(block, x * 1, **how) if region else block(x * 1)
+        return [*torch.autograd.grad(y.square().sum(), list(block.parameters()))]
+
+    for _ in range(4):
+        assert_identical(gradients(True), gradients(False))
+    assert runs and all(runs)
+    assert looked_at[-1] == "sigmoid"
+    # The second run is another one, which would read what nobody has written: it is run anew, whole.
+    block.reads = True
+    runs.clear()
+    with pytest.raises(RecomputeError):
+        gradients(True)
+    assert runs[0] is False
 
 
 def test_what_draws_and_is_left_out_is_looked_at(regions: Regions, calls: Calls) -> None:

@@ -225,6 +225,8 @@ class Pilot(Watcher):
         self.sweep = sweep
         self.hardware = hardware
         self.plan = plan
+        self.applied = 0
+        """How often blocks were told to do as a plan says."""
         self.measured: Measured | None = None
         self.notes: list[str] = []
 
@@ -635,6 +637,7 @@ class Pilot(Watcher):
             UsageError: if it is of another model.
         """
         treat_by(plan, self._blocks, is_whole=self._is_given)
+        self.applied += 1
         self._mover().claim(self, plan.window, plan.ahead)
         if self._optimizer is not None and plan.optimizer_fraction is not None:
             self._optimizer.divide(plan.optimizer_fraction)

@@ -30,6 +30,7 @@ from torch.nn import Module
 from torch.utils.checkpoint import GraphExecGroup
 
 from spillway.attaching import Attached, attach
+from spillway.attaching.model import ModelPass
 from spillway.blocks import Blocks
 from spillway.errors import UnsupportedError, UsageError
 from spillway.offloading import offload
@@ -209,8 +210,8 @@ def _planned(
     rank = rank_pilot_of(list(zip(pilots, modules, strict=True)), Limits(**limits), hardware, session)
 
     def context(tag: str) -> offload:
-        # Of what is in no block nothing leaves; what regions send has its order here.
-        return offload(tag=tag, min_bytes=min_bytes, policy=Keep(), session=session)
+        # Of what is in no block nothing leaves; what regions send has its order here, which is that of a plan.
+        return ModelPass(tag=tag, min_bytes=min_bytes, policy=Keep(), session=session)
 
     calls: list[_StageCalls] = []
     offloaded = OffloadedStages(calls, rank)
@@ -329,6 +330,9 @@ class _StageCalls:
         """The chunks of the last step, by number."""
         self._make_context = context
         self._contexts: dict[str, offload] = {}
+        """By tags."""
+        self._applied = 0
+        """Plans that were applied when they were made."""
         self._attached = attached
         self._rank = rank
         self._part = part
@@ -387,6 +391,10 @@ class _StageCalls:
             if self._rank.is_plain:
                 self.step.clear()
                 return nullcontext()
+            applied = self._rank.stages[self._part].applied
+            if applied != self._applied:
+                self._applied = applied
+                self._contexts.clear()
         # How long a chunk waits for its backward depends on its place among so many: so does what is learned of it.
         tag = f"stage {self.stage.stage_index}, micro-batch {number} of {self.stage.chunks}"
         context = self._contexts.get(tag)

@@ -50,8 +50,8 @@ class Resaved:
         self._cells: list[_Cell] = []
         """What the graph of the run has: a graph that somebody keeps would hold all of it."""
         self.results: dict[int, torch.Tensor] = {}
-        self.differ: list[torch.Tensor] = []
-        """Comparisons with the first run."""
+        self._pairs: list[tuple[Sums, Sums]] = []
+        """Of what is compared, the sums of both runs."""
         self.is_other = False
         """Whether it was seen to be another one."""
         self.has_ended = False
@@ -60,6 +60,8 @@ class Resaved:
         """The hook."""
         mode, place = self._mode, self._packed
         self._packed = place + 1
+        if mode is not None and mode.is_done and not mode.has_ended:
+            mode.end()
         cell: _Cell = []
         parameter = self._parameters.get(place)
         if parameter is not None and parameter != identity_of(tensor):
@@ -105,22 +107,35 @@ class Resaved:
         results, self.results = self.results, {}
         return results
 
+    def differ(self) -> list[torch.Tensor]:
+        """Whether both runs gave the same, as far as that is compared: a bool on each device.
+
+        All of it at once, since each comparison takes the host as long as any other.
+        """
+        sides: dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        for pair in self._pairs:
+            for side, found in zip(sides.setdefault(pair[0][0].device, ([], [])), pair, strict=True):
+                side += (each.to(torch.int64) for each in found)
+        self._pairs.clear()
+        with torch._C._DisableTorchDispatch():
+            return [(torch.cat(one) != torch.cat(other)).any() for one, other in sides.values()]
+
     def compare_outputs(self, before: Sequence[Sums | None], output: Any) -> None:
         """The function has returned; those are sums of what it returned the first time."""
         found = sums_of(output)
         if len(before) != len(found) or all(each is None for each in before):
             self.is_other = True
             return
-        with torch._C._DisableTorchDispatch():
-            for one, other in zip(before, found, strict=True):
-                if one is not None:
-                    self._compare(one, other)
+        for one, other in zip(before, found, strict=True):
+            if one is not None:
+                self._compare(one, other)
 
     def _take(self, place: int, tensor: torch.Tensor) -> None:
         spot = self._saved[place].spot if place < len(self._saved) else None
         if place in self._wanted:
-            if self._mode is not None and (spot is None or not self._mode.knows(tensor, spot)):
-                self._mode.differs()
+            mode = self._mode
+            if mode is not None and not mode.has_ended and (spot is None or not mode.knows(tensor, spot)):
+                mode.differs()
             if spot is None or tensor.dtype is not spot.dtype or tensor.shape != spot.size:
                 self.is_other = True
             self.results[place] = tensor
@@ -129,10 +144,8 @@ class Resaved:
             self._compare(before, sums(tensor))
 
     def _compare(self, before: Sums, found: Sums | None) -> None:
-        one = _joined(before)
-        other = None if found is None else _joined(found)
-        if other is not None and one.shape == other.shape and one.device == other.device:
-            self.differ.append((one != other).any())
+        if found is not None and list(map(_place_of, before)) == list(map(_place_of, found)):
+            self._pairs.append((before, found))
         else:
             self.is_other = True
 
@@ -143,5 +156,5 @@ def identity_of(tensor: torch.Tensor) -> int | None:
     return id(owner) if type(owner) is torch.nn.Parameter else None
 
 
-def _joined(found: Sums) -> torch.Tensor:
-    return torch.cat([each.to(torch.int64) for each in found])
+def _place_of(each: torch.Tensor) -> tuple[torch.Size, torch.device]:
+    return each.shape, each.device

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Never
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from spillway.regions.following import Following
 from spillway.regions.replay import Differs
@@ -33,8 +35,11 @@ class Retracing(Following):  # type: ignore[no-untyped-call]
         self._handed = frozenset()
         self._runs, self._given = tape.again
         self._base_of = base_of
+        self._left_until = tape.left_until
         self._left: list[weakref.ref[torch.UntypedStorage]] = []
         """What was handed out unwritten."""
+        self.has_ended = False
+        """Whether nobody looks any more."""
 
     def differs(self) -> Never:
         """The function does something else."""
@@ -63,6 +68,30 @@ class Retracing(Following):  # type: ignore[no-untyped-call]
         if step.single:
             return outputs[0]
         return outputs if len(step.func._schema.returns) == 1 else tuple(outputs)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether there is nothing more to leave out."""
+        return self.place > self._left_until
+
+    @contextmanager
+    def until_ended(self) -> Iterator[None]:
+        """A context: inside, until it is ended, operators are seen."""
+        self.__enter__()
+        try:
+            yield
+        finally:
+            if not self.has_ended:
+                self.__exit__(None, None, None)
+
+    def end(self) -> None:
+        """Look at no more operators, if what was handed out unwritten can be read by none.
+
+        To look at each takes the host as long as its own code does.
+        """
+        if _get_current_dispatch_mode() is self and not self.is_kept:
+            self.has_ended = True
+            self.__exit__(None, None, None)
 
     @property
     def is_kept(self) -> bool:

@@ -240,6 +240,13 @@ class Tape:
         return not given and all(step.numerics is None for step in left_out)
 
     @cached_property
+    def left_until(self) -> int:
+        """The place of the last step that is left out before one that runs again; -1: there is none."""
+        again, _ = self.again
+        last = max(again, default=-1)
+        return max((place for place, step in enumerate(self.steps[:last]) if place not in again and step.makes), default=-1)
+
+    @cached_property
     def devices(self) -> frozenset[torch.device]:
         """Where it makes something."""
         return frozenset(spot.view.device for step in self.steps for _, spot in step.makes)

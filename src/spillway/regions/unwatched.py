@@ -10,7 +10,8 @@ But nobody has seen then that it did what is on the tape, so the tape cannot sta
 itself again, with its generators, settings and arguments as they were. If all of it is computed again, that is all.
 Otherwise operators are looked at, in backward, where the device has more to do: what is on the tape and of no use to
 anybody is left out, and what was preserved is handed in (``retracing.py``). As soon as an operator is not the tape's
-next one, the function runs anew, whole. So a function that does something else than in the call before, and does that
+next one, the function runs anew, whole. Once there is nothing more to be left out, and nothing that was left out is
+there to be read, nobody looks any more: all the rest runs as it is. So a function that does something else than in the call before, and does that
 in both of its runs, is right.
 
 Whether both runs did the same is seen by their values: of what autograd saves at last of what is computed again (of
@@ -301,7 +302,7 @@ class Unwatched:
             raise differed([self._label])
         results = packs.take()
         passage.ledger.recomputed_bytes += storage_bytes(results.values())
-        for differs in packs.differ:
+        for differs in packs.differ():
             self._verdicts.add(self._label, differs)
         for place, tensor in results.items():
             if place in self._alive:
@@ -327,7 +328,7 @@ class Unwatched:
                 if mode is None:
                     output = self._function(*tensors)
                 else:
-                    with mode:
+                    with mode.until_ended():
                         output = self._function(*tensors)
             if self._outputs is not None:
                 packs.compare_outputs(self._outputs, output)
