@@ -151,6 +151,7 @@ def planned(training: Training, row: Row, static: int, keep: Callable[[Any], Non
             static = profile.static_bytes
         folder = training.options.traces
         if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
             write_trace(folder / f"{row.asked}.trace.json", training.step)
             (folder / f"{row.asked}.plan.json").write_text(plan.to_json())
             profile.save(folder / f"{row.asked}.profile.json")
