@@ -1,9 +1,10 @@
 """Lanes that have clocks: the engine as it is, on a CPU, in the time that a device would take.
 
 Each lane, compute among them, is a clock. What is queued is done at once, and moves its lane's clock on by what it
-would take: an operator by the roofline of some hardware, a copy by its bytes at what is planned with of a link's rate. A wait sets the one
-clock to the other, if that is later. So a step of the real engine, with its hooks, orders and windows, says how long it
-would be, and what compute would wait for: to be held against the simulated step, which knows nothing of the engine.
+would take: an operator by the roofline of some hardware, a copy by its bytes at what is planned with of a link's rate.
+A wait sets the one clock to the other, if that is later. So a step of the real engine, with its hooks, its orders and
+windows, says how long it would be, and what compute would wait for: to be held against the simulated step, which knows
+nothing of the engine.
 
 The host takes no time. Models and rates are scaled down together, so that a small model has the times of a large one.
 """

@@ -501,8 +501,8 @@ def test_the_hosts_seconds_of_what_is_not_watched_by_hand() -> None:
     assert not option.watched
     # One of what it makes leaves: two and a half times the 2 s that an operator takes in a region.
     assert sum(task.host_seconds for task in option.forward) == 2.0 + 5.0
-    # That is what the second of four operators makes, and is handed in. Up to there what runs again is looked at, for the
-    # 2 s more that an operator takes in a region.
+    # That is what the second of four operators makes, and is handed in. Up to there what runs again is looked at, for
+    # the 2 s more that an operator takes in a region.
     (again,) = (task.host_seconds for task in option.backward if task.name == "again")
     assert again == 3.0 + 2 * 2.0
     # What is kept for the re-run alone is seen by nobody who does not look at operators.

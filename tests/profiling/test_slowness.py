@@ -160,10 +160,19 @@ def test_a_slower_host_leaves_more_blocks_alone() -> None:
 
 @pytest.mark.parametrize(
     ("slow", "growing", "plans", "checks"),
-    [([1.0], 0, 1, 1), ([5.0, 1.0], 0, 1, 2), ([5.0, 5.0, 5.0], 0, 2, 4), ([1.0], 3, 1, 4)],
-    ids=["as foreseen", "slow in one step", "slow", "while memory was pinned"],
+    [
+        ([], 0, 1, 1),
+        ([5.0], 0, 1, 2),
+        ([5.0, 5.0], 0, 2, 4),
+        ([5.0, 5.0, 5.0], 0, 2, 4),
+        # The third does what the second does, and is compared with nothing.
+        ([5.0] * 4, 0, 3, 5),
+        ([5.0] * 8, 0, 3, 5),
+        ([], 3, 1, 4),
+    ],
+    ids=["as foreseen", "in a step", "slow", "then in a step", "slow again", "slow ever again", "memory was pinned"],
 )
-def test_a_plan_is_made_once_more_and_only_once(
+def test_for_a_slow_host_a_plan_is_made_once_more_and_another_if_it_is_slow_again(
     slow: list[float], growing: int, plans: int, checks: int, session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks = itertools.count()
@@ -172,7 +181,7 @@ def test_a_plan_is_made_once_more_and_only_once(
     monkeypatch.setattr(compiling, "queues", lambda device: True)
     monkeypatch.setattr(contest, "_seconds_of", lambda watched: 1.0)
     monkeypatch.setattr(Pilot, "_has_learned", lambda self: False)
-    seen = iter(slow)
+    seen = itertools.chain(slow, itertools.repeat(1.0))
     monkeypatch.setattr(Slowness, "of", classmethod(lambda cls, profile, plan, watched: cls(*[next(seen)] * 2)))
     kind = NAMED["mlp"]
     model, batch = kind.model(), kind.batch()
@@ -180,7 +189,7 @@ def test_a_plan_is_made_once_more_and_only_once(
     measured = spillway.profile(model, batch, session=session)
     assert measured.kinds[0].host is not None
     with attached_to(model, budget_of(measured, 0.5) + 3 * MiB, session) as attached:
-        stages = search(model, batch, attached)
+        stages = search(model, batch, attached, 16)
         assert (stages.count("trying"), stages.count("checking")) == (plans, checks)
         assert all(map(torch.equal, one_step(model, batch), expected))
         assert attached.measured is not None and attached.plan is not None
@@ -202,7 +211,9 @@ def test_of_two_plans_the_faster_one_is_held(
 ) -> None:
     monkeypatch.setattr(meter, "_resident", lambda: 16 * MiB)
     monkeypatch.setattr(compiling, "queues", lambda device: True)
-    monkeypatch.setattr(Slowness, "of", classmethod(lambda cls, profile, plan, watched: cls(5.0, 5.0)))
+    # Of the first plan's steps.
+    slow = itertools.chain([5.0, 5.0], itertools.repeat(1.0))
+    monkeypatch.setattr(Slowness, "of", classmethod(lambda cls, profile, plan, watched: cls(*[next(slow)] * 2)))
     # All of them count.
     monkeypatch.setattr(Session, "is_growing", property(lambda self: False))
     monkeypatch.setattr(Pilot, "_has_learned", lambda self: False)

@@ -48,8 +48,8 @@ class Contest:
         self._seconds: list[float] = []
         self._others = 0
 
-    def saw(self, watched: Watched, peers: Peers, *, is_odd: bool) -> None:
-        """A step was checked. All ranks have to tell of it.
+    def saw(self, watched: Watched, peers: Peers, *, is_odd: bool) -> bool:
+        """A step was checked: whether it counts. All ranks have to tell of it.
 
         Args:
             watched: what was measured of it here.
@@ -60,9 +60,10 @@ class Contest:
         is_other = is_odd or self._kinds not in (None, kinds)
         if any(peers.share("other", lambda: is_other)):
             self._others += 1
-            return
+            return False
         self._kinds = kinds
         self._seconds.append(max(peers.share("seconds", lambda: seconds)))
+        return True
 
     @property
     def timed(self) -> Timed:

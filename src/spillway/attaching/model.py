@@ -135,10 +135,10 @@ class ModelPass(offload):
 
     NOTE [ Another plan ]
 
-    By another plan other tensors leave. What was learned of the one before, in which order they are asked for, and which
-    are asked for before they have left, says nothing of them, but fits if there are as many: on an H200 steps of a
-    second plan waited 12 and 21 ms each of 1140, for good, for tensors that the first plan's tail had let go. So with
-    each plan all is learned anew. It takes one step, and the one after it is as those that follow.
+    By another plan other tensors leave. In which order they are asked for, and which of them before they have left, was
+    learned of the plan before, says nothing of this one, and was taken for its own where both send as many tensors: then
+    each step waited for some, for good (on an H200, of layers of Llama-8B with 32768 tokens, 21 ms of 1178). So with each
+    plan all is learned anew. That takes one step, as the first one takes it.
     """
 
     def __init__(self, **options: Any) -> None:

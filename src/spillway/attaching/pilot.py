@@ -18,9 +18,9 @@ Each call of the model in training is a pass, and each pass has a stage:
     The plan is in force. Regions whose decisions are new are tried (``docs/recompute.md``), and orders are learned.
 ``CHECKING``
     The plan is in force, and the step's peak is measured. If it is over the budget, a plan is made for a budget that is
-    smaller by that, and is tried. If the host took longer than was foreseen, or less, a plan is made that knows of it;
-    once, and not by a step in which host memory was pinned in the background. Of both plans the faster one is held:
-    see NOTE [ Of two plans the faster one ] in ``contest.py``.
+    smaller by that, and is tried. If the host took longer than was foreseen, or less, a plan is made that knows of it,
+    and another one if the host is slow for that, too; not by a step in which host memory was pinned in the background.
+    Of two plans the faster one is held: see NOTE [ Of two plans the faster one ] in ``contest.py``.
 ``HOLDING``
     Nothing is watched but the device's peak and the shapes of the model's inputs, at each call. A peak over the budget,
     and a plan is made for less; where there is none, such a step is noted, and a second one soon after it is an error.
@@ -82,6 +82,8 @@ MOST_GROWTH = 2
 _MOST_WAITING = 256
 """Passes for which an optimizer's steps are waited for."""
 _MOST_IDLE = 16
+_MOST_TOLD = 2
+"""Plans that know more of the host than the one before."""
 MOST_APART = 16
 """Of two steps over the budget, how many there are from one to the other at most for the second to be an error."""
 _EVALUATED = "an evaluation between two steps had a peak over the budget, which is of training alone"
@@ -201,10 +203,10 @@ class Pilot(Watcher):
         """Passes of other kinds of blocks than the one that was weighed."""
         self._tried = 0
         """How often blocks' calls cost more than they do."""
-        self._knows_host = False
-        """Whether a plan was made that knows what the host takes for one."""
+        self._told_hosts = 0
+        """How many plans were made that know what the host took for the one before, or were not worth making."""
         self._slowness: Slowness | None = None
-        """Of the host in the first checked step of a plan, if it was slow."""
+        """Of the host in checked steps of a plan: the least."""
         self._contest = Contest()
         """Times checked steps of the plan, within the budget."""
         self._rival: _Rival | None = None
@@ -504,16 +506,18 @@ class Pilot(Watcher):
             self._reset_peak()
 
     def _compare(self, rival: _Rival, watched: Watched, *, learned: bool) -> None:
-        """A plan that knows of the host was checked: hold it, or the one before."""
-        self._contest.saw(watched, self._known_peers, is_odd=learned or self._is_growing())
+        """A plan that knows of the host was checked: hold it, or the one before, or try one that knows yet more."""
+        if self._contest.saw(watched, self._known_peers, is_odd=learned or self._is_growing()):
+            self._see_host(watched)
         if not self._contest.is_over:
             return
         if self._contest.is_lost:
             self._go_back(rival, "was no faster")
             return
         self._rival = None
-        self.stage = Stage.HOLDING
-        self._reset_peak()
+        if not self._tells_host():
+            self.stage = Stage.HOLDING
+            self._reset_peak()
 
     def _go_back(self, rival: _Rival, why: str) -> None:
         """Hold the plan before, which is tried and checked again: orders have been learned for another one."""
@@ -526,7 +530,7 @@ class Pilot(Watcher):
 
     def _forget_host(self) -> None:
         """Whatever plan comes next is not known to suit it."""
-        self._knows_host = False
+        self._told_hosts = 0
         self._rival = None
 
     def _is_growing(self) -> bool:
@@ -536,23 +540,36 @@ class Pilot(Watcher):
     def _asks_for_host(self, watched: Watched, *, learned: bool) -> bool:
         """Whether there is a plan to try that knows how slow the host is, or that is to be seen again."""
         assert self.profile is not None
-        assert self.plan is not None
-        profile, plan = self.profile, self.plan
-        if self._knows_host or profile.kinds[0].host is None:
+        if self._told_hosts or self.profile.kinds[0].host is None:
             return False
         if any(self._known_peers.share("growing", self._is_growing)):
             return True
         self._contest.saw(watched, self._known_peers, is_odd=learned)
+        is_first = self._slowness is None
+        # Where it was slow, it was so when this step began, or something else was.
+        return (self._see_host(watched).matters_to(self.profile) and is_first) or self._tells_host()
+
+    def _see_host(self, watched: Watched) -> Slowness:
+        """How slow the host was in a step, and in those before it: the least."""
+        assert self.profile is not None
+        assert self.plan is not None
+        profile, plan = self.profile, self.plan
         slowness = Slowness.most(self._known_peers.share("slowness", lambda: Slowness.of(profile, plan, watched)))
-        before, self._slowness = self._slowness, slowness
-        if before is None and slowness.matters_to(profile):
-            # It was so when this step began, or something else was.
-            return True
-        self._knows_host = True
-        slowness = slowness if before is None else slowness.least(before)
-        if not slowness.matters_to(profile):
-            return False
+        self._slowness = slowness if self._slowness is None else slowness.least(self._slowness)
+        return self._slowness
+
+    def _tells_host(self) -> bool:
+        """Whether there is a plan to try that knows how slow the host was.
+
+        It does other things than the one before, for which the host may be slow again: so there is a second one.
+        """
+        profile, plan, slowness = self.profile, self.plan, self._slowness
+        assert profile is not None
+        assert plan is not None
         assert self.measured is not None
+        self._told_hosts += 1
+        if self._told_hosts > _MOST_TOLD or slowness is None or not slowness.matters_to(profile):
+            return False
         rival, timed = _Rival(plan, profile, self._measured_profile, self.measured), self._contest.timed
         self.profile = slowness.told(profile)
         if self._measured_profile is not None:

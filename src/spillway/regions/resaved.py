@@ -115,7 +115,7 @@ class Resaved:
         sides: dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         for pair in self._pairs:
             for side, found in zip(sides.setdefault(pair[0][0].device, ([], [])), pair, strict=True):
-                side += (each.to(torch.int64) for each in found)
+                side.extend(each.to(torch.int64) for each in found)
         self._pairs.clear()
         with torch._C._DisableTorchDispatch():
             return [(torch.cat(one) != torch.cat(other)).any() for one, other in sides.values()]

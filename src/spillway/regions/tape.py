@@ -243,8 +243,8 @@ class Tape:
     def left_until(self) -> int:
         """The place of the last step that is left out before one that runs again; -1: there is none."""
         again, _ = self.again
-        last = max(again, default=-1)
-        return max((place for place, step in enumerate(self.steps[:last]) if place not in again and step.makes), default=-1)
+        steps = enumerate(self.steps[: max(again, default=0)])
+        return max((place for place, step in steps if place not in again and step.makes), default=-1)
 
     @cached_property
     def devices(self) -> frozenset[torch.device]:

@@ -10,9 +10,9 @@ But nobody has seen then that it did what is on the tape, so the tape cannot sta
 itself again, with its generators, settings and arguments as they were. If all of it is computed again, that is all.
 Otherwise operators are looked at, in backward, where the device has more to do: what is on the tape and of no use to
 anybody is left out, and what was preserved is handed in (``retracing.py``). As soon as an operator is not the tape's
-next one, the function runs anew, whole. Once there is nothing more to be left out, and nothing that was left out is
-there to be read, nobody looks any more: all the rest runs as it is. So a function that does something else than in the call before, and does that
-in both of its runs, is right.
+next one, the function runs anew, whole. Once there is nothing more to leave out, and nothing that was left out can be
+read any more, nobody looks: the rest runs as it is. So a function that does something else than in the call before, and
+does that in both of its runs, is right.
 
 Whether both runs did the same is seen by their values: of what autograd saves at last of what is computed again (of
 what all the rest goes into) sums are taken in the first run and in the re-run
