@@ -136,9 +136,9 @@ class ModelPass(offload):
     NOTE [ Another plan ]
 
     By another plan other tensors leave. In which order they are asked for, and which of them before they have left, was
-    learned of the plan before, says nothing of this one, and was taken for its own where both send as many tensors: then
-    each step waited for some, for good (on an H200, of layers of Llama-8B with 32768 tokens, 21 ms of 1178). So with each
-    plan all is learned anew. That takes one step, as the first one takes it.
+    learned of the plan before. It says nothing of this one, and was taken for its own where both send as many tensors:
+    then each step waited for some, for good (on an H200, of layers of Llama-8B with 32768 tokens, 21 ms of 1178). So
+    with each plan all is learned anew. That takes one step, as with the first plan.
     """
 
     def __init__(self, **options: Any) -> None:

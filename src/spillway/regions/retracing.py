@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Never
 
 import torch
@@ -38,6 +38,7 @@ class Retracing(Following):  # type: ignore[no-untyped-call]
         self._left_until = tape.left_until
         self._left: list[weakref.ref[torch.UntypedStorage]] = []
         """What was handed out unwritten."""
+        self._in_force = ExitStack()
         self.has_ended = False
         """Whether nobody looks any more."""
 
@@ -77,12 +78,9 @@ class Retracing(Following):  # type: ignore[no-untyped-call]
     @contextmanager
     def until_ended(self) -> Iterator[None]:
         """A context: inside, until it is ended, operators are seen."""
-        self.__enter__()
-        try:
+        with ExitStack() as self._in_force:
+            self._in_force.enter_context(self)
             yield
-        finally:
-            if not self.has_ended:
-                self.__exit__(None, None, None)
 
     def end(self) -> None:
         """Look at no more operators, if what was handed out unwritten can be read by none.
@@ -91,7 +89,7 @@ class Retracing(Following):  # type: ignore[no-untyped-call]
         """
         if _get_current_dispatch_mode() is self and not self.is_kept:
             self.has_ended = True
-            self.__exit__(None, None, None)
+            self._in_force.close()
 
     @property
     def is_kept(self) -> bool:
