@@ -556,3 +556,41 @@ def test_the_steady_step_of_an_optimizer_looks_at_no_parameter(seeing: Seeing, m
     monkeypatch.setattr(seeing.roots, "parameters", lambda: pytest.fail("looked"))
     train(model, optimizer, 3)
     monkeypatch.undo()
+
+
+@pytest.mark.parametrize("name", ["GPT2", "Llama"])
+def test_a_model_of_transformers_as_it_comes_trains_bit_for_bit(seeing: Seeing, name: str) -> None:
+    """Its configuration asks for a cache of keys and values."""
+    transformers = pytest.importorskip("transformers")
+    sizes = (
+        {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 32}
+        if name == "GPT2"
+        else {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+    )
+    config = getattr(transformers, f"{name}Config")(vocab_size=64, bos_token_id=0, eos_token_id=0, **sizes)
+    assert config.use_cache
+    ids = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(1))
+
+    def losses(model: nn.Module) -> list[Tensor]:
+        optimizer = sgd(model)
+        found = []
+        for step in range(3):
+            torch.manual_seed(step)
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.detach())
+        return found
+
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).train()
+    plain = copy.deepcopy(model)
+    found = losses(model)
+    [root] = seeing.roots.attached
+    assert root.blocks == 3
+    assert root.attached.stats().recomputed_bytes > 0
+    assert config.use_cache
+    seeing.end(0)
+    seeing.close()
+    assert all(map(torch.equal, found, losses(plain)))
