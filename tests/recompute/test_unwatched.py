@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import spillway
 from recompute.regions import Regions, one_place
@@ -23,6 +23,7 @@ from recompute.test_tapes import Block, gradients_of, leaf, tapes_of
 from spillway.errors import InplaceError, RecomputeError
 from spillway.operators import Planned, full_name
 from spillway.records import Decision
+from spillway.regions.following import Following
 from spillway.regions.rerun import in_rerun
 from spillway.regions.retracing import Retracing
 from spillway.regions.tape import Tape
@@ -246,8 +247,7 @@ class Numbered(nn.Module):
         self.before, self.after = 1.0, 1.0
 
     def forward(self, x: Tensor) -> Tensor:
-        y = (x * self.before).exp().tanh()
-        return (y.cos() * self.after).sigmoid()
+        return ((x * self.before).exp().tanh().cos().sigmoid() * self.after).sigmoid()
 
 
 @pytest.mark.parametrize("number", ["before", "after"])
@@ -271,13 +271,14 @@ def test_a_number_that_changes_has_the_function_run_whole_where_something_is_lef
 def looked_at(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Operators of re-runs that were compared with a tape's."""
     names: list[str] = []
-    dispatch = Retracing.__torch_dispatch__
+    dispatch = Following.__torch_dispatch__
 
-    def spy(self: Retracing, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        names.append(func._schema.name.removeprefix("aten::"))
+    def spy(self: Following, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if isinstance(self, Retracing):
+            names.append(func._schema.name.removeprefix("aten::"))
         return dispatch(self, func, types, args, kwargs)
 
-    monkeypatch.setattr(Retracing, "__torch_dispatch__", spy)
+    monkeypatch.setattr(Following, "__torch_dispatch__", spy)
     return names
 
 
@@ -290,8 +291,106 @@ def test_nobody_looks_when_there_is_nothing_more_to_leave_out(
     known(regions, function, save="aten::tanh")
     gradients_of(regions, function, seed=3, watch=False, save="aten::tanh")
     assert runs == [True]
-    # What is saved of the next one is seen before it runs.
-    assert looked_at == ["sin", "exp", "tanh"]
+    # What is handed in is held while the next one runs, and when one more has saved something, it is seen to be gone.
+    assert looked_at == ["sin", "exp", "tanh", "cos", "sigmoid"]
+
+
+OnlyAgain = Callable[[list[Tensor], Tensor], Tensor]
+
+
+class Again(nn.Module):
+    """Has something handed in, and may do something in its second run alone: while it holds that, or later."""
+
+    def __init__(self, early: OnlyAgain | None, late: OnlyAgain | None) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.arange(256.0).reshape(16, 16) / 256)
+        self.early, self.late = early, late
+        self.is_other = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        is_other = self.is_other and in_rerun()
+        held = [(x.detach().sum().sin() + self.scale).tanh()]
+        z = (held[0] * 1).cos().exp()
+        if is_other and self.early is not None:
+            z = self.early(held, z)
+        held.clear()
+        z = z.cos().exp() * 2
+        if is_other and self.late is not None:
+            z = self.late(held, z)
+        return z.sigmoid()
+
+
+def writes(held: list[Tensor], z: Tensor) -> Tensor:
+    held[0].detach().zero_()
+    return z
+
+
+def writes_unseen(held: list[Tensor], z: Tensor) -> Tensor:
+    held[0].data.zero_()
+    return z
+
+
+def transposes(held: list[Tensor], z: Tensor) -> Tensor:
+    # Sums of what lies in memory are the same.
+    return z.t()
+
+
+WEIGHT = torch.ones(3, requires_grad=True)
+SINE = WEIGHT.sin()
+
+
+def goes_back(held: list[Tensor], z: Tensor) -> Tensor:
+    torch.autograd.grad(SINE, WEIGHT, torch.ones(3), create_graph=True, retain_graph=True)
+    return z
+
+
+def has_nothing_left() -> bool:
+    """Whether no mode is on, by its stack or by what torch's dispatcher goes by."""
+    key = torch._C.DispatchKey.Python
+    return torch._C._len_torch_dispatch_stack() == 0 and not torch._C._dispatch_tls_is_dispatch_key_included(key)
+
+
+@pytest.mark.parametrize(
+    ("early", "late"),
+    [(writes, None), (writes_unseen, None), (transposes, None), (None, transposes), (goes_back, None), (None, goes_back)],
+)
+def test_what_only_the_second_run_does_is_told_or_of_no_account(
+    regions: Regions, calls: Calls, early: OnlyAgain | None, late: OnlyAgain | None
+) -> None:
+    block = Again(early, late)
+
+    def gradients(region: bool) -> list[Tensor]:
+        x = leaf()
+        with regions.offload():
+            how: dict[str, Any] = {"session": regions.session, "watch": False, "save": "aten::tanh"}
+            y = spillway.recompute(block, x * 1, **how) if region else block(x * 1)
+        return [*torch.autograd.grad(y.square().sum(), list(block.parameters()))]
+
+    for _ in range(4):
+        assert_identical(gradients(True), gradients(False))
+    assert calls
+    expected = gradients(False)
+    block.is_other = True
+    for _ in range(3):
+        try:
+            found = gradients(True)
+        except (RecomputeError, InplaceError, CheckpointError):
+            pass
+        else:
+            assert_identical(found, expected)
+        assert has_nothing_left()
+
+
+def test_what_is_mapped_by_functorch_after_what_is_handed_in(regions: Regions, calls: Calls, runs: list[bool]) -> None:
+    def function(x: Tensor) -> Tensor:
+        y = (x.detach().sin() + x).tanh() * 2
+        return torch.func.vmap(lambda row: row.cos().exp())(y).sigmoid()  # type: ignore[no-any-return]
+
+    for seed in range(5):
+        ours = gradients_of(regions, function, seed=seed, watch=False, save="aten::tanh")
+        assert_identical(ours, gradients_of(None, function, seed=seed))
+        assert has_nothing_left()
+    assert runs == [True] * 3
 
 
 class Holds(nn.Module):
@@ -304,8 +403,8 @@ class Holds(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         held = x.detach().sin()
-        y = (held + self.weight).tanh().cos()
-        return (y * (held if in_rerun() and self.reads else 1)).sigmoid()
+        z = (held + self.weight).tanh().cos().exp()
+        return (z * (held if in_rerun() and self.reads else 1)).sigmoid()
 
 
 def test_what_was_left_out_and_is_held_is_looked_at_to_the_end(

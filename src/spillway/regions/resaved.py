@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,13 +19,20 @@ from spillway.regions.tensors import below_modes
 _Cell = list[torch.Tensor]
 
 
+class Shown(NamedTuple):
+    """What is compared of something that was saved."""
+
+    sums: Sums
+    stride: tuple[int, ...]
+
+
 class Resaved:
     """Takes what a re-run saves. See NOTE [ Unwatched calls ] in ``unwatched.py``.
 
     Args:
         wanted: places of what is to be computed.
         until: the last place of interest; ``None``: the function is to run to its end.
-        sums: of the first run, by places.
+        shown: by the first run, by places.
         parameters: which one the first run saved, by places: their identities.
         saved: what is on the tape.
         mode: leaves operators out, if the run is not whole.
@@ -35,14 +42,14 @@ class Resaved:
         self,
         wanted: set[int],
         until: int | None,
-        sums: Mapping[int, Sums],
+        shown: Mapping[int, Shown],
         parameters: Mapping[int, int],
         saved: Sequence[Saved],
         mode: Retracing | None,
     ) -> None:
         self._wanted = wanted
         self._until = until
-        self._sums = sums
+        self._shown = shown
         self._parameters = parameters
         self._saved = saved
         self._mode = mode
@@ -66,7 +73,7 @@ class Resaved:
         parameter = self._parameters.get(place)
         if parameter is not None and parameter != identity_of(tensor):
             self.is_other = True
-        if place in self._wanted or place in self._sums or mode is None:
+        if place in self._wanted or place in self._shown or mode is None:
             with below_modes(tensor):
                 # A graph that holds its own output would never die.
                 tensor = tensor.detach()
@@ -112,12 +119,12 @@ class Resaved:
 
         All of it at once, since each comparison takes the host as long as any other.
         """
+        pairs, self._pairs = self._pairs, []
         sides: dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        for pair in self._pairs:
-            for side, found in zip(sides.setdefault(pair[0][0].device, ([], [])), pair, strict=True):
-                side.extend(each.to(torch.int64) for each in found)
-        self._pairs.clear()
         with torch._C._DisableTorchDispatch():
+            for pair in pairs:
+                for side, found in zip(sides.setdefault(pair[0][0].device, ([], [])), pair, strict=True):
+                    side.extend(each.to(torch.int64) for each in found)
             return [(torch.cat(one) != torch.cat(other)).any() for one, other in sides.values()]
 
     def compare_outputs(self, before: Sequence[Sums | None], output: Any) -> None:
@@ -139,9 +146,14 @@ class Resaved:
             if spot is None or tensor.dtype is not spot.dtype or tensor.shape != spot.size:
                 self.is_other = True
             self.results[place] = tensor
-        before = self._sums.get(place)
-        if before is not None:
-            self._compare(before, sums(tensor))
+        before = self._shown.get(place)
+        if before is None:
+            return
+        if before.stride == tensor.stride():
+            self._compare(before.sums, sums(tensor))
+        else:
+            # Sums are of what lies in memory: of a transposed tensor they are the same.
+            self.is_other = True
 
     def _compare(self, before: Sums, found: Sums | None) -> None:
         if found is not None and list(map(_place_of, before)) == list(map(_place_of, found)):

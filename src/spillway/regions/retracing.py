@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, Never
 
 import torch
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from spillway.regions.following import Following
 from spillway.regions.replay import Differs
 from spillway.regions.steps import Spot, Step
 from spillway.regions.tape import Base, Tape
 from spillway.regions.tensors import is_strided
-
 
 class Retracing(Following):  # type: ignore[no-untyped-call]
     """Compares operators with a tape's, and leaves out those that need not run.
@@ -38,7 +35,8 @@ class Retracing(Following):  # type: ignore[no-untyped-call]
         self._left_until = tape.left_until
         self._left: list[weakref.ref[torch.UntypedStorage]] = []
         """What was handed out unwritten."""
-        self._in_force = ExitStack()
+        self._lent: list[tuple[torch.UntypedStorage, int]] = []
+        """Memory of what was handed in, and how many had held it by then."""
         self.has_ended = False
         """Whether nobody looks any more."""
 
@@ -58,6 +56,7 @@ class Retracing(Following):  # type: ignore[no-untyped-call]
             for index, spot in step.makes:
                 if spot.value in self._given:
                     storage, low = self._base_of(spot.value)
+                    self._lent.append((storage, _holders_of(storage)))
                     if spot.start < low or spot.end - low > storage.nbytes():
                         self.differs()
                     outputs[index] = spot.view.rebuild(storage, low)
@@ -75,21 +74,22 @@ class Retracing(Following):  # type: ignore[no-untyped-call]
         """Whether there is nothing more to leave out."""
         return self.place > self._left_until
 
-    @contextmanager
-    def until_ended(self) -> Iterator[None]:
-        """A context: inside, until it is ended, operators are seen."""
-        with ExitStack() as self._in_force:
-            self._in_force.enter_context(self)
-            yield
-
     def end(self) -> None:
-        """Look at no more operators, if what was handed out unwritten can be read by none.
+        """Look at no more operators, if none can read what was handed out unwritten, or write to what was handed in.
 
-        To look at each takes the host as long as its own code does.
+        To look at each takes the host as long as its own code does. The mode stays on all the same: within an operator,
+        where this is called, nobody can tell whether somebody will put back what torch's dispatcher is told now, as
+        transforms of functorch's do, and a backward within the function.
         """
-        if _get_current_dispatch_mode() is self and not self.is_kept:
-            self.has_ended = True
-            self._in_force.close()
+        is_lent = any(_holders_of(storage) > count for storage, count in self._lent)
+        self.has_ended = not is_lent and not self.is_kept
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if self.has_ended:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
     @property
     def is_kept(self) -> bool:
@@ -107,3 +107,8 @@ class Retracing(Following):  # type: ignore[no-untyped-call]
         super()._take(step, output)
         if self.is_lost:
             self.differs()
+
+
+def _holders_of(storage: torch.UntypedStorage) -> int:
+    """How many tensors, and others, hold some memory."""
+    return int(torch._C._storage_Use_Count(storage._cdata))

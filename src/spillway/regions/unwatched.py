@@ -10,9 +10,9 @@ But nobody has seen then that it did what is on the tape, so the tape cannot sta
 itself again, with its generators, settings and arguments as they were. If all of it is computed again, that is all.
 Otherwise operators are looked at, in backward, where the device has more to do: what is on the tape and of no use to
 anybody is left out, and what was preserved is handed in (``retracing.py``). As soon as an operator is not the tape's
-next one, the function runs anew, whole. Once there is nothing more to leave out, and nothing that was left out can be
-read any more, nobody looks: the rest runs as it is. So a function that does something else than in the call before, and
-does that in both of its runs, is right.
+next one, the function runs anew, whole. Once there is nothing more to leave out, and the function holds nothing of what
+was left out or handed in, nobody looks: the rest runs as it is. So a function that does something else than in the call
+before, and does that in both of its runs, is right.
 
 Whether both runs did the same is seen by their values: of what autograd saves at last of what is computed again (of
 what all the rest goes into) sums are taken in the first run and in the re-run
@@ -55,7 +55,7 @@ from spillway.regions.packs import Enough
 from spillway.regions.proofs import Sums, sums
 from spillway.regions.refusing import Refusing
 from spillway.regions.rerun import rerunning, sums_of
-from spillway.regions.resaved import Resaved, identity_of
+from spillway.regions.resaved import Resaved, Shown, identity_of
 from spillway.regions.retracing import Retracing
 from spillway.regions.tape import Base, Tape
 from spillway.regions.tensors import PLAIN, below_modes, storage_bytes
@@ -127,7 +127,7 @@ class Unwatched:
         """Handles of what the function did not make, while it runs: it saves some of that several times."""
         self._parameters: dict[int, int] = {}
         """Which ones the first run saved, by their places."""
-        self._sums: dict[int, Sums] = {}
+        self._sums: dict[int, Shown] = {}
         """Of what the first run saved at some places."""
         self._outputs: list[Sums | None] | None = None
         """Of its outputs, if it saved something else."""
@@ -190,7 +190,7 @@ class Unwatched:
                 with torch._C._DisableTorchDispatch():
                     found = sums(tensor)
                     if found is not None:
-                        self._sums[place] = found
+                        self._sums[place] = Shown(found, tensor.stride())
             self._alive.add(place)
             return UnwatchedHandle(self, place)
         recipe = ViewRecipe.of(tensor)
@@ -328,7 +328,7 @@ class Unwatched:
                 if mode is None:
                     output = self._function(*tensors)
                 else:
-                    with mode.until_ended():
+                    with mode:
                         output = self._function(*tensors)
             if self._outputs is not None:
                 packs.compare_outputs(self._outputs, output)
