@@ -352,7 +352,14 @@ def has_nothing_left() -> bool:
 
 @pytest.mark.parametrize(
     ("early", "late"),
-    [(writes, None), (writes_unseen, None), (transposes, None), (None, transposes), (goes_back, None), (None, goes_back)],
+    [
+        (writes, None),
+        (writes_unseen, None),
+        (transposes, None),
+        (None, transposes),
+        (goes_back, None),
+        (None, goes_back),
+    ],
 )
 def test_what_only_the_second_run_does_is_told_or_of_no_account(
     regions: Regions, calls: Calls, early: OnlyAgain | None, late: OnlyAgain | None

@@ -14,6 +14,7 @@ from spillway.regions.steps import Spot, Step
 from spillway.regions.tape import Base, Tape
 from spillway.regions.tensors import is_strided
 
+
 class Retracing(Following):  # type: ignore[no-untyped-call]
     """Compares operators with a tape's, and leaves out those that need not run.
 
