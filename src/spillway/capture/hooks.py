@@ -17,6 +17,7 @@ and would hand back another tensor if some were missing.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Protocol
 
@@ -148,7 +149,8 @@ class Pass:
         self._memory = memory
         self.tag = tag
         self._tier = tier
-        self._window = window
+        # Not of this object, which would be a circle: it is to go when nobody holds it.
+        self._window_on = functools.partial(_window_on, window)
         self._locator = locator
         self._signature: tuple[torch.Size, torch.dtype, torch.device] | None = None
         self._turn = 0
@@ -446,12 +448,6 @@ class Pass:
             self.tag,
         )
 
-    def _window_on(self, runtime: Runtime) -> int:
-        """Bytes that may be LEAVING at once."""
-        if self._window is None:
-            return runtime.window
-        return int(self._window * runtime.window) if isinstance(self._window, float) else self._window
-
 
 class _Device:
     """What a pass has on one device."""
@@ -463,3 +459,10 @@ class _Device:
         self.tier = tier
         """Where :attr:`Decision.OFFLOAD` goes."""
         self.course = course
+
+
+def _window_on(window: int | float | None, runtime: Runtime) -> int:
+    """Bytes that may be LEAVING at once, of what was given."""
+    if window is None:
+        return runtime.window
+    return int(window * runtime.window) if isinstance(window, float) else window
