@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import spillway
 from spillway import Session
 from spillway.capture import identity
+from spillway.capture.hooks import Pass
 from steps import KiB, MiB, assert_no_hook, assert_nothing_left, failing, open_files, small_batch, small_model, step
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="counts descriptors in /proc")
@@ -194,6 +195,29 @@ def test_nothing_is_left_after(session: Session, tier: str, use: Callable[[spill
             assert threads() - before[0] <= 4
             before = threads(), descriptors()
     assert (threads(), descriptors()) <= before
+
+
+def test_a_pass_needs_no_collector(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[weakref.ref[Pass]] = []
+    begin = Pass.__init__
+
+    def init(self: Pass, *args: object, **options: object) -> None:
+        made.append(weakref.ref(self))
+        begin(self, *args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Pass, "__init__", init)
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            with spillway.offload(session=session, min_bytes=0) as context:
+                loss = small_model()(small_batch()).square().mean()
+            loss.backward()
+            del loss, context
+        assert made
+        assert [each() for each in made] == [None] * len(made)
+    finally:
+        gc.enable()
 
 
 @TIERS
