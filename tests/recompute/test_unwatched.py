@@ -239,6 +239,17 @@ def test_what_changes_before_backward_is_told_or_is_of_no_account_where_somethin
         assert len(calls) == 1
 
 
+def of_parameters(regions: Regions | None, block: nn.Module) -> list[Tensor]:
+    """Gradients of its parameters: in a region at which nobody looks, or plain ones."""
+    x = leaf()
+    if regions is None:
+        y = block(x * 1)
+    else:
+        with regions.offload():
+            y = spillway.recompute(block, x * 1, session=regions.session, watch=False, save="aten::tanh")
+    return [*torch.autograd.grad(y.square().sum(), list(block.parameters()))]
+
+
 class Numbered(nn.Module):
     """Has a number before what is handed in, and one after it."""
 
@@ -365,22 +376,14 @@ def test_what_only_the_second_run_does_is_told_or_of_no_account(
     regions: Regions, calls: Calls, early: OnlyAgain | None, late: OnlyAgain | None
 ) -> None:
     block = Again(early, late)
-
-    def gradients(region: bool) -> list[Tensor]:
-        x = leaf()
-        with regions.offload():
-            how: dict[str, Any] = {"session": regions.session, "watch": False, "save": "aten::tanh"}
-            y = spillway.recompute(block, x * 1, **how) if region else block(x * 1)
-        return [*torch.autograd.grad(y.square().sum(), list(block.parameters()))]
-
     for _ in range(4):
-        assert_identical(gradients(True), gradients(False))
+        assert_identical(of_parameters(regions, block), of_parameters(None, block))
     assert calls
-    expected = gradients(False)
+    expected = of_parameters(None, block)
     block.is_other = True
     for _ in range(3):
         try:
-            found = gradients(True)
+            found = of_parameters(regions, block)
         except (RecomputeError, InplaceError, CheckpointError):
             pass
         else:
@@ -418,23 +421,15 @@ def test_what_was_left_out_and_is_held_is_looked_at_to_the_end(
     regions: Regions, calls: Calls, runs: list[bool], looked_at: list[str]
 ) -> None:
     block = Holds()
-
-    def gradients(region: bool) -> list[Tensor]:
-        x = leaf()
-        with regions.offload():
-            how: dict[str, Any] = {"session": regions.session, "watch": False, "save": "aten::tanh"}
-            y = spillway.recompute(block, x * 1, **how) if region else block(x * 1)
-        return [*torch.autograd.grad(y.square().sum(), list(block.parameters()))]
-
     for _ in range(4):
-        assert_identical(gradients(True), gradients(False))
+        assert_identical(of_parameters(regions, block), of_parameters(None, block))
     assert runs and all(runs)
     assert looked_at[-1] == "sigmoid"
     # The second run is another one, which would read what nobody has written: it is run anew, whole.
     block.reads = True
     runs.clear()
     with pytest.raises(RecomputeError):
-        gradients(True)
+        of_parameters(regions, block)
     assert runs[0] is False
 
 

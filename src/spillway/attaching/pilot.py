@@ -204,7 +204,7 @@ class Pilot(Watcher):
         self._tried = 0
         """How often blocks' calls cost more than they do."""
         self._told_hosts = 0
-        """How many plans were made that know what the host took for the one before, or were not worth making."""
+        """How often it was asked whether a plan is to know what the host took for the one before."""
         self._slowness: Slowness | None = None
         """Of the host in checked steps of a plan: the least."""
         self._contest = Contest()

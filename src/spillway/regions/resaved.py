@@ -115,7 +115,7 @@ class Resaved:
         return results
 
     def differ(self) -> list[torch.Tensor]:
-        """Whether both runs gave the same, as far as that is compared: a bool on each device.
+        """Whether the runs gave something else, as far as that is compared: a bool on each device.
 
         All of it at once, since each comparison takes the host as long as any other.
         """

@@ -84,6 +84,9 @@ class Retracing(Following):  # type: ignore[no-untyped-call]
         """
         is_lent = any(_holders_of(storage) > count for storage, count in self._lent)
         self.has_ended = not is_lent and not self.is_kept
+        if self.has_ended:
+            # What the function has let go of, nobody needs to hold for it.
+            self._lent.clear()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
