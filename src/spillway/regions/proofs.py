@@ -1,8 +1,22 @@
-"""Which pruned re-runs were seen to be right. See NOTE [ What the trace does not see ] in ``replay.py``."""
+"""Which pruned re-runs were seen to be right. See NOTE [ What the trace does not see ] in ``replay.py``.
+
+NOTE [ Sums ]
+
+What every region gives is compared by less than a fingerprint: its bytes, as integers of 64 bits, lie in rows, which
+are added up, and so is what comes of that, until little is left. Each byte is read once, and integer sums do not depend
+on their order. One difference is always seen, and many that hang on nothing in common are; an exchange of two words is
+not seen if their distance is a whole number of rows. So the number of rows is a prime, and a row no round number of
+words: then tokens, heads or halves of a tensor that have changed places, or a transposed one, are seen.
+
+To be fast on a device, rows are so many that there is a thread for each of some 65,000 columns. They are no more than
+255, and an odd number of words long, since otherwise torch has several blocks of threads add up a column, with a counter
+for them that is cleared by a copy engine: which waits for what is being offloaded.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
+from functools import lru_cache
 
 import torch
 
@@ -19,10 +33,11 @@ _ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 _SHIFT = 0x2545F4914F6CDD1D
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_ROW = 1024
-_GO = 128
-
-Sums = tuple[torch.Tensor, ...]
+_FEW = 4096
+"""Words that are not added up, but held as they are."""
+_COLUMNS = 1 << 16
+_PRIMES = (251, 241, 239, 199, 197, 193, 151, 149, 139, 97, 89, 83, 61, 59, 53, 43, 41, 37, 31, 29, 23, 19, 17)
+"""Numbers of rows."""
 
 
 class Proofs:
@@ -111,32 +126,30 @@ def same_bits(a: Sequence[torch.Tensor | None], b: Sequence[torch.Tensor | None]
     return len(a) == len(b) and all(x is None or y is None or x.item() == y.item() for x, y in zip(a, b, strict=True))
 
 
-def sums(tensor: torch.Tensor) -> Sums | None:
-    """Of its elements' bits, as integers: the sums of rows, that of each column, and what is left of a row, if any is.
+def sums(tensor: torch.Tensor) -> torch.Tensor | None:
+    """What tells its bytes, as they lie in memory, from others: at most 4096 integers. See NOTE [ Sums ].
 
-    A weaker fingerprint, which costs two readings of the tensor and nothing else, so that it can be taken of what every
-    region gives, and is some thousandth part of it. ``None`` of what has no strides.
+    ``None`` of what has no strides.
     """
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
         return None
     words = _words(tensor.detach())
-    rest = words.numel() % _ROW
-    rows = (words[:-rest] if rest else words).view(-1, _ROW)
-    found = rows.sum(1, dtype=torch.int64), _columns(rows)
-    return (*found, words[-rest:].clone()) if rest else found
+    if words.numel() <= _FEW:
+        return words.to(torch.int64, copy=True)
+    while words.numel() > _FEW:
+        rows, apart = _rows(words.numel())
+        # The last one ends with the last word, and begins before the one before it has ended.
+        size = words.numel() - (rows - 1) * apart
+        words = words.as_strided((rows, size), (apart, 1)).sum(0, dtype=torch.int64)
+    return words
 
 
-def _columns(rows: torch.Tensor) -> torch.Tensor:
-    """The sum of each column, in two goes.
-
-    A device adds up long columns with a counter that it clears by a copy engine, where that waits for what is being
-    offloaded. Short ones need none.
-    """
-    if rows.shape[0] < _GO * 2:
-        return rows.sum(0, dtype=torch.int64)
-    rest = rows.shape[0] % _GO
-    total = (rows[:-rest] if rest else rows).view(-1, _GO, _ROW).sum(1, dtype=torch.int64).sum(0)
-    return total + rows[-rest:].sum(0, dtype=torch.int64) if rest else total
+@lru_cache(maxsize=1024)
+def _rows(count: int) -> tuple[int, int]:
+    """Into how many rows so many words go, and how far apart these begin."""
+    most = max(count // _COLUMNS, _PRIMES[-1])
+    rows = next((prime for prime in _PRIMES if prime <= most and count // prime % 2), _PRIMES[-1])
+    return rows, count // rows
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
@@ -157,14 +170,8 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
     return flat.view(_INTEGERS[flat.element_size()])
 
 
-def same_sums(a: Sequence[Sums | None], b: Sequence[Sums | None]) -> bool:
+def same_sums(a: Sequence[torch.Tensor | None], b: Sequence[torch.Tensor | None]) -> bool:
     """Whether two lists of such are equal."""
     if len(a) != len(b):
         return False
-    return all(_same_sums(x, y) for x, y in zip(a, b, strict=True))
-
-
-def _same_sums(a: Sums | None, b: Sums | None) -> bool:
-    if a is None or b is None:
-        return a is b
-    return len(a) == len(b) and all(map(torch.equal, a, b))
+    return all(x is y if x is None or y is None else torch.equal(x, y) for x, y in zip(a, b, strict=True))

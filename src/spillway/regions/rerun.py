@@ -26,7 +26,7 @@ from spillway.regions.generators import generators_now
 from spillway.regions.globals import Globals
 from spillway.regions.outside import refuse_written
 from spillway.regions.packs import Collected, Enough, Packs
-from spillway.regions.proofs import Proofs, Sums, same_sums, sums
+from spillway.regions.proofs import Proofs, same_sums, sums
 from spillway.regions.recording import Recording
 from spillway.regions.regraph import Collecting, Regraph
 from spillway.regions.replay import Act, Replay, acts_of
@@ -81,7 +81,7 @@ class Rerun:
         """What is to be computed again, and how many operators must have run for it."""
         self.acts: list[Act] = []
         """What is done with each operator of the trace."""
-        self._given: list[Sums | None] = []
+        self._given: list[torch.Tensor | None] = []
 
     def wants_tape(self, key: TapeKey, at_once: bool | None, unused: Sequence[object]) -> None:
         """Of calls that are told apart in this way, a tape may be written. These selectors decided nothing."""
@@ -234,7 +234,7 @@ def _is_kept(storages: Sequence[weakref.ref[torch.UntypedStorage]], output: Any)
     return any(storage is not None and storage._cdata not in own for storage in alive)
 
 
-def sums_of(output: Any) -> list[Sums | None]:
+def sums_of(output: Any) -> list[torch.Tensor | None]:
     """Those of all tensors that a function gives."""
     with torch._C._DisableTorchDispatch():
         return [sums(part) for part in tensors_in(tree_leaves(output))]

@@ -10,7 +10,7 @@ import torch
 from spillway.capture.identity import version_owner
 from spillway.errors import RecomputeError
 from spillway.regions.packs import Enough
-from spillway.regions.proofs import Sums, sums
+from spillway.regions.proofs import sums
 from spillway.regions.rerun import sums_of
 from spillway.regions.retracing import Retracing
 from spillway.regions.steps import Saved
@@ -22,7 +22,7 @@ _Cell = list[torch.Tensor]
 class Shown(NamedTuple):
     """What is compared of something that was saved."""
 
-    sums: Sums
+    sums: torch.Tensor
     stride: tuple[int, ...]
 
 
@@ -57,7 +57,7 @@ class Resaved:
         self._cells: list[_Cell] = []
         """What the graph of the run has: a graph that somebody keeps would hold all of it."""
         self.results: dict[int, torch.Tensor] = {}
-        self._pairs: list[tuple[Sums, Sums]] = []
+        self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Of what is compared, the sums of both runs."""
         self.is_other = False
         """Whether it was seen to be another one."""
@@ -121,13 +121,14 @@ class Resaved:
         """
         pairs, self._pairs = self._pairs, []
         sides: dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        for one, other in pairs:
+            ones, others = sides.setdefault(one.device, ([], []))
+            ones.append(one)
+            others.append(other)
         with torch._C._DisableTorchDispatch():
-            for pair in pairs:
-                for side, found in zip(sides.setdefault(pair[0][0].device, ([], [])), pair, strict=True):
-                    side.extend(each.to(torch.int64) for each in found)
-            return [(torch.cat(one) != torch.cat(other)).any() for one, other in sides.values()]
+            return [(torch.cat(ones) != torch.cat(others)).any() for ones, others in sides.values()]
 
-    def compare_outputs(self, before: Sequence[Sums | None], output: Any) -> None:
+    def compare_outputs(self, before: Sequence[torch.Tensor | None], output: Any) -> None:
         """The function has returned; those are sums of what it returned the first time."""
         found = sums_of(output)
         if len(before) != len(found) or all(each is None for each in before):
@@ -155,8 +156,8 @@ class Resaved:
             # Sums are of what lies in memory: of a transposed tensor they are the same.
             self.is_other = True
 
-    def _compare(self, before: Sums, found: Sums | None) -> None:
-        if found is not None and list(map(_place_of, before)) == list(map(_place_of, found)):
+    def _compare(self, before: torch.Tensor, found: torch.Tensor | None) -> None:
+        if found is not None and found.shape == before.shape and found.device == before.device:
             self._pairs.append((before, found))
         else:
             self.is_other = True
@@ -166,7 +167,3 @@ def identity_of(tensor: torch.Tensor) -> int | None:
     """What tells a parameter from others, also where it is seen by a view of it; ``None`` of what is none."""
     owner = version_owner(tensor)
     return id(owner) if type(owner) is torch.nn.Parameter else None
-
-
-def _place_of(each: torch.Tensor) -> tuple[torch.Size, torch.device]:
-    return each.shape, each.device

@@ -52,7 +52,7 @@ from spillway.regions.generators import drawing, generators_on
 from spillway.regions.globals import Ambience
 from spillway.regions.inputs import hook_for
 from spillway.regions.packs import Enough
-from spillway.regions.proofs import Sums, sums
+from spillway.regions.proofs import sums
 from spillway.regions.refusing import Refusing
 from spillway.regions.rerun import rerunning, sums_of
 from spillway.regions.resaved import Resaved, Shown, identity_of
@@ -129,7 +129,7 @@ class Unwatched:
         """Which ones the first run saved, by their places."""
         self._sums: dict[int, Shown] = {}
         """Of what the first run saved at some places."""
-        self._outputs: list[Sums | None] | None = None
+        self._outputs: list[torch.Tensor | None] | None = None
         """Of its outputs, if it saved something else."""
         self._lock = threading.RLock()
         self._is_computing = False
