@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
-from spillway.capture.dynamo import keep_out
+from spillway.capture.dynamo import keep_out, untraced
 from spillway.capture.handles import pack_kept, unpack
 from spillway.capture.hooks import Pass, in_backward, refuse_transforms
 from spillway.errors import UsageError
@@ -230,8 +230,7 @@ def _wrapped(function: Callable[..., Any], *, how: Recompute, session: Session |
     return keep_name(call)
 
 
-@torch._disable_dynamo  # type: ignore[attr-defined, untyped-decorator, unused-ignore]
-def call_region(
+def _call_region(
     how: Recompute,
     function: Callable[..., Any],
     args: tuple[Any, ...],
@@ -285,10 +284,10 @@ def call_region(
         around = Surroundings.KEEP if choices.inputs is Decision.KEEP else Surroundings.PASS
     key = None
     if partition is None and around is not Surroundings.TORCH and how.tape_key is not None:
-        kinds = arguments.kinds(tensors)
-        if kinds is not None:
-            proofs.script.called(kinds)
-            key = (how.tape_key, around), kinds
+        kind = arguments.kind(tensors)
+        if kind is not None:
+            proofs.script.called(kind)
+            key = (how.tape_key, around), kind
     if key is not None and observer is None:
         call = _by_tape(how, function, again, key, tensors, passage, session, proofs.script, around)
         if call is not None:
@@ -317,6 +316,11 @@ def call_region(
         session.outputs.add(tensor, handle)
     region.outputs.clear()
     return output
+
+
+# Who traces the caller is to leave it out; where it is known that nobody does, there is a shorter way in.
+call_region: Callable[..., Any] = torch._disable_dynamo(_call_region)  # type: ignore[attr-defined, unused-ignore]
+call_untraced_region = untraced(_call_region)
 
 
 def _run_in(

@@ -20,7 +20,7 @@ from spillway.capture.location import Locator
 from spillway.errors import RecomputeError, UsageError
 from spillway.offloading import keep
 from spillway.operators import Planned
-from spillway.recomputing import Recompute, call_region
+from spillway.recomputing import Recompute, call_untraced_region
 from spillway.regions.observer import Observer
 from spillway.regions.region import Surroundings, surroundings
 from spillway.regions.rerun import in_rerun
@@ -55,7 +55,7 @@ class RegionCall(ModuleCall):
         self.observer: Observer | None = None
         self.writes_tape: bool | None = None
         self.watches: bool | None = None
-        self.runner: Callable[..., Any] = call_region
+        self.runner: Callable[..., Any] = call_untraced_region
         """What runs it as a region."""
         inside = {id(module) for module in named.module.modules()} - {id(named.module)}
         self.has_inner = any(id(other.module) in inside for other in others)

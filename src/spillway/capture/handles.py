@@ -27,7 +27,7 @@ from typing import Any, Protocol
 
 import torch
 
-from spillway.capture.identity import Saved, ViewRecipe
+from spillway.capture.identity import Known, Saved, ViewRecipe
 from spillway.errors import InplaceError
 from spillway.runtime.device import Runtime
 
@@ -47,7 +47,7 @@ class KeptHandle:
 
     __slots__ = ("_alias", "_saved", "_version")
 
-    def __init__(self, tensor: torch.Tensor, saved: Saved | None = None) -> None:
+    def __init__(self, tensor: torch.Tensor, saved: Known | None = None) -> None:
         # A leaf that needs grad has no history and cannot get one. Any other plain tensor is held by an alias: a
         # constant may still join the graph, by being written in place, and aliases are counted where memory is
         # released. A subclass is held itself, since an alias of it may lack what only its own code knows of.

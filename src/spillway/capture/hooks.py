@@ -29,8 +29,10 @@ from spillway.capture.groups import PassGroups
 from spillway.capture.handles import AwayHandle, Handle, KeptHandle, ObjectHandle, PartsHandle
 from spillway.capture.identity import (
     Identity,
+    Known,
     Marks,
     Saved,
+    Staying,
     ViewRecipe,
     flatten,
     is_parameter,
@@ -245,7 +247,7 @@ class Pass:
             if dropped is not None:
                 return dropped
             known = self._owner.identity.find(storage, *reach(tensor, storage.nbytes()))
-            if known is not None and known.moves and tensor.device in self._devices:
+            if isinstance(known, Saved) and tensor.device in self._devices:
                 handle = self._pack_known(tensor, storage, known, self._devices[tensor.device])
                 if handle is not None:
                     return handle
@@ -354,12 +356,12 @@ class Pass:
         self,
         tensor: torch.Tensor,
         storage: torch.UntypedStorage,
-        known: Saved,
+        known: Known,
         device: _Device,
         recipe: ViewRecipe | None = None,
     ) -> Handle | None:
         """A handle of bytes that another saved tensor has brought in already, if they may be shared."""
-        if not known.moves:
+        if isinstance(known, Staying):
             return None if self._owner.marks.get(storage) else KeptHandle(tensor, known)
         if not device.runtime.mover.adopt(known, same_content=known.is_content_of(tensor)):
             return None
@@ -389,12 +391,13 @@ class Pass:
             return KeptHandle(tensor)
         ledger = self.ledger if group is None else group.ledger
         ledger.saved_bytes += nbytes
+        if not moves or tier is None:
+            ledger.kept_bytes += nbytes
+            staying = Staying(storage, start, nbytes)
+            self._owner.identity.add(storage, staying)
+            return KeptHandle(tensor, staying)
         saved = Saved(tensor, storage, start, nbytes, next(runtime.mover.numbers), ledger)
         self._owner.identity.add(storage, saved)
-        if not moves or tier is None:
-            saved.keep()
-            ledger.kept_bytes += nbytes
-            return KeptHandle(tensor, saved)
         recipe = recipe or ViewRecipe.of(tensor)
         if whole and not (recipe.conj or recipe.neg):
             saved.form = recipe

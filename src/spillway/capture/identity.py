@@ -26,6 +26,7 @@ bits with it. For the same reason a storage at an odd address (memory that came 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -49,11 +50,10 @@ _HAS_NAMES = hasattr(torch.Tensor, "has_names")
 class Saved(Entry):
     """Bytes that autograd saved: alive as long as one of the handles that share them.
 
-    The runtime's entry and what capture knows of it are one object, since there is one for every saved tensor. Where
-    it was decided to keep the bytes, the runtime never hears of it.
+    The runtime's entry and what capture knows of it are one object, since there is one for every saved tensor.
     """
 
-    __slots__ = ("counter", "course", "in_tail", "moves", "origin", "place", "reference", "version")
+    __slots__ = ("counter", "course", "in_tail", "origin", "place", "reference", "version")
 
     def __init__(
         self,
@@ -69,18 +69,12 @@ class Saved(Entry):
         """The storage that was saved."""
         self.version = tensor._version
         self.counter = weakref.ref(version_owner(tensor))
-        self.moves = True
         self.reference = weakref.ref(self)
         self.course: Course | None = None
         self.place = 0
         """Its place in the course."""
         self.in_tail = False
         """Whether backward will ask for it before it could have left."""
-
-    def keep(self) -> None:
-        """It was decided that the bytes stay."""
-        self.moves = False
-        self.storage = None
 
     def is_content_of(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor is known to see what this was made from. See NOTE [ One storage, many tensors ]."""
@@ -91,15 +85,37 @@ class Saved(Entry):
         return self.start <= start and start + nbytes <= self.start + self.nbytes
 
 
+class Staying:
+    """Bytes that autograd saved, and of which it was decided that they stay. The runtime never hears of them."""
+
+    __slots__ = ("__weakref__", "nbytes", "origin", "reference", "start")
+
+    handles = 1
+    """They are known for as long as anybody has this."""
+
+    def __init__(self, storage: torch.UntypedStorage, start: int, nbytes: int) -> None:
+        self.origin: Callable[[], torch.UntypedStorage | None] = weakref.ref(storage)
+        self.start = start
+        self.nbytes = nbytes
+        self.reference = weakref.ref(self)
+
+    def reaches(self, start: int, nbytes: int) -> bool:
+        """Whether all of these bytes of the storage are among them."""
+        return self.start <= start and start + nbytes <= self.start + self.nbytes
+
+
+Known = Saved | Staying
+
+
 class Identity:
     """Finds the bytes that are known already. One per session."""
 
     def __init__(self) -> None:
         # A plain dictionary of weak references, swept now and then, costs a third of a WeakValueDictionary.
-        self._known: dict[int, tuple[weakref.ref[Saved], ...]] = {}
+        self._known: dict[int, tuple[weakref.ref[Saved] | weakref.ref[Staying], ...]] = {}
         self._sweep_at = _FIRST_SWEEP
 
-    def find(self, storage: torch.UntypedStorage, start: int, nbytes: int) -> Saved | None:
+    def find(self, storage: torch.UntypedStorage, start: int, nbytes: int) -> Known | None:
         """What is known of these bytes, if all of them are. The latest counts."""
         for reference in self._known.get(storage._cdata, ()):
             saved = reference()
@@ -107,7 +123,7 @@ class Identity:
                 return saved
         return None
 
-    def add(self, storage: torch.UntypedStorage, saved: Saved) -> None:
+    def add(self, storage: torch.UntypedStorage, saved: Known) -> None:
         key = storage._cdata
         # Other parts of the same storage stay known.
         others = [
@@ -126,7 +142,7 @@ class Identity:
         return sum(_any_alive(parts) for parts in list(self._known.values()))
 
 
-def _any_alive(parts: tuple[weakref.ref[Saved], ...]) -> bool:
+def _any_alive(parts: tuple[weakref.ref[Saved] | weakref.ref[Staying], ...]) -> bool:
     return any((saved := reference()) is not None and saved.handles > 0 for reference in parts)
 
 

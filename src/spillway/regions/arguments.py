@@ -2,16 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import threading
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from spillway.regions.tensors import PLAIN, is_strided
 
-_NUMBERS = frozenset((int, float, bool, str, torch.dtype, torch.device))
+_NUMBERS = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device))
+_LEAVES = PLAIN | _NUMBERS
+_SEQUENCES = (tuple, list)
+_FIRST_SWEEP = 1024
+
+
+class Kind:
+    """What tells calls apart that do other things. Of each there is one, told from others by what it is.
+
+    It is looked up several times in each call, and the hash of what it says takes as long as all that.
+    """
+
+    __slots__ = ("__weakref__", "said")
+
+    _known: dict[Hashable, weakref.ref[Kind]] = {}
+    _lock = threading.Lock()
+    _sweep_at = _FIRST_SWEEP
+
+    def __init__(self, said: Hashable) -> None:
+        self.said = said
+
+    @classmethod
+    def of(cls, said: Hashable) -> Kind:
+        """The one that says this."""
+        reference = cls._known.get(said)
+        kind = None if reference is None else reference()
+        return cls._new(said) if kind is None else kind
+
+    @classmethod
+    def _new(cls, said: Hashable) -> Kind:
+        with cls._lock:
+            reference = cls._known.get(said)
+            kind = None if reference is None else reference()
+            if kind is not None:
+                # Another thread has made it.
+                return kind
+            if len(cls._known) >= cls._sweep_at:
+                cls._known = {each: kept for each, kept in cls._known.items() if kept() is not None}
+                cls._sweep_at = max(_FIRST_SWEEP, 2 * len(cls._known))
+            kind = cls(said)
+            cls._known[said] = weakref.ref(kind)
+            return kind
 
 
 class Arguments:
@@ -23,50 +67,60 @@ class Arguments:
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._leaves: list[Any] = []
+        leaves: list[Any] = []
         self._count = len(args)
         self._names = tuple(kwargs)
-        self._specs: list[tuple[int, TreeSpec] | None] = []
-        """Of each argument that is no leaf itself, how many it has, and what it is made of them by."""
+        self._makers: list[tuple[int, Callable[[list[Any]], Any]] | None] = []
+        """Of each argument that is no leaf itself, how many it has, and what makes it of them."""
         for value in (*args, *kwargs.values()):
-            if value is None or type(value) in PLAIN or type(value) in _NUMBERS:
-                self._leaves.append(value)
-                self._specs.append(None)
+            if type(value) in _LEAVES:
+                leaves.append(value)
+                self._makers.append(None)
+            elif type(value) in _SEQUENCES and all(type(each) in _LEAVES for each in value):
+                leaves += value
+                self._makers.append((len(value), type(value)))
             else:
-                leaves, spec = tree_flatten(value)
-                self._leaves += leaves
-                self._specs.append((len(leaves), spec))
-        self._places = [place for place, leaf in enumerate(self._leaves) if _is_tensor(leaf)]
+                flat, spec = tree_flatten(value)
+                leaves += flat
+                self._makers.append((len(flat), partial(tree_unflatten, treespec=spec)))
+        self._taken: dict[int, torch.Tensor] = {}
+        self._places: list[int] = []
         self._numbers: list[int] = []
         """Of each tensor, which of those that are taken it is: one may be given several times."""
+        numbers: dict[int, int] = {}
+        for place, leaf in enumerate(leaves):
+            # To ask whether something is a tensor is to ask a metaclass, in Python.
+            if type(leaf) in PLAIN or (type(leaf) not in _NUMBERS and isinstance(leaf, torch.Tensor)):
+                leaves[place] = None
+                self._places.append(place)
+                self._taken[id(leaf)] = leaf
+                self._numbers.append(numbers.setdefault(id(leaf), len(numbers)))
+        self._leaves = leaves
 
     def take(self) -> list[torch.Tensor]:
         """The tensors, each once, which are not held here any more."""
-        taken: dict[int, torch.Tensor] = {}
-        numbers: dict[int, int] = {}
-        for place in self._places:
-            tensor = self._leaves[place]
-            self._leaves[place] = None
-            taken[id(tensor)] = tensor
-            self._numbers.append(numbers.setdefault(id(tensor), len(numbers)))
+        taken, self._taken = self._taken, {}
         return list(taken.values())
 
     def callables(self) -> list[Any]:
         """The functions and modules among them."""
-        return [leaf for leaf in self._leaves if callable(leaf) and not isinstance(leaf, torch.Tensor)]
+        return [leaf for leaf in self._leaves if callable(leaf)]
 
-    def kinds(self, tensors: Sequence[torch.Tensor]) -> Hashable:
-        """What tells calls apart that do other things: forms of tensors, and numbers. ``None``: it cannot be said."""
-        if any(type(tensor) not in PLAIN or not is_strided(tensor) for tensor in tensors):
-            return None
-        forms = [
-            (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.requires_grad)
-            for tensor in tensors
-        ]
+    def kind(self, tensors: Sequence[torch.Tensor]) -> Kind | None:
+        """What tells calls apart: forms of tensors, and numbers. ``None``: it cannot be said."""
+        forms = []
+        for tensor in tensors:
+            if type(tensor) not in PLAIN or not is_strided(tensor):
+                return None
+            forms.append(
+                (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.requires_grad)
+            )
         others = [leaf if type(leaf) in _NUMBERS else type(leaf) for leaf in self._leaves if leaf is not None]
-        devices = {"cpu", *(tensor.device.type for tensor in tensors)}
-        cast = [(each, torch.get_autocast_dtype(each)) for each in devices if torch.is_autocast_enabled(each)]
-        return (tuple(forms), tuple(self._numbers), tuple(others), tuple(map(type, others)), tuple(cast))
+        cast: list[tuple[str, torch.dtype]] = []
+        if torch._C._is_any_autocast_enabled():
+            devices = {"cpu", *(tensor.device.type for tensor in tensors)}
+            cast = [(each, torch.get_autocast_dtype(each)) for each in devices if torch.is_autocast_enabled(each)]
+        return Kind.of((tuple(forms), tuple(self._numbers), tuple(others), tuple(map(type, others)), tuple(cast)))
 
     def put(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with these tensors in them."""
@@ -74,12 +128,6 @@ class Arguments:
         for place, number in zip(self._places, self._numbers, strict=True):
             leaves[place] = tensors[number]
         left = iter(leaves)
-        values = [
-            next(left) if each is None else tree_unflatten(list(islice(left, each[0])), each[1]) for each in self._specs
-        ]
+        values = [next(left) if each is None else each[1](list(islice(left, each[0]))) for each in self._makers]
         return tuple(values[: self._count]), dict(zip(self._names, values[self._count :], strict=True))
 
-
-def _is_tensor(leaf: Any) -> bool:
-    # To ask whether something is a tensor is to ask a metaclass, in Python.
-    return type(leaf) in PLAIN or (leaf is not None and type(leaf) not in _NUMBERS and isinstance(leaf, torch.Tensor))

@@ -21,6 +21,7 @@ from functools import lru_cache
 import torch
 
 from spillway.regions.script import Script
+from spillway.runtime.bytes import over
 
 _ENOUGH_STRUCTURES = 64
 _ENOUGH_FORMS = 8
@@ -133,7 +134,7 @@ def sums(tensor: torch.Tensor) -> torch.Tensor | None:
     """
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
         return None
-    words = _words(tensor.detach())
+    words = _words(tensor)
     if words.numel() <= _FEW:
         return words.to(torch.int64, copy=True)
     while words.numel() > _FEW:
@@ -155,19 +156,24 @@ def _rows(count: int) -> tuple[int, int]:
 def _words(tensor: torch.Tensor) -> torch.Tensor:
     """Its bytes as integers in one dimension, the widest that fit: fewer to add up. As they lie in memory, if they can.
 
-    What is not dense is copied.
+    What has gaps is copied.
     """
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor.resolve_conj())
-    if tensor.is_neg():
-        tensor = tensor.resolve_neg()
-    if not tensor.is_contiguous():
-        strides = tensor.stride()
-        tensor = tensor.permute(sorted(range(tensor.dim()), key=lambda place: -strides[place])).contiguous()
-    flat = tensor.view(-1)
-    if flat.nbytes % 8 == 0 and flat.storage_offset() * flat.element_size() % 8 == 0:
-        return flat.view(torch.int64)
-    return flat.view(_INTEGERS[flat.element_size()])
+    if tensor.is_neg() or tensor.is_conj() or not (tensor.is_contiguous() or _is_dense(tensor.shape, tensor.stride())):
+        tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    size, start, nbytes = tensor.element_size(), tensor.storage_offset() * tensor.element_size(), tensor.nbytes
+    size = 8 if start % 8 == 0 and nbytes % 8 == 0 else size
+    return over(tensor.untyped_storage(), _INTEGERS[size], start // size, (nbytes // size,), (1,))
+
+
+@lru_cache(maxsize=1024)
+def _is_dense(size: torch.Size, stride: tuple[int, ...]) -> bool:
+    """Whether the elements of a tensor lie side by side, in whatever order of its dimensions."""
+    expected = 1
+    for step, count in sorted((step, count) for step, count in zip(stride, size, strict=True) if count > 1):
+        if step != expected:
+            return False
+        expected *= count
+    return True
 
 
 def same_sums(a: Sequence[torch.Tensor | None], b: Sequence[torch.Tensor | None]) -> bool:

@@ -24,7 +24,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from spillway.capture.dynamo import keep_out
+from spillway.capture.dynamo import keep_out, untraced
 from spillway.capture.handles import Handle, KeptHandle, unpack
 from spillway.capture.hooks import Pass, refuse_transforms
 from spillway.capture.identity import is_parameter
@@ -52,7 +52,7 @@ class Sending:
         self.planned = planned
         self._orders: dict[_Arguments, Sequence[_Saved]] = {}
 
-    @torch._disable_dynamo  # type: ignore[attr-defined, untyped-decorator, unused-ignore]
+    @untraced
     def __call__(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], passage: Pass
     ) -> Any:

@@ -43,6 +43,7 @@ import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import saved_tensors_hooks
 
+from spillway.capture.dynamo import untraced
 from spillway.capture.handles import Handle, KeptHandle, unpack
 from spillway.capture.hooks import Pass, in_backward
 from spillway.capture.identity import ViewRecipe
@@ -63,7 +64,6 @@ from spillway.regions.verdicts import Verdicts, differed
 
 _RECOMPUTE, _KEEP = Decision.RECOMPUTE, Decision.KEEP
 _graph_task: Callable[[], int] = torch._C._current_graph_task_id
-_disable_dynamo: Callable[..., Any] = torch._disable_dynamo  # type: ignore[attr-defined, unused-ignore]
 
 
 class Unwatched:
@@ -177,7 +177,8 @@ class Unwatched:
         if place >= self._followed or _graph_task() != -1:
             return self._pack_another(tensor)
         spot, decision, is_parameter = self._saved[place]
-        if self._leaving.is_batch:
+        leaving = self._leaving
+        if leaving.nbytes and leaving.is_batch:
             self._passage.advance()
         if spot is None:
             if is_parameter:
@@ -260,15 +261,16 @@ class Unwatched:
         # Without the lock: a handle may die within what holds it.
         self._alive.discard(place)
         self._results.pop(place, None)
-        if not self._is_running and self._lock.acquire(blocking=False):
+        uses = self._tape.used_by.get(place)
+        if uses and self._given and not self._is_running and self._lock.acquire(blocking=False):
             # What is computed hangs on all that is handed in.
-            over = [] if self._is_computing else self._tape.used_by.get(place, ())
+            over = [] if self._is_computing else uses
             users = self._tape.users
             given = [self._given.pop(value, None) for value, _ in over if self._alive.isdisjoint(users[value])]
             self._lock.release()
             del given
 
-    @_disable_dynamo  # type: ignore[untyped-decorator, unused-ignore]
+    @untraced
     def _again(self) -> None:
         passage, tape = self._passage, self._tape
         passage.was_recomputed = True
