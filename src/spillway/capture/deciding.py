@@ -62,6 +62,10 @@ class Decider:
         finally:
             self._part_of = outer
 
+    def pass_over(self) -> None:
+        """Somebody else has decided about the next one."""
+        self._count += 1
+
     def __call__(
         self,
         tensor: torch.Tensor,

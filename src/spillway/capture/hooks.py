@@ -231,9 +231,31 @@ class Pass:
 
     def save_made(self, tensor: torch.Tensor, recipe: ViewRecipe, decision: Decision) -> Handle:
         """As :meth:`save`, of a plain tensor that an operator has made and of which the recipe is known, in forward."""
+        owner = self._owner
+        if decision is _KEEP and self._signature is not None and not (owner.marks.any or owner.outputs.any):
+            return self._keep_made(tensor)
         if why_unmovable(tensor) is not None:
             return KeptHandle(tensor)
         return self._pack_storage(tensor, tensor.untyped_storage(), decision, recipe)
+
+    def _keep_made(self, tensor: torch.Tensor) -> Handle:
+        """What :meth:`_pack_storage` does with what stays, said shortly: a layer saves many such."""
+        storage = tensor.untyped_storage()
+        start, nbytes = reach(tensor, storage.nbytes())
+        identity = self._owner.identity
+        known = identity.find(storage, start, nbytes)
+        if known is not None and tensor.device in self._devices:
+            handle = self._pack_known(tensor, storage, known, self._devices[tensor.device])
+            if handle is not None:
+                return handle
+        group = self.groups.current
+        ledger = self.ledger if group is None else group.ledger
+        ledger.saved_bytes += nbytes
+        ledger.kept_bytes += nbytes
+        staying = Staying(storage, start, nbytes)
+        identity.add(storage, staying)
+        self.decider.pass_over()
+        return KeptHandle(tensor, staying)
 
     def pack_to_leave(self, tensor: torch.Tensor) -> Handle:
         """A hook: like :meth:`pack`, but whatever is saved leaves."""

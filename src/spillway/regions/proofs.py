@@ -8,9 +8,10 @@ on their order. One difference is always seen, and many that hang on nothing in 
 not seen if their distance is a whole number of rows. So the number of rows is a prime, and a row no round number of
 words: then tokens, heads or halves of a tensor that have changed places, or a transposed one, are seen.
 
-To be fast on a device, rows are so many that there is a thread for each of some 65,000 columns. They are no more than
-255, and an odd number of words long, since otherwise torch has several blocks of threads add up a column, with a counter
-for them that is cleared by a copy engine: which waits for what is being offloaded.
+To be fast on a device, rows are so many that there is a thread for each of some 65,000 columns; of what is small, for
+16,000, which are few enough. They are no more than 255, and begin an odd number of words after each other, since
+otherwise torch has several blocks of threads add up a column, with a counter for them that is cleared by a copy engine:
+which waits for what is being offloaded.
 """
 
 from __future__ import annotations
@@ -34,9 +35,12 @@ _ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 _SHIFT = 0x2545F4914F6CDD1D
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_FEW = 4096
-"""Words that are not added up, but held as they are."""
+_SMALL = 1 << 12
+"""Words of a tensor that are not added up, but held as they are."""
+_FEW = 1 << 15
+"""Sums that are not added up any more."""
 _COLUMNS = 1 << 16
+_FEW_COLUMNS, _FEW_ROWS = 1 << 14, 61
 _PRIMES = (251, 241, 239, 199, 197, 193, 151, 149, 139, 97, 89, 83, 61, 59, 53, 43, 41, 37, 31, 29, 23, 19, 17)
 """Numbers of rows."""
 
@@ -128,27 +132,33 @@ def same_bits(a: Sequence[torch.Tensor | None], b: Sequence[torch.Tensor | None]
 
 
 def sums(tensor: torch.Tensor) -> torch.Tensor | None:
-    """What tells its bytes, as they lie in memory, from others: at most 4096 integers. See NOTE [ Sums ].
+    """What tells its bytes, as they lie in memory, from others: at most 32,768 integers. See NOTE [ Sums ].
 
     ``None`` of what has no strides.
     """
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
         return None
     words = _words(tensor)
-    if words.numel() <= _FEW:
+    if words.numel() <= _SMALL:
         return words.to(torch.int64, copy=True)
-    while words.numel() > _FEW:
-        rows, apart = _rows(words.numel())
-        # The last one ends with the last word, and begins before the one before it has ended.
-        size = words.numel() - (rows - 1) * apart
-        words = words.as_strided((rows, size), (apart, 1)).sum(0, dtype=torch.int64)
-    return words
+    found = _added(words)
+    while found.numel() > _FEW:
+        found = _added(found)
+    return found
+
+
+def _added(words: torch.Tensor) -> torch.Tensor:
+    """The sums of the columns. See NOTE [ Sums ]."""
+    rows, apart = _rows(words.numel())
+    # The last row ends with the last word, and begins before the one before it has ended.
+    size = words.numel() - (rows - 1) * apart
+    return words.as_strided((rows, size), (apart, 1)).sum(0, dtype=torch.int64)
 
 
 @lru_cache(maxsize=1024)
 def _rows(count: int) -> tuple[int, int]:
     """Into how many rows so many words go, and how far apart these begin."""
-    most = max(count // _COLUMNS, _PRIMES[-1])
+    most = max(count // _COLUMNS, min(count // _FEW_COLUMNS, _FEW_ROWS), _PRIMES[-1])
     rows = next((prime for prime in _PRIMES if prime <= most and count // prime % 2), _PRIMES[-1])
     return rows, count // rows
 
