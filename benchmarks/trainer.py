@@ -1,9 +1,11 @@
 """transformers' own Llama under its own Trainer: plain, with gradient checkpointing, and with our callback.
 
-Each way is a process of its own. A step's time is between two ends of steps, the device waited for; medians of all but
-the first. The budget of the callback is the peak that gradient checkpointing had, all that is allocated; a second one
-is half-way between that and the plain peak. Losses are compared bit for bit with the plain ones in shorter runs of two
-layers, by deterministic algorithms: by the others, no two runs of plain PyTorch have the same.
+Each way is a process of its own. A step's time is between two ends of steps, as the device comes to them. The trainer
+logs as it does by default; with --waiting it logs each step, and its end is waited for, so that the host begins each
+step anew and is not ahead. Medians of the last steps. The callback's budget is the peak of gradient checkpointing, of
+all that is allocated; a second one is half-way between that and the plain peak. Losses are compared bit for bit with
+the plain ones in shorter runs of two layers, by deterministic algorithms: by the others, no two runs of plain PyTorch
+have the same.
 
     python benchmarks/trainer.py --json trainer.json                       # 1B width, 8192 tokens
     python benchmarks/trainer.py --layers 2 --hidden 64 --tokens 128       # a rehearsal
@@ -70,16 +72,28 @@ def measure(way: str, budget: int | None, options: argparse.Namespace, pipe: Any
         """Ends of steps, and the peak of those that count."""
 
         def __init__(self) -> None:
-            self.ends: list[float] = []
+            self._ends: list[Any] = []
             self.peak = 0
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if device.type != "cpu":
+            if device.type == "cpu":
+                self._ends.append(time.perf_counter())
+                return
+            if waits:
                 torch.accelerator.synchronize()
-                if state.global_step > options.steps - options.timed:
-                    self.peak = max(self.peak, allocated(device)[1])
-                torch.accelerator.reset_peak_memory_stats()
-            self.ends.append(time.perf_counter())
+            if state.global_step > options.steps - options.timed:
+                self.peak = max(self.peak, allocated(device)[1])
+            torch.accelerator.reset_peak_memory_stats()
+            event = torch.Event(device, enable_timing=True)
+            event.record()
+            self._ends.append(event)
+
+        def seconds(self) -> list[float]:
+            """Of each step but the first."""
+            if device.type == "cpu":
+                return [end - begin for begin, end in pairwise(self._ends)]
+            torch.accelerator.synchronize()
+            return [begin.elapsed_time(end) / 1e3 for begin, end in pairwise(self._ends)]
 
     class Tracing(TrainerCallback):
         """A trace of all that comes after some steps."""
@@ -112,6 +126,7 @@ def measure(way: str, budget: int | None, options: argparse.Namespace, pipe: Any
     with device:
         model = LlamaForCausalLM(config).to(torch.bfloat16)
     rows = [{"input_ids": row, "labels": row} for row in torch.randint(options.vocabulary, (8, options.tokens))]
+    waits = options.waiting or options.deterministic
     clock = Clock()
     traces = options.trace is not None and way == WITHIN and not options.deterministic
     tracing = Tracing(options.steps) if traces else None
@@ -124,7 +139,7 @@ def measure(way: str, budget: int | None, options: argparse.Namespace, pipe: Any
                 max_steps=options.steps + (2 if traces else 0),
                 per_device_train_batch_size=1,
                 gradient_checkpointing=way == CHECKPOINT,
-                logging_steps=1,
+                logging_steps=1 if waits else 500,
                 save_strategy="no",
                 report_to=[],
                 disable_tqdm=True,
@@ -149,8 +164,7 @@ def measure(way: str, budget: int | None, options: argparse.Namespace, pipe: Any
         trainer.train()
         if tracing is not None:
             tracing.profile.export_chrome_trace(str(options.trace))
-    ends = clock.ends[: options.steps]
-    every = [end - begin for begin, end in pairwise(ends)]
+    every = clock.seconds()[: options.steps - 1]
     times = every[-options.timed :]
     row = Row(way, statistics.median(times), min(times), max(times), every, clock.peak, budget)
     row.losses = [float(each["loss"]).hex() for each in trainer.state.log_history if "loss" in each]
@@ -225,6 +239,7 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=32000 if here != "cpu" else 97)
     parser.add_argument("--steps", type=int, default=24 if here != "cpu" else 10)
     parser.add_argument("--timed", type=int, default=9 if here != "cpu" else 3, help="of these, the last")
+    parser.add_argument("--waiting", action="store_true", help="log and wait for the device at the end of each step")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="of two more steps within checkpointing's peak")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()

@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from spillway.capture.dynamo import keep_out
 from spillway.capture.handles import pack_kept, unpack
-from spillway.capture.hooks import Pass, in_backward, refuse_transforms
+from spillway.capture.hooks import Pass, in_backward, refuse_transforms, see_again
 from spillway.capture.location import Locator
 from spillway.capture.order import Memory
 from spillway.errors import UsageError
@@ -304,6 +304,7 @@ def _mark(tensor: torch.Tensor, session: Session | None, *, offload: bool) -> No
         raise UsageError(f"got {tensor!r}, expected a tensor")
     session = session if session is not None else Session.default()
     session.check_open()
+    see_again()
     session.marks.set(tensor, offload=offload)
 
 

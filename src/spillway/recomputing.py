@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from spillway.capture.dynamo import keep_out, untraced
 from spillway.capture.handles import pack_kept, unpack
-from spillway.capture.hooks import Pass, in_backward, refuse_transforms
+from spillway.capture.hooks import Pass, in_backward, refuse_transforms, see_again
 from spillway.errors import UsageError
 from spillway.operators import Choices, Planned, Selector
 from spillway.records import Decision
@@ -264,6 +264,7 @@ def _call_region(
             return _flat(checked, again, tensors) if how.use_reentrant else checked(again, *tensors)
     session = session if session is not None else Session.default()
     session.check_open()
+    see_again()
     choices = how.choices
     passage, around = session.current_pass(), surroundings()
     if how.drop_output and around is not Surroundings.PASS:

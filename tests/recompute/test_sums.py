@@ -28,7 +28,7 @@ def found(tensor: torch.Tensor) -> torch.Tensor:
 def test_each_changed_bit_is_seen(count: int, dtype: torch.dtype, data: st.DataObject) -> None:
     tensor = made(count, dtype)
     before = found(tensor)
-    assert before.dtype is torch.int64 and before.numel() <= min(_FEW, max(_SMALL, count * dtype.itemsize // 16))
+    assert before.dtype is torch.int64 and before.numel() <= min(_FEW, max(_SMALL, count * dtype.itemsize // 8 // 60))
     assert torch.equal(before, found(tensor.clone()))
     place = data.draw(st.integers(0, count - 1))
     if dtype is torch.bool:
@@ -38,7 +38,9 @@ def test_each_changed_bit_is_seen(count: int, dtype: torch.dtype, data: st.DataO
     assert not torch.equal(before, found(tensor))
 
 
-@pytest.mark.parametrize("shape", [(64, 512), (8, 256, 96), (1024, 1000), (4, 30, 64, 64), (251, 241 * 4), (3, 17 * 4096)])
+@pytest.mark.parametrize(
+    "shape", [(64, 512), (8, 256, 96), (1024, 1000), (4, 30, 64, 64), (251, 241 * 4), (3, 61 * 512)]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_has_changed_places_is_seen(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """Tokens, heads, halves: parts along any dimension, one by another or all by some; and dimensions themselves."""
@@ -119,7 +121,7 @@ def test_rows_cover_all_words_and_need_no_counter(count: int) -> None:
     """Torch takes one for 256 rows; for 64, if rows begin at even distances, since it reads several columns at once."""
     rows, apart = _rows(count)
     last = count - (rows - 1) * apart
-    assert rows in [number for number in range(17, 252) if all(number % each for each in range(2, number))]
+    assert rows in [number for number in range(61, 252) if all(number % each for each in range(2, number))]
     assert 0 < apart <= last < apart + rows
     assert apart % 2 or rows < 64
 

@@ -16,6 +16,7 @@ from spillway.attaching.call import ModuleCall, is_attached
 from spillway.attaching.forward import RegionForward, has_hooks
 from spillway.attaching.steering import Steers
 from spillway.blocks import Named
+from spillway.capture.hooks import LeftAlone
 from spillway.capture.location import Locator
 from spillway.errors import RecomputeError, UsageError
 from spillway.offloading import keep
@@ -50,6 +51,8 @@ class RegionCall(ModuleCall):
         super().__init__(named)
         self.how: Recompute | None = how
         """``None``: for now, there is no region."""
+        self.plain_bytes = 0
+        """What it saves then, as far as is known."""
         self.pilot: Steers | None = None
         """Who says how, if somebody does, and wants to know of each call."""
         self.observer: Observer | None = None
@@ -82,7 +85,8 @@ class RegionCall(ModuleCall):
 
     def _run(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.how is None:
-            return self.plain(module, args, kwargs)
+            with LeftAlone(self.plain_bytes):
+                return self.plain(module, args, kwargs)
         if self.before is not None:
             return self.region(module, self.before, args, kwargs)
         if not has_hooks(module):

@@ -45,7 +45,9 @@ def treat_by(plan: Plan, blocks: Sequence[RegionCall], *, is_whole: bool = True)
             f"({', '.join(map(repr, odd[:3]))} only one of them has); make a plan of this model's own profile"
         )
     for call in blocks:
-        call.how = None if call.name in frozen else how_of(known[call.name]) if call.name in known else LEAST
+        block = known.get(call.name)
+        call.how = None if call.name in frozen else LEAST if block is None else how_of(block)
+        call.plain_bytes = block.kept_bytes if block is not None and block.plain else 0
 
 
 def treat_whole(blocks: Iterable[RegionCall], session: Session) -> bool:

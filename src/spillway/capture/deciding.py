@@ -11,7 +11,7 @@ from spillway.capture.groups import Group, PassGroups
 from spillway.capture.identity import Marks
 from spillway.capture.location import Locator
 from spillway.errors import PolicyError
-from spillway.policies import Policy
+from spillway.policies import Keep, Policy
 from spillway.records import Decision, SavedTensor
 
 # A member of an enum costs a search of its class each time that it is named.
@@ -61,6 +61,11 @@ class Decider:
             yield
         finally:
             self._part_of = outer
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether the policy has nothing leave, and groups neither."""
+        return isinstance(self._policy, Keep) and self._groups.rules is None
 
     def pass_over(self) -> None:
         """Somebody else has decided about the next one."""

@@ -28,34 +28,40 @@ class Kind:
 
     __slots__ = ("__weakref__", "said")
 
-    _known: dict[Hashable, weakref.ref[Kind]] = {}
-    _lock = threading.Lock()
-    _sweep_at = _FIRST_SWEEP
-
     def __init__(self, said: Hashable) -> None:
         self.said = said
 
-    @classmethod
-    def of(cls, said: Hashable) -> Kind:
-        """The one that says this."""
-        reference = cls._known.get(said)
-        kind = None if reference is None else reference()
-        return cls._new(said) if kind is None else kind
 
-    @classmethod
-    def _new(cls, said: Hashable) -> Kind:
-        with cls._lock:
-            reference = cls._known.get(said)
+class _Kinds:
+    """Those that somebody has."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, weakref.ref[Kind]] = {}
+        self._sweep_at = _FIRST_SWEEP
+        self._lock = threading.Lock()
+
+    def of(self, said: Hashable) -> Kind:
+        """The one that says this."""
+        reference = self._known.get(said)
+        kind = None if reference is None else reference()
+        return self._new(said) if kind is None else kind
+
+    def _new(self, said: Hashable) -> Kind:
+        with self._lock:
+            reference = self._known.get(said)
             kind = None if reference is None else reference()
             if kind is not None:
                 # Another thread has made it.
                 return kind
-            if len(cls._known) >= cls._sweep_at:
-                cls._known = {each: kept for each, kept in cls._known.items() if kept() is not None}
-                cls._sweep_at = max(_FIRST_SWEEP, 2 * len(cls._known))
-            kind = cls(said)
-            cls._known[said] = weakref.ref(kind)
+            if len(self._known) >= self._sweep_at:
+                self._known = {each: kept for each, kept in self._known.items() if kept() is not None}
+                self._sweep_at = max(_FIRST_SWEEP, 2 * len(self._known))
+            kind = Kind(said)
+            self._known[said] = weakref.ref(kind)
             return kind
+
+
+_kinds = _Kinds()
 
 
 class Arguments:
@@ -112,15 +118,13 @@ class Arguments:
         for tensor in tensors:
             if type(tensor) not in PLAIN or not is_strided(tensor):
                 return None
-            forms.append(
-                (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.requires_grad)
-            )
+            forms.append((tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.requires_grad))
         others = [leaf if type(leaf) in _NUMBERS else type(leaf) for leaf in self._leaves if leaf is not None]
         cast: list[tuple[str, torch.dtype]] = []
         if torch._C._is_any_autocast_enabled():
             devices = {"cpu", *(tensor.device.type for tensor in tensors)}
             cast = [(each, torch.get_autocast_dtype(each)) for each in devices if torch.is_autocast_enabled(each)]
-        return Kind.of((tuple(forms), tuple(self._numbers), tuple(others), tuple(map(type, others)), tuple(cast)))
+        return _kinds.of((tuple(forms), tuple(self._numbers), tuple(others), tuple(map(type, others)), tuple(cast)))
 
     def put(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with these tensors in them."""
@@ -130,4 +134,3 @@ class Arguments:
         left = iter(leaves)
         values = [next(left) if each is None else each[1](list(islice(left, each[0]))) for each in self._makers]
         return tuple(values[: self._count]), dict(zip(self._names, values[self._count :], strict=True))
-

@@ -8,10 +8,10 @@ on their order. One difference is always seen, and many that hang on nothing in 
 not seen if their distance is a whole number of rows. So the number of rows is a prime, and a row no round number of
 words: then tokens, heads or halves of a tensor that have changed places, or a transposed one, are seen.
 
-To be fast on a device, rows are so many that there is a thread for each of some 65,000 columns; of what is small, for
-16,000, which are few enough. They are no more than 255, and begin an odd number of words after each other, since
-otherwise torch has several blocks of threads add up a column, with a counter for them that is cleared by a copy engine:
-which waits for what is being offloaded.
+To be fast on a device, there is a thread for each of some 65,000 columns; what is small is added up in one go, to a
+61st. There are no more than 255 rows, and where there are more than 63, they begin an odd number of words after each
+other, since otherwise torch has several blocks of threads add up a column, with a counter for them that is cleared by a
+copy engine: which waits for what is being offloaded.
 """
 
 from __future__ import annotations
@@ -40,8 +40,7 @@ _SMALL = 1 << 12
 _FEW = 1 << 15
 """Sums that are not added up any more."""
 _COLUMNS = 1 << 16
-_FEW_COLUMNS, _FEW_ROWS = 1 << 14, 61
-_PRIMES = (251, 241, 239, 199, 197, 193, 151, 149, 139, 97, 89, 83, 61, 59, 53, 43, 41, 37, 31, 29, 23, 19, 17)
+_PRIMES = (251, 241, 239, 199, 197, 193, 151, 149, 139, 97, 89, 83, 61)
 """Numbers of rows."""
 
 
@@ -158,7 +157,7 @@ def _added(words: torch.Tensor) -> torch.Tensor:
 @lru_cache(maxsize=1024)
 def _rows(count: int) -> tuple[int, int]:
     """Into how many rows so many words go, and how far apart these begin."""
-    most = max(count // _COLUMNS, min(count // _FEW_COLUMNS, _FEW_ROWS), _PRIMES[-1])
+    most = max(count // _COLUMNS, _PRIMES[-1])
     rows = next((prime for prime in _PRIMES if prime <= most and count // prime % 2), _PRIMES[-1])
     return rows, count // rows
 

@@ -39,6 +39,7 @@ _Saved = tuple[torch.dtype, int, Decision | None]
 """Type and number of dimensions of what was saved, and what was decided. ``None``: it is alive anyway."""
 _Arguments = tuple[tuple[torch.dtype, int], ...]
 _MOST_ORDERS = 8
+_KEEP = Decision.KEEP
 
 
 class Sending:
@@ -89,7 +90,11 @@ class _Call:
         with below_modes(tensor):
             decision = self.decided(tensor)
             self._passage.advance()
-            return KeptHandle(tensor) if decision is None else self._passage.save(tensor, decision)
+            if decision is None:
+                return KeptHandle(tensor)
+            if decision is _KEEP and type(tensor) is torch.Tensor:
+                return self._passage.keep(tensor)
+            return self._passage.save(tensor, decision)
 
     def decided(self, tensor: torch.Tensor) -> Decision | None:
         """What becomes of what is saved now."""

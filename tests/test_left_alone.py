@@ -1,0 +1,184 @@
+"""Blocks of which a plan keeps all: they run without hooks, and nobody else's hooks see more of them than before."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._C._autograd import _top_saved_tensors_default_hooks as top_hooks
+from torch.autograd.graph import saved_tensors_hooks
+
+import spillway
+from budgets import hardware, one_step
+from spillway import Plan, Session
+from steps import assert_nothing_left, failing
+
+
+def around() -> str:
+    """Whose hooks are in force."""
+    hooks = top_hooks(True)
+    return "nobody's" if hooks is None else type(getattr(hooks[0], "__self__", None)).__name__
+
+
+class Looking(nn.Module):
+    """A block that says what hooks are around it, and fails if it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+        self.seen: list[str] = []
+        self.inside: Callable[[Tensor], object] = lambda x: None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(around())
+        self.inside(x)
+        return self.linear(x).tanh()
+
+
+def fail(x: Tensor) -> None:
+    raise ValueError("told to")
+
+
+class Model(nn.Module):
+    def __init__(self, count: int = 3) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Looking() for _ in range(count))
+        self.outside = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        self.outside = around()
+        return x.square().mean()
+
+
+@pytest.fixture
+def session(tmp_path: Path) -> Iterator[Session]:
+    with Session(spill_directory=tmp_path) as session:
+        yield session
+        assert_nothing_left(session)
+
+
+@pytest.fixture
+def model() -> Model:
+    torch.manual_seed(0)
+    return Model()
+
+
+@pytest.fixture
+def batch() -> Tensor:
+    return torch.randn(512, 64)
+
+
+def mixed(model: Model, batch: Tensor, session: Session) -> Plan:
+    """A plan by which the blocks are left alone but the second, of which all is computed again."""
+    profile = spillway.profile(model, batch, session=session)
+    plan = spillway.plan(profile, budget="1GiB", hardware=hardware())
+    least = spillway.plan(profile, budget=plan.predicted_peak - 1, hardware=hardware(), allow=("keep", "recompute"))
+    (other,) = [block for block in least.blocks if not block.plain][:1]
+    blocks = [dataclasses.replace(other, name=each.name) if each.name == "blocks.1" else each for each in plan.blocks]
+    assert [block.plain for block in blocks] == [True, False, True]
+    return dataclasses.replace(plan, blocks=tuple(blocks))
+
+
+def test_no_hooks_are_around_them_and_those_of_the_pass_are_around_the_rest(
+    model: Model, batch: Tensor, session: Session
+) -> None:
+    plan = mixed(model, batch, session)
+    plain = one_step(model, batch)
+    with spillway.attach(model, plan=plan, session=session, min_bytes=0) as attached:
+        for _ in range(3):
+            for block in model.blocks:
+                block.seen.clear()
+            assert all(map(torch.equal, one_step(model, batch), plain))
+            assert model.blocks[0].seen == model.blocks[2].seen == ["nobody's"]
+            assert model.blocks[1].seen[0] != "nobody's"
+            assert model.outside == "Pass"
+        kept = sum(block.kept_bytes for block in plan.blocks if block.plain)
+        assert attached.stats().kept_bytes >= kept > 0
+    assert top_hooks(True) is None
+
+
+def test_an_error_inside_leaves_the_hooks_where_they_were(model: Model, batch: Tensor, session: Session) -> None:
+    plain = one_step(model, batch)
+    with spillway.attach(model, plan=mixed(model, batch, session), session=session, min_bytes=0):
+        model.blocks[0].inside = fail
+        with spillway.offload(policy=spillway.policies.Keep(), session=session):
+            failing(ValueError, lambda: model(batch), match="told to")
+            assert around() == "Pass"
+        failing(ValueError, lambda: model(batch), match="told to")
+        assert top_hooks(True) is None
+        model.blocks[0].inside = lambda x: None
+        assert all(map(torch.equal, one_step(model, batch), plain))
+
+
+def test_the_users_own_hooks_around_the_model_see_no_more_of_it_than_before(
+    model: Model, batch: Tensor, session: Session
+) -> None:
+    def hook(tensor: Tensor) -> Tensor:
+        packed.append(tensor)
+        return tensor
+
+    packed: list[Tensor] = []
+    plain = one_step(model, batch)
+    with spillway.attach(model, plan=mixed(model, batch, session), session=session, min_bytes=0):
+        with saved_tensors_hooks(hook, hook):
+            loss = model(batch)
+        assert not packed
+        assert model.blocks[0].seen[-1] == "Pass"
+        loss.square().mean().backward()
+        found = [parameter.grad for parameter in model.parameters()]
+        model.zero_grad()
+        assert all(map(torch.equal, found, plain[1:]))
+
+
+def test_what_is_marked_inside_is_seen_from_there_on(model: Model, batch: Tensor, session: Session) -> None:
+    plan = mixed(model, batch, session)
+    plain = one_step(model, batch)
+    with spillway.attach(model, plan=plan, session=session, min_bytes=0) as attached:
+        model.blocks[0].inside = lambda x: spillway.offload_tensor(x, session=session)
+        assert all(map(torch.equal, one_step(model, batch), plain))
+        assert attached.stats().offloaded_bytes >= batch.nbytes
+        assert all(map(torch.equal, one_step(model, batch), plain))
+        assert model.blocks[0].seen[-1] == "Pass"
+
+
+@pytest.mark.parametrize("drop_output", [False, True])
+def test_a_region_of_the_users_inside_is_in_the_pass(
+    drop_output: bool, model: Model, batch: Tensor, session: Session
+) -> None:
+    class Regions(Looking):
+        drops: bool | Tensor | nn.Module = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = spillway.recompute(torch.tanh, super().forward(x), drop_output=self.drops, session=session)
+            self.seen.append(around())
+            return self.linear(y)
+
+    for block in model.blocks:
+        block.__class__ = Regions
+    plan = mixed(model, batch, session)
+    plain = one_step(model, batch)
+    # It is refused where there is no pass, and in the block that is a region.
+    model.blocks[0].drops = drop_output
+    with spillway.attach(model, plan=plan, session=session, min_bytes=0):
+        for number in range(3):
+            del model.blocks[0].seen[:]
+            assert all(map(torch.equal, one_step(model, batch), plain))
+            assert model.blocks[0].seen[1] == "Pass"
+            # Where outputs were dropped, all who take them are seen.
+            assert model.blocks[0].seen[0] == "nobody's" or (drop_output and number)
+            assert model.outside == "Pass"
+
+
+def test_what_is_written_in_place_is_autograds_own_error(model: Model, batch: Tensor, session: Session) -> None:
+    with spillway.attach(model, plan=mixed(model, batch, session), session=session, min_bytes=0):
+        x = batch.clone()
+        loss = model(x)
+        x.zero_()
+        failing(RuntimeError, loss.backward, match="modified by an inplace operation")
+        del loss
