@@ -162,7 +162,8 @@ def _forward_host(block: BlockProfile, outcome: Outcome, *, watched: bool) -> fl
     if not watched and block.host.unwatched is not None:
         # That was with inputs that leave.
         inputs = _inputs(block)
-        queued, stays, leaves = block.host.unwatched, stays - inputs, leaves - inputs
+        unsent = _SEND * _host_by_operator(block) * len(inputs & stays)
+        queued, stays, leaves = max(block.host.unwatched - unsent, queued), stays - inputs, leaves - inputs
     elif outcome.again:
         queued = block.host.region
     return queued + _host_by_operator(block) * (_KEEP * len(stays) + _SEND * len(leaves))
