@@ -77,7 +77,7 @@ def batch() -> Tensor:
 def mixed(model: Model, batch: Tensor, session: Session) -> Plan:
     """A plan by which the blocks are left alone but the second, of which all is computed again."""
     profile = spillway.profile(model, batch, session=session)
-    plan = spillway.plan(profile, budget="1GiB", hardware=hardware())
+    plan = spillway.plan(profile, budget=1.5, hardware=hardware())
     least = spillway.plan(profile, budget=plan.predicted_peak - 1, hardware=hardware(), allow=("keep", "recompute"))
     (other,) = [block for block in least.blocks if not block.plain][:1]
     blocks = [dataclasses.replace(other, name=each.name) if each.name == "blocks.1" else each for each in plan.blocks]
