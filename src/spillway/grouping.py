@@ -10,6 +10,7 @@ from typing import Self
 
 import torch
 
+from spillway.capture.alone import see_again
 from spillway.capture.groups import Group
 from spillway.capture.hooks import Pass, in_backward
 from spillway.errors import UsageError
@@ -58,6 +59,7 @@ class group(ContextDecorator):  # noqa: N801  (read aloud: with group("core_attn
         if found is None or not found[0].enabled:
             self._local.entered.append(None)
             return self
+        see_again()
         session, current = found
         self._local.entered.append((session, current, current.groups.start(self._name), list(self._to_release)))
         return self

@@ -16,9 +16,10 @@ import torch
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.autograd.graph import saved_tensors_hooks
 
+from spillway.capture.alone import see_again
 from spillway.capture.dynamo import keep_out
 from spillway.capture.handles import pack_kept, unpack
-from spillway.capture.hooks import Pass, in_backward, refuse_transforms, see_again
+from spillway.capture.hooks import Pass, in_backward, refuse_transforms
 from spillway.capture.location import Locator
 from spillway.capture.order import Memory
 from spillway.errors import UsageError

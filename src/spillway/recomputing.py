@@ -15,9 +15,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
+from spillway.capture.alone import see_again
 from spillway.capture.dynamo import keep_out, untraced
 from spillway.capture.handles import pack_kept, unpack
-from spillway.capture.hooks import Pass, in_backward, refuse_transforms, see_again
+from spillway.capture.hooks import Pass, in_backward, refuse_transforms
 from spillway.errors import UsageError
 from spillway.operators import Choices, Planned, Selector
 from spillway.records import Decision

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -115,15 +117,29 @@ def test_what_is_told_is_not_the_tensor_itself() -> None:
     assert torch.equal(told, torch.arange(64))
 
 
+@pytest.mark.parametrize("width", [96, 256, 500, 2048])
+@pytest.mark.parametrize("tokens", [61, 62, 64, 122, 183, 244, 251, 502, 610])
+def test_two_tokens_that_change_places_are_seen_at_any_distance(tokens: int, width: int) -> None:
+    tensor = torch.randn(tokens, width, generator=torch.Generator().manual_seed(0))
+    before = found(tensor)
+    for distance in range(1, tokens):
+        tensor[[0, distance]] = tensor[[distance, 0]]
+        assert not torch.equal(before, found(tensor)), distance
+        tensor[[0, distance]] = tensor[[distance, 0]]
+
+
 @given(st.integers(_SMALL + 1, 1 << 34))
 @settings(max_examples=300, deadline=None)
 def test_rows_cover_all_words_and_need_no_counter(count: int) -> None:
     """Torch takes one for 256 rows; for 64, if rows begin at even distances, since it reads several columns at once."""
     rows, apart = _rows(count)
     last = count - (rows - 1) * apart
-    assert rows in [number for number in range(61, 252) if all(number % each for each in range(2, number))]
-    assert 0 < apart <= last < apart + rows
-    assert apart % 2 or rows < 64
+    assert 61 <= rows <= 251
+    assert 0 < apart <= last < apart + rows * 100
+    assert apart % 2
+    assert math.gcd(apart, count) == 1
+    # What is held meanwhile.
+    assert last <= max(count // 50, 1 << 16 << 1) or rows == 251
 
 
 def test_of_what_has_no_strides_there_are_none() -> None:

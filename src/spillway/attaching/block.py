@@ -16,7 +16,7 @@ from spillway.attaching.call import ModuleCall, is_attached
 from spillway.attaching.forward import RegionForward, has_hooks
 from spillway.attaching.steering import Steers
 from spillway.blocks import Named
-from spillway.capture.hooks import LeftAlone
+from spillway.capture.alone import LeftAlone
 from spillway.capture.location import Locator
 from spillway.errors import RecomputeError, UsageError
 from spillway.offloading import keep
@@ -51,8 +51,6 @@ class RegionCall(ModuleCall):
         super().__init__(named)
         self.how: Recompute | None = how
         """``None``: for now, there is no region."""
-        self.plain_bytes = 0
-        """What it saves then, as far as is known."""
         self.pilot: Steers | None = None
         """Who says how, if somebody does, and wants to know of each call."""
         self.observer: Observer | None = None
@@ -66,6 +64,7 @@ class RegionCall(ModuleCall):
         self._session = session
         self._number = _Number()
         self._sending: Sending | None = None
+        self._alone = LeftAlone()
         self._is_lazy = _has_lazy(named.module)
         self._forward = RegionForward(self.module, self.region)
 
@@ -85,8 +84,7 @@ class RegionCall(ModuleCall):
 
     def _run(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.how is None:
-            with LeftAlone(self.plain_bytes):
-                return self.plain(module, args, kwargs)
+            return self._alone.run(module._call_impl if self.before is None else self.before, args, kwargs)
         if self.before is not None:
             return self.region(module, self.before, args, kwargs)
         if not has_hooks(module):

@@ -47,7 +47,6 @@ def treat_by(plan: Plan, blocks: Sequence[RegionCall], *, is_whole: bool = True)
     for call in blocks:
         block = known.get(call.name)
         call.how = None if call.name in frozen else LEAST if block is None else how_of(block)
-        call.plain_bytes = block.kept_bytes if block is not None and block.plain else 0
 
 
 def treat_whole(blocks: Iterable[RegionCall], session: Session) -> bool:

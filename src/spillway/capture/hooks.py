@@ -13,21 +13,13 @@ NOTE [ Inside a backward ]
 Code that saves tensors while a backward runs is a re-run (a checkpoint's), whose tensors are used at once, or makes the
 graph of a double backward. These are kept. Hooks are pushed all the same, since ``torch.utils.checkpoint`` counts packs
 and would hand back another tensor if some were missing.
-
-NOTE [ What is left alone ]
-
-In a pass that keeps whatever nobody has decided about, a block of which all stays needs no hooks: autograd holds the
-same. With them it takes the host twice as long to queue it. So they are taken off for as long as it runs, unless
-somebody else's are around them, who would then see what he did not before. They are put back when anything inside of
-the block wants the pass to see what is saved: a region of the user's own, a tensor that is marked.
 """
 
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -61,10 +53,6 @@ from spillway.runtime.device import Runtime
 from spillway.runtime.ledger import Ledger
 from spillway.runtime.tiers import HostTier, Tier
 
-_top_hooks: Callable[[bool], tuple[Callable[..., Any], Callable[..., Any]] | None]
-_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
-_pop_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
-_push_hooks: Callable[..., None] = torch._C._autograd._push_saved_tensors_default_hooks
 _next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
 _graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
@@ -92,60 +80,6 @@ def refuse_transforms() -> None:
 # A member of an enum costs a search of its class each time that it is named.
 _KEEP, _OFFLOAD = Decision.KEEP, Decision.OFFLOAD
 _TIERS = {Decision.OFFLOAD_HOST: "host", Decision.OFFLOAD_DISK: "disk"}
-
-
-class LeftAlone:
-    """A context in which autograd saves as if there were no pass, if that comes to the same.
-
-    See NOTE [ What is left alone ].
-
-    Args:
-        nbytes: bytes that are known to be saved inside. They are counted as kept.
-    """
-
-    __slots__ = ("_hooks", "_nbytes", "_outer")
-
-    def __init__(self, nbytes: int) -> None:
-        self._nbytes = nbytes
-        self._hooks: tuple[Callable[..., Any], Callable[..., Any]] | None = None
-        self._outer: LeftAlone | None = None
-
-    def __enter__(self) -> None:
-        hooks = _top_hooks(True)
-        current = None if hooks is None else getattr(hooks[0], "__self__", None)
-        if hooks is None or not isinstance(current, Pass) or not current.keeps_the_rest:
-            return
-        _pop_hooks()
-        if _top_hooks(True) is not None:
-            _push_hooks(*hooks)
-            return
-        self._hooks = hooks
-        self._outer, _alone.now = _alone.now, self
-        current.ledger.saved_bytes += self._nbytes
-        current.ledger.kept_bytes += self._nbytes
-
-    def __exit__(self, *error: object) -> None:
-        self.end()
-
-    def end(self) -> None:
-        """The hooks are in force again."""
-        hooks, self._hooks = self._hooks, None
-        if hooks is not None:
-            _push_hooks(*hooks)
-            _alone.now, self._outer = self._outer, None
-
-
-class _Alone(threading.local):
-    now: LeftAlone | None = None
-
-
-_alone = _Alone()
-
-
-def see_again() -> None:
-    """Where a block is left alone: the pass sees the rest of what it saves, since somebody there reckons with that."""
-    if _alone.now is not None and _top_hooks(True) is None:
-        _alone.now.end()
 
 
 class Packer(Protocol):
@@ -258,6 +192,20 @@ class Pass:
         """Whether all stays that nobody has decided about, and nobody is to see it."""
         return self.decider.keeps_all and not (self._owner.outputs.any or self._owner.marks.any)
 
+    def known(self, tensor: torch.Tensor) -> Known | None:
+        """What is known of a tensor's bytes, if they were saved, and somebody has a handle of them."""
+        if why_unmovable(tensor) is not None:
+            return None
+        storage = tensor.untyped_storage()
+        return self._owner.identity.find(storage, *reach(tensor, storage.nbytes()))
+
+    def count_kept(self, nbytes: int) -> None:
+        """So many bytes were saved, and stay, that were not seen."""
+        group = self.groups.current
+        ledger = self.ledger if group is None else group.ledger
+        ledger.saved_bytes += nbytes
+        ledger.kept_bytes += nbytes
+
     def nothing(self, device: torch.device) -> torch.Tensor:
         """An empty tensor there, for trackers."""
         nothing = self._nothing.get(device)
@@ -311,21 +259,19 @@ class Pass:
     def keep(self, tensor: torch.Tensor) -> Handle:
         """As :meth:`save`, of a plain tensor of which it was decided that it stays: shortly, since a layer has many."""
         owner = self._owner
-        if self._signature is None or owner.marks.any or owner.outputs.any or in_backward():
+        device = self._devices.get(tensor.device)
+        if device is None or self._signature is None or owner.marks.any or owner.outputs.any or in_backward():
             return self.save(tensor, _KEEP)
         if why_unmovable(tensor) is not None:
             return KeptHandle(tensor)
         storage = tensor.untyped_storage()
         start, nbytes = reach(tensor, storage.nbytes())
         known = owner.identity.find(storage, start, nbytes)
-        if known is not None and tensor.device in self._devices:
-            handle = self._pack_known(tensor, storage, known, self._devices[tensor.device])
+        if known is not None:
+            handle = self._pack_known(tensor, storage, known, device)
             if handle is not None:
                 return handle
-        group = self.groups.current
-        ledger = self.ledger if group is None else group.ledger
-        ledger.saved_bytes += nbytes
-        ledger.kept_bytes += nbytes
+        self.count_kept(nbytes)
         staying = Staying(storage, start, nbytes)
         owner.identity.add(storage, staying)
         self.decider.pass_over()

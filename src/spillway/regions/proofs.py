@@ -5,17 +5,20 @@ NOTE [ Sums ]
 What every region gives is compared by less than a fingerprint: its bytes, as integers of 64 bits, lie in rows, which
 are added up, and so is what comes of that, until little is left. Each byte is read once, and integer sums do not depend
 on their order. One difference is always seen, and many that hang on nothing in common are; an exchange of two words is
-not seen if their distance is a whole number of rows. So the number of rows is a prime, and a row no round number of
-words: then tokens, heads or halves of a tensor that have changed places, or a transposed one, are seen.
+not seen if their distance is a whole number of rows. So rows begin at a distance that has no factor in common with the
+number of all words, as the distances of tokens, heads or halves have: where these have changed places, it is seen. (By
+chance it is not where parts of less than some sixty words are exchanged at just such a distance.) The last row is the
+longer for it.
 
 To be fast on a device, there is a thread for each of some 65,000 columns; what is small is added up in one go, to a
-61st. There are no more than 255 rows, and where there are more than 63, they begin an odd number of words after each
-other, since otherwise torch has several blocks of threads add up a column, with a counter for them that is cleared by a
-copy engine: which waits for what is being offloaded.
+61st. There are no more than 255 rows, and they begin an odd number of words after each other, since otherwise torch has
+several blocks of threads add up a column, with a counter for them that is cleared by a copy engine, and that waits for
+what is being offloaded.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterator, Sequence
 from functools import lru_cache
 
@@ -40,8 +43,7 @@ _SMALL = 1 << 12
 _FEW = 1 << 15
 """Sums that are not added up any more."""
 _COLUMNS = 1 << 16
-_PRIMES = (251, 241, 239, 199, 197, 193, 151, 149, 139, 97, 89, 83, 61)
-"""Numbers of rows."""
+_FEWEST_ROWS, _MOST_ROWS = 61, 251
 
 
 class Proofs:
@@ -157,9 +159,11 @@ def _added(words: torch.Tensor) -> torch.Tensor:
 @lru_cache(maxsize=1024)
 def _rows(count: int) -> tuple[int, int]:
     """Into how many rows so many words go, and how far apart these begin."""
-    most = max(count // _COLUMNS, _PRIMES[-1])
-    rows = next((prime for prime in _PRIMES if prime <= most and count // prime % 2), _PRIMES[-1])
-    return rows, count // rows
+    rows = min(max(count // _COLUMNS, _FEWEST_ROWS), _MOST_ROWS)
+    apart = count // rows
+    while apart % 2 == 0 or math.gcd(apart, count) > 1:
+        apart -= 1
+    return rows, apart
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
