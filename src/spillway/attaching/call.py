@@ -38,6 +38,7 @@ import torch.fx
 from torch.nn import Module
 
 from spillway.blocks import Named
+from spillway.capture.dynamo import callback
 from spillway.errors import BudgetError, SpillwayError, UnsupportedError, UsageError
 from spillway.grouping import group
 
@@ -47,8 +48,6 @@ _TORCHS = Module._wrapped_call_impl.__code__
 
 REFUSALS = (UsageError, UnsupportedError, BudgetError)
 """What is raised where a call cannot be what was attached, before anything of it has run."""
-
-_callback: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_callback  # type: ignore[attr-defined, unused-ignore]
 
 
 class ModuleCall:
@@ -172,7 +171,7 @@ def is_attached(module: Module) -> bool:
 
 def is_compiled_around() -> bool:
     """Whether the calling code runs inside of something compiled: what Python is called from there is traced."""
-    return _callback() not in (None, False)
+    return callback() not in (None, False)
 
 
 def is_traced() -> bool:

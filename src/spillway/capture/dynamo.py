@@ -18,7 +18,8 @@ import torch
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-_callback: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_callback  # type: ignore[attr-defined, unused-ignore]
+callback: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_callback  # type: ignore[attr-defined, unused-ignore]
+"""What Dynamo does with frames of the calling thread: ``None``, nothing."""
 _disable: Callable[..., Any] = torch._disable_dynamo  # type: ignore[attr-defined, unused-ignore]
 _PACKAGE = __name__.partition(".")[0]
 
@@ -48,6 +49,6 @@ def untraced(function: Function) -> Function:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        return (function if _callback() is None else disabled)(*args, **kwargs)
+        return (function if callback() is None else disabled)(*args, **kwargs)
 
     return call  # type: ignore[return-value]

@@ -200,7 +200,7 @@ class Pass:
         return self._owner.identity.find(storage, *reach(tensor, storage.nbytes()))
 
     def count_kept(self, nbytes: int) -> None:
-        """So many bytes were saved, and stay, that were not seen."""
+        """So many bytes were saved, and stay."""
         group = self.groups.current
         ledger = self.ledger if group is None else group.ledger
         ledger.saved_bytes += nbytes
@@ -271,10 +271,14 @@ class Pass:
             handle = self._pack_known(tensor, storage, known, device)
             if handle is not None:
                 return handle
+        self.decider.pass_over()
+        return self._stays(tensor, storage, start, nbytes)
+
+    def _stays(self, tensor: torch.Tensor, storage: torch.UntypedStorage, start: int, nbytes: int) -> Handle:
+        """A handle of bytes that nobody knew, and of which it was decided that they stay."""
         self.count_kept(nbytes)
         staying = Staying(storage, start, nbytes)
-        owner.identity.add(storage, staying)
-        self.decider.pass_over()
+        self._owner.identity.add(storage, staying)
         return KeptHandle(tensor, staying)
 
     def pack_to_leave(self, tensor: torch.Tensor) -> Handle:
@@ -431,13 +435,10 @@ class Pass:
         moves = tier is not None and storage.data_ptr() % runtime.backend.alignment == 0
         if moves and self._is_sharded(tensor, storage):
             return KeptHandle(tensor)
+        if not moves or tier is None:
+            return self._stays(tensor, storage, start, nbytes)
         ledger = self.ledger if group is None else group.ledger
         ledger.saved_bytes += nbytes
-        if not moves or tier is None:
-            ledger.kept_bytes += nbytes
-            staying = Staying(storage, start, nbytes)
-            self._owner.identity.add(storage, staying)
-            return KeptHandle(tensor, staying)
         saved = Saved(tensor, storage, start, nbytes, next(runtime.mover.numbers), ledger)
         self._owner.identity.add(storage, saved)
         recipe = recipe or ViewRecipe.of(tensor)

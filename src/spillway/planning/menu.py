@@ -7,7 +7,8 @@ each value is preserved or computed again, and what is computed again needs what
 computed. Its linear program has whole numbers for a solution. All prices together give the lower convex hull of seconds
 over bytes (Lagrange's relaxation; the hull is found by halving between two neighbours, as in Aneja and Nair 1979);
 what lies above the hull is had by mixing blocks. Of each set, as many of the first values as one likes may leave, or of
-the largest; the inputs leave together, since a plan says one thing of all of them.
+the largest, where nothing is computed again or the host would be late; the inputs leave together, since a plan says one
+thing of all of them.
 
 What is written after it was made cannot be preserved: whoever needs it needs its maker and its writers to run.
 """
@@ -54,8 +55,9 @@ def menu(block: BlockProfile, *, min_bytes: int, allow: Collection[str] = ALL) -
         sets = [frozenset()]
     found: dict[tuple[Decision, ...], Option] = {}
     for preserved in sets:
-        # What leaves takes the host as long, however large it is: few large values cost it least.
-        for by_size in (False, True):
+        # What leaves takes the host as long, however large it is: few large values cost it least. Where it is not
+        # waited for, so many more options are in the way of the search.
+        for by_size in (False, True) if preserved == sets[0] or block.is_late else (False,):
             spread = _spread(block, preserved, tiers, min_bytes, keeps="keep" in allow or not tiers, by_size=by_size)
             for decisions in spread:
                 if decisions not in found:

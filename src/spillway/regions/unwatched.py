@@ -56,7 +56,7 @@ from spillway.regions.packs import Enough
 from spillway.regions.proofs import sums
 from spillway.regions.refusing import Refusing
 from spillway.regions.rerun import rerunning, sums_of
-from spillway.regions.resaved import Resaved, Shown
+from spillway.regions.resaved import Resaved, Shown, identity_of
 from spillway.regions.retracing import Retracing
 from spillway.regions.tape import Base, Tape
 from spillway.regions.tensors import PLAIN, below_modes, storage_bytes
@@ -208,10 +208,9 @@ class Unwatched:
 
     def _pack_parameter(self, tensor: torch.Tensor, place: int) -> Handle:
         """One of the function's own, or a buffer, which nobody sends away."""
-        base = tensor._base
-        owner = tensor if base is None else base
-        if type(owner) is torch.nn.Parameter:
-            self._parameters[place] = id(owner)
+        identity = identity_of(tensor)
+        if identity is not None:
+            self._parameters[place] = identity
         if torch._C._len_torch_dispatch_stack() == 0:
             return KeptHandle(tensor)
         with below_modes(tensor):
