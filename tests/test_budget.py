@@ -775,3 +775,41 @@ def test_a_step_that_is_over_the_budget_by_itself_ends_no_training(
             odd.setattr(Pilot, "_peak", lambda _: plan.budget + 64 * MiB)
             one_step(model, batch)
             failing(BudgetError, lambda: one_step(model, batch), match="no plan is that much smaller")
+
+
+def test_a_step_that_begins_with_more_than_was_weighed_has_a_plan_for_it_before_it_runs(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where an optimizer makes its state after the first of several micro-batches."""
+    torch.manual_seed(0)
+    model, batch = nn.Sequential(nn.Linear(64, 64), *(Block(64) for _ in range(4))), torch.randn(4096, 64)
+    profile = spillway.profile(model, batch, session=session)
+    budget, level = budget_of(profile, 0.7), 0
+    monkeypatch.setattr(Pilot, "_level", lambda _: level)
+    with attached_to(model, budget, session) as attached:
+        search(model, batch, attached)
+        first, weighed = attached.plan, attached.profile
+        assert first is not None
+        assert weighed is not None
+        # Less than the plan has left of the budget is no matter.
+        level = weighed.static_bytes + (budget - first.predicted_peak) // 2
+        one_step(model, batch)
+        assert attached.plan is first
+        more = (budget - budget_of(profile, 0.0)) // 2
+        level = weighed.static_bytes + more
+        one_step(model, batch)
+        second, risen = attached.plan, attached.profile
+        assert second is not None
+        assert risen is not None
+        assert attached.stage == "trying"
+        assert more <= risen.static_bytes - weighed.static_bytes <= more + budget // 128
+        assert second.predicted_peak <= budget
+        assert second.predicted_peak - risen.static_bytes < first.predicted_peak - weighed.static_bytes
+        assert "steps that begin with" in attached.explain()
+        search(model, batch, attached)
+        assert attached.plan is second
+        # What no plan is for is borne, for as long as no step is over the budget.
+        notes, level = list(attached.notes), weighed.static_bytes + budget
+        for _ in range(3):
+            one_step(model, batch)
+        assert (attached.plan, attached.profile, list(attached.notes)) == (second, risen, notes)

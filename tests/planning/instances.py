@@ -111,6 +111,37 @@ def random_problem(seed: int, *, most: int = 1500) -> Problem:
     )
 
 
+def casting(problem: Problem, seed: int) -> Problem:
+    """The problem with blocks that leave something behind, which some options hold to the end of the forward only."""
+    random_ = random.Random(seed)
+
+    def with_casts(option: Option, nbytes: int) -> Option:
+        *before, last = option.forward
+        *between, end = option.backward
+        is_kept = not any(task.phase is Phase.RERUN for task in option.backward)
+        return replace(
+            option,
+            forward=(
+                *before,
+                replace(last, peak_bytes=last.peak_bytes + nbytes, change_bytes=last.change_bytes + nbytes),
+            ),
+            backward=(*between, replace(end, change_bytes=end.change_bytes - nbytes * is_kept)),
+            let_go_bytes=0 if is_kept else nbytes,
+        )
+
+    known = {}
+    for each in problem.options:
+        if id(each) not in known:
+            nbytes = random_.choice([0, 1, 3, 9]) * MIB
+            known[id(each)] = tuple(with_casts(option, nbytes) for option in each)
+    loss = random_.choice([0, 4, 30]) * MIB
+    return replace(
+        problem,
+        parts=tuple(replace(part, late=(Task("loss", Phase.OUTSIDE, 0.0, loss, loss // 8),)) for part in problem.parts),
+        options=tuple(known[id(each)] for each in problem.options),
+    )
+
+
 def hosted(problem: Problem, seed: int) -> Problem:
     """The problem with a host that takes time: for one option much, for another one nothing."""
     random_ = random.Random(seed)
@@ -131,7 +162,7 @@ def hosted(problem: Problem, seed: int) -> Problem:
     return replace(
         problem,
         parts=tuple(
-            Part(part.blocks, queued(part.before), queued(part.middle), queued(part.after)) for part in problem.parts
+            Part(part.blocks, *map(queued, (part.before, part.middle, part.after)), part.late) for part in problem.parts
         ),
         options=tuple(known[id(each)] for each in problem.options),
     )
@@ -155,6 +186,7 @@ def in_turns(problem: Problem, seed: int) -> Problem:
                 replace(task, change_bytes=gradient - task.change_bytes, gradient_bytes=gradient)
                 for task in around.after
             ),
+            around.late,
         )
         for size in sizes
     ]

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spillway.planning.profile import BackwardPart, HostTimes, Profile, Static
-from spillway.planning.scaling import scaled
+from spillway.planning.scaling import risen, scaled
 
 PROFILE = Profile.load(Path(__file__).parent / "llama_8b_block.json")
 
@@ -66,3 +66,18 @@ def test_what_would_be_below_nothing_is_nothing() -> None:
     assert found is not None
     assert min(value.nbytes for value in found.kinds[0].values) == 0
     assert found.kinds[0].rerun_factor == PROFILE.kinds[0].rerun_factor
+
+
+def test_more_that_is_there_when_a_step_begins_is_not_made_in_it_again() -> None:
+    more = risen(PROFILE, 10 << 20)
+    assert more.static_bytes == PROFILE.static_bytes + (10 << 20)
+    assert more.after.peak_bytes == max(PROFILE.after.peak_bytes - (10 << 20), 0)
+    assert more.kinds == PROFILE.kinds
+    told = replace(PROFILE, static=Static(PROFILE.static_bytes, 0, 0, 0))
+    assert risen(told, 5).static == Static(PROFILE.static_bytes, 0, 0, 5)
+    (kind,) = PROFILE.kinds
+    making = replace(PROFILE, kinds=(replace(kind, backward_change_bytes=100),))
+    assert making.gradient_bytes == 100 * len(PROFILE.calls)
+    assert risen(making, 10 << 20).gradient_bytes == making.gradient_bytes
+    assert risen(making, 10 << 20, has_gradients=True).gradient_bytes == 0
+    assert Profile.from_json(risen(told, 5).to_json()) == risen(told, 5)

@@ -25,6 +25,7 @@ from planning.instances import (
     LAYER_SIZES,
     MIB,
     SEND,
+    casting,
     choices,
     hosted,
     in_turns,
@@ -71,6 +72,7 @@ def fits(problem: Problem, timeline: Timeline) -> bool:
 
 def drawn(seed: int, most: int, host: bool, *, chunks: bool = False) -> Problem:
     problem = random_problem(seed, most=most)
+    problem = casting(problem, seed) if seed % 2 else problem
     problem = in_turns(problem, seed) if chunks else problem
     return hosted(problem, seed) if host else problem
 
@@ -153,7 +155,7 @@ def test_no_simulation_goes_below_its_bound(seed: int, host: bool) -> None:
 @pytest.mark.parametrize("seed", [23, 28, 30, 33, 47, 55, 73, 78, 90, 109, 184, 615])
 def test_no_step_of_several_chunks_goes_below_its_bounds(seed: int) -> None:
     random_ = random.Random(seed)
-    problem = in_turns(random_problem(seed, most=60), seed)
+    problem = in_turns(casting(random_problem(seed, most=60), seed), seed)
     window = random_.choice([8, 20, 60, 200]) * MIB
     out, back = random_.choice([3e8, 1e9, 3e9]), random_.choice([3e8, 1e9, 3e9])
     ahead = random_.choice([None, window // 2, window // 4])
@@ -168,7 +170,7 @@ def test_no_step_of_several_chunks_goes_below_its_bounds(seed: int) -> None:
 def test_bytes_of_choices_that_send_nothing_are_foreseen_exactly() -> None:
     met = 0
     for seed in range(200):
-        problem = random_problem(seed)
+        problem = casting(random_problem(seed), seed)
         kept = [
             chosen
             for chosen in choices(problem)

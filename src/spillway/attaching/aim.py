@@ -24,6 +24,10 @@ class Aim:
         self._rounds = 0
         self.nbytes = aim_at(budget)
 
+    def leaves(self, foreseen: int) -> int:
+        """Bytes by which a step may be larger than foreseen, and within the budget, for all that is known."""
+        return self._budget - aim_at(self._budget) + self.nbytes - foreseen
+
     def reset(self) -> None:
         """What was over it says nothing of what comes."""
         self._rounds, self.nbytes = 0, aim_at(self._budget)

@@ -178,6 +178,7 @@ def shared_profile(profiles: Sequence[Profile]) -> Profile:
         static=fullest.static,
         before=_fullest(largest.before, [profile.before for profile in profiles]),
         middle=_fullest(largest.middle, [profile.middle for profile in profiles]),
+        late=None if largest.late is None else _fullest(largest.late, [each.late for each in profiles if each.late]),
         after=_fullest(largest.after, [profile.after for profile in profiles]),
     )
 

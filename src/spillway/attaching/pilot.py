@@ -24,7 +24,9 @@ Each call of the model in training is a pass, and each pass has a stage:
 ``HOLDING``
     Nothing is watched but the device's peak and the shapes of the model's inputs, at each call. A peak over the budget,
     and a plan is made for less; where there is none, such a step is noted, and a second one soon after it is an error.
-    One of several ranks notes it, and goes on. Larger inputs take the least memory once; then there is a plan for the
+    One of several ranks notes it, and goes on. A step that begins with more than was there when bytes were weighed (an
+    optimizer's state, gradients of micro-batches before it) would be over the budget by that: there is a plan for it
+    before it begins. Larger inputs take the least memory once; then there is a plan for the
     same profile, enlarged, or, if that would be too much, all begins anew.
 
 A pass is looked at when the next one begins, since its step ends there. If the model is called in evaluation before
@@ -61,7 +63,7 @@ from spillway.attaching.watcher import Watcher
 from spillway.errors import BudgetError, UsageError
 from spillway.planning.plan import Plan
 from spillway.planning.profile import Profile
-from spillway.planning.scaling import enlarged
+from spillway.planning.scaling import enlarged, risen
 from spillway.profiling.compile import compile_profile
 from spillway.profiling.meter import allocated
 from spillway.profiling.slowness import Slowness
@@ -82,6 +84,8 @@ MOST_GROWTH = 2
 _MOST_WAITING = 256
 """Passes for which an optimizer's steps are waited for."""
 _MOST_IDLE = 16
+_GRAINS = 256
+"""Into so many parts of the budget what a step begins with is rounded up."""
 _MOST_TOLD = 2
 """Plans that know more of the host than the one before."""
 MOST_APART = 16
@@ -191,7 +195,9 @@ class Pilot(Watcher):
         """In which of them a step was over the budget last."""
         self._tell = known
         self._known: Known | None = None
-        """As it was when the step began that is measured."""
+        """As it was when the step began that is weighed."""
+        self._risen = 0
+        """The most that was there when a step began for which another plan was looked for."""
         self._calls: Mapping[str, Set[Hashable]] = {}
         """What calls of each block were like in the pass that was measured."""
         self._weighed: _Weighed | None = None
@@ -274,8 +280,12 @@ class Pilot(Watcher):
             # Of a call that not all ranks make nothing is learned; what was seen of the one before is kept.
             self._ended = self._finish() or self._ended
             return
+        is_checked, applied = self.stage in (Stage.CHECKING, Stage.HOLDING), self.applied
         self._advance(self._finish() or self._ended)
         self._ended = None
+        if not is_checked or self.applied == applied:
+            # A plan that was made anew since a step was too large is for what it began with, too.
+            self._look_at_level()
         mine = sum(leaf.nbytes for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
         holds = self.stage is Stage.HOLDING
         nbytes = mine if holds else max(self._peers.share("inputs", lambda: mine))
@@ -293,6 +303,7 @@ class Pilot(Watcher):
             self._used_session.trim(self._device)
         if self.stage in (Stage.WEIGHING, Stage.MEASURING):
             calls_of(self._blocks, self._used_session)
+        if self.stage is Stage.WEIGHING:
             self._known = None if self._tell is None else self._tell()
         if self.stage is not Stage.HOLDING:
             self._has_traced = False
@@ -621,6 +632,46 @@ class Pilot(Watcher):
                 self._note(f"no plan is for less: this one stays, if none of {MOST_APART} steps is over the budget")
                 self._reset_peak()
 
+    def _look_at_level(self) -> None:
+        """Plan anew before a step that begins with more than the plan was made for, if it would be over the budget."""
+        is_planned = self.stage in (Stage.TRYING, Stage.CHECKING, Stage.HOLDING) and not self._has_outgrown
+        if not is_planned or self._aim is None or self._planner is None or self._optimizer is not None:
+            return
+        if self.stage is Stage.HOLDING and not self._known_peers.alone:
+            return
+        mine = self._level()
+        level = mine if self.stage is Stage.HOLDING else max(self._known_peers.share("level", lambda: mine))
+        profile, plan = self.profile, self.plan
+        assert profile is not None
+        assert plan is not None
+        rise = level - profile.static_bytes
+        if rise <= self._aim.leaves(plan.predicted_peak) or level <= self._risen:
+            return
+        assert self._budget is not None
+        self._risen = level
+        # Where it rises and rises, not every step has a plan of its own.
+        grain = max(self._budget // _GRAINS, 1)
+        before = profile, self._measured_profile, self.stage
+        self.profile = self._raised(profile, -(-rise // grain) * grain)
+        if self._measured_profile is not None:
+            self._measured_profile = self._raised(self._measured_profile, -(-rise // grain) * grain)
+        self._forget_host()
+        try:
+            self._replan()
+        except BudgetError:
+            # It may be gone in time. If it is not, the step's peak tells.
+            self.profile, self._measured_profile, self.stage = before
+            return
+        self._note(
+            f"planned anew for steps that begin with {format_bytes(level)}, where the one that was weighed had "
+            f"{format_bytes(profile.static_bytes)}"
+        )
+
+    def _raised(self, profile: Profile, nbytes: int) -> Profile:
+        known = None if self._tell is None else self._tell()
+        more = 0 if known is None or self._known is None else known.gradients - self._known.gradients
+        return risen(profile, nbytes, has_gradients=2 * more > profile.gradient_bytes > 0)
+
     def _has_learned(self) -> bool:
         """Whether calls of a size came that had not come before, since this was last asked: they run again whole."""
         before, self._tried = self._tried, tried_by(self._blocks, self._used_session)
@@ -635,7 +686,7 @@ class Pilot(Watcher):
         self._forget_host()
         if self._aim is not None:
             self._aim.reset()
-        self._waited = 0
+        self._waited = self._risen = 0
         for block in self._blocks:
             block.how = LEAST
         if self._optimizer is not None:
@@ -682,6 +733,10 @@ class Pilot(Watcher):
         if self.stage not in _TIMED:
             return super()._new_watch()
         return Watch(self._device, self._carried, times_host=True, lag=_LAG if self.stage is Stage.MEASURING else 0.0)
+
+    def _level(self) -> int:
+        """Bytes that are allocated, now, without those on their way. Of a CPU it takes long to tell."""
+        return 0 if self._device.type == "cpu" else allocated(self._device)[0] - self._carried()
 
     def _peak(self) -> int:
         return 0 if self._device.type == "cpu" else allocated(self._device)[1]

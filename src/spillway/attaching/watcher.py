@@ -84,7 +84,7 @@ class Watcher:
             call.watches = not self._watch.count_of(kind) % 2
         number = self._watch.block_begins(call.name, kind, (args, kwargs), is_seen=call.watches is not False)
         if self._weighs:
-            call.observer = WatchedRegion(probe, partial(self._watch.asked, number))
+            call.observer = WatchedRegion(probe, partial(self._watch.asked, number), self._watch.casts)
         else:
             call.observer = probe
         return self._first + number

@@ -79,6 +79,8 @@ class Footprint:
     """Bytes that it keeps of its output, and that may be counted once more for the next block."""
     input: float
     """Bytes that it keeps of its inputs."""
+    let_go: float
+    """Bytes that it keeps no longer than to the end of all forwards."""
     biggest: float
     """Bytes of the largest storage that leaves."""
     plain: bool
@@ -161,6 +163,7 @@ def footprint(option: Option, rates: Rates) -> Footprint:
         read_need=read_need,
         output=option.output_bytes,
         input=option.input_bytes,
+        let_go=option.let_go_bytes,
         biggest=max((one.nbytes for one in sent.values()), default=0),
         plain=not any(task.takes or task.drops for task in option.forward)
         and not any(task.sends for task in option.backward),

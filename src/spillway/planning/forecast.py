@@ -39,6 +39,8 @@ Numbers: TypeAlias = NDArray[numpy.float64]
 Choices: TypeAlias = NDArray[numpy.int64]
 """An option's number for each block, in rows."""
 
+_OTHERS = 3
+"""Rows of a part that are no block's: what is around the blocks, and twice what comes between forward and backward."""
 PART = 2048
 """Choices that are walked side by side."""
 
@@ -65,7 +67,7 @@ class Leg(NamedTuple):
     """A turn, in rows of the table."""
 
     forward: tuple[int, ...]
-    """What goes forward in it: of a backward, the middle."""
+    """What goes forward in it: of a backward, what comes before that of the blocks."""
     backward: tuple[int, ...]
     turns_round: bool
     """Whether it is the first backward after a forward."""
@@ -73,6 +75,8 @@ class Leg(NamedTuple):
     """Whether there is no other chunk between its forward and its backward."""
     is_later: bool
     """Whether it is a backward, and its part had one before."""
+    lets_go_after: int | None = None
+    """The row after which blocks let go of what they held for as long as the forward took."""
 
 
 class Forecast:
@@ -92,24 +96,26 @@ class Forecast:
         outer = [footprint(Option((), part.before, part.after), rates) for part in problem.parts]
         """Of what is before and after all blocks, as a block around them."""
         middle = [footprint(Option((), part.middle, ()), rates) for part in problem.parts]
-        everything = [*outer, *middle, *(one for each in known.values() for one in each)]
-        self.plain = all(one.plain for one in everything) and not any(one.sent for one in middle)
+        late = [footprint(Option((), part.late, ()), rates) for part in problem.parts]
+        inner = [*middle, *late]
+        everything = [*outer, *inner, *(one for each in known.values() for one in each)]
+        self.plain = all(one.plain for one in everything) and not any(one.sent for one in inner)
         self.window = max(rates.window, *(one.biggest for one in everything)) if self.plain else 0.0
         """Bytes that may be LEAVING at most."""
         self.biggest = max(one.biggest for one in everything)
         self.counts = numpy.array([len(each) for each in problem.options], dtype=numpy.int64)
         names = [field.name for field in fields(Footprint) if field.name != "plain"]
         width = int(self.counts.max(initial=1))
-        # Of each part a row for each block, the outer one first and the middle last; short ones are padded and never
-        # looked up.
+        # Of each part a row for each block, the outer one first, and last what comes between forward and backward;
+        # short ones are padded and never looked up.
         rows: list[list[Footprint]] = []
-        for number, (around, inside) in enumerate(zip(outer, middle, strict=True)):
-            rows += [[around], *(self.blocks[block] for block in problem.blocks_of(number)), [inside]]
+        for number, around in enumerate(outer):
+            blocks = (self.blocks[block] for block in problem.blocks_of(number))
+            rows += [[around], *blocks, [middle[number]], [late[number]]]
         self.legs = _legs(problem)
         """The step's turns."""
         parts = range(len(problem.parts))
-        # Each part has two rows that are no block's.
-        self.rows_of_blocks = [block + 2 * part + 1 for part in parts for block in problem.blocks_of(part)]
+        self.rows_of_blocks = [block + _OTHERS * part + 1 for part in parts for block in problem.blocks_of(part)]
         """Of each block."""
         self._table: dict[str, Numbers] = {
             name: numpy.array([[getattr(one, name) for one in (row + row[-1:] * width)[:width]] for row in rows])
@@ -123,6 +129,8 @@ class Forecast:
         self.to_disk = bool(self._table["disk_sent"].any())
         self.hosted = bool(self._table["forward_host"].any() or self._table["backward_host"].any())
         """Whether the host takes time."""
+        self.lets_go = bool(self._table["let_go"].any())
+        """Whether anything is held to the end of all forwards only."""
         self.passes = max(1, sum(not leg.backward for leg in self.legs) // max(1, len(problem.parts)))
         """How often each block is called, about."""
         # For each row: a line for each number, an option in each column. One look-up then gathers all.
@@ -138,7 +146,7 @@ class Forecast:
         return self._in_parts(choices, self.biggest / 2, False)
 
     def column(self, name: str) -> Numbers:
-        """A number of every option: of each part a row for each block, the outer one first and the middle last."""
+        """A number of every option: of each part a row for each block, among :data:`_OTHERS` others."""
         return self._table[name]
 
     def fullest(self) -> list[tuple[int, ...]]:
@@ -212,6 +220,9 @@ class Forecast:
                 leaving = leaving + at[line["sent"]]
                 hosted = hosted + at[line["sent"]] - at[line["disk_sent"]]
                 owed = owed + at[line["taken"]]
+                if self.lets_go and row == leg.lets_go_after:
+                    for each in leg.backward:
+                        level = level - self._rows[each][line["let_go"], numbers[each]]
             most_hosted, most_stored = numpy.maximum(most_hosted, hosted), numpy.maximum(most_stored, stored)
 
             if leg.turns_round:
@@ -272,11 +283,11 @@ def _legs(problem: Problem) -> tuple[Leg, ...]:
     gone: set[int] = set()
     for turn in problem.turns:
         blocks = problem.blocks_of(turn.part)
-        # Each part has two rows that are no block's.
-        outer, *inner, middle = range(blocks.start + 2 * turn.part, blocks.stop + 2 * turn.part + 2)
+        outer, *inner, middle, late = range(blocks.start + _OTHERS * turn.part, blocks.stop + _OTHERS * (turn.part + 1))
         if turn.is_backward:
             turns_round = bool(legs) and not legs[-1].backward
-            legs.append(Leg((middle,), (*inner[::-1], outer), turns_round, live == 1, turn.part in gone))
+            back = (*inner[::-1], outer)
+            legs.append(Leg((middle, late), back, turns_round, live == 1, turn.part in gone, lets_go_after=middle))
             gone.add(turn.part)
             live -= 1
         else:

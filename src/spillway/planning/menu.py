@@ -254,6 +254,8 @@ def _figures(option: Option) -> tuple[float, ...]:
         option.kept_bytes,
         # Of which this much may count once for it and the next block.
         -option.output_bytes,
+        # And this much less in backward.
+        -option.let_go_bytes,
         option.sent_bytes - on_disk,
         on_disk,
         max((task.peak_bytes for task in option.forward), default=0),

@@ -19,7 +19,7 @@ from pydantic import ConfigDict, TypeAdapter
 from spillway.planning.files import STRICT, Count, Seconds, is_none, read_file, read_json, write_file
 from spillway.units import format_bytes
 
-SCHEMA = 5
+SCHEMA = 6
 
 
 class Again(enum.Enum):
@@ -53,6 +53,8 @@ class Value:
     saved_last_at: Count | None = None
     """How many operators had run when autograd saved it last: there backward asks for it first. ``None``: ``saved_at``.
     """
+    is_cast: bool = False
+    """Whether it is a leaf's cast, made in the call: see NOTE [ Casts ] in ``treatment.py``."""
 
     @property
     def asked_at(self) -> int | None:
@@ -141,6 +143,9 @@ class BlockProfile:
     """``None``: the host is not waited for."""
     is_told: bool = False
     """Whether its operators run again by themselves, without the block's own code."""
+    cached_bytes: Count = 0
+    """Of its casts, what is there from its forward to the end of the model's, whatever is decided: see NOTE [ Casts ]
+    in ``treatment.py``."""
 
     @property
     def is_late(self) -> bool:
@@ -238,7 +243,8 @@ class Profile:
     before: Outside
     """From the begin of the forward to the first block."""
     middle: Outside
-    """From the end of the last block's forward to the begin of its backward: head and loss."""
+    """From the end of the last block's forward to the begin of its backward: head and loss. Without what blocks' casts
+    are let go of in it, and where these are, only to there."""
     after: Outside
     """From the end of the first block's backward to the begin of the next step: the optimizer."""
     min_bytes: Count
@@ -249,6 +255,9 @@ class Profile:
     """What ``static_bytes`` are made of; ``None``: that is not known."""
     held_bytes: Count = 0
     """Of ``middle``, where other passes came between forward and backward: what was held meanwhile."""
+    late: Outside | None = None
+    """What comes of head and loss after blocks' casts were let go of, without its time, which is in ``middle``.
+    ``None``: nothing, or they are not."""
     schema: int = SCHEMA
 
     def to_json(self) -> str:
@@ -290,6 +299,11 @@ class Profile:
     def saved_bytes(self) -> int:
         """What autograd saves of all blocks."""
         return sum(self.kinds[call.kind].saved_bytes for call in self.calls)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """By how much the level rises in blocks' backwards: gradients of their parameters, mostly."""
+        return sum(max(self.kinds[call.kind].backward_change_bytes, 0) for call in self.calls)
 
     def __str__(self) -> str:
         kinds = f"{len(self.kinds)} kind{'s' if len(self.kinds) > 1 else ''}"

@@ -150,6 +150,7 @@ def part_of(profile: Profile) -> Part:
         before=(outside_task("before the blocks", profile.before),),
         middle=(outside_task("head and loss", profile.middle),),
         after=(outside_task("after the blocks", profile.after),),
+        late=() if profile.late is None else (outside_task("head and loss", profile.late),),
     )
 
 

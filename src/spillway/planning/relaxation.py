@@ -9,6 +9,7 @@ seconds are a bound of all choices.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -170,9 +171,20 @@ class _Model:
         for leg in forecast.legs:
             for row in leg.forward:
                 level = self._level(level, "forward_peak", "kept", row, budget, shared.get(row), -1.0)
+                if forecast.lets_go and row == leg.lets_go_after:
+                    level = self._let_go(level, leg.backward)
             peak, change = ("later_peak", "later_change") if leg.is_later else ("backward_peak", "back_change")
             for row in leg.backward:
                 level = self._level(level, peak, change, row, budget, shared.get(row), 1.0)
+
+    def _let_go(self, level: int, rows: Sequence[int]) -> int:
+        """The column of the level after blocks have let go of what they held for as long as the forward took."""
+        after = self._column(-numpy.inf)
+        terms = [term for row in rows for term in self._terms("let_go", row, 1 / MIB)[0]]
+        for sign in (1.0, -1.0):
+            changes = [(column, -sign * value) for column, value in terms]
+            self._at_most([(level, sign), (after, -sign), *changes], 0.0)
+        return after
 
     def _shared(self, row: int) -> int | None:
         """A column for what a block keeps of its input and the one before has kept, too: no more than either."""

@@ -61,7 +61,9 @@ def enlarged(profile: Profile, factor: float) -> Profile:
                 replace(each, seconds=each.seconds * factor, workspace_bytes=grown(each.workspace_bytes))
                 for each in block.operators
             ),
-            values=tuple(replace(value, nbytes=grown(value.nbytes)) for value in block.values),
+            values=tuple(
+                value if value.is_cast else replace(value, nbytes=grown(value.nbytes)) for value in block.values
+            ),
             forward_seconds=block.forward_seconds * factor,
             backward_seconds=block.backward_seconds * factor,
             backward_peak_bytes=grown(block.backward_peak_bytes),
@@ -85,15 +87,41 @@ def enlarged(profile: Profile, factor: float) -> Profile:
         )
 
     before, middle = outside(profile.before), outside(profile.middle)
-    more = before.change_bytes + middle.change_bytes - profile.before.change_bytes - profile.middle.change_bytes
+    late = None if profile.late is None else outside(profile.late)
+    pairs = ((before, profile.before), (middle, profile.middle), (late, profile.late))
+    more = sum(new.change_bytes - old.change_bytes for new, old in pairs if new is not None and old is not None)
     return replace(
         profile,
         kinds=tuple(map(kind, profile.kinds)),
         before=before,
         middle=middle,
+        late=late,
         # What they hold is let go of there.
         after=replace(profile.after, change_bytes=profile.after.change_bytes - more),
         held_bytes=grown(profile.held_bytes),
+    )
+
+
+def risen(profile: Profile, nbytes: int, *, has_gradients: bool = False) -> Profile:
+    """The profile of steps that begin with so many bytes more.
+
+    What an optimizer makes in its first step (its state) stays: if that was in the profiled step, it is not made again.
+
+    Args:
+        profile: of a step that began with less.
+        nbytes: how much is there more.
+        has_gradients: whether blocks' gradients are among them, which are added to and not made then.
+    """
+    static = profile.static
+    return replace(
+        profile,
+        static_bytes=profile.static_bytes + nbytes,
+        static=None if static is None else replace(static, other=static.other + nbytes),
+        after=replace(profile.after, peak_bytes=max(profile.after.peak_bytes - nbytes, 0)),
+        kinds=tuple(
+            replace(kind, backward_change_bytes=min(kind.backward_change_bytes, 0)) if has_gradients else kind
+            for kind in profile.kinds
+        ),
     )
 
 

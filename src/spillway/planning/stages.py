@@ -170,8 +170,10 @@ def chunk_of(stage: StageProfile) -> Part:
         change_bytes=after.change_bytes + stage.gradient_bytes - left,
         gradient_bytes=max(stage.gradient_bytes - of_blocks, 0),
     )
-    named = (replace(task, name=f"stage {stage.index}, {task.name}") for task in (before, middle, after))
-    return Part(part.blocks, *((task,) for task in named))
+    before, middle, after = (
+        replace(task, name=f"stage {stage.index}, {task.name}") for task in (before, middle, after)
+    )
+    return Part(part.blocks, (before,), (middle,), (after,), part.late)
 
 
 def shortened(turns: Sequence[Turn]) -> list[Turn]:

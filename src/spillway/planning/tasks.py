@@ -36,6 +36,9 @@ from typing import NamedTuple
 
 from spillway.records import Decision
 
+_CASTS = "casts of the forward"
+"""A task in which they are let go of."""
+
 
 class Phase(enum.Enum):
     """What a task is a part of."""
@@ -112,6 +115,8 @@ class Option:
     """Of what it keeps, an output of the block that is counted once more for whoever takes it."""
     input_bytes: int = 0
     """Of what it keeps, its inputs."""
+    let_go_bytes: int = 0
+    """Of what it keeps, what is there to the end of the model's forward, and no longer."""
     watched: bool = True
     """Whether its operators are looked at: see NOTE [ What the host needs ] in ``treatment.py``."""
 
@@ -196,6 +201,8 @@ class Part:
     """At the begin of a backward: head, loss and their backward."""
     after: tuple[Task, ...] = ()
     """At its end: the backward of what comes before the blocks, and the optimizer."""
+    late: tuple[Task, ...] = ()
+    """Of ``middle``, what comes after blocks have let go of what they hold for as long as the forward takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +210,8 @@ class Problem:
     """A step whose blocks can be treated in several ways.
 
     It is made of turns. That of a forward: ``before``, and the forwards of the part's blocks. Of a backward:
-    ``middle``, the backwards of the blocks from the last to the first, ``after``.
+    ``middle``, what blocks let go of when the forward is over, ``late``, the backwards of the blocks from the last to
+    the first, ``after``.
     """
 
     static_bytes: int
@@ -237,17 +245,20 @@ class Problem:
         for turn in self.turns:
             part, blocks = self.parts[turn.part], self.blocks_of(turn.part)
             placed: list[tuple[tuple[Task, ...], tuple[Task, ...]]] = []
-            before = 0
+            before = let_go = 0
             for block in blocks:
                 option = options[block]
                 key = (first[block] + turn.chunk * first[-1], counted_twice(before, option.input_bytes))
                 placed.append(self._placed(block, chosen[block], *key))
                 before = option.output_bytes
+                let_go += option.let_go_bytes
             if not turn.is_backward:
                 tasks += part.before
                 tasks += (task for there, _ in placed for task in there)
                 continue
-            back = (*part.middle, *(task for _, again in reversed(placed) for task in again), *part.after)
+            casts = (Task(_CASTS, Phase.FORWARD, 0.0, change_bytes=-let_go),) if let_go else ()
+            blocks_back = (task for _, again in reversed(placed) for task in again)
+            back = (*part.middle, *casts, *part.late, *blocks_back, *part.after)
             tasks += (task.later() for task in back) if turn.part in gone else back
             gone.add(turn.part)
         return Program(self.static_bytes, tuple(tasks))

@@ -17,6 +17,15 @@ it is counted once more for the block that holds it. Where the next block keeps 
 taken off where the two meet (:meth:`~spillway.planning.tasks.Problem.program`). Where one of them sends it away it is
 counted for both: what is predicted too high fits, what is predicted too low does not.
 
+NOTE [ Casts ]
+
+A block may cast weights, as under autocast, and autograd then saves the casts in the place of the weights. A re-run
+casts again what it needs: so where a block is computed again, its casts are let go of when its forward is over, and are
+there again for its backward; where nothing of it is, autograd holds them from the one to the other. Autocast's cache
+holds them whatever is decided, but no longer than to the end of its outermost context, which is that of the model's
+forward, or of its loss: what is allocated before and after a block's forward tells whether it does
+(``BlockProfile.cached_bytes``). For a re-run in parts, all casts are taken to come with the first one.
+
 NOTE [ What the host needs ]
 
 A block that is left alone is queued in a fraction of the time that a region takes, which is watched operator by
@@ -43,6 +52,7 @@ products and attention; 268 MB a layer and way; the device at its limit of power
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from itertools import accumulate, pairwise
 
 from spillway.planning.outcome import Outcome, as_planned, leaves_at
@@ -77,8 +87,27 @@ def treat(block: BlockProfile, decisions: Sequence[Decision], *, min_bytes: int)
         _backward(block, outcome, watched=watched),
         output_bytes=sum(block.values[number].nbytes for number in outcome.stays if _outlives(block, number)),
         input_bytes=sum(block.values[number].nbytes for number in outcome.stays if block.values[number].is_input),
+        let_go_bytes=_held_casts(block, outcome) - _kept_casts(block, outcome),
         watched=watched,
     )
+
+
+def _casts(block: BlockProfile) -> int:
+    """Bytes that autograd saves of a block's casts."""
+    return sum(value.nbytes for value in block.values if value.is_cast and value.saved_at is not None)
+
+
+def _kept_casts(block: BlockProfile, outcome: Outcome) -> int:
+    """Of these, what is there from the block's forward to its backward. See NOTE [ Casts ]."""
+    if outcome.again:
+        return 0
+    # Where a block is called several times, the cache has one cast for all of them.
+    return min(_casts(block), block.cached_bytes) if block.cached_bytes else _casts(block)
+
+
+def _held_casts(block: BlockProfile, outcome: Outcome) -> int:
+    """What there is of casts when the block's forward has ended."""
+    return block.cached_bytes or _kept_casts(block, outcome)
 
 
 def _levels(
@@ -121,6 +150,9 @@ def _forward(block: BlockProfile, outcome: Outcome, *, watched: bool) -> tuple[T
     for number in outcome.leaves:
         for place in range(leaves_at(block, number), min(values[number].dies_at, count)):
             peaks[place] += values[number].nbytes
+    casts = _held_casts(block, outcome)
+    levels = [levels[0], *(level + casts for level in levels[1:])]
+    peaks = [peak + casts for peak in peaks]
     cuts = sorted({0, count, *(leaves_at(block, number) for number in outcome.leaves)})
     seconds = _seconds(block)
     host_seconds = _forward_host(block, outcome, watched=watched)
@@ -238,13 +270,18 @@ def _backward(block: BlockProfile, outcome: Outcome, *, watched: bool) -> tuple[
     host_seconds = 0.0 if block.host is None else block.host.backward
     tasks: list[Task] = []
     freed: set[int] = set()
+    cast_again = 0
     for start, end in list(pairwise(places)) or [(0, 0)]:
         again = [
             _rerun(block, part, _part_at(block, start).begin_bytes, watched=watched, by_parts=by_parts)
             for part in rerun_at.get(start, ())
         ]
         # One operator asks for them in an order that is not known: they are put in the one that needs the most.
-        tasks += sorted(again, key=lambda task: task.peak_bytes - task.change_bytes)
+        again.sort(key=lambda task: task.peak_bytes - task.change_bytes)
+        if again and not cast_again:
+            cast_again = _casts(block)
+            again[0] = _with_casts(again[0], cast_again)
+        tasks += again
         takes = tuple(number for number in taken if asked_at[number] == start)
         over = {
             number
@@ -255,6 +292,7 @@ def _backward(block: BlockProfile, outcome: Outcome, *, watched: bool) -> tuple[
         change = -sum(values[number].nbytes for number in over if number not in outcome.leaves)
         if end == 0:
             change -= sum(values[number].nbytes for number in outcome.copied)
+            change -= _kept_casts(block, outcome) + cast_again
         gradients = block.backward_change_bytes if end == 0 else 0
         share = (done[start] - done[end]) / done[-1] if count else 1.0
         tasks.append(
@@ -267,11 +305,22 @@ def _backward(block: BlockProfile, outcome: Outcome, *, watched: bool) -> tuple[
                 takes=takes,
                 drops=tuple(number for number in outcome.leaves if number in over),
                 gradient_bytes=gradients,
-                recomputed_bytes=-sum(values[number].nbytes for number in over & outcome.again),
+                recomputed_bytes=-sum(values[number].nbytes for number in over & outcome.again)
+                - (cast_again if end == 0 else 0),
                 host_seconds=host_seconds * share + _TAKE * _host_by_operator(block) * len(takes),
             )
         )
     return tuple(tasks)
+
+
+def _with_casts(task: Task, nbytes: int) -> Task:
+    """A re-run that makes so many bytes of casts, too."""
+    return replace(
+        task,
+        peak_bytes=task.peak_bytes + nbytes,
+        change_bytes=task.change_bytes + nbytes,
+        recomputed_bytes=task.recomputed_bytes + nbytes,
+    )
 
 
 def _part_at(block: BlockProfile, place: int) -> BackwardPart:

@@ -61,18 +61,24 @@ def compile_profile(
     if not needed <= weighed.readings.keys():
         weighed = watched
     static_bytes = weighed.level(("begin", 0))
+    found = tuple(
+        _kind(watched, weighed, probes[kind], numbers, end, min_bytes=min_bytes, has_host=has_host)
+        for kind, numbers in kinds.items()
+    )
+    cached_bytes = sum(kind.cached_bytes * len(numbers) for kind, numbers in zip(found, kinds.values(), strict=True))
     middle, held_bytes = _middle(watched, weighed, last, has_host=has_host)
+    # Blocks' casts are let go of in it, which plans count for the blocks.
+    middle = replace(middle, change_bytes=middle.change_bytes + cached_bytes)
+    middle, late = _parted(weighed, middle, last) if cached_bytes else (middle, None)
     return Profile(
         model=model,
         device=str(device),
-        kinds=tuple(
-            _kind(watched, weighed, probes[kind], numbers, end, min_bytes=min_bytes, has_host=has_host)
-            for kind, numbers in kinds.items()
-        ),
+        kinds=found,
         calls=tuple(BlockCall(call.name, list(kinds).index(call.kind)) for call in watched.calls),
         static_bytes=static_bytes,
         before=_outside(watched, weighed, ("begin", 0), ("forward", 0), has_host=has_host, stops=("started", 0)),
         middle=middle,
+        late=late,
         # The host may wait in it, as for a loss that is printed.
         after=_outside(watched, weighed, end, ("done", 0), has_host=False),
         min_bytes=min_bytes,
@@ -119,6 +125,22 @@ def _middle(watched: Watched, weighed: Watched, last: int, *, has_host: bool) ->
         host_seconds=before.host_seconds + after.host_seconds,
     )
     return middle, max(before.change_bytes, 0)
+
+
+def _parted(weighed: Watched, middle: Outside, last: int) -> tuple[Outside, Outside | None]:
+    """What is between the last block's forward and its backward, to where casts are let go of and from there on.
+
+    Where none are, or other chunks come between, all of it comes before that.
+    """
+    ends, turns = ("end", last), ("back", last)
+    between = weighed.order[weighed.order.index(ends) : weighed.order.index(turns)]
+    gone = [place for place in between if place[0] == "uncast"]
+    if not gone or ("left", 0) in between:
+        return middle, None
+    level = weighed.level(gone[-1]) - weighed.uncast[gone[-1][1]]
+    late = Outside(0.0, max(weighed.peak(gone[-1], turns) - level, 0), weighed.level(turns) - level)
+    peak = max(weighed.peak(ends, gone[0]) - weighed.level(ends), 0)
+    return replace(middle, peak_bytes=peak, change_bytes=middle.change_bytes - late.change_bytes), late
 
 
 def _times(watched: Watched, spans: list[list[tuple[Place, Place]]]) -> float:
@@ -178,11 +200,26 @@ def _kind(
         backward_parts=_fullest(parts),
         saves_at=probe.saves_at,
         host=_host(watched, numbers, end) if has_host and again else None,
+        cached_bytes=_cached(weighed, probe, numbers, min_bytes),
     )
     if not again:
         return block
     all_again = treat(block, [Decision.RECOMPUTE] * len(block.values), min_bytes=0).rerun_seconds
     return replace(block, rerun_factor=_times(watched, again) / all_again if all_again else 1.0)
+
+
+def _cached(weighed: Watched, probe: Probe, numbers: list[int], min_bytes: int) -> int:
+    """Bytes of a block's casts that its forward left behind: see NOTE [ Casts ] in ``treatment.py``.
+
+    Of some calls: where they are of one module, the first of them casts.
+    """
+    casts = sum(value.nbytes for value in probe.values if value.is_cast)
+    count = len(probe.operators or ())
+    given = sum(value.nbytes for value in probe.values if value.maker is not None and value.dies_at > count)
+    # Inputs had left.
+    given -= sum(value.nbytes for value in probe.values if value.is_input and value.nbytes >= min_bytes)
+    rises = (weighed.level(("end", number)) - weighed.level(("forward", number)) for number in numbers)
+    return casts * sum(rise - given >= casts for rise in rises) // len(numbers)
 
 
 def _is_between(watched: Watched, begin: Place, span: tuple[Place, Place], until: Place) -> bool:

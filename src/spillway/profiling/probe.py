@@ -101,6 +101,7 @@ class Probe:
                 saved_at.setdefault(value, pack.place)
                 saved_last_at[value] = pack.place
         inputs = {value for values in trace.inputs for value in values}
+        made = trace.makers.keys() | trace.casts
         values = []
         for number in range(trace.count):
             maker = trace.makers.get(number)
@@ -108,7 +109,7 @@ class Probe:
             is_input = number in inputs and maker is None and self._may_leave(trace, number)
             values.append(
                 Value(
-                    nbytes=self._nbytes.get(number, 0) if maker is not None else _outside_bytes(trace, number),
+                    nbytes=self._nbytes.get(number, 0) if number in made else _outside_bytes(trace, number),
                     maker=place,
                     is_input=is_input,
                     # Inputs may leave at once.
@@ -116,6 +117,7 @@ class Probe:
                     saved_last_at=saved_last_at.get(number) if is_input or number in saved_at else None,
                     # What is still there may be so because the trace holds it, for a re-run.
                     dies_at=self._dies_at.get(number, count + (maker is None or number in given or not maker.held)),
+                    is_cast=number in trace.casts,
                 )
             )
         self.saves_at = tuple(packs.saves_at)
@@ -208,9 +210,18 @@ class Probe:
         for part in tensors_in(output if isinstance(output, (list, tuple)) else (output,)):
             value = trace.values.find(part)
             if value in makes:
-                storage = part.untyped_storage()
-                self._alive[value] = weakref.ref(storage)
-                self._nbytes[value] = -(-storage.nbytes() // _GRAIN) * _GRAIN
+                self._alive[value] = weakref.ref(part.untyped_storage())
+                self._note_bytes(value, part)
+
+    def note_cast(self, trace: Trace, output: Any) -> None:
+        """An operator has run that was not counted."""
+        for part in tensors_in((output,)):
+            value = trace.values.find(part)
+            if value in trace.casts:
+                self._note_bytes(value, part)
+
+    def _note_bytes(self, value: int, tensor: torch.Tensor) -> None:
+        self._nbytes[value] = -(-tensor.untyped_storage().nbytes() // _GRAIN) * _GRAIN
 
 
 class WatchedRegion:
@@ -219,11 +230,18 @@ class WatchedRegion:
     Args:
         probe: also watches it, operator by operator.
         asked: is told when backward is given what was saved after so many operators, and gets that and its handle.
+        casts: is given each storage that a leaf was cast to, when the call has ended.
     """
 
-    def __init__(self, probe: Probe | None, asked: Callable[[int, torch.Tensor, object], None]) -> None:
+    def __init__(
+        self,
+        probe: Probe | None,
+        asked: Callable[[int, torch.Tensor, object], None],
+        casts: Callable[[torch.UntypedStorage], None],
+    ) -> None:
         self._probe = probe
         self.asked = asked
+        self._casts = casts
 
     def watching(self, trace: Trace) -> AbstractContextManager[object]:
         return nullcontext() if self._probe is None else self._probe.watching(trace)
@@ -231,6 +249,10 @@ class WatchedRegion:
     def ended(self, trace: Trace, packs: Packs, given: Collection[int]) -> None:
         if self._probe is not None:
             self._probe.ended(trace, packs, given)
+        for value in trace.casts:
+            storage = trace.outside[value].storage()
+            if storage is not None:
+                self._casts(storage)
 
 
 def _keep_busy(device: torch.device) -> None:
@@ -266,6 +288,8 @@ class _Watch(OperatorMode):
         after, peak = probe.allocated()
         if len(trace.calls) > place:
             probe.note(trace, place, output, _Note(start, end, max(peak - max(before, after), 0)))
+        else:
+            probe.note_cast(trace, output)
         return output
 
 

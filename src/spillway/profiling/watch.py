@@ -78,6 +78,8 @@ class Watched:
     """Of each instant ``("asked", n)``: which call's backward was given what it had saved after how many operators."""
     freed: list[int] = field(default_factory=list)
     """Of each instant ``("let go", n)``: bytes of what a backward was given, and its own code holds no more."""
+    uncast: list[int] = field(default_factory=list)
+    """Of each instant ``("uncast", n)``: bytes of a block's cast that nobody holds any more. They are still counted."""
     queued: dict[Place, float] = field(default_factory=dict)
     """Seconds since the first instant on the host's clock, with all that it did."""
 
@@ -179,6 +181,8 @@ class Watch:
         self._asked: list[tuple[int, int]] = []
         self._moves = self._releases = 0
         self._freed: list[int] = []
+        self._uncast: list[int] = []
+        self._casts: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._given: dict[int, weakref.ref[object]] = {}
         """What backward was given and has not let go of yet, and the handles of that."""
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
@@ -253,6 +257,11 @@ class Watch:
         self._given[id(storage)] = weakref.ref(storage, partial(self._let_go, id(storage), storage.nbytes()))
         self._given[id(handle)] = weakref.ref(handle, partial(self._released, id(handle)))
 
+    def casts(self, storage: torch.UntypedStorage) -> None:
+        """A block has cast a leaf to this."""
+        key = id(storage)
+        self._casts[key] = weakref.ref(storage, partial(self._is_uncast, key, storage.nbytes()))
+
     def moves(self, begins: bool) -> None:
         """The mover begins its work, or has ended it. See NOTE [ What is on its way ]."""
         if not self._closed and self._meter.hears():
@@ -279,6 +288,7 @@ class Watch:
             self._reruns,
             self._asked,
             self._freed,
+            self._uncast,
             {place: queued - first for place, queued in self._queued.items()},
         )
 
@@ -303,6 +313,13 @@ class Watch:
         if not self._closed and self._meter.hears():
             self._mark("let go", len(self._freed))
             self._freed.append(nbytes)
+
+    def _is_uncast(self, key: int, nbytes: int, _: weakref.ref[torch.UntypedStorage]) -> None:
+        """A cast is about to be taken back."""
+        del self._casts[key]
+        if not self._closed and self._meter.hears():
+            self._mark("uncast", len(self._uncast))
+            self._uncast.append(nbytes)
 
     def _forget(self, number: int) -> None:
         self._calls.pop()
