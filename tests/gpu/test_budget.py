@@ -17,7 +17,12 @@ from torch.nn import functional
 import spillway
 from spillway.errors import BudgetError
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(300),
+    # Of layer norms under autocast.
+    pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight"),
+]
 
 MOST_STEPS = 24
 NEAR = 0.02
@@ -123,12 +128,17 @@ def of_tokens(block: Callable[[], nn.Module], count: int) -> nn.Module:
 class Case:
     build: Callable[[], nn.Module]
     shape: tuple[int, ...]
+    casts: bool = False
+    """Whether autocast is around the model, in float32. Else all is in bfloat16."""
+
+
+def llama() -> nn.Module:
+    return of_tokens(lambda: nn.Sequential(Attention(WIDTH, 16, causal=True), Gated(WIDTH)), 8)
 
 
 CASES = {
-    "llama": Case(
-        lambda: of_tokens(lambda: nn.Sequential(Attention(WIDTH, 16, causal=True), Gated(WIDTH)), 8), (4, 4096, 64)
-    ),
+    "llama": Case(llama, (4, 4096, 64)),
+    "llama under autocast": Case(llama, (4, 2048, 64), casts=True),
     "vit": Case(
         lambda: of_tokens(lambda: nn.Sequential(Attention(WIDTH, 16, causal=False), Mlp(WIDTH)), 8), (32, 577, 64)
     ),
@@ -151,14 +161,20 @@ class Training:
 
     def __init__(self, case: Case, device: torch.device) -> None:
         torch.manual_seed(0)
+        self.casts = case.casts
+        dtype = torch.float32 if case.casts else torch.bfloat16
         with device:
-            self.model = case.build().to(torch.bfloat16)
-            self.batch = torch.randn(case.shape).to(torch.bfloat16)
+            self.model = case.build().to(dtype)
+            self.batch = torch.randn(case.shape).to(dtype)
         for parameter in self.model.parameters():
             parameter.grad = torch.zeros_like(parameter)
 
+    def loss(self) -> Tensor:
+        with torch.autocast(self.batch.device.type, torch.bfloat16, enabled=self.casts):
+            return self.model(self.batch).float().square().mean()
+
     def step(self) -> list[Tensor]:
-        loss = self.model(self.batch).float().square().mean()
+        loss = self.loss()
         loss.backward()
         gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
         seen = [loss.detach(), *(gradient.clone() for gradient in gradients)]
@@ -167,8 +183,7 @@ class Training:
 
     def peak(self) -> int:
         torch.accelerator.reset_peak_memory_stats()
-        loss = self.model(self.batch).float().square().mean()
-        loss.backward()
+        self.loss().backward()
         torch._foreach_zero_([parameter.grad for parameter in self.model.parameters()])
         return torch.accelerator.max_memory_allocated()
 
