@@ -11,6 +11,7 @@ import torch
 
 import spillway
 from runtime.scenarios import expect_same, step
+from spillway.runtime import accelerator
 from spillway.runtime.bytes import Bytes
 from spillway.runtime.cuda_driver import CudaDriver
 
@@ -121,6 +122,35 @@ def test_copies_are_the_drivers_and_where_it_refuses_torchs(
         for _ in range(3):
             expect_same(step(model, batch, spillway.offload(session=session, min_bytes=0)), wanted)
     assert queued == [not refuses] * len(queued) and len(queued) > 100
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("refused", [None, 0, 3])
+def test_what_comes_back_in_parts_by_two_streams_is_whole(
+    model: torch.nn.Module, batch: torch.Tensor, refused: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each part is late, and the driver refuses none of them, or one of five."""
+    streams: list[int] = []
+    copy = CudaDriver.copy
+
+    def late(driver: CudaDriver, device: int, stream: int, destination: int, source: int, nbytes: int) -> bool:
+        streams.append(stream)
+        if len(streams) % 5 == refused:
+            return False
+        with torch.cuda.stream(torch.cuda.ExternalStream(stream)):
+            torch.cuda._sleep(100_000)
+        return copy(driver, device, stream, destination, source, nbytes)
+
+    monkeypatch.setattr(CudaDriver, "copy", late)
+    monkeypatch.setattr(accelerator, "_PART", 96 << 10)
+    wanted = step(model, batch, contextlib.nullcontext())
+    for trains_with_others in (False, True):
+        monkeypatch.setattr(accelerator, "_trains_with_others", lambda there=trains_with_others: there)
+        streams.clear()
+        with spillway.Session(window=4 * MIB) as session:
+            for _ in range(3):
+                expect_same(step(model, batch, spillway.offload(session=session, min_bytes=0)), wanted)
+        assert len(set(streams)) == 2 + trains_with_others
 
 
 @pytest.mark.usefixtures("deterministic")

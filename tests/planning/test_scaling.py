@@ -71,7 +71,9 @@ def test_what_would_be_below_nothing_is_nothing() -> None:
 def test_more_that_is_there_when_a_step_begins_is_not_made_in_it_again() -> None:
     more = risen(PROFILE, 10 << 20)
     assert more.static_bytes == PROFILE.static_bytes + (10 << 20)
-    assert more.after.peak_bytes == max(PROFILE.after.peak_bytes - (10 << 20), 0)
+    assert more.after == PROFILE.after
+    state = replace(PROFILE, after=replace(PROFILE.after, peak_bytes=50, change_bytes=30))
+    assert [risen(state, nbytes).after.peak_bytes for nbytes in (10, 60)] == [40, 20]
     assert more.kinds == PROFILE.kinds
     told = replace(PROFILE, static=Static(PROFILE.static_bytes, 0, 0, 0))
     assert risen(told, 5).static == Static(PROFILE.static_bytes, 0, 0, 5)

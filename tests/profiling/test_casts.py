@@ -106,3 +106,63 @@ def test_peaks_under_autocast_are_foretold(
         assert foretold - peaks[-1] <= NOISE or not plan.blocks[0].plain
         treated += not all(block.plain for block in plan.blocks)
     assert treated == 3
+
+
+def test_casts_of_a_context_around_forward_and_backward_count_once(
+    session: spillway.Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(meter, "_resident", lambda: RESIDENT)
+    torch.manual_seed(0)
+    model, x = Model("model and loss", 4), torch.randn(2, ROWS, WIDTH)
+
+    def step() -> int:
+        with cast():
+            return peak_of(model, x)
+
+    plain = [step() for _ in range(3)][-1]
+    budget = RESIDENT + int(1.1 * plain)
+    with spillway.attach(model, budget=budget, hardware=hardware(), min_bytes=0, session=session) as attached:
+        for _ in range(8):
+            step()
+        plan = attached.plan
+        assert plan is not None
+        assert attached.stage == "holding"
+        assert all(block.plain for block in plan.blocks)
+        assert abs(plan.predicted_peak - RESIDENT - plain) <= NOISE
+
+
+class Crossed(nn.Module):
+    """A block that is given what all others are given, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.other = Attention(WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor, given: Tensor) -> Tensor:
+        return self.block(x + self.other(given).mean(1, keepdim=True))  # type: ignore[no-any-return]
+
+
+class Crossing(nn.Module):
+    """A stack of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.layers = nn.Linear(WIDTH, WIDTH), nn.ModuleList(Crossed() for _ in range(LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with cast():
+            x = self.first(x)
+            given = self.first(x.repeat(1, 8, 1))
+            for layer in self.layers:
+                x = layer(x, given)
+            return x.float().square().mean()
+
+
+def test_what_all_blocks_are_given_is_not_taken_for_casts(
+    session: spillway.Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It leaves with the first of them, which then leaves less behind than the others."""
+    monkeypatch.setattr(meter, "_resident", lambda: RESIDENT)
+    torch.manual_seed(0)
+    profile = spillway.profile(Crossing(), torch.randn(2, ROWS, WIDTH), loss=loss_of, session=session)
+    assert [kind.cached_bytes for kind in profile.kinds] == [CASTS + WIDTH * WIDTH * 2]

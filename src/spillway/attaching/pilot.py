@@ -196,8 +196,8 @@ class Pilot(Watcher):
         self._tell = known
         self._known: Known | None = None
         """As it was when the step began that is weighed."""
-        self._risen = 0
-        """The most that was there when a step began for which another plan was looked for."""
+        self._refused: int | None = None
+        """The least that was there when a step began for which no plan was found."""
         self._calls: Mapping[str, Set[Hashable]] = {}
         """What calls of each block were like in the pass that was measured."""
         self._weighed: _Weighed | None = None
@@ -283,9 +283,8 @@ class Pilot(Watcher):
         is_checked, applied = self.stage in (Stage.CHECKING, Stage.HOLDING), self.applied
         self._advance(self._finish() or self._ended)
         self._ended = None
-        if not is_checked or self.applied == applied:
-            # A plan that was made anew since a step was too large is for what it began with, too.
-            self._look_at_level()
+        # A plan that was made anew since a step was too large is for what that began with, too.
+        looks = not is_checked or self.applied == applied
         mine = sum(leaf.nbytes for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
         holds = self.stage is Stage.HOLDING
         nbytes = mine if holds else max(self._peers.share("inputs", lambda: mine))
@@ -298,6 +297,8 @@ class Pilot(Watcher):
                 self._note(f"inputs of {format_bytes(nbytes)} came where there had been {format_bytes(self._inputs)}")
                 self._outgrow(nbytes)
             self._inputs = nbytes
+        if looks:
+            self._look_at_level()
         if self._device.type == "cpu" and self.plan is not None:
             # What came back lay in memory that is kept for more of it. As long as nothing does, that is activations'.
             self._used_session.trim(self._device)
@@ -635,33 +636,39 @@ class Pilot(Watcher):
     def _look_at_level(self) -> None:
         """Plan anew before a step that begins with more than the plan was made for, if it would be over the budget."""
         is_planned = self.stage in (Stage.TRYING, Stage.CHECKING, Stage.HOLDING) and not self._has_outgrown
-        if not is_planned or self._aim is None or self._planner is None or self._optimizer is not None:
+        if not is_planned or self._aim is None or self._planner is None or self._is_given:
             return
         if self.stage is Stage.HOLDING and not self._known_peers.alone:
             return
-        mine = self._level()
-        level = mine if self.stage is Stage.HOLDING else max(self._known_peers.share("level", lambda: mine))
-        profile, plan = self.profile, self.plan
+        # What of an optimizer is on the device is the plan's to say.
+        found = self._known_peers.share("level", lambda: None if self._optimizer is not None else self._level())
+        levels = [level for level in found if level is not None]
+        if len(levels) < len(found):
+            return
+        level, profile, plan = max(levels), self.profile, self.plan
         assert profile is not None
         assert plan is not None
         rise = level - profile.static_bytes
-        if rise <= self._aim.leaves(plan.predicted_peak) or level <= self._risen:
+        is_refused = self._refused is not None and level >= self._refused
+        if is_refused or rise <= self._aim.leaves(plan.predicted_peak):
             return
         assert self._budget is not None
-        self._risen = level
         # Where it rises and rises, not every step has a plan of its own.
         grain = max(self._budget // _GRAINS, 1)
-        before = profile, self._measured_profile, self.stage
+        before = profile, self._measured_profile
+        seen = self._contest, self._slowness
         self.profile = self._raised(profile, -(-rise // grain) * grain)
         if self._measured_profile is not None:
             self._measured_profile = self._raised(self._measured_profile, -(-rise // grain) * grain)
-        self._forget_host()
         try:
             self._replan()
         except BudgetError:
             # It may be gone in time. If it is not, the step's peak tells.
-            self.profile, self._measured_profile, self.stage = before
+            self.profile, self._measured_profile = before
+            self._contest, self._slowness = seen
+            self._refused = level
             return
+        self._forget_host()
         self._note(
             f"planned anew for steps that begin with {format_bytes(level)}, where the one that was weighed had "
             f"{format_bytes(profile.static_bytes)}"
@@ -686,7 +693,7 @@ class Pilot(Watcher):
         self._forget_host()
         if self._aim is not None:
             self._aim.reset()
-        self._waited = self._risen = 0
+        self._waited, self._refused = 0, None
         for block in self._blocks:
             block.how = LEAST
         if self._optimizer is not None:

@@ -105,7 +105,7 @@ def enlarged(profile: Profile, factor: float) -> Profile:
 def risen(profile: Profile, nbytes: int, *, has_gradients: bool = False) -> Profile:
     """The profile of steps that begin with so many bytes more.
 
-    What an optimizer makes in its first step (its state) stays: if that was in the profiled step, it is not made again.
+    What an optimizer makes in its first step and keeps (its state) is not made again, if that was the profiled one.
 
     Args:
         profile: of a step that began with less.
@@ -113,11 +113,13 @@ def risen(profile: Profile, nbytes: int, *, has_gradients: bool = False) -> Prof
         has_gradients: whether blocks' gradients are among them, which are added to and not made then.
     """
     static = profile.static
+    freed = profile.gradient_bytes + (0 if static is None else static.gradients)
+    made = min(max(profile.after.change_bytes + freed, 0), nbytes)
     return replace(
         profile,
         static_bytes=profile.static_bytes + nbytes,
         static=None if static is None else replace(static, other=static.other + nbytes),
-        after=replace(profile.after, peak_bytes=max(profile.after.peak_bytes - nbytes, 0)),
+        after=replace(profile.after, peak_bytes=max(profile.after.peak_bytes - made, 0)),
         kinds=tuple(
             replace(kind, backward_change_bytes=min(kind.backward_change_bytes, 0)) if has_gradients else kind
             for kind in profile.kinds

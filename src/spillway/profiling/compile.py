@@ -66,17 +66,24 @@ def compile_profile(
         for kind, numbers in kinds.items()
     )
     cached_bytes = sum(kind.cached_bytes * len(numbers) for kind, numbers in zip(found, kinds.values(), strict=True))
+    before = _outside(watched, weighed, ("begin", 0), ("forward", 0), has_host=has_host, stops=("started", 0))
     middle, held_bytes = _middle(watched, weighed, last, has_host=has_host)
-    # Blocks' casts are let go of in it, which plans count for the blocks.
-    middle = replace(middle, change_bytes=middle.change_bytes + cached_bytes)
-    middle, late = _parted(weighed, middle, last) if cached_bytes else (middle, None)
+    late = None
+    if cached_bytes and _lets_go(weighed, last):
+        # Plans count for the blocks what is let go of in it.
+        middle = replace(middle, change_bytes=middle.change_bytes + cached_bytes)
+        middle, late = _parted(weighed, middle, last)
+    elif cached_bytes:
+        # They stay whatever is decided, and no re-run casts again.
+        before = replace(before, change_bytes=before.change_bytes + cached_bytes)
+        found = tuple(_without_casts(kind) for kind in found)
     return Profile(
         model=model,
         device=str(device),
         kinds=found,
         calls=tuple(BlockCall(call.name, list(kinds).index(call.kind)) for call in watched.calls),
         static_bytes=static_bytes,
-        before=_outside(watched, weighed, ("begin", 0), ("forward", 0), has_host=has_host, stops=("started", 0)),
+        before=before,
         middle=middle,
         late=late,
         # The host may wait in it, as for a loss that is printed.
@@ -127,15 +134,31 @@ def _middle(watched: Watched, weighed: Watched, last: int, *, has_host: bool) ->
     return middle, max(before.change_bytes, 0)
 
 
+def _lets_go(weighed: Watched, last: int) -> bool:
+    """Whether casts of blocks are let go of between the last one's forward and its backward.
+
+    Those of a pass that others come between are: their context has ended.
+    """
+    return ("left", 0) in weighed.readings or bool(_uncast(weighed, last))
+
+
+def _uncast(weighed: Watched, last: int) -> list[Place]:
+    """When they are."""
+    between = weighed.order[weighed.order.index(("end", last)) : weighed.order.index(("back", last))]
+    return [place for place in between if place[0] == "uncast"]
+
+
+def _without_casts(kind: BlockProfile) -> BlockProfile:
+    return replace(kind, cached_bytes=0, values=tuple(replace(value, is_cast=False) for value in kind.values))
+
+
 def _parted(weighed: Watched, middle: Outside, last: int) -> tuple[Outside, Outside | None]:
     """What is between the last block's forward and its backward, to where casts are let go of and from there on.
 
-    Where none are, or other chunks come between, all of it comes before that.
+    Where other chunks come between, all of it is taken to come before that.
     """
-    ends, turns = ("end", last), ("back", last)
-    between = weighed.order[weighed.order.index(ends) : weighed.order.index(turns)]
-    gone = [place for place in between if place[0] == "uncast"]
-    if not gone or ("left", 0) in between:
+    ends, turns, gone = ("end", last), ("back", last), _uncast(weighed, last)
+    if not gone or ("left", 0) in weighed.readings:
         return middle, None
     level = weighed.level(gone[-1]) - weighed.uncast[gone[-1][1]]
     late = Outside(0.0, max(weighed.peak(gone[-1], turns) - level, 0), weighed.level(turns) - level)
@@ -200,27 +223,13 @@ def _kind(
         backward_parts=_fullest(parts),
         saves_at=probe.saves_at,
         host=_host(watched, numbers, end) if has_host and again else None,
-        cached_bytes=_cached(weighed, probe, numbers, min_bytes),
+        # Where calls are of one module, the first of them casts.
+        cached_bytes=sum(weighed.calls[number].cached_bytes for number in numbers) // len(numbers),
     )
     if not again:
         return block
     all_again = treat(block, [Decision.RECOMPUTE] * len(block.values), min_bytes=0).rerun_seconds
     return replace(block, rerun_factor=_times(watched, again) / all_again if all_again else 1.0)
-
-
-def _cached(weighed: Watched, probe: Probe, numbers: list[int], min_bytes: int) -> int:
-    """Bytes of a block's casts that its forward left behind: see NOTE [ Casts ] in ``treatment.py``.
-
-    Of some calls: where they are of one module, the first of them casts.
-    """
-    casts = sum(value.nbytes for value in probe.values if value.is_cast)
-    count = len(probe.operators or ())
-    given = sum(value.nbytes for value in probe.values if value.maker is not None and value.dies_at > count)
-    # Inputs had left.
-    given -= sum(value.nbytes for value in probe.values if value.is_input and value.nbytes >= min_bytes)
-    rises = (weighed.level(("end", number)) - weighed.level(("forward", number)) for number in numbers)
-    # Something else may have left with the first one's inputs, as what all blocks are given does.
-    return casts * sum(2 * (rise - given) > casts for rise in rises) // len(numbers)
 
 
 def _is_between(watched: Watched, begin: Place, span: tuple[Place, Place], until: Place) -> bool:

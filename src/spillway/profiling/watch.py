@@ -59,6 +59,8 @@ class WatchedCall:
     """Which of its tensors, by their place, an earlier call was given too."""
     is_seen: bool = True
     """Whether its operators were looked at."""
+    cached_bytes: int = 0
+    """What leaves were cast to in it, and was there when it had returned."""
 
 
 @dataclass(slots=True)
@@ -183,6 +185,9 @@ class Watch:
         self._freed: list[int] = []
         self._uncast: list[int] = []
         self._casts: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        """What leaves were cast to, and is there."""
+        self._cast_last: dict[int, int] = {}
+        """Of what the region that ended last has cast, bytes."""
         self._given: dict[int, weakref.ref[object]] = {}
         """What backward was given and has not let go of yet, and the handles of that."""
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
@@ -221,6 +226,8 @@ class Watch:
     def block_ended(self, number: int, output: object) -> None:
         """It has returned."""
         self._mark("end", number)
+        self._calls[number].cached_bytes = sum(nbytes for key, nbytes in self._cast_last.items() if key in self._casts)
+        self._cast_last.clear()
         tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
         if number == len(self._calls) - 1 and not any(tensor.requires_grad for tensor in tensors):
             # A frozen block saves nothing, and no backward comes: it is a part of what comes before the others.
@@ -260,6 +267,7 @@ class Watch:
     def casts(self, storage: torch.UntypedStorage) -> None:
         """A block has cast a leaf to this."""
         key = id(storage)
+        self._cast_last[key] = storage.nbytes()
         self._casts[key] = weakref.ref(storage, partial(self._is_uncast, key, storage.nbytes()))
 
     def moves(self, begins: bool) -> None:

@@ -6,12 +6,24 @@ on CUDA slabs are the process's own pages, touched by several threads at once an
 pinned allocator takes two. Elsewhere slabs come from that allocator.
 
 Tried on CUDA only.
+
+NOTE [ Copies of others ]
+
+A device has one engine for what comes from host memory, whose copies follow one another. A copy of a few bytes on the
+stream that computes waits for all copies that are ready before it, and with it whatever comes after. FSDP2 makes such
+with each layer: on two H100s its steps waited 14 of 384 ms for what a lane brought back, in storages of 235 MB. Smaller
+copies alone change nothing: a stream keeps the engine for as long as it has more for it. Where the stream has to wait
+for another one, the engine is free: so where several processes train together, what comes back is copied in parts by
+two streams in turn, each of which waits for the other. A copy of 0.8 MB then waits for 0.05 ms, 0.3 at most, where it
+waited for all that was queued, and parts of 16 MiB come at 0.98 of the rate of the whole (one H100).
 """
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -32,6 +44,8 @@ from spillway.runtime.tasks import HostTasks, TaskEvent, be_in_task, chained
 _MOST_THREADS = 16
 _CAPTURE_ACTIVE = 1
 _PAGE = 4096
+_PART = 16 << 20
+"""Bytes of a part: see NOTE [ Copies of others ]."""
 
 
 class AcceleratorBackend(Backend):
@@ -61,6 +75,8 @@ class AcceleratorBackend(Backend):
         """Compute lanes by their handles."""
         self._handles: dict[Lane, int] = {}
         """The handles of lanes that copies are queued on."""
+        self._beside: dict[Lane, Lane] = {}
+        """Of a lane, the stream that takes turns with it: see NOTE [ Copies of others ]."""
 
     def compute(self) -> Lane:
         index = self.device.index
@@ -128,7 +144,34 @@ class AcceleratorBackend(Backend):
         if handle is None or not is_whole:
             # Torch says what is wrong.
             return False
+        if source.nbytes > _PART and source.storage.device.type == "cpu" and _trains_with_others():
+            return self._in_parts(driver, lane, destination, source)
         return driver.copy(self.device.index, handle, destination.address, source.address, source.nbytes)
+
+    def _in_parts(self, driver: CudaDriver, lane: Lane, destination: Bytes, source: Bytes) -> bool:
+        """See NOTE [ Copies of others ]. All of it is done when the lane goes on."""
+        if lane not in self._beside:
+            self._beside[lane] = self.lane("beside")
+        turns = itertools.cycle((lane, self._beside[lane]))
+        here, to, since = next(turns), destination.address, source.address
+        for start in range(0, source.nbytes, _PART):
+            part = min(_PART, source.nbytes - start)
+            if not driver.copy(self.device.index, self._handles[here], to + start, since + start, part):
+                # What is queued is done before all of it is copied once more.
+                self._hand_on(here, lane)
+                return False
+            if start + part < source.nbytes:
+                before, here = here, next(turns)
+                self._hand_on(before, here)
+        self._hand_on(here, lane)
+        return True
+
+    def _hand_on(self, before: Lane, after: Lane) -> None:
+        """The one goes on when the other is done."""
+        if before is not after:
+            event: Any = torch.Event(device=self.device)
+            event.record(before)
+            after.wait_event(event)  # type: ignore[attr-defined]
 
     def convert(self, lane: Lane, destination: Cells, source: Cells) -> None:
         written, read = destination.tensor(), source.tensor()
@@ -224,6 +267,12 @@ class _Stall:
         arrived: Any = self._arrived
         # Negative where the copy was done first.
         return max(0.0, *(float(arrived.elapsed_time(event)) for event in self._events)) / 1e3
+
+
+def _trains_with_others() -> bool:
+    """Whether this process is one of several that train together."""
+    distributed: Any = sys.modules.get("torch.distributed")
+    return distributed is not None and bool(distributed.is_available() and distributed.is_initialized())
 
 
 def _as_cuda(lane: Lane) -> torch.cuda.Stream:
