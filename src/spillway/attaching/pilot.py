@@ -26,8 +26,8 @@ Each call of the model in training is a pass, and each pass has a stage:
     and a plan is made for less; where there is none, such a step is noted, and a second one soon after it is an error.
     One of several ranks notes it, and goes on. A step that begins with more than was there when bytes were weighed (an
     optimizer's state, gradients of micro-batches before it) would be over the budget by that: there is a plan for it
-    before it begins. Larger inputs take the least memory once; then there is a plan for the
-    same profile, enlarged, or, if that would be too much, all begins anew.
+    before it begins. Larger inputs take the least memory once; then there is a plan for the same profile, enlarged, or,
+    if that would be too much, all begins anew.
 
 A pass is looked at when the next one begins, since its step ends there. If the model is called in evaluation before
 that, and the pass has had its backward, its step ends with that call: what an evaluation takes no plan makes less.
