@@ -23,8 +23,9 @@ A block may cast weights, as under autocast, and autograd then saves the casts i
 casts again what it needs: so where a block is computed again, its casts are let go of when its forward is over, and are
 there again for its backward; where nothing of it is, autograd holds them from the one to the other. Autocast's cache
 holds them whatever is decided, but no longer than to the end of its outermost context, which is that of the model's
-forward, or of its loss: what is allocated before and after a block's forward tells whether it does
-(``BlockProfile.cached_bytes``). For a re-run in parts, all casts are taken to come with the first one.
+forward, or of its loss: what of them is there when a block's call has returned tells whether it does
+(``BlockProfile.cached_bytes``). Where it lasts through backward, a profile has them in what is there before the blocks.
+For a re-run in parts, all casts are taken to come with the first one.
 
 NOTE [ What the host needs ]
 
