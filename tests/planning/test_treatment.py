@@ -480,7 +480,7 @@ def test_what_is_computed_again_whole_is_not_watched_where_the_host_would_be_lat
 ) -> None:
     # The device takes 10 s.
     times = HostTimes(plain=1.0, region=region, rerun=6.0, backward=4.0, unwatched=unwatched, unwatched_rerun=3.0)
-    block = replace(BY_HAND, forward_seconds=10.0, host=times)
+    block = replace(BY_HAND, forward_seconds=10.0, host=times, is_told=True)
     for decisions in ([AGAIN] * 6, [HOST, *[AGAIN] * 5]):
         option = treat(block, decisions, min_bytes=0)
         assert option.watched == is_watched
@@ -493,11 +493,13 @@ def test_what_is_computed_again_whole_is_not_watched_where_the_host_would_be_lat
             assert [task.host_seconds for task in option.backward if task.name == "again"] == [3.0]
     # Where nothing is computed again, it is no region.
     assert treat(block, [KEEP] * 6, min_bytes=0).watched
+    # Without a tape, nothing says what it does.
+    assert treat(replace(block, is_told=False), [AGAIN] * 6, min_bytes=0).watched
 
 
 def test_the_hosts_seconds_of_what_is_not_watched_by_hand() -> None:
     times = HostTimes(plain=1.0, region=9.0, rerun=6.0, backward=4.0, unwatched=2.0, unwatched_rerun=3.0)
-    block = replace(BY_HAND, forward_seconds=5.0, host=times)
+    block = replace(BY_HAND, forward_seconds=5.0, host=times, is_told=True)
     option = treat(block, [KEEP, AGAIN, AGAIN, HOST, AGAIN, AGAIN], min_bytes=0)
     assert not option.watched
     # One of what it makes leaves: two and a half times the 2 s that an operator takes in a region. Its inputs do not.

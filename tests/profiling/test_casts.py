@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +13,12 @@ from torch import Tensor, nn
 
 import spillway
 from budgets import Attention, hardware
+from spillway.planning.programs import ANY_RATES, plan_of, problem_of
+from spillway.planning.solver import solve
+from spillway.planning.treatment import treat
 from spillway.profiling import meter
 from spillway.profiling.meter import meter_of
+from spillway.records import Decision
 
 WIDTH, ROWS, LAYERS = 256, 128, 6
 RESIDENT = 16 << 20
@@ -47,13 +51,24 @@ class Within(nn.Module):
             return self.block(x)  # type: ignore[no-any-return]
 
 
+class Written(nn.Module):
+    """A block of which there is no tape: it writes in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Attention(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(x).mul_(1.0)  # type: ignore[no-any-return]
+
+
 class Model(nn.Module):
     """A stack of blocks whose head is wide, or not."""
 
-    def __init__(self, where: str, classes: int) -> None:
+    def __init__(self, where: str, classes: int, make: Callable[[], nn.Module] | None = None) -> None:
         super().__init__()
         self.where = where
-        blocks = (Attention(WIDTH) for _ in range(LAYERS))
+        blocks = (Attention(WIDTH) if make is None else make() for _ in range(LAYERS))
         self.layers = nn.ModuleList(Within(block) if where == "block" else block for block in blocks)
         self.first = nn.Linear(WIDTH, WIDTH)
         self.head = nn.Linear(WIDTH, classes)
@@ -106,6 +121,29 @@ def test_peaks_under_autocast_are_foretold(
         assert foretold - peaks[-1] <= NOISE or not plan.blocks[0].plain
         treated += not all(block.plain for block in plan.blocks)
     assert treated == 3
+
+
+def test_casts_of_a_block_that_runs_again_as_a_whole_come_with_all_of_it(
+    session: spillway.Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Backward asks for a cast before anything else that is made again."""
+    monkeypatch.setattr(meter, "_resident", lambda: RESIDENT)
+    torch.manual_seed(0)
+    model, x = Model("model and loss", 4, Written), torch.randn(2, ROWS, WIDTH)
+    profile = replace(spillway.profile(model, x, loss=loss_of, session=session), min_bytes=0)
+    (kind,) = profile.kinds
+    assert not kind.is_told
+    until = len(kind.operators) * 3 // 4
+    decisions = [
+        Decision.RECOMPUTE if value.maker is not None and value.maker < until else Decision.KEEP
+        for value in kind.values
+    ]
+    option = treat(kind, decisions, min_bytes=0)
+    problem = replace(problem_of(profile, ANY_RATES, budget=1 << 40), options=tuple((option,) for _ in profile.calls))
+    plan = plan_of(profile, problem, solve(problem))
+    with spillway.attach(model, plan=plan, session=session, min_bytes=0):
+        peaks = [peak_of(model, x) for _ in range(4)]
+    assert abs(plan.predicted_peak - RESIDENT - peaks[-1]) <= NOISE
 
 
 def test_casts_of_a_context_around_forward_and_backward_count_once(

@@ -39,6 +39,8 @@ class Outcome:
     """Saved values that are computed again."""
     given: frozenset[int]
     """Values that a re-run is handed."""
+    casts: frozenset[int]
+    """Casts that autograd saved, where the block casts again."""
     copied: frozenset[int]
     """Values of which a region holds copies: shapes or the host hang on them, and code may write those unseen."""
     reach: int
@@ -53,7 +55,9 @@ class Outcome:
             for number, value in enumerate(values)
             if value.saved_at is not None and value.maker is not None and decisions[number] is Decision.RECOMPUTE
         )
-        reach = _reach(block, again)
+        casts = frozenset(number for number, value in enumerate(values) if value.is_cast and value.saved_at is not None)
+        casts = casts if again else frozenset()
+        reach = _reach(block, again | casts)
         runs, given = _reruns(block, decisions, again, reach) if again else (frozenset(), frozenset())
         held = {
             number
@@ -72,7 +76,7 @@ class Outcome:
             if decisions[number] in _LEAVES and values[number].nbytes >= min_bytes
         }
         copied = frozenset(given_anyway) if again else frozenset()
-        return cls(runs, frozenset(held - leaves.keys()), leaves, again, given, copied, reach)
+        return cls(runs, frozenset(held - leaves.keys()), leaves, again, given, casts, copied, reach)
 
     def parts(self, block: BlockProfile) -> list[Outcome]:
         """What is computed again, in parts of which each is computed when it is first asked for.

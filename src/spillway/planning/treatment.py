@@ -81,7 +81,7 @@ def treat(block: BlockProfile, decisions: Sequence[Decision], *, min_bytes: int)
     outcome = Outcome.of(block, said, min_bytes)
     handed = (block.values[number] for number in (*outcome.stays, *outcome.leaves))
     shown = all(value.is_input or value.saved_at is not None for value in handed)
-    watched = not (block.is_late and outcome.again and shown)
+    watched = not (block.is_late and block.is_told and outcome.again and shown)
     return Option(
         tuple(outcome.told(block, said)),
         _forward(block, outcome, watched=watched),
@@ -263,7 +263,9 @@ def _backward(block: BlockProfile, outcome: Outcome, *, watched: bool) -> tuple[
     by_parts = block.is_told and watched
     rerun_at: dict[int, list[Outcome]] = {}
     for part in outcome.parts(block) if by_parts else [outcome] if outcome.again else []:
-        rerun_at.setdefault(max(asked_at[number] for number in part.again), []).append(part)
+        # All of the block's own code runs again for the first cast that is asked for.
+        asked = part.again if by_parts else part.again | outcome.casts
+        rerun_at.setdefault(max(asked_at[number] for number in asked), []).append(part)
     taken = [number for number in outcome.leaves if values[number].saved_at is not None]
     cuts = {count, 0, *(places[number] for number in taken for places in (wanted_at, asked_at))}
     cuts.update(rerun_at)
