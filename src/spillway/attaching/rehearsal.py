@@ -151,9 +151,18 @@ class Rehearsal(Pilot):
 def _can_be_told(kind: BlockProfile) -> bool:
     """Whether, by its operators, there can be a tape of it: see NOTE [ Tapes ] in ``regions/tape.py``."""
     own = tuple(f"{library}::" for library in OWN)
-    plain = (each for each in kind.operators if each.again is not Again.GIVEN and not each.writes)
-    told = [each for each in plain if each.name.startswith(own) and not (each.again is Again.ALWAYS and each.reads)]
-    return len(told) == len(kind.operators)
+    told = [
+        each
+        for each in kind.operators
+        if each.name.startswith(own)
+        and each.again is not Again.GIVEN
+        and not (each.again is Again.ALWAYS and each.reads)
+    ]
+    written = [(kind.values[number], place) for place, each in enumerate(kind.operators) for number in each.writes]
+    are_own = all(
+        value.maker is not None and (value.saved_at is None or value.saved_at > place) for value, place in written
+    )
+    return are_own and len(told) == len(kind.operators)
 
 
 class FakeRegion:

@@ -121,7 +121,8 @@ class Outcome:
         for place in sorted(self.runs):
             each = block.operators[place]
             hangs_on = set[int]().union(*(values.get(number, ()) for number in each.reads))
-            values.update((number, hangs_on) for number in each.makes if number not in self.given)
+            made = (*each.makes, *each.writes)
+            values.update((number, hangs_on) for number in made if number not in self.given)
         users: dict[int, list[int]] = {}
         for number in sorted(self.again):
             for given in values.get(number, ()):

@@ -14,7 +14,7 @@ from spillway.capture.identity import is_parameter
 from spillway.records import Decision
 from spillway.regions.packs import Pack, Packs
 from spillway.regions.proofs import fingerprint
-from spillway.regions.scribe import Peeks, Scribe, is_own
+from spillway.regions.scribe import Peeks, Scribe, is_own, writes_its_first
 from spillway.regions.steps import Saved, Spot, Step
 from spillway.regions.tape import Base, Tape, Untold
 from spillway.regions.tensors import below_modes, may_be_seed
@@ -61,7 +61,7 @@ class Draft:
             # Of the function's own: there is no telling in what state it expects them.
             return None
         # Above all, nobody waits for other ranks, which may have a tape.
-        if any(call.writes or call.is_settled or not is_own(call.func) for call in trace.calls):
+        if any(call.is_settled or not is_own(call.func) for call in trace.calls) or not _writes_own(trace, packs):
             return None
         scribe = Scribe(tensors, trace.calls)
         saving = _Saving(scribe, packs)
@@ -187,6 +187,24 @@ class _Nothing:
             "got a backward inside of a region that had none in its first run, expected the same in each run; leave it "
             "outside of the region"
         )
+
+
+def _writes_own(trace: Trace, packs: Packs) -> bool:
+    """Whether all that is written was made within, is computed again, and was saved as it is after the last write."""
+    written = {value: place for place, call in enumerate(trace.calls) for value in call.writes}
+    if not written:
+        return True
+    makers = [trace.makers.get(value) for value in written]
+    if any(maker is None or maker.is_given for maker in makers):
+        return False
+    if any(call.writes and not writes_its_first(call.facts) for call in trace.calls):
+        return False
+    return all(
+        pack.decision is None and pack.place > written[value]
+        for pack in packs.all
+        for value in pack.values
+        if value in written
+    )
 
 
 def _kept(tensor: torch.Tensor) -> KeptHandle:

@@ -50,6 +50,9 @@ class Retracing(Following):  # type: ignore[no-untyped-call]
         self.differs()
 
     def _run(self, place: int, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        if place not in self._runs and step.writes >= 0:
+            # What it would write is nobody's, and so may be what it reads.
+            return args[0]
         if place in self._runs or not step.makes or step.others is None:
             return super()._run(place, step, args, kwargs)
         with torch._C._DisableTorchDispatch():

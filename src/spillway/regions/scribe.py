@@ -21,6 +21,7 @@ from spillway.regions.values import Values
 OWN = frozenset(("aten", "prims"))
 """Libraries whose operators hang on what they are given, and on settings that are known."""
 _PEEKS = frozenset(("numpy", "data_ptr", "__dlpack__", "__array__", "_to_dlpack"))
+_FIRST = (0,)
 _UNWRITTEN = frozenset(
     (
         *("aten::empty", "aten::empty_like", "aten::empty_strided", "aten::empty_permuted", "aten::new_empty"),
@@ -33,6 +34,12 @@ _UNWRITTEN = frozenset(
 def is_own(func: Any) -> bool:
     """Whether it is an operator of one of those libraries."""
     return isinstance(func, torch._ops.OpOverload) and func.namespace in OWN
+
+
+def writes_its_first(facts: Facts) -> bool:
+    """Whether all that an operator does is to write its first argument, by what it is given, and to give that back."""
+    is_alone = facts.writes == _FIRST and facts.returned == _FIRST
+    return is_alone and not (facts.reshapes or facts.is_random or facts.is_view)
 
 
 class Scribe(OperatorMode):
@@ -58,6 +65,8 @@ class Scribe(OperatorMode):
         """What was read and not made, by value."""
         self.count = 0
         """How many values there are."""
+        self._made: set[int] = set()
+        """Those that the function made."""
         self._values = Values()
         self._spots: dict[tuple[int, ViewRecipe], Spot] = {}
         # Two inputs in one memory may be in two when they come back.
@@ -99,7 +108,9 @@ class Scribe(OperatorMode):
         """An operator that is about to run; ``None``: it cannot be told."""
         if not is_own(func):
             return None
-        if facts.is_label or facts.writes or facts.is_settled or not are_numbers(tuple(kwargs.values())):
+        if facts.is_label or facts.is_settled or not are_numbers(tuple(kwargs.values())):
+            return None
+        if facts.writes and not writes_its_first(facts):
             return None
         place = len(self.steps)
         if place >= len(self._calls) or self._calls[place].func is not func:
@@ -113,7 +124,13 @@ class Scribe(OperatorMode):
                 return None
             generator_of(args, kwargs, before.device).set_state(before.state)
             self.states[place] = before
-        return Step(func, told, dict(kwargs), is_random=facts.is_random)
+        step = Step(func, told, dict(kwargs), is_random=facts.is_random)
+        if facts.writes:
+            (written, *_) = told
+            if type(written) is not Spot or written.value not in self._made:
+                return None
+            step.writes = written.value
+        return step
 
     def _ends(self, step: Step, facts: Facts, output: Any) -> bool:
         """It has run; whether that can be told."""
@@ -137,6 +154,7 @@ class Scribe(OperatorMode):
                 spot = self._at(self.count, tensor)
                 spot.is_made = True
                 makes.append((index, spot))
+                self._made.add(self.count)
                 self.count += 1
         step.makes = tuple(makes)
         if len(makes) == sum(isinstance(each, torch.Tensor) for each in outputs):

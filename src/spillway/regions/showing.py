@@ -107,6 +107,8 @@ class Showing:
     def last(self) -> frozenset[int]:
         """Those of :attr:`compared` that come at last: all the rest of it goes into them."""
         makers = self._makers
+        # What goes into it by a write in place is not followed.
+        written = {step.writes for step in self._steps}
         last, behind = set(), set[int]()
         for place in sorted(self.compared, reverse=True):
             spot = self._saved[place].spot
@@ -116,8 +118,9 @@ class Showing:
             behind.add(spot.value)
             values = [spot.value]
             while values:
-                step = makers.get(values.pop())
-                if step is None or _is_blind(step):
+                value = values.pop()
+                step = makers.get(value)
+                if step is None or value in written or _is_blind(step):
                     continue
                 # Not what an operator gave besides what is read of it: that may differ where the other does not.
                 new = [value for value in step.reads if value not in behind]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from typing import Any, NamedTuple
 
 from spillway.capture.identity import ViewRecipe
@@ -37,7 +37,7 @@ class Step:
 
     __slots__ = (
         *("args", "constants", "decision", "func", "is_random", "kwargs", "lists", "makes", "numerics", "others"),
-        *("reads", "renames", "single", "spots"),
+        *("reads", "renames", "single", "spots", "writes"),
     )
 
     def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_random: bool) -> None:
@@ -67,6 +67,22 @@ class Step:
         """The settings under which it ran, if it hangs on them."""
         self.renames = -1
         """A value of which it gives another name, though it is no view by its schema; -1: none."""
+        self.writes = -1
+        """The value of its first argument, which it writes and gives back; -1: it writes nothing."""
+
+    @property
+    def made(self) -> frozenset[int]:
+        """The values that it makes."""
+        return frozenset(spot.value for _, spot in self.makes)
+
+    @property
+    def computes(self) -> bool:
+        """Whether it is more than another name for what there is."""
+        return bool(self.makes) or self.writes >= 0
+
+    def is_wanted(self, want: Set[int]) -> bool:
+        """Whether it makes or writes any of these values."""
+        return self.writes in want or any(spot.value in want for _, spot in self.makes)
 
     def decided(self, decision: Decision) -> Step:
         """The same, with something else becoming of what it makes."""

@@ -16,10 +16,16 @@ What is not seen cannot be compared: a kernel that no operator launches. So ther
 bytes are, and a tape is tried before it is used: what it gives must be what the function gives, bit by bit
 (``trial.py``).
 
-There is a tape of what can be told by values alone. A function that writes in place, or asks for memory that somebody
-is to write unseen, whose shapes hang on data, that calls other regions, collectives, or operators that are not
-PyTorch's own and may know more than they are given, or that has tensors of another class or layout, is run again
-itself.
+There is a tape of what can be told by values alone. A function that writes what it did not make, or asks for memory
+that somebody is to write unseen, whose shapes hang on data, that calls other regions, collectives, or operators that
+are not PyTorch's own and may know more than they are given, or that has tensors of another class or layout, is run
+again itself.
+
+What a function has made it may write in place, if that is computed again and was saved as it is after the last write. A
+step that writes is needed where what it writes is needed after it, and reads that too; steps come in their order, so
+what is read before it is as it was. Nobody keeps what was written, or hands it in: the memory of what is handed in is
+never written. Where a function runs again and some of it is left out, so is a step whose write nobody needs, since what
+it reads may have been left out as well.
 
 NOTE [ Parts ]
 
@@ -87,6 +93,11 @@ class _Run(NamedTuple):
     ends: tuple[int, ...] = ()
     """Values that nobody reads after it."""
 
+    @property
+    def changes(self) -> tuple[int, ...]:
+        """What it makes or writes, or what is handed in."""
+        return self.values if self.step is None or self.step.writes < 0 else (self.step.writes,)
+
 
 @dataclass(frozen=True)
 class Tape:
@@ -113,8 +124,11 @@ class Tape:
         Args:
             decide: says it of each operator, by its place.
         """
+        written = {step.writes for step in self.steps}
         steps = [
-            step.decided(decide(place, step.func)) if step.makes else step for place, step in enumerate(self.steps)
+            # What is written later cannot be kept as it was made.
+            step.decided(decide(place, step.func)) if step.makes and written.isdisjoint(step.made) else step
+            for place, step in enumerate(self.steps)
         ]
         decisions = {spot.value: step.decision for step in steps for _, spot in step.makes}
         saved = [
@@ -144,7 +158,7 @@ class Tape:
     @cached_property
     def outside(self) -> frozenset[int]:
         """Values that the function did not make, and that are none of its tensors."""
-        made = {spot.value for step in self.steps for _, spot in step.makes}
+        made = frozenset[int]().union(*(step.made for step in self.steps))
         return frozenset(range(self.count)) - made - set(self.inputs)
 
     @cached_property
@@ -170,9 +184,8 @@ class Tape:
         saved = [each.spot for each in self.saved if each.decision is _RECOMPUTE]
         want = {spot.value for spot in saved if spot is not None}
         for step in reversed(self.steps):
-            made = {spot.value for _, spot in step.makes}
-            if not want.isdisjoint(made):
-                want.difference_update(made)
+            if step.is_wanted(want):
+                want.difference_update(step.made)
                 want.update(step.reads)
         return frozenset(want)
 
@@ -198,7 +211,7 @@ class Tape:
                 values.update((value, given.intersection(run.values)) for value in run.values)
             else:
                 hangs_on = frozenset[int]().union(*(values[value] for value in run.step.reads))
-                values.update(dict.fromkeys(run.values, hangs_on))
+                values.update(dict.fromkeys(run.changes, hangs_on))
             for place in run.gives:
                 spot = self.saved[place].spot
                 for value in () if spot is None else values[spot.value]:
@@ -244,7 +257,7 @@ class Tape:
         """The place of the last step that is left out before one that runs again; -1: there is none."""
         again, _ = self.again
         steps = enumerate(self.steps[: max(again, default=0)])
-        return max((place for place, step in steps if place not in again and step.makes), default=-1)
+        return max((place for place, step in steps if place not in again and step.computes), default=-1)
 
     @cached_property
     def devices(self) -> frozenset[torch.device]:
@@ -322,8 +335,15 @@ class Tape:
         want = set(gives)
         found: list[tuple[Step | None, int, tuple[int, ...]]] = []
         """From the last on: a step, its place and what it makes, or a value that is handed in."""
+        last_written: dict[int, int] = {}
+        """Of values that are written, the place of the last step that writes them: they were saved after it."""
         for place in range(len(self.steps) - 1, -1, -1):
             step = self.steps[place]
+            if step.writes in want:
+                found.append((step, place, ()))
+                want.update(step.reads)
+                last_written.setdefault(step.writes, place)
+                continue
             made = tuple(spot.value for _, spot in step.makes)
             needed = want.intersection(made)
             if step.decision is not _RECOMPUTE and needed.isdisjoint(lost):
@@ -339,9 +359,9 @@ class Tape:
                 if value in want:
                     want.remove(value)
                     runs.append(_Run(None, -1, (value,), tuple(gives.get(value, ()))))
-            runs.append(
-                _Run(again, place, values, tuple([number for value in values for number in gives.get(value, ())]))
-            )
+            run = _Run(again, place, values, ())
+            ready = [value for value in run.changes if last_written.get(value, place) == place]
+            runs.append(run._replace(gives=tuple([number for value in ready for number in gives.get(value, ())])))
         runs += (_Run(None, -1, (value,), tuple(gives[value])) for value in sorted(want))
         last = {
             value: place
@@ -399,6 +419,7 @@ class Tape:
                     for place, parts in step.lists:
                         args[place] = [at(each) if type(each) is Spot else each for each in parts]
                     output = _output_of(step, args, states[run.place] if step.is_random else None)
+                    tensor = None
                     for index, spot in step.makes:
                         tensor = output if step.single else output[index]
                         if tensor is None:

@@ -1,0 +1,236 @@
+"""Functions that write in place what they made: of these there are tapes, too. See NOTE [ Tapes ] in
+``regions/tape.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from recompute.regions import Regions, one_place
+from recompute.test_tapes import gradients_of, tapes_of
+from spillway.operators import Planned, full_name
+from spillway.records import Decision
+from spillway.regions.following import Following
+from spillway.regions.retracing import Retracing
+from spillway.regions.steps import Step
+from spillway.regions.tape import Tape
+from support import assert_identical
+
+pytestmark = one_place
+
+KINDS = (Decision.RECOMPUTE, Decision.KEEP, Decision.OFFLOAD_HOST, Decision.OFFLOAD_DISK)
+PROGRAMS = 150
+
+
+class Writing(nn.Module):
+    """An RMS norm that writes as torch's own does on a CPU, an activation in place, a write through a view, sums."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.mid, self.down = nn.Linear(16, 32), nn.Linear(32, 16), nn.Linear(16, 16)
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = functional.rms_norm(x, (16,), self.weight, 1e-5)
+        hidden = self.up(y)
+        before = hidden.mean().detach()
+        hidden.mul_(1.5)
+        hidden = self.mid(functional.silu(hidden) * before)
+        hidden[..., :8].add_(y[..., 8:])
+        out = x + hidden.sin()
+        out += self.down(hidden.cos())
+        return out.tanh()
+
+
+WRITES: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "add": lambda a, b: a.add_(b),
+    "scale": lambda a, _: a.mul_(0.75),
+    "relu": lambda a, _: a.relu_(),
+    "copy": lambda a, b: a[:, :2].copy_(b[:, 2:4]),
+    "add to a view": lambda a, b: a.transpose(0, 1)[1:3].add_(b[:, 2:4].transpose(0, 1)),
+    "fill": lambda a, _: a[..., 3].fill_(0.25),
+}
+MAKES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": torch.add,
+    "difference": torch.sub,
+    "half": lambda a, _: a * 0.5,
+    "mean": lambda a, b: a + b.mean(),
+    "tanh": lambda a, _: a.tanh(),
+    "product": torch.mul,
+    "matrices": lambda a, b: a @ b.mT @ b,
+}
+
+
+class Program(nn.Module):
+    """Any small function, of which a good part writes in place."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        random = Random(seed)
+        self.steps = [
+            (random.choice([*WRITES, *MAKES]), random.randrange(count), random.randrange(count))
+            for count in range(1, random.randint(5, 14))
+        ]
+
+    def forward(self, x: Tensor) -> Tensor:
+        values = [x * 0.5]
+        for name, first, second in self.steps:
+            a, b = values[first], values[second]
+            if name in WRITES:
+                WRITES[name](a, b)
+                values.append(a)
+            else:
+                values.append(MAKES[name](a, b))
+        return torch.stack([value.sin() for value in values[-3:]])
+
+
+def decided(tape: Tape, random: Random) -> dict[str, Any]:
+    """Any decisions about what is saved of it."""
+    saved = {spot.value for spot, _, _ in tape.saved if spot is not None}
+    places = {
+        place: (full_name(step.func), random.choice(KINDS))
+        for place, step in enumerate(tape.steps)
+        if not saved.isdisjoint(step.made)
+    }
+    return {"policy": Planned(places, random.choice((Decision.KEEP, Decision.OFFLOAD_HOST)), True)}
+
+
+@pytest.mark.parametrize("watch", [True, False], ids=["followed", "unwatched"])
+def test_whatever_is_kept_or_leaves_it_is_the_same_in_every_bit(regions: Regions, watch: bool) -> None:
+    block = Writing()
+    expected = [gradients_of(None, block, seed=seed) for seed in range(3)]
+    for seed in range(3):
+        assert_identical(gradients_of(regions, block, seed=seed, watch=watch), expected[seed])
+    (tape,) = tapes_of(regions.session)
+    assert tape is not None
+    assert sum(step.writes >= 0 for step in tape.steps) >= 3
+    random = Random(1)
+    for _ in range(12):
+        how = decided(tape, random)
+        for seed in range(3):
+            assert_identical(gradients_of(regions, block, seed=seed, watch=watch, **how), expected[seed])
+
+
+@pytest.mark.parametrize("watch", [True, False], ids=["followed", "unwatched"])
+def test_any_function_that_writes_what_it_made(regions: Regions, watch: bool) -> None:
+    written = []
+    functions = [Program(seed) for seed in range(PROGRAMS)]
+    for seed, function in enumerate(functions):
+        try:
+            expected = gradients_of(None, function)
+        except RuntimeError:
+            # What is saved was written later, as autograd says.
+            continue
+        before = len(tapes_of(regions.session))
+        for _ in range(3):
+            assert_identical(gradients_of(regions, function, watch=watch), expected)
+        (tape,) = tapes_of(regions.session)[before:]
+        if tape is None or all(step.writes < 0 for step in tape.steps):
+            continue
+        written.append(seed)
+        random = Random(seed)
+        for _ in range(6):
+            how = decided(tape, random)
+            for _ in range(2):
+                assert_identical(gradients_of(regions, function, watch=watch, **how), expected)
+    assert len(written) >= PROGRAMS // 4
+
+
+class Into(nn.Module):
+    """What autograd saves goes into what is written by an operator that hides differences, and saved after it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.tanh()
+        z = y + 1
+        z.relu_()
+        return z.sin()
+
+
+def test_what_goes_into_a_value_by_a_write_is_compared_itself(regions: Regions) -> None:
+    function = Into()
+    for _ in range(3):
+        assert_identical(gradients_of(regions, function, watch=False), gradients_of(None, function))
+    (tape,) = tapes_of(regions.session)
+    assert tape is not None
+    names = [tape.saved[place].spot.value for place in sorted(tape.showing.last)]
+    made = [spot.value for step in tape.steps for _, spot in step.makes]
+    assert names == [made[0], made[1]]
+
+
+class Sorted(nn.Module):
+    """What is handed in hangs on what is written by indices that nobody computes again."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        order = x.detach().mean((0, 1)).argsort()
+        y = x.detach() + 1
+        y.index_add_(-1, order, x.detach())
+        scale = (y.mean() + x.mean()).tanh()
+        return (x * scale).sin()
+
+
+def test_what_is_written_by_what_was_left_out_is_left_out_too(
+    regions: Regions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    function, ran = Sorted(), []
+    run = Following._run
+
+    def running(self: Following, place: int, step: Step, *args: Any) -> Any:
+        if isinstance(self, Retracing):
+            ran.append(full_name(step.func).split("::")[1])
+        return run(self, place, step, *args)
+
+    monkeypatch.setattr(Following, "_run", running)
+    expected = gradients_of(None, function)
+    for _ in range(3):
+        assert_identical(gradients_of(regions, function, watch=False), expected)
+    (tape,) = tapes_of(regions.session)
+    assert tape is not None
+    (place,) = (place for place, step in enumerate(tape.steps) if step.func is torch.ops.aten.tanh.default)
+    how = {"policy": Planned({place: (full_name(torch.ops.aten.tanh.default), Decision.KEEP)}, Decision.KEEP, True)}
+    for _ in range(2):
+        ran.clear()
+        assert_identical(gradients_of(regions, function, watch=False, **how), expected)
+    assert any(name.startswith("mul.") for name in ran)
+    assert not any(name.startswith(("index_add_", "argsort", "sort")) for name in ran)
+
+
+class Refused(nn.Module):
+    """Writes what there is no tape of."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.register_buffer("seen", torch.zeros(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.tanh() + 1
+        if self.way == "outside":
+            self.seen.add_(y.detach().mean((0, 1)))
+        elif self.way == "at random":
+            y.mul_(2).bernoulli_(0.5)
+        elif self.way == "its shape":
+            y.unsqueeze_(0).squeeze_(0)
+        elif self.way == "given":
+            x.detach().mul_(1)
+        elif self.way == "saved before":
+            z = y.sin()
+            with torch.autograd._unsafe_preserve_version_counter(y):
+                y.detach().mul_(1.0)
+            return z
+        return y.sin() + y
+
+
+@pytest.mark.parametrize("way", ["outside", "at random", "its shape", "given", "saved before"])
+def test_of_other_writes_there_is_no_tape(regions: Regions, way: str) -> None:
+    function, plain = Refused(way), Refused(way)
+    for seed in range(4):
+        assert_identical(gradients_of(regions, function, seed=seed), gradients_of(None, plain, seed=seed))
+    assert not any(tapes_of(regions.session))
+    assert torch.equal(function.seen, plain.seen)
