@@ -45,7 +45,7 @@ see NOTE [ One plan for many ranks ] in ``peers.py``.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Hashable, Mapping, Sequence, Set
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -58,13 +58,12 @@ from spillway.attaching.aim import Aim
 from spillway.attaching.contest import Contest, decisions
 from spillway.attaching.peers import Peers, peers_of, shared_profile
 from spillway.attaching.steering import Divided
+from spillway.attaching.survey import Survey
 from spillway.attaching.treating import LEAST, calls_of, told_of, treat_by, treat_whole, tried_by
 from spillway.attaching.watcher import Watcher
 from spillway.errors import BudgetError, UsageError
 from spillway.planning.plan import Plan
 from spillway.planning.profile import Profile
-from spillway.planning.scaling import enlarged, risen
-from spillway.profiling.compile import compile_profile
 from spillway.profiling.meter import allocated
 from spillway.profiling.slowness import Slowness
 from spillway.profiling.watch import Watch, Watched
@@ -77,8 +76,8 @@ if TYPE_CHECKING:
     from spillway.planning.hardware import Hardware
     from spillway.profiling.statics import Known
 
-_MOST_OTHERS = 4
-_MOST_STRANGERS = 32
+_MOST_UNCHECKED = 4
+"""Steps over the budget that say nothing of the plan."""
 MOST_GROWTH = 2
 """Of inputs, how many times as large ones may have a plan without a profile of their own."""
 _MOST_WAITING = 256
@@ -132,17 +131,6 @@ class _Rival:
     measured: Measured
 
 
-@dataclass(frozen=True, slots=True)
-class _Weighed:
-    """The pass in which bytes were measured."""
-
-    watched: Watched
-    inputs: int
-    """Bytes of the model's inputs."""
-    calls: Mapping[str, Set[Hashable]]
-    """What calls of each block were like."""
-
-
 class Pilot(Watcher):
     """See NOTE [ How a plan is found ].
 
@@ -176,8 +164,7 @@ class Pilot(Watcher):
         known: Callable[[], Known] | None = None,
     ) -> None:
         super().__init__(device, session)
-        self._model = model
-        self._min_bytes = min_bytes
+        self._survey = Survey(model, device, min_bytes=min_bytes, tell=known)
         self._budget = budget
         self._planner = planner
         self._optimizer = optimizer
@@ -193,20 +180,10 @@ class Pilot(Watcher):
         """Passes in which a plan was held."""
         self._over_at: int | None = None
         """In which of them a step was over the budget last."""
-        self._tell = known
-        self._known: Known | None = None
-        """As it was when the step began that is weighed."""
         self._refused: int | None = None
         """The least that was there when a step began for which no plan was found."""
-        self._calls: Mapping[str, Set[Hashable]] = {}
-        """What calls of each block were like in the pass that was measured."""
-        self._weighed: _Weighed | None = None
-        self._strangers = 0
-        """Passes with kinds of blocks that had not come before, where bytes were to be measured."""
-        self._is_rough = False
-        """Whether bytes are those of such a pass."""
-        self._others = 0
-        """Passes of other kinds of blocks than the one that was weighed."""
+        self._unchecked = 0
+        """Steps of the plan that were over the budget, and from which was learned."""
         self._tried = 0
         """How often blocks' calls cost more than they do."""
         self._told_hosts = 0
@@ -222,8 +199,6 @@ class Pilot(Watcher):
         """Bytes of the largest inputs that the plan is for."""
         self._seen = 0
         """Of the inputs of this pass."""
-        self._measured_inputs = 0
-        """Of those that the profile was measured with."""
         self._measured_profile: Profile | None = None
         self._has_outgrown = False
         """Whether this pass has larger inputs than the plan was for."""
@@ -305,7 +280,7 @@ class Pilot(Watcher):
         if self.stage in (Stage.WEIGHING, Stage.MEASURING):
             calls_of(self._blocks, self._used_session)
         if self.stage is Stage.WEIGHING:
-            self._known = None if self._tell is None else self._tell()
+            self._survey.begin()
         if self.stage is not Stage.HOLDING:
             self._has_traced = False
             self._watch = self._new_watch()
@@ -378,20 +353,18 @@ class Pilot(Watcher):
         elif self.stage is Stage.TRACING:
             self.stage = Stage.WEIGHING
         elif self.stage is Stage.WEIGHING:
-            calls = calls_of(self._blocks, self._used_session)
-            self._weighed, self._others = _Weighed(watched, self._seen, calls), 0
+            self._survey.weigh(watched, self._seen, calls_of(self._blocks, self._used_session))
             self.stage = Stage.MEASURING
         elif self.stage is Stage.MEASURING:
             self.profile = shared_profile(self._peers.share("profile", lambda: self._compiled(watched)))
             self._measured_profile = self.profile
             # They have all that they saw; the profile says it shorter.
             self._probes.clear()
-            self._weighed = None
             self._replan_for_largest()
         elif self.stage is Stage.TRYING:
             self.stage = Stage.CHECKING
             self._has_learned()
-            self._others = 0
+            self._unchecked = 0
         else:
             self._check(watched)
 
@@ -401,16 +374,11 @@ class Pilot(Watcher):
             return True
         if self._has_traced:
             # It is no measure of bytes, but if no size comes twice there is none.
-            self._strangers += 1
-            self._is_rough = self._strangers > _MOST_STRANGERS
-            return self._is_rough
+            return self._survey.takes_stranger()
         if self.stage is not Stage.MEASURING:
             return True
-        if not self._is_as_weighed(watched):
-            # Of other sizes, say. Those that were weighed may come again.
-            self._others += 1
-            if self._others <= _MOST_OTHERS:
-                return False
+        if self._survey.passes_over(watched):
+            return False
         if self._optimizer is None or self._optimizer.profile() is not None:
             return True
         self._waited += 1
@@ -420,58 +388,38 @@ class Pilot(Watcher):
         self._optimizer = None
         return True
 
-    def _is_as_weighed(self, watched: Watched) -> bool:
-        assert self._weighed is not None
-        return _kinds(self._weighed.watched) == _kinds(watched)
-
     def _compiled(self, watched: Watched) -> Profile:
-        weighed = self._weighed
-        assert weighed is not None
-        if self._is_as_weighed(watched):
-            weighed = replace(weighed, calls=calls_of(self._blocks, self._used_session))
-        else:
-            # Bytes decide about what fits: those of that pass, and its times as they are.
-            watched = weighed.watched
-        self._measured_inputs, self._calls = weighed.inputs, weighed.calls
-        profile = compile_profile(
-            watched,
-            weighed.watched,
-            self._probes,
-            model=self._model,
-            device=self._device,
-            min_bytes=self._min_bytes,
-            known=self._known,
-        )
-        profile = told_of(profile, self._blocks, self._used_session, self._calls)
+        profile = self._survey.profile(watched, self._probes, calls_of(self._blocks, self._used_session))
+        profile = told_of(profile, self._blocks, self._used_session, self._survey.calls)
         return profile if self._optimizer is None else replace(profile, optimizer=self._optimizer.profile())
 
     def _replan_for_largest(self) -> None:
         """The first plan of a profile, for the largest inputs that came while it was made, if there is one for them."""
         measured, largest = self.profile, self._inputs
-        if self._planner is not None and self._known_peers.alone and largest > self._measured_inputs:
+        if self._planner is not None and self._known_peers.alone and largest > self._survey.inputs:
             self.profile = self._enlarged()
             try:
                 self._replan()
             except BudgetError:
-                self.profile, self._inputs = measured, self._measured_inputs
+                self.profile, self._inputs = measured, self._survey.inputs
             else:
                 return
         try:
             self._replan()
         except BudgetError:
             # Who goes on all the same is told again, by what is measured then.
-            is_rough = self._is_rough
+            is_rough = self._survey.is_rough
             self._start_anew()
             if not is_rough:
                 raise
 
     def _enlarged(self) -> Profile:
         assert self._measured_profile is not None
-        return enlarged(self._measured_profile, max(self._inputs / max(self._measured_inputs, 1), 1.0))
+        return self._survey.enlarged(self._measured_profile, self._inputs)
 
     def _outgrow(self, nbytes: int) -> None:
         """There are larger inputs than the plan is for."""
-        is_far = nbytes > MOST_GROWTH * self._measured_inputs
+        is_far = nbytes > MOST_GROWTH * self._survey.inputs
         if self._measured_profile is None or is_far or not self._known_peers.alone:
             self._start_anew()
             return
@@ -487,7 +435,7 @@ class Pilot(Watcher):
         assert self.profile is not None
         profile = self.profile
         # What blocks do may have changed since.
-        told = partial(told_of, profile, self._blocks, self._used_session, self._calls)
+        told = partial(told_of, profile, self._blocks, self._used_session, self._survey.calls)
         self.profile = shared_profile(self._known_peers.share("told", told))
         self._slowness = None
         self._contest = Contest()
@@ -503,9 +451,9 @@ class Pilot(Watcher):
         peak = max(self._known_peers.share("checked", lambda: mine))
         learned = any(self._known_peers.share("learned", self._has_learned))
         self.measured = Measured(peak, watched.seconds(("begin", 0), ("done", 0)))
-        if peak > self._budget and learned and self._others < _MOST_OTHERS:
+        if peak > self._budget and learned and self._unchecked < _MOST_UNCHECKED:
             # It says nothing of the plan. Another step is checked.
-            self._others += 1
+            self._unchecked += 1
             self.note_once(_LEARNED)
         elif peak > self._budget and self._rival is not None:
             self._go_back(self._rival, "took more than the budget")
@@ -655,11 +603,12 @@ class Pilot(Watcher):
         assert self._budget is not None
         # Where it rises and rises, not every step has a plan of its own.
         grain = max(self._budget // _GRAINS, 1)
+        more = -(-rise // grain) * grain
         before = profile, self._measured_profile
         seen = self._contest, self._slowness
-        self.profile = self._raised(profile, -(-rise // grain) * grain)
+        self.profile = self._survey.risen(profile, more)
         if self._measured_profile is not None:
-            self._measured_profile = self._raised(self._measured_profile, -(-rise // grain) * grain)
+            self._measured_profile = self._survey.risen(self._measured_profile, more)
         try:
             self._replan()
         except BudgetError:
@@ -674,11 +623,6 @@ class Pilot(Watcher):
             f"{format_bytes(profile.static_bytes)}"
         )
 
-    def _raised(self, profile: Profile, nbytes: int) -> Profile:
-        known = None if self._tell is None else self._tell()
-        more = 0 if known is None or self._known is None else known.gradients - self._known.gradients
-        return risen(profile, nbytes, has_gradients=2 * more > profile.gradient_bytes > 0)
-
     def _has_learned(self) -> bool:
         """Whether calls of a size came that had not come before, since this was last asked: they run again whole."""
         before, self._tried = self._tried, tried_by(self._blocks, self._used_session)
@@ -686,10 +630,9 @@ class Pilot(Watcher):
 
     def _start_anew(self) -> None:
         self.stage = Stage.TRACING
-        self._has_outgrown = self._is_rough = False
-        self._strangers = 0
+        self._has_outgrown = False
         self._probes.clear()
-        self._weighed = None
+        self._survey.reset()
         self._forget_host()
         if self._aim is not None:
             self._aim.reset()
@@ -759,7 +702,3 @@ class Pilot(Watcher):
 
     def _note(self, what: str) -> None:
         self.notes.append(what)
-
-
-def _kinds(watched: Watched) -> list[Hashable]:
-    return [call.kind for call in watched.calls]

@@ -61,6 +61,7 @@ class Rehearsal(Pilot):
 
     def __init__(self, model: str, device: FakeDevice, *, min_bytes: int) -> None:
         super().__init__(model, META, None, min_bytes=min_bytes, budget=None, planner=None)
+        self._model, self._min_bytes = model, min_bytes
         self.stage = Stage.MEASURING
         self._fake = device
         self._regions: dict[int, FakeRegion] = {}

@@ -13,7 +13,6 @@ from spillway.attaching.pilot import Pilot, Stage
 from spillway.attaching.steering import Steered
 from spillway.attaching.treating import LEAST, tried_by
 from spillway.planning.plan import Plan
-from spillway.planning.scaling import enlarged
 from spillway.planning.stages import StageProfile
 from spillway.session import Session
 
@@ -125,7 +124,7 @@ class StagePilot(Pilot):
         """
         assert self.profile is not None
         # Other chunks may be larger than the first.
-        profile = enlarged(self.profile, max(self._largest / max(self._measured_inputs, 1), 1.0))
+        profile = self._survey.enlarged(self.profile, self._largest)
         new = sum(each.nbytes for each in parameters if each.requires_grad and each.grad is None)
         return StageProfile(self.index, profile, profile.held_bytes, new)
 
@@ -136,7 +135,7 @@ class StagePilot(Pilot):
     @property
     def measured_inputs(self) -> int:
         """Bytes of the inputs that the profile was measured with."""
-        return self._measured_inputs
+        return self._survey.inputs
 
     @property
     def tried(self) -> int:
