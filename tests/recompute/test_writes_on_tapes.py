@@ -14,11 +14,14 @@ from torch.nn import functional
 
 from recompute.regions import Regions, one_place
 from recompute.test_tapes import gradients_of, tapes_of
+from recompute.test_unwatched import told
+from spillway.capture.identity import ViewRecipe
 from spillway.operators import Planned, full_name
 from spillway.records import Decision
 from spillway.regions.following import Following
 from spillway.regions.retracing import Retracing
-from spillway.regions.steps import Step
+from spillway.regions.showing import _covers
+from spillway.regions.steps import Spot, Step
 from spillway.regions.tape import Tape
 from support import assert_identical
 
@@ -201,6 +204,152 @@ def test_what_is_written_by_what_was_left_out_is_left_out_too(
     assert not any(name.startswith(("index_add_", "argsort", "sort")) for name in ran)
 
 
+class Omits(nn.Module):
+    """Does not write any more what it wrote when its tape was written, and saves it all the same."""
+
+    writes = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * 0.5
+        if self.writes:
+            y.mul_(3.0)
+        return y.sin()
+
+
+class Normed(nn.Module):
+    """The same, of a sum that is normalised."""
+
+    writes = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * 0.5
+        if self.writes:
+            y += x
+        return functional.rms_norm(y, (16,))
+
+
+@pytest.mark.parametrize("make", [Omits, Normed])
+@pytest.mark.parametrize("watch", [True, False], ids=["followed", "unwatched"])
+def test_a_call_that_leaves_out_a_write_is_lost(
+    regions: Regions, make: Callable[[], Omits | Normed], watch: bool
+) -> None:
+    function = make()
+    for _ in range(3):
+        assert_identical(gradients_of(regions, function, watch=watch), gradients_of(None, function))
+    assert any(tapes_of(regions.session))
+    function.writes = False
+    for _ in range(2):
+        assert_identical(gradients_of(regions, function, watch=watch), gradients_of(None, function))
+
+
+class Before(nn.Module):
+    """Reads a value before it writes it, and saves it after that."""
+
+    number = 2.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * 0.5
+        z = y + 1
+        y.mul_(self.number)
+        return y.sin() + z.cos()
+
+
+class Numbers(nn.Module):
+    """Writes whole numbers that were drawn."""
+
+    number = 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        index = torch.randint(0, 8, (2, 5, 8))
+        index.add_(self.number)
+        return x.gather(2, index)
+
+
+class Bytes(nn.Module):
+    """Makes bytes, which are no state of a kernel."""
+
+    number = 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.full((2, 5, 16), self.number, dtype=torch.uint8)
+
+
+class Half(nn.Module):
+    """Of a value that is saved, half goes into what is saved at last."""
+
+    number = 2.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.cat([x * self.number, x], 1)
+        z = y.sin()
+        end = y[:, 5:] + 1
+        return z[:, :5] + z[:, 5:] + end.cos()
+
+
+class Thirds(nn.Module):
+    """Of a value, three parts are saved."""
+
+    number = 2.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.cat([x, x * self.number, x], -1)
+        first, second, third = y.chunk(3, -1)
+        return first.sin() + second.sin() + third.sin()
+
+
+@pytest.mark.parametrize("make", [Before, Numbers, Bytes, Half, Thirds])
+def test_what_changes_before_backward_is_told(
+    regions: Regions, make: Callable[[], Before | Numbers | Bytes | Half | Thirds]
+) -> None:
+    function = make()
+    told(regions, function, lambda: setattr(function, "number", function.number + 4))
+    # What a backward that failed had not come to yet, autograd holds until the next one.
+    torch.ones(1, requires_grad=True).sum().backward()
+
+
+class Looks(nn.Module):
+    """Reads what it wrote for nobody after the last that is needed, by an index which only that write makes good."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.arange(4.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        index = (x.detach().abs() * 100).long()
+        product = (x @ x.mT).tanh()
+        y = product @ (index.float() * 1e-3)
+        del product
+        index.clamp_(0, 3)
+        end = y.exp()
+        return end.cos() + self.table[index]
+
+
+class Keeps(nn.Module):
+    """Keeps what it wrote, for its caller."""
+
+    last: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = (x @ x.mT).tanh()
+        y = x.detach() * 0.5
+        y.mul_(3.0)
+        self.last = y
+        return (z @ x).exp()
+
+
+@pytest.mark.parametrize("watch", [True, False], ids=["followed", "unwatched"])
+@pytest.mark.parametrize("make", [Looks, Keeps])
+def test_what_was_left_unwritten_is_read_by_nobody(
+    regions: Regions, make: Callable[[], nn.Module], watch: bool
+) -> None:
+    function, plain = make(), make()
+    for _ in range(5):
+        ours = gradients_of(regions, function, watch=watch, save="aten::tanh")
+        assert_identical(ours, gradients_of(None, plain))
+        if isinstance(function, Keeps) and isinstance(plain, Keeps):
+            assert_identical([function.last], [plain.last])
+
+
 class Refused(nn.Module):
     """Writes what there is no tape of."""
 
@@ -234,3 +383,21 @@ def test_of_other_writes_there_is_no_tape(regions: Regions, way: str) -> None:
         assert_identical(gradients_of(regions, function, seed=seed), gradients_of(None, plain, seed=seed))
     assert not any(tapes_of(regions.session))
     assert torch.equal(function.seen, plain.seen)
+
+
+def test_what_is_read_or_saved_in_equal_parts_is_seen_whole(place: object) -> None:
+    whole = torch.empty(4, 6, 10)
+
+    def covers(*parts: Tensor) -> bool:
+        return _covers({Spot(0, ViewRecipe.of(part)) for part in parts}, Spot(0, ViewRecipe.of(whole)))
+
+    assert covers(whole) and covers(whole.transpose(0, 2)) and covers(whole[:, None].expand(4, 3, 6, 10))
+    assert covers(whole.view(4, 60)) and covers(whole[0], whole[:, 3:], whole)
+    for dim in range(3):
+        assert covers(*whole.chunk(2, dim)) and covers(*(part.mT for part in whole.chunk(2, dim)))
+        assert covers(*whole.unbind(dim)) and not covers(*whole.unbind(dim)[1:])
+        assert not covers(whole.chunk(2, dim)[1])
+    first, *_, last = whole.chunk(5, -1)
+    assert not covers(whole[:2], whole[1:3]) and not covers(first, last)
+    assert not covers(whole[:3], whole[3:]), "that they are all of it is true, and not seen"
+    assert covers(whole[:, ::2], whole[:, 1::2]) and not covers(whole[:, ::2])

@@ -10,7 +10,8 @@ of its own when it is asked, or dies. What is handed in is let go of when all ha
 as one lives, somebody may go through the graph again.
 
 Where an operator, or what is saved, is not what the tape has next, the call is *lost*: what comes after is kept. What
-came before stands as it is, for it hangs on nothing that came later.
+came before stands as it is, for it hangs on nothing that came later: also what is written in place was saved after the
+last write to it, or the call is lost there.
 
 Autograd owns the handles, these own the call, and that owns the handles of what is handed in. It owns no output.
 """
@@ -159,7 +160,8 @@ class Followed:
         spot, decision, is_parameter = self._tape.saved[place]
         if spot is None:
             return self._passage.alias(tensor) if self._aliases and not is_parameter else KeptHandle(tensor)
-        if not mode.knows(tensor, spot):
+        if not mode.knows(tensor, spot) or mode.place <= self._tape.last_written.get(spot.value, -1):
+            # What is saved before the tape's last write to it may never be written so.
             mode.is_lost = True
             return self._passage.save(tensor, _KEEP)
         if decision is not _RECOMPUTE:

@@ -25,6 +25,7 @@ from functools import lru_cache
 import torch
 
 from spillway.regions.script import Script
+from spillway.regions.tensors import is_dense
 from spillway.runtime.bytes import over
 
 _ENOUGH_STRUCTURES = 64
@@ -171,22 +172,11 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
 
     What has gaps is copied.
     """
-    if tensor.is_neg() or tensor.is_conj() or not (tensor.is_contiguous() or _is_dense(tensor.shape, tensor.stride())):
+    if tensor.is_neg() or tensor.is_conj() or not (tensor.is_contiguous() or is_dense(tensor.shape, tensor.stride())):
         tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
     size, start, nbytes = tensor.element_size(), tensor.storage_offset() * tensor.element_size(), tensor.nbytes
     size = 8 if start % 8 == 0 and nbytes % 8 == 0 else size
     return over(tensor.untyped_storage(), _INTEGERS[size], start // size, (nbytes // size,), (1,))
-
-
-@lru_cache(maxsize=1024)
-def _is_dense(size: torch.Size, stride: tuple[int, ...]) -> bool:
-    """Whether the elements of a tensor lie side by side, in whatever order of its dimensions."""
-    expected = 1
-    for step, count in sorted((step, count) for step, count in zip(stride, size, strict=True) if count > 1):
-        if step != expected:
-            return False
-        expected *= count
-    return True
 
 
 def same_sums(a: Sequence[torch.Tensor | None], b: Sequence[torch.Tensor | None]) -> bool:

@@ -286,7 +286,11 @@ class Replay(OperatorMode):
                     self.watched.append(weakref.ref(output.untyped_storage()))
                 outputs.append(output)
             elif isinstance(form, Argument):
-                outputs.append(argument(args, kwargs, form.key))
+                output = argument(args, kwargs, form.key)
+                if self.watched is not None and self._values.find(output) not in self._trace.outside:
+                    # It is not written as it should be.
+                    self.watched.append(weakref.ref(output.untyped_storage()))
+                outputs.append(output)
             else:
                 outputs.append(form)
         return outputs[0] if call.single else _sequence(call, outputs)

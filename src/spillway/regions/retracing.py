@@ -35,7 +35,7 @@ class Retracing(Following):  # type: ignore[no-untyped-call]
         self._base_of = base_of
         self._left_until = tape.left_until
         self._left: list[weakref.ref[torch.UntypedStorage]] = []
-        """What was handed out unwritten."""
+        """What was handed out unwritten, or is not written as it should be."""
         self._lent: list[tuple[torch.UntypedStorage, int]] = []
         """Memory of what was handed in, and how many had held it by then."""
         self.has_ended = False
@@ -51,7 +51,8 @@ class Retracing(Following):  # type: ignore[no-untyped-call]
 
     def _run(self, place: int, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         if place not in self._runs and step.writes >= 0:
-            # What it would write is nobody's, and so may be what it reads.
+            # What it would write is nobody's, and so may be what it reads. Who holds it is to read it no more.
+            self._left.append(weakref.ref(args[0].untyped_storage()))
             return args[0]
         if place in self._runs or not step.makes or step.others is None:
             return super()._run(place, step, args, kwargs)

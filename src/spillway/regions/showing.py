@@ -5,13 +5,16 @@ Where nobody looks at operators, nothing else is seen of a call: see NOTE [ Unwa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence, Set
 from functools import cached_property
+from itertools import pairwise
 
 import torch
 
 from spillway.records import Decision
-from spillway.regions.steps import Saved, Spot, Step
+from spillway.regions.steps import Saved, Spot, Step, spots_in
+from spillway.regions.tensors import is_dense
 
 _RECOMPUTE = Decision.RECOMPUTE
 _BLIND = frozenset(
@@ -34,9 +37,31 @@ def _is_blind(step: Step) -> bool:
 
 
 def _is_state(step: Step, spot: Spot) -> bool:
-    """Whether kernels may leave it unwritten: states of generators, of which they do not need all, and workspaces."""
+    """Whether kernels may leave it unwritten: states of generators, of which they do not need all, and workspaces.
+
+    They give such besides what they are asked for.
+    """
     is_number = not (spot.dtype.is_floating_point or spot.dtype is torch.bool)
-    return spot.dtype is torch.uint8 or (is_number and (step.is_random or step.numerics is not None))
+    is_from_kernel = spot.dtype is torch.uint8 or step.is_random or step.numerics is not None
+    return is_number and is_from_kernel and not step.single
+
+
+def _covers(spots: Set[Spot], made: Spot) -> bool:
+    """Whether tensors show all of what an operator made: one of them does, or equal parts at equal distances do."""
+    total = math.prod(made.size)
+    alike: dict[tuple[tuple[int, int], ...], set[int]] = {}
+    """Where tensors begin, by steps and sizes of their dimensions, in whatever order."""
+    for spot in spots:
+        if spot.dtype is made.dtype:
+            lay = [(step, size) for step, size in zip(spot.stride, spot.size, strict=True) if size > 1 and step > 0]
+            alike.setdefault(tuple(sorted(lay)), set()).add(spot.offset)
+    for lay, starts in alike.items():
+        apart = {after - before for before, after in pairwise(sorted(starts))}
+        # They are one tensor with a dimension more.
+        steps, sizes = (*(step for step, _ in lay), *apart), (*(size for _, size in lay), *(len(starts) for _ in apart))
+        if len(apart) < 2 and math.prod(sizes) == total and is_dense(torch.Size(sizes), steps):
+            return True
+    return False
 
 
 class Showing:
@@ -93,42 +118,57 @@ class Showing:
         return {spot.value: step for step in steps for _, spot in step.makes}
 
     @cached_property
+    def _written(self) -> frozenset[int]:
+        """Values that are written after they were made."""
+        return frozenset(step.writes for step in self._steps if step.writes >= 0)
+
+    @cached_property
     def compared(self) -> frozenset[int]:
         """Places of what is computed again and must have the same bits."""
         found = set()
         for place, (spot, decision, _) in enumerate(self._saved):
             if spot is not None and decision is _RECOMPUTE:
                 maker = self._makers.get(spot.value)
-                if maker is None or not _is_state(maker, spot):
+                if maker is None or spot.value in self._written or not _is_state(maker, spot):
                     found.add(place)
         return frozenset(found)
 
     @cached_property
     def last(self) -> frozenset[int]:
         """Those of :attr:`compared` that come at last: all the rest of it goes into them."""
-        makers = self._makers
-        # What goes into it by a write in place is not followed.
-        written = {step.writes for step in self._steps}
-        last, behind = set(), set[int]()
+        makers, written = self._makers, self._written
+        made = {spot.value: spot for step in makers.values() for _, spot in step.makes}
+        last = set()
+        seen: dict[int, set[Spot]] = {}
+        """Of values, what of them is compared, or goes into what is."""
+        beside, passed = set[int](), set[int]()
+
+        def is_shown(value: int) -> bool:
+            return value in seen and (value not in made or _covers(seen[value], made[value]))
+
         for place in sorted(self.compared, reverse=True):
             spot = self._saved[place].spot
-            if spot is None or spot.value in behind:
+            if spot is None or spot.value in beside:
+                continue
+            # Of what is written, what was read may have been another content than what is saved.
+            if spot in seen.get(spot.value, ()) if spot.value in written else is_shown(spot.value):
                 continue
             last.add(place)
-            behind.add(spot.value)
+            seen.setdefault(spot.value, set()).add(spot)
             values = [spot.value]
             while values:
                 value = values.pop()
                 step = makers.get(value)
-                if step is None or value in written or _is_blind(step):
+                # What goes into a value by a write in place is not followed.
+                is_end = step is None or value in written or value in passed or not is_shown(value)
+                if step is None or is_end or _is_blind(step):
                     continue
-                # Not what an operator gave besides what is read of it: that may differ where the other does not.
-                new = [value for value in step.reads if value not in behind]
-                behind.update(new)
-                values += new
-                for value in new:
-                    beside = makers.get(value)
-                    if beside is not None and "attention" in beside.func._schema.name:
-                        # Of these, both are from the same numbers.
-                        behind.update(other.value for _, other in beside.makes)
+                passed.add(value)
+                if "attention" in step.func._schema.name and value != spot.value:
+                    # Of these, both are from the same numbers.
+                    beside.update(step.made)
+                for each in spots_in(step.args):
+                    if each.value not in written:
+                        seen.setdefault(each.value, set()).add(each)
+                        values.append(each.value)
         return frozenset(last)

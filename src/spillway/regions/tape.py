@@ -124,7 +124,7 @@ class Tape:
         Args:
             decide: says it of each operator, by its place.
         """
-        written = {step.writes for step in self.steps}
+        written = self.last_written.keys()
         steps = [
             # What is written later cannot be kept as it was made.
             step.decided(decide(place, step.func)) if step.makes and written.isdisjoint(step.made) else step
@@ -154,6 +154,11 @@ class Tape:
         for part in {id(part): part for part in self._parts.values()}.values():
             self.runs(part, ())
         return self
+
+    @cached_property
+    def last_written(self) -> Mapping[int, int]:
+        """Of values that are written after they were made, the place of the last step that does so."""
+        return {step.writes: place for place, step in enumerate(self.steps) if step.writes >= 0}
 
     @cached_property
     def outside(self) -> frozenset[int]:
@@ -335,14 +340,11 @@ class Tape:
         want = set(gives)
         found: list[tuple[Step | None, int, tuple[int, ...]]] = []
         """From the last on: a step, its place and what it makes, or a value that is handed in."""
-        last_written: dict[int, int] = {}
-        """Of values that are written, the place of the last step that writes them: they were saved after it."""
         for place in range(len(self.steps) - 1, -1, -1):
             step = self.steps[place]
             if step.writes in want:
                 found.append((step, place, ()))
                 want.update(step.reads)
-                last_written.setdefault(step.writes, place)
                 continue
             made = tuple(spot.value for _, spot in step.makes)
             needed = want.intersection(made)
@@ -360,7 +362,7 @@ class Tape:
                     want.remove(value)
                     runs.append(_Run(None, -1, (value,), tuple(gives.get(value, ()))))
             run = _Run(again, place, values, ())
-            ready = [value for value in run.changes if last_written.get(value, place) == place]
+            ready = [value for value in run.changes if self.last_written.get(value, place) == place]
             runs.append(run._replace(gives=tuple([number for value in ready for number in gives.get(value, ())])))
         runs += (_Run(None, -1, (value,), tuple(gives[value])) for value in sorted(want))
         last = {

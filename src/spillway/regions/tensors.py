@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -165,3 +166,14 @@ def may_be_seed(tensor: torch.Tensor) -> bool:
     """
     is_number = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
     return is_number and tensor.numel() <= _MOST_SEEDS
+
+
+@lru_cache(maxsize=1024)
+def is_dense(size: torch.Size, stride: tuple[int, ...]) -> bool:
+    """Whether the elements of a tensor lie side by side, in whatever order of its dimensions."""
+    expected = 1
+    for step, count in sorted((step, count) for step, count in zip(stride, size, strict=True) if count > 1):
+        if step != expected:
+            return False
+        expected *= count
+    return True
