@@ -53,8 +53,9 @@ def _covers(spots: Set[Spot], made: Spot) -> bool:
     """Where tensors begin, by steps and sizes of their dimensions, in whatever order."""
     for spot in spots:
         if spot.dtype is made.dtype:
-            lay = [(step, size) for step, size in zip(spot.stride, spot.size, strict=True) if size > 1 and step > 0]
-            alike.setdefault(tuple(sorted(lay)), set()).add(spot.offset)
+            dimensions = zip(spot.stride, spot.size, strict=True)
+            key = tuple(sorted((step, size) for step, size in dimensions if size > 1 and step > 0))
+            alike.setdefault(key, set()).add(spot.offset)
     for lay, starts in alike.items():
         apart = {after - before for before, after in pairwise(sorted(starts))}
         # They are one tensor with a dimension more.
