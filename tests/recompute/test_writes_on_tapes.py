@@ -286,6 +286,16 @@ class Half(nn.Module):
         return z[:, :5] + z[:, 5:] + end.cos()
 
 
+class Other(nn.Module):
+    """What is saved goes into another half than the one that is saved after it."""
+
+    number = 2.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.cat([(x * self.number).exp(), x], 1)
+        return y[:, 5:].sin() + y[:, :5]
+
+
 class Thirds(nn.Module):
     """Of a value, three parts are saved."""
 
@@ -297,9 +307,9 @@ class Thirds(nn.Module):
         return first.sin() + second.sin() + third.sin()
 
 
-@pytest.mark.parametrize("make", [Before, Numbers, Bytes, Half, Thirds])
+@pytest.mark.parametrize("make", [Before, Numbers, Bytes, Half, Other, Thirds])
 def test_what_changes_before_backward_is_told(
-    regions: Regions, make: Callable[[], Before | Numbers | Bytes | Half | Thirds]
+    regions: Regions, make: Callable[[], Before | Numbers | Bytes | Half | Other | Thirds]
 ) -> None:
     function = make()
     told(regions, function, lambda: setattr(function, "number", function.number + 4))
@@ -321,7 +331,8 @@ class Looks(nn.Module):
         del product
         index.clamp_(0, 3)
         end = y.exp()
-        return end.cos() + self.table[index]
+        found = self.table[index]
+        return end.cos() + found
 
 
 class Keeps(nn.Module):
@@ -330,11 +341,12 @@ class Keeps(nn.Module):
     last: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        z = (x @ x.mT).tanh()
+        product = (x @ x.mT).tanh()
         y = x.detach() * 0.5
+        z = product @ (y + 1)
         y.mul_(3.0)
         self.last = y
-        return (z @ x).exp()
+        return z.exp().cos()
 
 
 @pytest.mark.parametrize("watch", [True, False], ids=["followed", "unwatched"])

@@ -119,25 +119,21 @@ class Showing:
         return {spot.value: step for step in steps for _, spot in step.makes}
 
     @cached_property
-    def _written(self) -> frozenset[int]:
-        """Values that are written after they were made."""
-        return frozenset(step.writes for step in self._steps if step.writes >= 0)
-
-    @cached_property
     def compared(self) -> frozenset[int]:
         """Places of what is computed again and must have the same bits."""
         found = set()
         for place, (spot, decision, _) in enumerate(self._saved):
             if spot is not None and decision is _RECOMPUTE:
                 maker = self._makers.get(spot.value)
-                if maker is None or spot.value in self._written or not _is_state(maker, spot):
+                if maker is None or not _is_state(maker, spot):
                     found.add(place)
         return frozenset(found)
 
     @cached_property
     def last(self) -> frozenset[int]:
         """Those of :attr:`compared` that come at last: all the rest of it goes into them."""
-        makers, written = self._makers, self._written
+        makers = self._makers
+        written = {step.writes for step in self._steps}
         made = {spot.value: spot for step in makers.values() for _, spot in step.makes}
         last = set()
         seen: dict[int, set[Spot]] = {}
@@ -151,8 +147,7 @@ class Showing:
             spot = self._saved[place].spot
             if spot is None or spot.value in beside:
                 continue
-            # Of what is written, what was read may have been another content than what is saved.
-            if spot in seen.get(spot.value, ()) if spot.value in written else is_shown(spot.value):
+            if is_shown(spot.value):
                 continue
             last.add(place)
             seen.setdefault(spot.value, set()).add(spot)
@@ -169,6 +164,7 @@ class Showing:
                     # Of these, both are from the same numbers.
                     beside.update(step.made)
                 for each in spots_in(step.args):
+                    # Of what is written, what was read may have been another content than what is saved.
                     if each.value not in written:
                         seen.setdefault(each.value, set()).add(each)
                         values.append(each.value)
