@@ -593,4 +593,6 @@ def test_a_model_of_transformers_as_it_comes_trains_bit_for_bit(seeing: Seeing, 
     assert config.use_cache
     seeing.end(0)
     seeing.close()
+    # With a cache, keys and values lie otherwise in memory, and kernels of some CPUs add up in another order.
+    plain.config.use_cache = False
     assert all(map(torch.equal, found, losses(plain)))
