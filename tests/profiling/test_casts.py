@@ -51,7 +51,7 @@ class Within(nn.Module):
             return self.block(x)  # type: ignore[no-any-return]
 
 
-class Written(nn.Module):
+class Untold(nn.Module):
     """A block of which there is no tape: it asks for memory that it writes later."""
 
     def __init__(self) -> None:
@@ -130,7 +130,7 @@ def test_casts_of_a_block_that_runs_again_as_a_whole_come_with_all_of_it(
     """Backward asks for a cast before anything else that is made again."""
     monkeypatch.setattr(meter, "_resident", lambda: RESIDENT)
     torch.manual_seed(0)
-    model, x = Model("model and loss", 4, Written), torch.randn(2, ROWS, WIDTH)
+    model, x = Model("model and loss", 4, Untold), torch.randn(2, ROWS, WIDTH)
     profile = replace(spillway.profile(model, x, loss=loss_of, session=session), min_bytes=0)
     (kind,) = profile.kinds
     assert not kind.is_told

@@ -259,3 +259,34 @@ def test_a_profile_for_the_cpu_is_the_one_that_is_measured_there(
     for profile, loose in ((theirs, 0.001), (ours, LOOSE["convolution"])):
         keep = spillway.plan(profile, budget="1TiB", hardware="h200").predicted_peak - profile.static_bytes
         assert keep == pytest.approx(plain, rel=loose if kind.name == "convolution" else 0)
+
+
+class Writes(nn.Module):
+    """Writes in place what it made, what it did not make, or what autograd has saved before, to no purpose."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.up, self.down = way, nn.Linear(64, 64), nn.Linear(64, 64)
+        self.register_buffer("seen", torch.zeros(64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.relu_(self.up(x))
+        if self.way == "outside":
+            self.seen.add_(y.detach().mean(0))
+        out = self.down(y).mul_(2)
+        if self.way == "saved before":
+            z = out.sin()
+            with torch.autograd._unsafe_preserve_version_counter(out):
+                out.detach().mul_(1.0)
+            return x + z
+        out += x
+        return out
+
+
+@pytest.mark.parametrize("way", ["made", "outside", "saved before"])
+def test_where_blocks_write_in_place_it_knows_of_which_there_are_tapes(way: str, session: Session) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), *(Writes(way) for _ in range(3)))
+    batch = torch.randn(256, 64)
+    ours = spillway.profile(model, batch, loss=loss, hardware="h200", device="cpu")
+    theirs = spillway.profile(model, batch, loss=loss, session=session)
+    assert [kind.is_told for kind in ours.kinds] == [kind.is_told for kind in theirs.kinds] == [way == "made"]

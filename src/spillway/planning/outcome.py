@@ -40,7 +40,7 @@ class Outcome:
     given: frozenset[int]
     """Values that a re-run is handed."""
     casts: frozenset[int]
-    """Casts that autograd saved, where the block casts again."""
+    """Casts that autograd saved."""
     copied: frozenset[int]
     """Values of which a region holds copies: shapes or the host hang on them, and code may write those unseen."""
     reach: int
@@ -56,7 +56,6 @@ class Outcome:
             if value.saved_at is not None and value.maker is not None and decisions[number] is Decision.RECOMPUTE
         )
         casts = frozenset(number for number, value in enumerate(values) if value.is_cast and value.saved_at is not None)
-        casts = casts if again else frozenset()
         reach = _reach(block, again | casts)
         runs, given = _reruns(block, decisions, again, reach) if again else (frozenset(), frozenset())
         held = {

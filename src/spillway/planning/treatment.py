@@ -93,9 +93,9 @@ def treat(block: BlockProfile, decisions: Sequence[Decision], *, min_bytes: int)
     )
 
 
-def _casts(block: BlockProfile) -> int:
+def _casts(block: BlockProfile, outcome: Outcome) -> int:
     """Bytes that autograd saves of a block's casts."""
-    return sum(value.nbytes for value in block.values if value.is_cast and value.saved_at is not None)
+    return sum(block.values[number].nbytes for number in outcome.casts)
 
 
 def _kept_casts(block: BlockProfile, outcome: Outcome) -> int:
@@ -103,7 +103,8 @@ def _kept_casts(block: BlockProfile, outcome: Outcome) -> int:
     if outcome.again:
         return 0
     # Where a block is called several times, the cache has one cast for all of them.
-    return min(_casts(block), block.cached_bytes) if block.cached_bytes else _casts(block)
+    casts = _casts(block, outcome)
+    return min(casts, block.cached_bytes) if block.cached_bytes else casts
 
 
 def _held_casts(block: BlockProfile, outcome: Outcome) -> int:
@@ -282,7 +283,7 @@ def _backward(block: BlockProfile, outcome: Outcome, *, watched: bool) -> tuple[
         # One operator asks for them in an order that is not known: they are put in the one that needs the most.
         again.sort(key=lambda task: task.peak_bytes - task.change_bytes)
         if again and not cast_again:
-            cast_again = _casts(block)
+            cast_again = _casts(block, outcome)
             again[0] = _with_casts(again[0], cast_again)
         tasks += again
         takes = tuple(number for number in taken if asked_at[number] == start)

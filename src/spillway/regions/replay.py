@@ -287,9 +287,10 @@ class Replay(OperatorMode):
                 outputs.append(output)
             elif isinstance(form, Argument):
                 output = argument(args, kwargs, form.key)
-                if self.watched is not None and self._values.find(output) not in self._trace.outside:
+                if self.watched is not None:
                     # It is not written as it should be.
-                    self.watched.append(weakref.ref(output.untyped_storage()))
+                    own = (part for part in tensors_in((output,)) if self._values.find(part) not in self._trace.outside)
+                    self.watched.extend(weakref.ref(part.untyped_storage()) for part in own)
                 outputs.append(output)
             else:
                 outputs.append(form)

@@ -145,9 +145,7 @@ class Showing:
 
         for place in sorted(self.compared, reverse=True):
             spot = self._saved[place].spot
-            if spot is None or spot.value in beside:
-                continue
-            if is_shown(spot.value):
+            if spot is None or spot.value in beside or is_shown(spot.value):
                 continue
             last.add(place)
             seen.setdefault(spot.value, set()).add(spot)
@@ -155,9 +153,10 @@ class Showing:
             while values:
                 value = values.pop()
                 step = makers.get(value)
+                if step is None or value in passed or not is_shown(value):
+                    continue
                 # What goes into a value by a write in place is not followed.
-                is_end = step is None or value in written or value in passed or not is_shown(value)
-                if step is None or is_end or _is_blind(step):
+                if value in written or _is_blind(step):
                     continue
                 passed.add(value)
                 if "attention" in step.func._schema.name and value != spot.value:

@@ -75,11 +75,6 @@ class Step:
         """The values that it makes."""
         return frozenset(spot.value for _, spot in self.makes)
 
-    @property
-    def computes(self) -> bool:
-        """Whether it is more than another name for what there is."""
-        return bool(self.makes) or self.writes >= 0
-
     def is_wanted(self, want: Set[int]) -> bool:
         """Whether it makes or writes any of these values."""
         return self.writes in want or any(spot.value in want for _, spot in self.makes)

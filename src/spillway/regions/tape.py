@@ -262,7 +262,7 @@ class Tape:
         """The place of the last step that is left out before one that runs again; -1: there is none."""
         again, _ = self.again
         steps = enumerate(self.steps[: max(again, default=0)])
-        return max((place for place, step in steps if place not in again and step.computes), default=-1)
+        return max((place for place, step in steps if place not in again and step.makes), default=-1)
 
     @cached_property
     def devices(self) -> frozenset[torch.device]:
