@@ -413,3 +413,22 @@ def test_what_is_read_or_saved_in_equal_parts_is_seen_whole(place: object) -> No
     assert not covers(whole[:2], whole[1:3]) and not covers(first, last)
     assert not covers(whole[:3], whole[3:]), "that they are all of it is true, and not seen"
     assert covers(whole[:, ::2], whole[:, 1::2]) and not covers(whole[:, ::2])
+
+
+def test_what_no_tape_can_tell_is_seen_before_the_function_runs_for_one(regions: Regions) -> None:
+    runs = 0
+
+    def block(x: Tensor) -> Tensor:
+        nonlocal runs
+        runs += 1
+        # On a CPU, numbers are drawn into what was made for them.
+        return functional.dropout((x * 2).sin(), 0.25)
+
+    seen = []
+    for seed in range(3):
+        gradients_of(regions, block, seed=seed)
+        seen.append(runs)
+        runs = 0
+    assert tapes_of(regions.session) == [None]
+    # Forward, and again for backward; the first time, one run is compared with another.
+    assert seen == [3, 2, 2]

@@ -14,7 +14,7 @@ from spillway.capture.identity import is_parameter
 from spillway.records import Decision
 from spillway.regions.packs import Pack, Packs
 from spillway.regions.proofs import fingerprint
-from spillway.regions.scribe import Peeks, Scribe, is_own
+from spillway.regions.scribe import Peeks, Scribe, is_own, writes_its_first
 from spillway.regions.steps import Saved, Spot, Step
 from spillway.regions.tape import Base, Tape, Untold
 from spillway.regions.tensors import below_modes, may_be_seed
@@ -196,6 +196,9 @@ def _writes_own(trace: Trace, packs: Packs) -> bool:
         return True
     makers = [trace.makers.get(value) for value in written]
     if any(maker is None or maker.is_given for maker in makers):
+        return False
+    # A scribe refuses these, too, but only after the function has run once more for it.
+    if any(call.writes and not writes_its_first(call.facts) for call in trace.calls):
         return False
     return all(
         pack.decision is None and pack.place > written[value]

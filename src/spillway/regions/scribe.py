@@ -36,7 +36,7 @@ def is_own(func: Any) -> bool:
     return isinstance(func, torch._ops.OpOverload) and func.namespace in OWN
 
 
-def _writes_its_first(facts: Facts) -> bool:
+def writes_its_first(facts: Facts) -> bool:
     """Whether all that an operator does is to write its first argument, by what it is given, and to give that back."""
     is_alone = facts.writes == _FIRST and facts.returned == _FIRST
     return is_alone and not (facts.reshapes or facts.is_random or facts.is_view)
@@ -110,7 +110,7 @@ class Scribe(OperatorMode):
             return None
         if facts.is_label or facts.is_settled or not are_numbers(tuple(kwargs.values())):
             return None
-        if facts.writes and not _writes_its_first(facts):
+        if facts.writes and not writes_its_first(facts):
             return None
         place = len(self.steps)
         if place >= len(self._calls) or self._calls[place].func is not func:
