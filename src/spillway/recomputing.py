@@ -256,13 +256,10 @@ def _call_region(
         args, kwargs = arguments.put(tensors)
         return function(*args, **kwargs)
 
-    checked = functools.partial(checkpoint, use_reentrant=how.use_reentrant, preserve_rng_state=how.preserve_rng_state)
-    if not how.use_reentrant:
-        checked = functools.partial(checked, early_stop=how.early_stop, determinism_check=how.determinism_check)
     if in_rerun():
         # A part of a region that runs again: the outer one sees to it all, and counts what is saved as before.
         with nullcontext() if how.choices.inputs is None else saved_tensors_hooks(pack_kept, unpack):
-            return _flat(checked, again, tensors) if how.use_reentrant else checked(again, *tensors)
+            return _checked(how, again, tensors)
     session = session if session is not None else Session.default()
     session.check_open()
     see_again()
@@ -313,7 +310,7 @@ def _call_region(
         key=key,
         writes_at_once=getattr(function, "writes_tape", None),
     )
-    output = _run_in(checked, tensors, passage, choices.inputs, partition, region, reentrant=how.use_reentrant)
+    output = _run_in(how, tensors, passage, partition, region)
     for tensor, handle in region.outputs:
         session.outputs.add(tensor, handle)
     region.outputs.clear()
@@ -326,18 +323,11 @@ call_untraced_region = untraced(_call_region)
 
 
 def _run_in(
-    checked: Callable[..., Any],
-    tensors: list[torch.Tensor],
-    passage: Pass,
-    inputs: Decision | None,
-    partition: Partition | None,
-    region: Region,
-    *,
-    reentrant: bool,
+    how: Recompute, tensors: list[torch.Tensor], passage: Pass, partition: Partition | None, region: Region
 ) -> Any:
     """What a region gives that runs inside of torch's checkpoint."""
-    with InputHooks(region, tensors, passage, inputs, partition).pushed():
-        output = _flat(checked, region.run, tensors) if reentrant else checked(region.run, *tensors)
+    with InputHooks(region, tensors, passage, how.choices.inputs, partition).pushed():
+        output = _checked(how, region.run, tensors)
     if region.error is not None:
         error, region.error = region.error, None
         try:
@@ -361,7 +351,7 @@ def _by_tape(
 ) -> Followed | Unwatched | None:
     """The call by a tape, if there is one that it may go by."""
     tape = None if in_backward() else _tape(how.choices, key, script)
-    if tape is None or any(map(passage.is_captured, {tensor.device for tensor in tensors})):
+    if tape is None or any(map(passage.is_captured, tape.devices)):
         return None
     inputs, aliases = how.choices.inputs, around is Surroundings.PASS
     said = getattr(function, "watches", None)
@@ -458,8 +448,18 @@ def _is_filled(cell: Any) -> bool:
     return True
 
 
-def _flat(checked: Callable[..., Any], run: Callable[..., Any], tensors: list[torch.Tensor]) -> Any:
-    """The reentrant mode gives gradients to a flat tuple only."""
+def _checked(how: Recompute, run: Callable[..., Any], tensors: list[torch.Tensor]) -> Any:
+    """What a function gives inside of torch's checkpoint."""
+    if not how.use_reentrant:
+        return checkpoint(
+            run,
+            *tensors,
+            use_reentrant=False,
+            preserve_rng_state=how.preserve_rng_state,
+            early_stop=how.early_stop,
+            determinism_check=how.determinism_check,
+        )
+    # The reentrant mode gives gradients to a flat tuple only.
     specs: list[Any] = []
 
     def run_flat(*tensors: torch.Tensor) -> tuple[Any, ...]:
@@ -467,7 +467,7 @@ def _flat(checked: Callable[..., Any], run: Callable[..., Any], tensors: list[to
         specs[:] = [spec]
         return tuple(leaves)
 
-    leaves = checked(run_flat, *tensors)
+    leaves = checkpoint(run_flat, *tensors, use_reentrant=True, preserve_rng_state=how.preserve_rng_state)
     return tree_unflatten(list(leaves), specs[0])
 
 

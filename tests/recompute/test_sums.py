@@ -90,8 +90,7 @@ def test_any_element_tells_however_it_lies(of: str) -> None:
 def test_sums_are_those_of_rows_and_of_rows_of_these() -> None:
     words = torch.randint(-(1 << 62), 1 << 62, (1 << 18,), generator=torch.Generator().manual_seed(0))
     while words.numel() > _FEW or words.numel() == 1 << 18:
-        rows, apart = _rows(words.numel())
-        size = words.numel() - (rows - 1) * apart
+        (rows, size), (apart, _) = _rows(words.numel())
         words = torch.stack([words[row * apart : row * apart + size] for row in range(rows)]).sum(0)
     generator = torch.Generator().manual_seed(0)
     assert torch.equal(words, found(torch.randint(-(1 << 62), 1 << 62, (1 << 18,), generator=generator)))
@@ -132,8 +131,8 @@ def test_two_tokens_that_change_places_are_seen_at_any_distance(tokens: int, wid
 @settings(max_examples=300, deadline=None)
 def test_rows_cover_all_words_and_need_no_counter(count: int) -> None:
     """Torch takes one for 256 rows; for 64, if rows begin at even distances, since it reads several columns at once."""
-    rows, apart = _rows(count)
-    last = count - (rows - 1) * apart
+    (rows, last), (apart, _) = _rows(count)
+    assert (rows - 1) * apart + last == count
     assert 61 <= rows <= 251
     assert 0 < apart <= last < apart + rows * 100
     assert apart % 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -95,7 +96,7 @@ class RegionCall(ModuleCall):
     def region(self, module: Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The region. See NOTE [ Hooks of a block ] in ``forward.py``."""
         for value in (*args, *kwargs.values()):
-            if not isinstance(value, torch.Tensor) and hasattr(type(value), "get_seq_length"):
+            if _is_cache(type(value)):
                 self.refuse(
                     UsageError(
                         f"got a {type(value).__name__} as an argument of {self.named(module)}, which writes its keys "
@@ -195,6 +196,12 @@ class _Number(threading.local):
     """Which call of a block in its pass the calling thread is in."""
 
     now = -1
+
+
+@cache
+def _is_cache(kind: type) -> bool:
+    """Whether it is one of transformers' caches of keys and values."""
+    return hasattr(kind, "get_seq_length") and not issubclass(kind, torch.Tensor)
 
 
 def _has_lazy(module: Module) -> bool:

@@ -51,7 +51,7 @@ class KeptHandle:
         # A leaf that needs grad has no history and cannot get one. Any other plain tensor is held by an alias: a
         # constant may still join the graph, by being written in place, and aliases are counted where memory is
         # released. A subclass is held itself, since an alias of it may lack what only its own code knows of.
-        stays_a_leaf = tensor.grad_fn is None and (tensor.requires_grad or type(tensor) is not torch.Tensor)
+        stays_a_leaf = tensor.is_leaf and (tensor.requires_grad or type(tensor) is not torch.Tensor)
         self._alias = tensor if stays_a_leaf else tensor.detach()
         self._version = tensor._version
         self._saved = saved

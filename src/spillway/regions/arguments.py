@@ -114,17 +114,20 @@ class Arguments:
 
     def kind(self, tensors: Sequence[torch.Tensor]) -> Kind | None:
         """What tells calls apart: forms of tensors, and numbers. ``None``: it cannot be said."""
-        forms = []
+        said: list[Any] = []
         for tensor in tensors:
             if type(tensor) not in PLAIN or not is_strided(tensor):
                 return None
-            forms.append((tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.requires_grad))
-        others = [leaf if type(leaf) in _NUMBERS else type(leaf) for leaf in self._leaves if leaf is not None]
-        cast: list[tuple[str, torch.dtype]] = []
+            said += tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.requires_grad
+        said += self._numbers
+        for leaf in self._leaves:
+            if leaf is not None:
+                kind = type(leaf)
+                said += (kind, leaf) if kind in _NUMBERS else (kind,)
         if torch._C._is_any_autocast_enabled():
             devices = {"cpu", *(tensor.device.type for tensor in tensors)}
-            cast = [(each, torch.get_autocast_dtype(each)) for each in devices if torch.is_autocast_enabled(each)]
-        return _kinds.of((tuple(forms), tuple(self._numbers), tuple(others), tuple(map(type, others)), tuple(cast)))
+            said += [(each, torch.get_autocast_dtype(each)) for each in devices if torch.is_autocast_enabled(each)]
+        return _kinds.of(tuple(said))
 
     def put(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with these tensors in them."""

@@ -91,11 +91,10 @@ def generators_now(tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
 
 def generators_on(devices: Iterable[torch.device]) -> Callable[[], None]:
     """The same, with the devices said."""
-    generators = [default_generator(device) for device in {_CPU, *devices}]
-    states = [generator.get_state() for generator in generators]
+    states = [(generator, generator.get_state()) for generator in map(default_generator, {_CPU, *devices})]
 
     def restore() -> None:
-        for generator, state in zip(generators, states, strict=True):
+        for generator, state in states:
             generator.set_state(state)
 
     return restore

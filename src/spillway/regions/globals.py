@@ -9,99 +9,100 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import cache
-from typing import Any, NamedTuple
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-_KERNELS: tuple[tuple[Callable[[], bool], Callable[[bool], None]], ...] = (
-    (torch._C._get_flash_sdp_enabled, torch._C._set_sdp_use_flash),
-    (torch._C._get_mem_efficient_sdp_enabled, torch._C._set_sdp_use_mem_efficient),
-    (torch._C._get_math_sdp_enabled, torch._C._set_sdp_use_math),
-    (torch._C._get_cudnn_sdp_enabled, torch._C._set_sdp_use_cudnn),
-)
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _PRECISIONS = (("generic", "all"), ("cuda", "matmul"), ("cuda", "conv"), ("cuda", "rnn"), ("mkldnn", "matmul"))
-_FLAGS: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
-    (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
-    (torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
-    (torch._C._get_cudnn_benchmark, torch._C._set_cudnn_benchmark),
-    (torch._C._get_cudnn_deterministic, torch._C._set_cudnn_deterministic),
-    (torch._C._get_deterministic_algorithms, torch._C._set_deterministic_algorithms),
-    (
-        torch._C._get_cublas_allow_fp16_reduced_precision_reduction,
-        lambda allowed: torch._C._set_cublas_allow_fp16_reduced_precision_reduction(*_listed(allowed)),
-    ),
-    (
-        torch._C._get_cublas_allow_bf16_reduced_precision_reduction,
-        lambda allowed: torch._C._set_cublas_allow_bf16_reduced_precision_reduction(*_listed(allowed)),
-    ),
-)
 
 
-class Numerics(NamedTuple):
-    """Settings of the process by which products and convolutions choose how they add up."""
+class _Settings(tuple[Any, ...]):
+    """Some settings at one moment."""
 
-    flags: tuple[Any, ...]
-    precisions: tuple[str, ...]
+    __slots__ = ()
+
+    getters: ClassVar[tuple[Callable[[], Any], ...]]
+    setters: ClassVar[tuple[Callable[[Any], object], ...]]
 
     @classmethod
-    def now(cls) -> Numerics:
-        get = torch._C._get_fp32_precision_getter
-        return cls(tuple([get() for get, _ in _FLAGS]), tuple([get(*each) for each in _PRECISIONS]))
+    def now(cls) -> Self:
+        return cls([get() for get in cls.getters])
 
     @contextmanager
     def in_force(self) -> Iterator[None]:
         """Inside, they are as they were."""
-        now = Numerics.now()
+        now = self.now()
+        if now == self:
+            yield
+            return
         try:
             self._set(now)
             yield
         finally:
             now._set(self)
 
-    def _set(self, now: Numerics) -> None:
-        for (_, put), flag, other in zip(_FLAGS, self.flags, now.flags, strict=True):
-            if flag != other:
-                put(flag)
-        for place, precision, other in zip(_PRECISIONS, self.precisions, now.precisions, strict=True):
-            if precision != other:
-                torch._C._set_fp32_precision_setter(*place, precision)
+    def _set(self, now: Self) -> None:
+        for put, value, other in zip(self.setters, self, now, strict=True):
+            if value != other:
+                put(value)
+
+
+class Numerics(_Settings):
+    """Settings of the process by which products and convolutions choose how they add up."""
+
+    __slots__ = ()
+
+    getters = (
+        torch._C._get_mkldnn_enabled,
+        torch._C._get_cudnn_enabled,
+        torch._C._get_cudnn_benchmark,
+        torch._C._get_cudnn_deterministic,
+        torch._C._get_deterministic_algorithms,
+        torch._C._get_cublas_allow_fp16_reduced_precision_reduction,
+        torch._C._get_cublas_allow_bf16_reduced_precision_reduction,
+        *(partial(torch._C._get_fp32_precision_getter, *place) for place in _PRECISIONS),
+    )
+    setters = (
+        torch._C._set_mkldnn_enabled,
+        torch._C._set_cudnn_enabled,
+        torch._C._set_cudnn_benchmark,
+        torch._C._set_cudnn_deterministic,
+        torch._C._set_deterministic_algorithms,
+        lambda allowed: torch._C._set_cublas_allow_fp16_reduced_precision_reduction(*_listed(allowed)),
+        lambda allowed: torch._C._set_cublas_allow_bf16_reduced_precision_reduction(*_listed(allowed)),
+        *(partial(torch._C._set_fp32_precision_setter, *place) for place in _PRECISIONS),
+    )
 
 
 def _listed(allowed: Any) -> tuple[Any, ...]:
     return allowed if isinstance(allowed, tuple) else (allowed,)
 
 
-class Globals(NamedTuple):
-    """The settings at one moment."""
+class Globals(_Settings):
+    """The default dtype, and the kernels of attention that may be chosen."""
 
-    dtype: torch.dtype
-    kernels: tuple[bool, ...]
+    __slots__ = ()
 
-    @classmethod
-    def now(cls) -> Globals:
-        return cls(torch.get_default_dtype(), tuple([enabled() for enabled, _ in _KERNELS]))
-
-    @contextmanager
-    def in_force(self) -> Iterator[None]:
-        """Inside, they are as they were."""
-        now = Globals.now()
-        if now == self:
-            yield
-            return
-        try:
-            self._set()
-            yield
-        finally:
-            now._set()
-
-    def _set(self) -> None:
-        torch.set_default_dtype(self.dtype)
-        for (_, enable), enabled in zip(_KERNELS, self.kernels, strict=True):
-            enable(enabled)
+    getters = (
+        torch.get_default_dtype,
+        torch._C._get_flash_sdp_enabled,
+        torch._C._get_mem_efficient_sdp_enabled,
+        torch._C._get_math_sdp_enabled,
+        torch._C._get_cudnn_sdp_enabled,
+    )
+    setters = (
+        torch.set_default_dtype,
+        torch._C._set_sdp_use_flash,
+        torch._C._set_sdp_use_mem_efficient,
+        torch._C._set_sdp_use_math,
+        torch._C._set_sdp_use_cudnn,
+    )
 
 
 class Ambience(NamedTuple):
@@ -109,7 +110,8 @@ class Ambience(NamedTuple):
 
     settings: Globals
     numerics: Numerics
-    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    autocast: tuple[Any, ...]
+    """For each of :func:`_types`, whether it is on, and the dtype that it casts to."""
     caches: bool
     """Whether autocast remembers what it has cast."""
     device: AbstractContextManager[object] | None
@@ -117,23 +119,24 @@ class Ambience(NamedTuple):
 
     @classmethod
     def now(cls) -> Ambience:
-        autocast = tuple([(each, torch.is_autocast_enabled(each), torch.get_autocast_dtype(each)) for each in _types()])
         device = None
         if torch._C._len_torch_function_stack() > 0:
             modes = reversed(_get_current_function_mode_stack())  # type: ignore[no-untyped-call]
             device = next((mode for mode in modes if isinstance(mode, DeviceContext)), None)
+        autocast = tuple([get() for get in _autocast()])
         return cls(Globals.now(), Numerics.now(), autocast, torch.is_autocast_cache_enabled(), device)
 
     @contextmanager
     def in_force(self) -> Iterator[None]:
         """Inside, it is as it was."""
         now = Ambience.now()
-        with self.settings.in_force(), ExitStack() as stack:
-            if self.numerics != now.numerics:
-                stack.enter_context(self.numerics.in_force())
-            for each, (_, *other) in zip(self.autocast, now.autocast, strict=True):
-                name, enabled, dtype = each
-                if [enabled, dtype] != other or (enabled and now.caches != self.caches):
+        if now == self:
+            yield
+            return
+        with self.settings.in_force(), self.numerics.in_force(), ExitStack() as stack:
+            for place, name in enumerate(_types()):
+                enabled, dtype = was = self.autocast[2 * place : 2 * place + 2]
+                if was != now.autocast[2 * place : 2 * place + 2] or (enabled and now.caches != self.caches):
                     stack.enter_context(torch.autocast(name, dtype, enabled, self.caches))
             if self.device is not None and self.device is not now.device:
                 stack.enter_context(self.device)
@@ -145,3 +148,10 @@ def _types() -> tuple[str, ...]:
     """Of devices that autocast is for."""
     accelerator = torch.accelerator.current_accelerator()
     return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
+
+
+@cache
+def _autocast() -> tuple[Callable[[], Any], ...]:
+    """What asks for :attr:`Ambience.autocast`."""
+    asked = (torch.is_autocast_enabled, torch.get_autocast_dtype)
+    return tuple(partial(get, name) for name in _types() for get in asked)

@@ -140,43 +140,30 @@ def sums(tensor: torch.Tensor) -> torch.Tensor | None:
     """
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
         return None
-    words = _words(tensor)
-    if words.numel() <= _SMALL:
-        return words.to(torch.int64, copy=True)
-    found = _added(words)
+    if tensor.is_neg() or tensor.is_conj() or not (tensor.is_contiguous() or is_dense(tensor.shape, tensor.stride())):
+        # What has gaps is copied.
+        tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    # The widest integers that fit: fewer to add up.
+    size, start, nbytes = tensor.element_size(), tensor.storage_offset() * tensor.element_size(), tensor.nbytes
+    size = 8 if start % 8 == 0 and nbytes % 8 == 0 else size
+    storage, dtype, first, count = tensor.untyped_storage(), _INTEGERS[size], start // size, nbytes // size
+    if count <= _SMALL:
+        return over(storage, dtype, first, (count,), (1,)).to(torch.int64, copy=True)
+    found = over(storage, dtype, first, *_rows(count)).sum(0, dtype=torch.int64)
     while found.numel() > _FEW:
-        found = _added(found)
+        found = found.as_strided(*_rows(found.numel())).sum(0)
     return found
 
 
-def _added(words: torch.Tensor) -> torch.Tensor:
-    """The sums of the columns. See NOTE [ Sums ]."""
-    rows, apart = _rows(words.numel())
-    # The last row ends with the last word, and begins before the one before it has ended.
-    size = words.numel() - (rows - 1) * apart
-    return words.as_strided((rows, size), (apart, 1)).sum(0, dtype=torch.int64)
-
-
 @lru_cache(maxsize=1024)
-def _rows(count: int) -> tuple[int, int]:
-    """Into how many rows so many words go, and how far apart these begin."""
+def _rows(count: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Shape and strides of the rows of so many words. See NOTE [ Sums ]."""
     rows = min(max(count // _COLUMNS, _FEWEST_ROWS), _MOST_ROWS)
     apart = count // rows
     while apart % 2 == 0 or math.gcd(apart, count) > 1:
         apart -= 1
-    return rows, apart
-
-
-def _words(tensor: torch.Tensor) -> torch.Tensor:
-    """Its bytes as integers in one dimension, the widest that fit: fewer to add up. As they lie in memory, if they can.
-
-    What has gaps is copied.
-    """
-    if tensor.is_neg() or tensor.is_conj() or not (tensor.is_contiguous() or is_dense(tensor.shape, tensor.stride())):
-        tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    size, start, nbytes = tensor.element_size(), tensor.storage_offset() * tensor.element_size(), tensor.nbytes
-    size = 8 if start % 8 == 0 and nbytes % 8 == 0 else size
-    return over(tensor.untyped_storage(), _INTEGERS[size], start // size, (nbytes // size,), (1,))
+    # The last row ends with the last word, and begins before the one before it has ended.
+    return (rows, count - (rows - 1) * apart), (apart, 1)
 
 
 def same_sums(a: Sequence[torch.Tensor | None], b: Sequence[torch.Tensor | None]) -> bool:

@@ -13,7 +13,7 @@ from spillway.regions.packs import Enough
 from spillway.regions.proofs import sums
 from spillway.regions.rerun import sums_of
 from spillway.regions.retracing import Retracing
-from spillway.regions.steps import Saved
+from spillway.regions.steps import Saved, Spot
 from spillway.regions.tensors import below_modes
 
 _Cell = list[torch.Tensor]
@@ -141,10 +141,8 @@ class Resaved:
     def _take(self, place: int, tensor: torch.Tensor) -> None:
         spot = self._saved[place].spot if place < len(self._saved) else None
         if place in self._wanted:
-            mode = self._mode
-            if mode is not None and not mode.has_ended and (spot is None or not mode.knows(tensor, spot)):
-                mode.differs()
-            if spot is None or tensor.dtype is not spot.dtype or tensor.shape != spot.size:
+            # Of a parameter, it is compared which one it is.
+            if place not in self._parameters and not self._is_like(tensor, spot):
                 self.is_other = True
             self.results[place] = tensor
         before = self._shown.get(place)
@@ -155,6 +153,13 @@ class Resaved:
         else:
             # Sums are of what lies in memory: of a transposed tensor they are the same.
             self.is_other = True
+
+    def _is_like(self, tensor: torch.Tensor, spot: Spot | None) -> bool:
+        """Whether it looks like what is on the tape."""
+        mode = self._mode
+        if mode is not None and not mode.has_ended and (spot is None or not mode.knows(tensor, spot)):
+            mode.differs()
+        return spot is not None and tensor.dtype is spot.dtype and tensor.shape == spot.size
 
     def _compare(self, before: torch.Tensor, found: torch.Tensor | None) -> None:
         if found is not None and found.shape == before.shape and found.device == before.device:

@@ -148,6 +148,7 @@ class Tape:
             self.parts_of,
             self.users,
             self.used_by,
+            self.again_until,
             self.showing.is_all,
             self.showing.last,
         )
@@ -248,6 +249,11 @@ class Tape:
                 for place in places:
                     found.setdefault(place, []).append(use)
         return found
+
+    @cached_property
+    def again_until(self) -> int:
+        """The last place in :attr:`saved` of what is computed again; -1: there is none."""
+        return max(self._parts, default=-1)
 
     @cached_property
     def is_whole(self) -> bool:

@@ -44,7 +44,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import saved_tensors_hooks
 
 from spillway.capture.dynamo import untraced
-from spillway.capture.handles import Handle, KeptHandle, unpack
+from spillway.capture.handles import Handle, KeptHandle, check_version, unpack
 from spillway.capture.hooks import Pass, in_backward
 from spillway.capture.identity import ViewRecipe
 from spillway.errors import RecomputeError
@@ -82,6 +82,17 @@ class Unwatched:
         compares_all: whether all that is computed again is compared, and not only what the rest of it goes into.
     """
 
+    _restore: Callable[[], None] = lambda: None
+    """Sets generators to where they were."""
+    _is_running = False
+    _is_computing = False
+    _is_like = True
+    """Whether autograd has saved what is on the tape, so far."""
+    _packed = _followed = 0
+    """What was saved, and before how much of it that was like what is on the tape: nothing is, if it does not run."""
+    _outputs: list[torch.Tensor | None] | None = None
+    """Sums of what the first run gave, if it saved something else."""
+
     def __init__(
         self,
         function: Callable[..., Any],
@@ -108,31 +119,23 @@ class Unwatched:
         self._others: list[tuple[weakref.ref[torch.Tensor], int]] = []
         """Those that the first run did not write."""
         self._ambience = Ambience.now()
-        self._restore: Callable[[], None] = _nothing
-        """Sets generators to where they were."""
         self._tensors: list[tuple[Any, bool, int]] = []
         """Handles of the function's tensors, whether these need gradients, and where they begin in their memory."""
         self._given: dict[int, tuple[Handle, ViewRecipe]] = {}
         """What is handed in to the re-run, by its values, and how it lay."""
-        self._is_running = False
-        self._is_like = True
-        """Whether autograd has saved what is on the tape, so far."""
-        self._packed = self._followed = 0
-        """What was saved, and before how much of it that was like what is on the tape: nothing is, if it does not run.
-        """
         # Read for each tensor that is saved.
         self._saved, self._shown, self._leaving = tape.saved, tape.showing.shown, passage.waiting
         self._compared = tape.showing.compared if compares_all else tape.showing.last
+        self._again_until = tape.again_until
         self._outside: dict[int, tuple[torch.Tensor, KeptHandle]] = {}
         """Handles of what the function did not make, while it runs: it saves some of that several times."""
         self._parameters: dict[int, int] = {}
         """Which ones the first run saved, by their places."""
+        self._versions: dict[int, int] = {}
+        """Of those that the re-run gives, since they are views, which the function makes."""
         self._sums: dict[int, Shown] = {}
         """Of what the first run saved at some places."""
-        self._outputs: list[torch.Tensor | None] | None = None
-        """Of its outputs, if it saved something else."""
         self._lock = threading.RLock()
-        self._is_computing = False
         self._alive: set[int] = set()
         """Places of what somebody may ask for."""
         self._results: dict[int, torch.Tensor] = {}
@@ -152,6 +155,10 @@ class Unwatched:
             pack = hook_for(self._inputs, self._passage)
             self._tensors = [(pack(tensor), tensor.requires_grad, int(tensor.storage_offset())) for tensor in tensors]
             self._passage.flush()
+        for tensor, (handle, _, _) in zip(tensors, self._tensors, strict=True):
+            if type(handle) is KeptHandle:
+                # It has not left, nor will.
+                self._outside[id(tensor)] = tensor, handle
         self._is_running, self._followed = True, len(self._saved)
         try:
             with saved_tensors_hooks(self._pack, unpack):
@@ -192,8 +199,7 @@ class Unwatched:
                     found = sums(tensor)
                     if found is not None:
                         self._sums[place] = Shown(found, tensor.stride())
-            self._alive.add(place)
-            return UnwatchedHandle(self, place)
+            return self._to_be_computed(place)
         recipe = ViewRecipe.of(tensor)
         if recipe != spot.view:
             return self._pack_another(tensor)
@@ -206,11 +212,19 @@ class Unwatched:
                 self._given[spot.value] = given, recipe
             return handle
 
-    def _pack_parameter(self, tensor: torch.Tensor, place: int) -> Handle:
+    def _to_be_computed(self, place: int) -> UnwatchedHandle:
+        self._alive.add(place)
+        return UnwatchedHandle(self, place)
+
+    def _pack_parameter(self, tensor: torch.Tensor, place: int) -> Handle | UnwatchedHandle:
         """One of the function's own, or a buffer, which nobody sends away."""
         identity = identity_of(tensor)
         if identity is not None:
             self._parameters[place] = identity
+            if identity != id(tensor) and place < self._again_until:
+                # To make an alias of it takes the host longer than anything else here, and the re-run has one.
+                self._versions[place] = tensor._version
+                return self._to_be_computed(place)
         if torch._C._len_torch_dispatch_stack() == 0:
             return KeptHandle(tensor)
         with below_modes(tensor):
@@ -254,7 +268,11 @@ class Unwatched:
                     self._again()
                 finally:
                     self._is_computing = False
-            return self._results.pop(place)
+            result = self._results.pop(place)
+        version = self._versions.get(place)
+        if version is not None:
+            check_version(result, version, result)
+        return result
 
     def forget(self, place: int) -> None:
         """Nobody will ask for it."""
@@ -303,7 +321,8 @@ class Unwatched:
         if packs.is_other:
             raise differed([self._label])
         results = packs.take()
-        passage.ledger.recomputed_bytes += storage_bytes(results.values())
+        computed = (result for place, result in results.items() if place not in self._versions)
+        passage.ledger.recomputed_bytes += storage_bytes(computed)
         for differs in packs.differ():
             self._verdicts.add(self._label, differs)
         for place, tensor in results.items():
@@ -392,7 +411,3 @@ def _argument(handle: Any, requires_grad: bool) -> torch.Tensor:
 
 def _version_of(buffer: torch.Tensor) -> int:
     return -1 if buffer.is_inference() else buffer._version
-
-
-def _nothing() -> None:
-    return None

@@ -1,0 +1,168 @@
+"""How long the host takes to queue a layer that is computed again, beside a plain one and torch's own checkpointing.
+
+The model is sixteen Llama layers of width 32 on eight tokens of the CPU, so small that the host's work is nearly all
+there is. *Unwatched* is how planned layers run: no mode looks at their operators in forward. All of a layer is computed
+again, or all but attention, whose output is kept.
+
+Rounds go through all ways in turn, in one thread, and figures are medians over the rounds of the time of a layer; its
+spread is that between the quartiles. What ``x`` says is the ratio to the plain layer of the same round.
+
+    python benchmarks/queueing.py --json queueing.json
+    python benchmarks/queueing.py --profile "unwatched, all again"
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import json
+import os
+import platform
+import pstats
+import statistics
+import time
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import spillway
+from _llama import Shape, Stack
+
+LAYERS, TOKENS = 16, 8
+SHAPE = Shape(hidden=32, heads=4, kv_heads=2, ffn=64)
+PLAIN = "plain"
+LEARNED = 4
+"""Steps in which a way learns what it runs later."""
+
+
+@dataclass
+class Row:
+    """One way of running a layer; microseconds, and ratios to a plain layer."""
+
+    way: str
+    forward: float
+    backward: float
+    forward_ratio: float
+    forward_spread: tuple[float, float]
+    backward_ratio: float
+    backward_spread: tuple[float, float]
+
+
+def ways() -> dict[str, Stack]:
+    """A model for each: of the same shape, run in its way."""
+    again = partial(spillway.Recompute, watch=False)
+    regions = {
+        "unwatched, all again": again(save="inputs"),
+        "unwatched, attention kept": again(save=["inputs", "attention"]),
+    }
+    stacks = {PLAIN: make(), "torch's checkpoint": make()}
+    stacks["torch's checkpoint"].call = partial(checkpoint, use_reentrant=False)
+    for name, how in regions.items():
+        stacks[name] = make()
+        spillway.attach(stacks[name], policy=how, blocks="layers.*")
+    return stacks
+
+
+def make() -> Stack:
+    torch.manual_seed(0)
+    return Stack(SHAPE, LAYERS, TOKENS)
+
+
+def once(stack: Stack) -> tuple[float, float]:
+    x = torch.ones(1, TOKENS, SHAPE.hidden, requires_grad=True)
+    start = time.thread_time()
+    loss = stack(x).sum()
+    middle = time.thread_time()
+    loss.backward()
+    return middle - start, time.thread_time() - middle
+
+
+def measure(rounds: int) -> list[Row]:
+    torch.set_num_threads(1)
+    stacks = ways()
+    for stack in stacks.values():
+        for _ in range(LEARNED):
+            once(stack)
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in stacks}
+    for _ in range(rounds):
+        for name, stack in stacks.items():
+            times[name].append(once(stack))
+    return rows_of(times)
+
+
+def rows_of(times: dict[str, list[tuple[float, float]]]) -> list[Row]:
+    rows = []
+    for name, pairs in times.items():
+        forward, backward = (statistics.median(column) / LAYERS * 1e6 for column in zip(*pairs, strict=True))
+        ratios = [
+            [ours[side] / plain[side] for ours, plain in zip(pairs, times[PLAIN], strict=True)] for side in range(2)
+        ]
+        spreads = [statistics.quantiles(column, n=4)[::2] for column in ratios]
+        rows.append(
+            Row(
+                name,
+                forward,
+                backward,
+                statistics.median(ratios[0]),
+                (spreads[0][0], spreads[0][1]),
+                statistics.median(ratios[1]),
+                (spreads[1][0], spreads[1][1]),
+            )
+        )
+    return rows
+
+
+def profile(name: str, rounds: int) -> None:
+    """What Python does in it, which a profile makes slower than it is."""
+    torch.set_num_threads(1)
+    stack = ways()[name]
+    for _ in range(LEARNED):
+        once(stack)
+    for part in ("forward", "backward"):
+        profiler = cProfile.Profile()
+        for _ in range(rounds):
+            x = torch.ones(1, TOKENS, SHAPE.hidden, requires_grad=True)
+            with profiler if part == "forward" else nullcontext():
+                loss = stack(x).sum()
+            with profiler if part == "backward" else nullcontext():
+                loss.backward()
+        print(part)
+        pstats.Stats(profiler).sort_stats("tottime").print_stats(30)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
+    parser.add_argument("--profile", metavar="WAY", help="where one way's time goes")
+    options = parser.parse_args()
+    if options.profile:
+        profile(options.profile, options.rounds)
+        return
+    rows = measure(options.rounds)
+    print(f"{'us a layer':40} forward      x            backward      x")
+    for row in rows:
+        print(
+            f"{row.way:40} {row.forward:7.0f} {row.forward_ratio:6.2f} "
+            f"({row.forward_spread[0]:.2f} to {row.forward_spread[1]:.2f}) {row.backward:7.0f} "
+            f"{row.backward_ratio:6.2f} ({row.backward_spread[0]:.2f} to {row.backward_spread[1]:.2f})",
+            flush=True,
+        )
+    if options.json:
+        result = {
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "versions": {"python": platform.python_version(), "torch": torch.__version__},
+            "hardware": {"cores": os.cpu_count(), "system": f"{platform.system()} {platform.machine()}"},
+            "layers": LAYERS,
+            "rows": [asdict(row) for row in rows],
+        }
+        options.json.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
