@@ -34,7 +34,7 @@ from spillway.planning.outcome import Outcome, as_planned, leaves_at
 from spillway.planning.plan import planned_block
 from spillway.planning.profile import Again, BackwardPart, BlockProfile, HostTimes, OperatorProfile, Value
 from spillway.planning.tasks import Option, Part, Phase, Problem, Rates, Sent
-from spillway.planning.treatment import treat
+from spillway.planning.treatment import _share_looked_at, treat
 from spillway.records import Decision
 from spillway.regions.tape import Tape
 
@@ -529,6 +529,8 @@ def test_the_hosts_seconds_of_what_is_not_watched_by_hand() -> None:
     # the 2 s more that an operator takes in a region. Of the others it is half as much.
     (again,) = (task.host_seconds for task in option.backward if task.name == "again")
     assert again == 3.0 + 2 * 2.0 + 2 * 1.0
+    # It begins when autograd has last saved something before the first that is left out.
+    assert _share_looked_at(replace(block, saves_at=(1, 2, 3)), {0, 1, 3}) == (2 + 1 / 2) / 4
     # What is kept for the re-run alone is seen by nobody who does not look at operators.
     values = [replace(value, saved_at=None) if number == NORMED else value for number, value in enumerate(block.values)]
     block = replace(block, values=tuple(values))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -18,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import spillway
-from recompute.regions import Regions, one_place
+from recompute.regions import Call, Regions, one_place
 from recompute.test_tapes import Block, gradients_of, leaf, tapes_of
 from spillway.errors import InplaceError, RecomputeError
 from spillway.operators import Planned, full_name
@@ -302,8 +303,9 @@ def test_nobody_looks_when_there_is_nothing_more_to_leave_out(
     known(regions, function, save="aten::tanh")
     gradients_of(regions, function, seed=3, watch=False, save="aten::tanh")
     assert runs == [True]
-    # What is handed in is held while the next one runs, and when one more has saved something, it is seen to be gone.
-    assert looked_at == ["sin", "exp", "tanh", "cos", "sigmoid"]
+    # It begins when sin has begun. What is handed in is held while the next one runs, and when one more has saved
+    # something, it is seen to be gone.
+    assert looked_at == ["exp", "tanh", "cos", "sigmoid"]
 
 
 OnlyAgain = Callable[[list[Tensor], Tensor], Tensor]
@@ -981,3 +983,160 @@ def test_a_plan_says_which_blocks_are_not_looked_at(regions: Regions, calls: Cal
         for _ in range(4):
             assert_identical(step(ours), step(plain))
     assert len(calls) == 2 * 3, "two blocks in three steps, after the one in which tapes were written"
+
+
+class Late(nn.Module):
+    """Much of it comes before the first operator that is left out where tanh's output is kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.sin() * self.number).cos().exp().cos().tanh().sigmoid().exp()
+
+
+def last_tape(regions: Regions) -> Tape:
+    (tape,) = tapes_of(regions.session)
+    assert tape is not None
+    return tape
+
+
+def test_nobody_looks_before_there_is_anything_to_leave_out(
+    regions: Regions, calls: Calls, runs: list[bool], looked_at: list[str]
+) -> None:
+    block = Late()
+    known(regions, block, save="aten::tanh")
+    # What cos is given is saved when two have run, and it has begun.
+    assert last_tape(regions).look_from == (1, 2)
+    for number in (1.0, 1.25):
+        block.number = number
+        looked_at.clear()
+        ours = gradients_of(regions, block, seed=3, watch=False, save="aten::tanh")
+        assert_identical(ours, gradients_of(None, block, seed=3))
+        assert looked_at == ["exp", "cos", "tanh", "sigmoid", "exp"]
+    assert runs == [True, True]
+    assert len(calls) == 2
+
+
+def test_where_it_does_not_show_how_much_has_run_all_is_looked_at(
+    regions: Regions, calls: Calls, runs: list[bool]
+) -> None:
+    block = Late()
+    known(regions, block, save="aten::tanh")
+    tape = last_tape(regions)
+    tape.__dict__["look_from"] = 3, 3
+    for seed in range(4):
+        ours = gradients_of(regions, block, seed=seed, watch=False, save="aten::tanh")
+        assert_identical(ours, gradients_of(None, block, seed=seed))
+    # The first ran whole after that. It is the same tape.
+    assert runs == [False, False, True, True, True]
+    assert last_tape(regions) is tape
+    assert tape.look_from == (-1, 0)
+
+
+class Passing(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Looks at operators, and does nothing."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("ends", [True, False], ids=["a mode that ends", "a mode around the call"])
+def test_a_mode_of_the_functions_own_ends_as_it_began(
+    regions: Regions, calls: Calls, runs: list[bool], ends: bool
+) -> None:
+    def function(x: Tensor) -> Tensor:
+        y = x.sin()
+        # What looks from there on would be taken off the stack in its place.
+        with Passing() if ends else nullcontext():  # type: ignore[no-untyped-call]
+            y = y.cos()
+        return y.exp().cos().tanh().sigmoid().exp()
+
+    for seed in range(5):
+        with nullcontext() if ends else Passing():  # type: ignore[no-untyped-call]
+            ours = gradients_of(regions, function, seed=seed, watch=False, save="aten::tanh")
+        assert_identical(ours, gradients_of(None, function, seed=seed))
+        assert torch._C._len_torch_dispatch_stack() == 0
+    assert last_tape(regions).look_from == (1, 1)
+    assert len(calls) == 3
+    assert runs == [True] * 3
+
+
+def test_of_two_like_operators_it_does_not_show_which_one_it_is(
+    regions: Regions, calls: Calls, runs: list[bool]
+) -> None:
+    def function(x: Tensor) -> Tensor:
+        return x.sin().cos().cos().tanh().sigmoid()
+
+    for seed in range(4):
+        ours = gradients_of(regions, function, seed=seed, watch=False, save="aten::tanh")
+        assert_identical(ours, gradients_of(None, function, seed=seed))
+    assert last_tape(regions).look_from == (0, 0)
+    assert runs == [True, True]
+
+
+class Reading(nn.Module):
+    """Reads one of two things that it made early."""
+
+    other = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, other = x.sin().exp(), x.cos().exp()
+        y = (one + other).cos().tanh()
+        return (y * one).sigmoid() * (other if self.other else one)
+
+
+def test_what_is_not_what_was_read_before_is_told_apart(regions: Regions, calls: Calls, runs: list[bool]) -> None:
+    block = Reading()
+    known(regions, block, save="aten::tanh")
+    for other in (False, True):
+        block.other = other
+        ours = gradients_of(regions, block, seed=5, watch=False, save="aten::tanh")
+        assert_identical(ours, gradients_of(None, block, seed=5))
+    assert runs == [True, False, False]
+
+
+def test_a_weights_view_is_no_reason_to_run_further(regions: Regions, calls: Calls) -> None:
+    first, second = (nn.Linear(16, 16, bias=False) for _ in range(2))
+    reached = 0
+
+    def function(x: Tensor) -> Tensor:
+        nonlocal reached
+        y = first(x.sin().exp())
+        reached += 1
+        return second(y)
+
+    for seed in range(4):
+        reached = 0
+        gradients_of(regions, function, seed=seed, watch=False, save="matmul")
+    assert len(calls) == 2
+    assert reached == 1
+
+
+def test_a_weight_that_is_written_before_backward_is_an_error_as_in_plain_pytorch(
+    regions: Regions, calls: Calls
+) -> None:
+    block = Block(dropout=0.0)
+    known(regions, block)
+    call = Call(regions, watch=False)
+    for each in (block.qkv, block.up):
+        with call.context():
+            loss = call(block, leaf() * 1).square().mean()
+        with torch.no_grad():
+            each.weight.mul_(1.0)
+        with pytest.raises(InplaceError):
+            loss.backward()
+        del loss
+    assert len(calls) == 2
+
+
+def test_weights_are_not_counted_as_computed_again(regions: Regions, calls: Calls) -> None:
+    block = Block(dropout=0.0)
+    counted = []
+    for watch in (True, True, True, False):
+        gradients_of(regions, block, watch=watch)
+        assert regions.last is not None
+        counted.append(regions.last.stats().recomputed_bytes)
+    assert len(calls) == 1
+    assert counted[3] == counted[2] > 0

@@ -96,7 +96,8 @@ class RegionCall(ModuleCall):
     def region(self, module: Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The region. See NOTE [ Hooks of a block ] in ``forward.py``."""
         for value in (*args, *kwargs.values()):
-            if _is_cache(type(value)):
+            kind: Any = type(value)
+            if _is_cache(kind):
                 self.refuse(
                     UsageError(
                         f"got a {type(value).__name__} as an argument of {self.named(module)}, which writes its keys "
@@ -199,7 +200,7 @@ class _Number(threading.local):
 
 
 @cache
-def _is_cache(kind: type) -> bool:
+def _is_cache(kind: Any) -> bool:
     """Whether it is one of transformers' caches of keys and values."""
     return hasattr(kind, "get_seq_length") and not issubclass(kind, torch.Tensor)
 

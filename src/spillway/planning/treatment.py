@@ -38,9 +38,9 @@ send), on a CPU 0.3, 2 and 1.8 of 7 us (sixteen sines). What is computed again i
 nothing else is. A checked step corrects all of it.
 
 Where the host would take longer for a region than the device, nobody looks at its operators in forward; where some of
-it is handed in, they are looked at when it runs again (``regions/unwatched.py``), up to the last one that is left out:
-which takes what a region's forward takes beyond a plain one, for so many of its operators, and half as much for each of
-the others, which come by a mode that looks away.
+it is handed in, they are looked at when it runs again (``regions/unwatched.py``), from the first one that is left out
+to the last: which takes what a region's forward takes beyond a plain one, for so many of its operators, and half as
+much for each later one, which comes by a mode that looks away.
 
 NOTE [ What is free ]
 
@@ -231,9 +231,15 @@ def _share_run(block: BlockProfile, runs: Collection[int]) -> float:
 
 
 def _share_looked_at(block: BlockProfile, runs: Collection[int]) -> float:
-    """How many operators come before there is nothing more to leave out, and half of the others, of all."""
-    left = (place for place in range(max(runs, default=0)) if block.operators[place].makes and place not in runs)
-    return ((max(left, default=-1) + 1) / max(len(block.operators), 1) + 1) / 2
+    """How many operators come between the first that is left out and the last, and half of the later ones, of all.
+
+    From when autograd has last saved something before the first.
+    """
+    count = len(block.operators)
+    left = [place for place in range(max(runs, default=0)) if block.operators[place].makes and place not in runs]
+    first, last = (left[0], left[-1] + 1) if left else (0, 0)
+    first = max((place for place in block.saves_at if place < first), default=0)
+    return (last - first + (count - last) / 2) / max(count, 1)
 
 
 def _outlives(block: BlockProfile, number: int) -> bool:

@@ -96,7 +96,7 @@ class Draft:
         told = [each for each in saved if each is not None]
         if len(told) < len(saved):
             return None
-        tape = Tape(scribe.steps, told, tuple(scribe.inputs), scribe.count)
+        tape = Tape(scribe.steps, told, tuple(scribe.inputs), scribe.count, tuple(saving.places))
         return cls(tape, scribe, tensors, saving.prints)
 
     def played(self, trace: Trace) -> list[torch.Tensor | None]:
@@ -142,6 +142,8 @@ class _Saving:
         """Whether there was a backward through the function's graph within it."""
         self.spots: list[Spot | None] = []
         self.are_parameters: list[bool] = []
+        self.places: list[int] = []
+        """How many operators had run."""
         self.prints: list[torch.Tensor | None] = []
 
     @property
@@ -159,6 +161,7 @@ class _Saving:
             wanted = wanted and spot is not None
             self.spots.append(spot)
             self.are_parameters.append(is_parameter(tensor))
+            self.places.append(len(self._scribe.steps))
             self.prints.append(fingerprint(tensor) if wanted and not self._may_be_seed(tensor, spot) else None)
             nothing = _Nothing(self)
             self._given.add(nothing)

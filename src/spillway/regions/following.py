@@ -82,9 +82,9 @@ class Following(OperatorMode):
         """Values from outside that were read."""
         self._casts: list[weakref.ref[torch.UntypedStorage]] = []
         """What leaves were cast to."""
-        self._memory: list[Callable[[], torch.UntypedStorage | None]] = [_nothing] * tape.count
+        self._memory: list[Callable[[], torch.UntypedStorage | None]] = [nothing] * tape.count
         """Of each value, if it is known."""
-        self._made: list[Callable[[], torch.Tensor | None]] = [_nothing] * tape.count
+        self._made: list[Callable[[], torch.Tensor | None]] = [nothing] * tape.count
         """Of each value, what the operator gave that made it: who reads the same tensor need not be looked at twice."""
         for tensor, value in zip(inputs, tape.inputs, strict=True):
             self._memory[value] = weakref.ref(tensor.untyped_storage())
@@ -108,8 +108,6 @@ class Following(OperatorMode):
             return self._unfollowed(func, args, kwargs or {})
         if not self._is_like(step, args, kwargs):
             return self._unfollowed(func, args, kwargs or {})
-        if step.is_random:
-            self._states[place] = state_of(args, kwargs or {})
         output = self._run(place, step, args, kwargs)
         self.place = place + 1
         if step.makes:
@@ -120,6 +118,8 @@ class Following(OperatorMode):
 
     def _run(self, place: int, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         """What an operator gives that is the tape's next one."""
+        if step.is_random:
+            self._states[place] = state_of(args, kwargs or {})
         return step.func(*args, **kwargs) if kwargs else step.func(*args)
 
     def _unfollowed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -181,7 +181,11 @@ class Following(OperatorMode):
             for name, want in step.kwargs.items():
                 if not _same(kwargs[name], want):
                     return False
-        return step.numerics is None or step.numerics == Numerics.now()
+        return step.numerics is None or self._is_set_for(step.numerics)
+
+    def _is_set_for(self, numerics: Numerics) -> bool:
+        """Whether a step that ran under these settings would be the same now."""
+        return numerics == Numerics.now()
 
     def _meets(self, tensor: Any, spot: Spot) -> bool:
         """Whether it comes from outside, and is read for the first time. Whatever it is: it is what the tape gets."""
@@ -227,5 +231,5 @@ def _same(arg: Any, want: Any) -> bool:
     return kind is int or (kind is float and want != 0) or repr(arg) == repr(want)
 
 
-def _nothing() -> None:
-    return None
+def nothing() -> None:
+    """In place of a reference to what is not known."""

@@ -67,7 +67,7 @@ class Resaved:
         """The hook."""
         mode, place = self._mode, self._packed
         self._packed = place + 1
-        if mode is not None and mode.is_done and not mode.has_ended:
+        if mode is not None and mode.is_looking and mode.is_done and not mode.has_ended:
             mode.end()
         cell: _Cell = []
         parameter = self._parameters.get(place)
@@ -83,6 +83,8 @@ class Resaved:
         if place == self._until:
             self.has_ended = True
             raise Enough
+        if mode is not None and place == mode.looks_from:
+            mode.look()
         return cell
 
     def unpack(self, cell: _Cell) -> torch.Tensor:
@@ -157,7 +159,8 @@ class Resaved:
     def _is_like(self, tensor: torch.Tensor, spot: Spot | None) -> bool:
         """Whether it looks like what is on the tape."""
         mode = self._mode
-        if mode is not None and not mode.has_ended and (spot is None or not mode.knows(tensor, spot)):
+        looks = mode is not None and mode.is_looking and not mode.has_ended
+        if mode is not None and looks and (spot is None or not mode.recognizes(tensor, spot)):
             mode.differs()
         return spot is not None and tensor.dtype is spot.dtype and tensor.shape == spot.size
 

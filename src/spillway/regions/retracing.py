@@ -1,4 +1,21 @@
-"""Runs a function again by a tape: what nobody needs is left out. See NOTE [ Unwatched calls ] in ``unwatched.py``."""
+"""Runs a function again by a tape: what nobody needs is left out. See NOTE [ Unwatched calls ] in ``unwatched.py``.
+
+NOTE [ When to look ]
+
+Each operator that a mode sees takes the host ten times as long as to call it. Before the first one that is left out
+there is nothing to be seen: all of it runs, and whatever it is, it is what the function does. So the mode begins where
+autograd saves the last thing before that operator (by the order in which things are saved, as on the tape). That is
+within an operator, which had begun without the mode and is not seen, or has been through; which of both it was shows by
+the next one, and what runs inside of it is let pass. What was made before is taken to be what the tape says when it is
+first read: if it is not, it was not in the first run either, and what is handed in later is from there.
+
+A mode is pushed there only if the function is in none of its own: torch takes the last one off its stack when one ends.
+Where it cannot be pushed, nothing is left out. Where the next operator is none that was expected, all runs again, and
+from then on such calls are looked at from the beginning.
+
+To end it within an operator is not possible: what torch's dispatcher was told of it holds for the operator that has
+begun. So it stays, and looks away.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +25,9 @@ from typing import Any, Never
 
 import torch
 
-from spillway.regions.following import Following
+from spillway.capture.identity import ViewRecipe
+from spillway.regions.following import Following, nothing
+from spillway.regions.globals import Numerics
 from spillway.regions.replay import Differs
 from spillway.regions.steps import Spot, Step
 from spillway.regions.tape import Base, Tape
@@ -31,6 +50,13 @@ class Retracing(Following):  # type: ignore[no-untyped-call]
         super().__init__(tape, inputs, {})
         # What is handed in is held by whoever handed it.
         self._handed = frozenset()
+        self.looks_from, self.place = tape.look_from
+        """Where autograd saves the last thing before it looks at operators; -1: it does from the beginning."""
+        self.is_looking = False
+        self._is_waiting = False
+        """Whether it has yet to see where it is."""
+        self._modes = torch._C._len_torch_dispatch_stack()
+        """How many were there before."""
         self._runs, self._given = tape.again
         self._base_of = base_of
         self._left_until = tape.left_until
@@ -41,6 +67,19 @@ class Retracing(Following):  # type: ignore[no-untyped-call]
         self.has_ended = False
         """Whether nobody looks any more."""
 
+    def look(self) -> None:
+        """Look at operators from here on, be it within one. See NOTE [ When to look ]."""
+        # A mode that the function is in would be left in the place of this one.
+        if torch._C._len_torch_dispatch_stack() == self._modes:
+            self.__enter__()  # type: ignore[no-untyped-call]
+            self.is_looking, self._is_waiting = True, self.looks_from >= 0
+
+    def look_away(self) -> None:
+        """The function is over."""
+        if self.is_looking:
+            self.is_looking = False
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
     def differs(self) -> Never:
         """The function does something else."""
         self.is_lost = True
@@ -48,6 +87,11 @@ class Retracing(Following):  # type: ignore[no-untyped-call]
 
     def _unfollowed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.differs()
+
+    def _is_set_for(self, numerics: Numerics) -> bool:
+        # What runs does so under the settings that the function finds, as it did first; what is handed in is what it
+        # gave then.
+        return True
 
     def _run(self, place: int, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         if place not in self._runs and step.writes >= 0:
@@ -74,18 +118,17 @@ class Retracing(Following):  # type: ignore[no-untyped-call]
             return outputs[0]
         return outputs if len(step.func._schema.returns) == 1 else tuple(outputs)
 
+    def recognizes(self, tensor: torch.Tensor, spot: Spot) -> bool:
+        """Whether what autograd saves is what it saves on the tape. It may have been made before anybody looked."""
+        return self.knows(tensor, spot) or self._meets(tensor, spot)
+
     @property
     def is_done(self) -> bool:
         """Whether there is nothing more to leave out."""
         return self.place > self._left_until
 
     def end(self) -> None:
-        """Look at no more operators, if none can read what was handed out unwritten, or write to what was handed in.
-
-        To look at each takes the host as long as its own code does. The mode stays on all the same: within an operator,
-        where this is called, nobody can tell whether somebody will put back what torch's dispatcher is told now, as
-        transforms of functorch's do, and a backward within the function.
-        """
+        """Look at no more operators, if none can read what was handed out unwritten, or write to what was handed in."""
         is_lent = any(_holders_of(storage) > count for storage, count in self._lent)
         self.has_ended = not is_lent and not self.is_kept
         if self.has_ended:
@@ -97,6 +140,13 @@ class Retracing(Following):  # type: ignore[no-untyped-call]
     ) -> Any:
         if self.has_ended:
             return func(*args, **kwargs) if kwargs else func(*args)
+        if self._is_waiting:
+            steps, place = self._steps, self.place
+            if func is not steps[place].func and func is not steps[place + 1].func:
+                # Of one that had begun.
+                return func(*args, **kwargs) if kwargs else func(*args)
+            self._is_waiting = False
+            self.place += func is not steps[place].func
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     @property
@@ -109,6 +159,10 @@ class Retracing(Following):  # type: ignore[no-untyped-call]
             storage = tensor.untyped_storage()
             if any(left() is storage for left in self._left):
                 return False
+            value = spot.value
+            if self._memory[value] is nothing and value in self._tape.unseen and ViewRecipe.of(tensor) == spot.view:
+                self._memory[value] = weakref.ref(storage)
+                return True
         return super()._meets(tensor, spot)
 
     def _take(self, step: Step, output: Any) -> None:

@@ -110,6 +110,8 @@ class Tape:
     """Values of the function's tensors."""
     count: int
     """How many values there are."""
+    saved_after: Sequence[int]
+    """For each of :attr:`saved`, how many steps had run."""
     unused: Sequence[object] = ()
     """Selectors that decided nothing."""
 
@@ -137,7 +139,7 @@ class Tape:
             else each._replace(decision=decisions[each.spot.value])
             for each in self.saved
         ]
-        return Tape(steps, saved, self.inputs, self.count)
+        return Tape(steps, saved, self.inputs, self.count, self.saved_after)
 
     def prepared(self) -> Tape:
         """This tape, of which all that calls ask is worked out: the first of them is not to take longer."""
@@ -149,6 +151,7 @@ class Tape:
             self.users,
             self.used_by,
             self.again_until,
+            self.unseen,
             self.showing.is_all,
             self.showing.last,
         )
@@ -264,11 +267,40 @@ class Tape:
         return not given and all(step.numerics is None for step in left_out)
 
     @cached_property
-    def left_until(self) -> int:
-        """The place of the last step that is left out before one that runs again; -1: there is none."""
+    def _left(self) -> Sequence[int]:
+        """The places of the steps that are left out before one that runs again."""
         again, _ = self.again
         steps = enumerate(self.steps[: max(again, default=0)])
-        return max((place for place, step in steps if place not in again and step.makes), default=-1)
+        return [place for place, step in steps if place not in again and step.makes]
+
+    @property
+    def left_until(self) -> int:
+        """The last of them; -1: there is none."""
+        return self._left[-1] if self._left else -1
+
+    @cached_property
+    def look_from(self) -> tuple[int, int]:
+        """Where to begin to look at operators: the place in :attr:`saved`, and how many steps have run at least.
+
+        The last one before anything is left out at which it shows by the next operator how many have run: one may be
+        in the middle of a step, which is not seen then. (-1, 0): from the beginning.
+        """
+        steps, first = self.steps, self._left[0] if self._left else 0
+        for place in reversed(range(len(self.saved))):
+            after = self.saved_after[place]
+            if after < first and steps[after].func is not steps[after + 1].func:
+                return place, after
+        return -1, 0
+
+    def look_early(self) -> None:
+        """A call was not recognized by what it did from there on."""
+        self.__dict__["look_from"] = -1, 0
+
+    @cached_property
+    def unseen(self) -> frozenset[int]:
+        """Values that may be made before anybody looks."""
+        place, after = self.look_from
+        return frozenset[int]().union(*(step.made for step in self.steps[: after + 1 if place >= 0 else 0]))
 
     @cached_property
     def devices(self) -> frozenset[torch.device]:

@@ -10,9 +10,12 @@ But nobody has seen then that it did what is on the tape, so the tape cannot sta
 itself again, with its generators, settings and arguments as they were. If all of it is computed again, that is all.
 Otherwise operators are looked at, in backward, where the device has more to do: what is on the tape and of no use to
 anybody is left out, and what was preserved is handed in (``retracing.py``). As soon as an operator is not the tape's
-next one, the function runs anew, whole. Once there is nothing more to leave out, and the function holds nothing of what
-was left out or handed in, nobody looks: the rest runs as it is. So a function that does something else than in the call
-before, and does that in both of its runs, is right.
+next one, the function runs anew, whole. Before there is anything to leave out, nobody looks, nor once there is nothing
+more, and the function holds nothing of what was left out or handed in: that runs as it is. So a function that does
+something else than in the call before, and does that in both of its runs, is right.
+
+Views of parameters that autograd saves in forward, as products do, are taken from the re-run, too, which makes them
+again: to hold them would take an alias of each.
 
 Whether both runs did the same is seen by their values: of what autograd saves at last of what is computed again (of
 what all the rest goes into) sums are taken in the first run and in the re-run
@@ -308,8 +311,11 @@ class Unwatched:
         is_there = all(tensor.storage_offset() == at for tensor, (_, _, at) in zip(tensors, self._tensors, strict=True))
         with drawing:
             if self._outputs is None and not tape.is_whole and is_intact and is_there and not written:
-                packs = self._run_again(tensors, alive, until, Retracing(tape, tensors, self._base))
-                if packs is None:
+                mode = Retracing(tape, tensors, self._base)
+                packs = self._run_again(tensors, alive, until, mode)
+                if packs is None and mode.looks_from >= 0:
+                    tape.look_early()
+                elif packs is None:
                     self._lose()
             if packs is None:
                 refusing = Refusing(written) if written else None
@@ -346,11 +352,13 @@ class Unwatched:
                 torch.enable_grad(),
                 saved_tensors_hooks(packs.pack, packs.unpack),
             ):
-                if mode is None:
+                try:
+                    if mode is not None and mode.looks_from < 0:
+                        mode.look()
                     output = self._function(*tensors)
-                else:
-                    with mode:
-                        output = self._function(*tensors)
+                finally:
+                    if mode is not None:
+                        mode.look_away()
             if self._outputs is not None:
                 packs.compare_outputs(self._outputs, output)
         except Enough:
