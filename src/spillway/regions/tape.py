@@ -150,7 +150,7 @@ class Tape:
             self.parts_of,
             self.users,
             self.used_by,
-            self.again_until,
+            self.reread,
             self.unseen,
             self.showing.is_all,
             self.showing.last,
@@ -254,9 +254,17 @@ class Tape:
         return found
 
     @cached_property
-    def again_until(self) -> int:
-        """The last place in :attr:`saved` of what is computed again; -1: there is none."""
-        return max(self._parts, default=-1)
+    def reread(self) -> frozenset[int]:
+        """Places in :attr:`saved` of what comes from outside and a step reads that runs again.
+
+        What that makes is compared, or goes into what is: were it another tensor by then, it would show.
+        """
+        again, _ = self.again
+        return frozenset(
+            place
+            for place, (each, after) in enumerate(zip(self.saved, self.saved_after, strict=True))
+            if each.spot is None and after in again
+        )
 
     @cached_property
     def is_whole(self) -> bool:
@@ -283,12 +291,13 @@ class Tape:
         """Where to begin to look at operators: the place in :attr:`saved`, and how many steps have run at least.
 
         The last one before anything is left out at which it shows by the next operator how many have run: one may be
-        in the middle of a step, which is not seen then. (-1, 0): from the beginning.
+        in the middle of a step, which is not seen then. If it is mistaken for another one, the next one shows that.
+        (-1, 0): from the beginning.
         """
-        steps, first = self.steps, self._left[0] if self._left else 0
+        functions, first = [step.func for step in self.steps], self._left[0] if self._left else 0
         for place in reversed(range(len(self.saved))):
             after = self.saved_after[place]
-            if after < first and steps[after].func is not steps[after + 1].func:
+            if after + 1 < first and functions[after] is not functions[after + 1] is not functions[after + 2]:
                 return place, after
         return -1, 0
 

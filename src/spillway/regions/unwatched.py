@@ -14,8 +14,9 @@ next one, the function runs anew, whole. Before there is anything to leave out, 
 more, and the function holds nothing of what was left out or handed in: that runs as it is. So a function that does
 something else than in the call before, and does that in both of its runs, is right.
 
-Views of parameters that autograd saves in forward, as products do, are taken from the re-run, too, which makes them
-again: to hold them would take an alias of each.
+Views of parameters that autograd saves for what runs again, as products do, are taken from the re-run, too, which makes
+them again: to hold them would take an alias of each. Where something else is left out, they are held: were a parameter
+given other memory meanwhile, nothing would show it.
 
 Whether both runs did the same is seen by their values: of what autograd saves at last of what is computed again (of
 what all the rest goes into) sums are taken in the first run and in the re-run
@@ -129,7 +130,7 @@ class Unwatched:
         # Read for each tensor that is saved.
         self._saved, self._shown, self._leaving = tape.saved, tape.showing.shown, passage.waiting
         self._compared = tape.showing.compared if compares_all else tape.showing.last
-        self._again_until = tape.again_until
+        self._reread = tape.reread
         self._outside: dict[int, tuple[torch.Tensor, KeptHandle]] = {}
         """Handles of what the function did not make, while it runs: it saves some of that several times."""
         self._parameters: dict[int, int] = {}
@@ -224,7 +225,7 @@ class Unwatched:
         identity = identity_of(tensor)
         if identity is not None:
             self._parameters[place] = identity
-            if identity != id(tensor) and place < self._again_until:
+            if identity != id(tensor) and place in self._reread:
                 # To make an alias of it takes the host longer than anything else here, and the re-run has one.
                 self._versions[place] = tensor._version
                 return self._to_be_computed(place)
