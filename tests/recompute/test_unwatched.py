@@ -1097,23 +1097,6 @@ def test_what_is_not_what_was_read_before_is_told_apart(regions: Regions, calls:
     assert runs == [True, False, False]
 
 
-def test_a_weights_view_is_no_reason_to_run_further(regions: Regions, calls: Calls) -> None:
-    first, second = (nn.Linear(16, 16, bias=False) for _ in range(2))
-    reached = 0
-
-    def function(x: Tensor) -> Tensor:
-        nonlocal reached
-        y = first(x.sin().exp())
-        reached += 1
-        return second(y)
-
-    for seed in range(4):
-        reached = 0
-        gradients_of(regions, function, seed=seed, watch=False, save="matmul")
-    assert len(calls) == 2
-    assert reached == 1
-
-
 def test_a_weight_that_is_written_before_backward_is_an_error_as_in_plain_pytorch(
     regions: Regions, calls: Calls
 ) -> None:
@@ -1129,17 +1112,6 @@ def test_a_weight_that_is_written_before_backward_is_an_error_as_in_plain_pytorc
             loss.backward()
         del loss
     assert len(calls) == 2
-
-
-def test_weights_are_not_counted_as_computed_again(regions: Regions, calls: Calls) -> None:
-    block = Block(dropout=0.0)
-    counted = []
-    for watch in (True, True, True, False):
-        gradients_of(regions, block, watch=watch)
-        assert regions.last is not None
-        counted.append(regions.last.stats().recomputed_bytes)
-    assert len(calls) == 1
-    assert counted[3] == counted[2] > 0
 
 
 @pytest.mark.parametrize("save", ["aten::exp", "matmul"], ids=["the product runs again", "the product is kept"])

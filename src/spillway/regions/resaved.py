@@ -143,8 +143,7 @@ class Resaved:
     def _take(self, place: int, tensor: torch.Tensor) -> None:
         spot = self._saved[place].spot if place < len(self._saved) else None
         if place in self._wanted:
-            # Of a parameter, it is compared which one it is.
-            if place not in self._parameters and not self._is_like(tensor, spot):
+            if not self._is_like(tensor, spot):
                 self.is_other = True
             self.results[place] = tensor
         before = self._shown.get(place)

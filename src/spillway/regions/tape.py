@@ -150,7 +150,6 @@ class Tape:
             self.parts_of,
             self.users,
             self.used_by,
-            self.reread,
             self.unseen,
             self.showing.is_all,
             self.showing.last,
@@ -254,19 +253,6 @@ class Tape:
         return found
 
     @cached_property
-    def reread(self) -> frozenset[int]:
-        """Places in :attr:`saved` of what comes from outside and a step reads that runs again.
-
-        What that makes is compared, or goes into what is: were it another tensor by then, it would show.
-        """
-        again, _ = self.again
-        return frozenset(
-            place
-            for place, (each, after) in enumerate(zip(self.saved, self.saved_after, strict=True))
-            if each.spot is None and after in again
-        )
-
-    @cached_property
     def is_whole(self) -> bool:
         """Whether to run the function again is to compute what is on the tape, and nothing else that takes its time."""
         again, given = self.again
@@ -303,7 +289,7 @@ class Tape:
 
     def look_early(self) -> None:
         """A call was not recognized by what it did from there on."""
-        self.__dict__["look_from"] = -1, 0
+        self.__dict__.update(look_from=(-1, 0), unseen=frozenset[int]())
 
     @cached_property
     def unseen(self) -> frozenset[int]:

@@ -14,10 +14,6 @@ next one, the function runs anew, whole. Before there is anything to leave out, 
 more, and the function holds nothing of what was left out or handed in: that runs as it is. So a function that does
 something else than in the call before, and does that in both of its runs, is right.
 
-Views of parameters that autograd saves for what runs again, as products do, are taken from the re-run, too, which makes
-them again: to hold them would take an alias of each. Where something else is left out, they are held: were a parameter
-given other memory meanwhile, nothing would show it.
-
 Whether both runs did the same is seen by their values: of what autograd saves at last of what is computed again (of
 what all the rest goes into) sums are taken in the first run and in the re-run
 (:func:`~spillway.regions.proofs.sums`). The device compares them, and is not waited for: that they differed is told as
@@ -48,7 +44,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import saved_tensors_hooks
 
 from spillway.capture.dynamo import untraced
-from spillway.capture.handles import Handle, KeptHandle, check_version, unpack
+from spillway.capture.handles import Handle, KeptHandle, unpack
 from spillway.capture.hooks import Pass, in_backward
 from spillway.capture.identity import ViewRecipe
 from spillway.errors import RecomputeError
@@ -86,7 +82,7 @@ class Unwatched:
         compares_all: whether all that is computed again is compared, and not only what the rest of it goes into.
     """
 
-    _restore: Callable[[], None] = lambda: None
+    _restore: Callable[[], None]
     """Sets generators to where they were."""
     _is_running = False
     _is_computing = False
@@ -130,13 +126,10 @@ class Unwatched:
         # Read for each tensor that is saved.
         self._saved, self._shown, self._leaving = tape.saved, tape.showing.shown, passage.waiting
         self._compared = tape.showing.compared if compares_all else tape.showing.last
-        self._reread = tape.reread
         self._outside: dict[int, tuple[torch.Tensor, KeptHandle]] = {}
         """Handles of what the function did not make, while it runs: it saves some of that several times."""
         self._parameters: dict[int, int] = {}
         """Which ones the first run saved, by their places."""
-        self._versions: dict[int, int] = {}
-        """Of those that the re-run gives, since they are views, which the function makes."""
         self._sums: dict[int, Shown] = {}
         """Of what the first run saved at some places."""
         self._lock = threading.RLock()
@@ -203,7 +196,8 @@ class Unwatched:
                     found = sums(tensor)
                     if found is not None:
                         self._sums[place] = Shown(found, tensor.stride())
-            return self._to_be_computed(place)
+            self._alive.add(place)
+            return UnwatchedHandle(self, place)
         recipe = ViewRecipe.of(tensor)
         if recipe != spot.view:
             return self._pack_another(tensor)
@@ -216,19 +210,11 @@ class Unwatched:
                 self._given[spot.value] = given, recipe
             return handle
 
-    def _to_be_computed(self, place: int) -> UnwatchedHandle:
-        self._alive.add(place)
-        return UnwatchedHandle(self, place)
-
-    def _pack_parameter(self, tensor: torch.Tensor, place: int) -> Handle | UnwatchedHandle:
+    def _pack_parameter(self, tensor: torch.Tensor, place: int) -> Handle:
         """One of the function's own, or a buffer, which nobody sends away."""
         identity = identity_of(tensor)
         if identity is not None:
             self._parameters[place] = identity
-            if identity != id(tensor) and place in self._reread:
-                # To make an alias of it takes the host longer than anything else here, and the re-run has one.
-                self._versions[place] = tensor._version
-                return self._to_be_computed(place)
         if torch._C._len_torch_dispatch_stack() == 0:
             return KeptHandle(tensor)
         with below_modes(tensor):
@@ -272,11 +258,7 @@ class Unwatched:
                     self._again()
                 finally:
                     self._is_computing = False
-            result = self._results.pop(place)
-        version = self._versions.get(place)
-        if version is not None:
-            check_version(result, version, result)
-        return result
+            return self._results.pop(place)
 
     def forget(self, place: int) -> None:
         """Nobody will ask for it."""
@@ -328,8 +310,7 @@ class Unwatched:
         if packs.is_other:
             raise differed([self._label])
         results = packs.take()
-        computed = (result for place, result in results.items() if place not in self._versions)
-        passage.ledger.recomputed_bytes += storage_bytes(computed)
+        passage.ledger.recomputed_bytes += storage_bytes(results.values())
         for differs in packs.differ():
             self._verdicts.add(self._label, differs)
         for place, tensor in results.items():
