@@ -219,10 +219,11 @@ class Pass:
 
     def is_captured(self, device: torch.device) -> bool:
         """Whether what the device is given now is captured into a graph."""
+        if device.type == "meta":
+            return False
         known = self._devices.get(device)
-        if known is not None:
-            return known.runtime.backend.is_capturing()
-        return device.type != "meta" and self._owner.runtime(device).backend.is_capturing()
+        runtime = self._owner.runtime(device) if known is None else known.runtime
+        return runtime.backend.is_capturing()
 
     def pack(self, tensor: torch.Tensor) -> Handle:
         """The hook: what autograd holds for ``tensor``."""

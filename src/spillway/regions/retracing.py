@@ -2,7 +2,7 @@
 
 NOTE [ When to look ]
 
-Each operator that a mode sees takes the host ten times as long as to call it. Before the first one that is left out
+Each operator that a mode sees takes the host several times as long as to call it. Before the first one that is left out
 there is nothing to be seen: all of it runs, and whatever it is, it is what the function does. So the mode begins where
 autograd saves the last thing before that operator (by the order in which things are saved, as on the tape). That is
 within an operator, which had begun without the mode and is not seen, or has been through; which of both it was shows by
