@@ -531,6 +531,9 @@ def test_the_hosts_seconds_of_what_is_not_watched_by_hand() -> None:
     assert again == 3.0 + 2 * 2.0 + 2 * 1.0
     # It begins when autograd has last saved something before the first that is left out.
     assert _share_looked_at(replace(block, saves_at=(1, 2, 3)), {0, 1, 3}) == (2 + 1 / 2) / 4
+    # It ends when autograd saves what the next one has made, and that again for the one after it.
+    assert _share_looked_at(replace(block, saves_at=(0, 2, 2)), {0, 2, 3}) == (2 + 2 / 2) / 4
+    assert _share_looked_at(replace(block, saves_at=(0, 3, 3)), {0, 2, 3}) == (2 + 1 / 2) / 4
     # What is kept for the re-run alone is seen by nobody who does not look at operators.
     values = [replace(value, saved_at=None) if number == NORMED else value for number, value in enumerate(block.values)]
     block = replace(block, values=tuple(values))

@@ -1097,6 +1097,60 @@ def test_what_is_not_what_was_read_before_is_told_apart(regions: Regions, calls:
     assert runs == [True, False, False]
 
 
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Operators of re-runs for which a mode was called, whatever it did with them."""
+    names: list[str] = []
+    dispatch = Retracing.__torch_dispatch__
+
+    def spy(self: Retracing, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        names.append(func._schema.name.removeprefix("aten::"))
+        return dispatch(self, func, types, args, kwargs)
+
+    monkeypatch.setattr(Retracing, "__torch_dispatch__", spy)
+    return names
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["alone", "in a mode of the function's own"])
+def test_the_mode_goes_where_autograd_saves_what_was_just_made(
+    regions: Regions, calls: Calls, runs: list[bool], seen: list[str], inside: bool
+) -> None:
+    def function(x: Tensor) -> Tensor:
+        y = x.sin().exp().tanh().cos()
+        with Passing() if inside else nullcontext():  # type: ignore[no-untyped-call]
+            # Of the first, what is saved has not just been made; of the second it has.
+            y = (y * y).sigmoid()
+            y = y.exp().sin()
+        return y.exp().cos()
+
+    known(regions, function, save="aten::tanh")
+    seen.clear()
+    ours = gradients_of(regions, function, seed=3, watch=False, save="aten::tanh")
+    assert_identical(ours, gradients_of(None, function, seed=3))
+    before = ["exp", "tanh", "cos", "mul", "sigmoid"]
+    # Within another mode, it cannot go, nor does it when what it would be told by has been saved there.
+    assert seen == [*before, "exp", "sin", "exp"] if inside else before
+    assert torch._C._len_torch_dispatch_stack() == 0
+    assert runs == [True] * len(runs)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_what_is_mapped_in_a_compiled_graph_ends_with_the_mode_that_it_began_with(
+    regions: Regions, calls: Calls, runs: list[bool]
+) -> None:
+    mapped = torch.compile(torch.func.vmap(lambda row: row.cos().exp().sin()), backend="eager")
+
+    def function(x: Tensor) -> Tensor:
+        y = x.sin().exp().tanh() * 2
+        return mapped(y * 2).sigmoid()  # type: ignore[no-any-return]
+
+    for seed in range(4):
+        ours = gradients_of(regions, function, seed=seed, watch=False, save="aten::tanh")
+        assert_identical(ours, gradients_of(None, function, seed=seed))
+        assert has_nothing_left()
+    assert runs and all(runs)
+
+
 @pytest.mark.parametrize("save", ["aten::exp", "matmul"], ids=["the product runs again", "the product is kept"])
 def test_a_weight_that_gets_other_memory_is_told_or_as_it_was(regions: Regions, calls: Calls, save: str) -> None:
     def step(regions: Regions | None) -> list[Tensor]:

@@ -233,13 +233,15 @@ def _share_run(block: BlockProfile, runs: Collection[int]) -> float:
 def _share_looked_at(block: BlockProfile, runs: Collection[int]) -> float:
     """How many operators come between the first that is left out and the last, and half of the later ones, of all.
 
-    From when autograd has last saved something before the first.
+    From when autograd has last saved something before the first, to when it saves what an operator has just made: then
+    it saves that for the next one, too, when no more of them have run.
     """
-    count = len(block.operators)
+    count, saves = len(block.operators), block.saves_at
     left = [place for place in range(max(runs, default=0)) if block.operators[place].makes and place not in runs]
     first, last = (left[0], left[-1] + 1) if left else (0, 0)
-    first = max((place for place in block.saves_at if place < first), default=0)
-    return (last - first + (count - last) / 2) / max(count, 1)
+    first = max((place for place in saves if place < first), default=0)
+    until = next((place for place, after in pairwise(saves) if place == after > last), count)
+    return (last - first + (until - last) / 2) / max(count, 1)
 
 
 def _outlives(block: BlockProfile, number: int) -> bool:

@@ -67,8 +67,8 @@ class Resaved:
         """The hook."""
         mode, place = self._mode, self._packed
         self._packed = place + 1
-        if mode is not None and mode.is_looking and mode.is_done and not mode.has_ended:
-            mode.end()
+        if mode is not None and mode.is_looking and mode.is_done:
+            mode.end_at(tensor)
         cell: _Cell = []
         parameter = self._parameters.get(place)
         if parameter is not None and parameter != identity_of(tensor):

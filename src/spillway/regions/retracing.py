@@ -13,14 +13,18 @@ A mode is pushed there only if the function is in none of its own: torch takes t
 Where it cannot be pushed, nothing is left out. Where the next operator is none that was expected, all runs again, and
 from then on such calls are looked at from the beginning.
 
-To end it within an operator is not possible: what torch's dispatcher was told of it holds for the operator that has
-begun. So it stays, and looks away.
+When there is nothing more to leave out, it looks away, and it goes where autograd next saves what an operator has just
+made. Not before: what torch's dispatcher was told of a mode holds for an operator that has begun, until its kernel has
+run. And not within what torch transforms (``torch.func``), which sets the dispatcher back, at the end of each operator,
+to how it was before: to a mode that is not there.
 """
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any, Never
 
 import torch
@@ -32,6 +36,11 @@ from spillway.regions.replay import Differs
 from spillway.regions.steps import Spot, Step
 from spillway.regions.tape import Base, Tape
 from spillway.regions.tensors import is_strided
+
+_CALLER = "spillway.regions.unwatched"
+_TRANSFORMS = ("torch._functorch", "torch.fx", "torch._dynamo")
+
+_next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 
 class Retracing(Following):  # type: ignore[no-untyped-call]
@@ -75,7 +84,7 @@ class Retracing(Following):  # type: ignore[no-untyped-call]
             self.is_looking, self._is_waiting = True, self.looks_from >= 0
 
     def look_away(self) -> None:
-        """The function is over."""
+        """There is nothing more to be seen."""
         if self.is_looking:
             self.is_looking = False
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
@@ -127,13 +136,22 @@ class Retracing(Following):  # type: ignore[no-untyped-call]
         """Whether there is nothing more to leave out."""
         return self.place > self._left_until
 
-    def end(self) -> None:
-        """Look at no more operators, if none can read what was handed out unwritten, or write to what was handed in."""
-        is_lent = any(_holders_of(storage) > count for storage, count in self._lent)
-        self.has_ended = not is_lent and not self.is_kept
-        if self.has_ended:
+    def end_at(self, tensor: torch.Tensor) -> None:
+        """Look at no more operators, if none can read what was handed out unwritten, or write to what was handed in.
+
+        Args:
+            tensor: what autograd saves.
+        """
+        if not self.has_ended:
+            is_lent = any(_holders_of(storage) > count for storage, count in self._lent)
+            self.has_ended = not is_lent and not self.is_kept
+            if not self.has_ended:
+                return
             # What the function has let go of, nobody needs to hold for it.
             self._lent.clear()
+        is_innermost = torch._C._len_torch_dispatch_stack() == self._modes + 1
+        if is_innermost and _has_just_made(tensor) and not _is_transformed():
+            self.look_away()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -169,6 +187,26 @@ class Retracing(Following):  # type: ignore[no-untyped-call]
         super()._take(step, output)
         if self.is_lost:
             self.differs()
+
+
+def _has_just_made(tensor: torch.Tensor) -> bool:
+    """Whether the operator for which autograd saves a tensor has made it: nodes are numbered as they are made."""
+    node = tensor.grad_fn if type(tensor) is torch.Tensor else None
+    return node is not None and node._sequence_nr() + 1 == _next_node()
+
+
+def _is_transformed() -> bool:
+    """Whether somebody between the function that runs again and this may be transforming it, by who has called whom."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_globals.get("__name__")
+        if name == _CALLER:
+            return False
+        # What is written by a compiler has no name, or may call anything.
+        if name is None or name.startswith(_TRANSFORMS):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _holders_of(storage: torch.UntypedStorage) -> int:
