@@ -134,7 +134,7 @@ class Host:
                 self.look_ahead(number, place + 1)
                 self.look(task.name)
             self.look(task.name, task.peak_bytes)
-            self.queued += Fraction(task.host_seconds)
+            self.queued += Fraction(task.host_seconds) * Fraction(self.rates.host)
             early = max(Fraction(0), self.queued - Fraction(task.seconds))
             clock = self.lanes.add(f"clock of task {number}", "", early)
             self.lanes.add("compute", task.name, Fraction(0), (clock,), "host")

@@ -51,7 +51,7 @@ class Walk:
             for key in task.takes:
                 self.take(key)
             self.level(task.name, task.peak_bytes)
-            self.queued += task.host_seconds
+            self.queued += task.host_seconds * rates.host
             # It ends when the host has queued it, and begins late for that.
             late = max(0.0, self.queued - (self.now + task.seconds))
             self.waited_for_host += late

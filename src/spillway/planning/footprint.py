@@ -136,8 +136,8 @@ def footprint(option: Option, rates: Rates) -> Footprint:
                 read_need = max(read_need, disk_taken / rates.disk_read + left)
         left -= task.seconds
 
-    forward_host, forward_host_need = _host(option.forward)
-    backward_host, backward_host_need = _host(option.backward)
+    forward_host, forward_host_need = _host(option.forward, rates.host)
+    backward_host, backward_host_need = _host(option.backward, rates.host)
     return Footprint(
         forward_seconds=forward_seconds,
         backward_seconds=backward_seconds,
@@ -170,11 +170,11 @@ def footprint(option: Option, rates: Rates) -> Footprint:
     )
 
 
-def _host(tasks: Sequence[Task]) -> tuple[float, float]:
+def _host(tasks: Sequence[Task], times: float) -> tuple[float, float]:
     """Seconds until the host has queued all of them, and until they have ended on a device that was free."""
     queued = ended = 0.0
     for task in tasks:
-        queued += task.host_seconds
+        queued += task.host_seconds * times
         ended = max(ended + task.seconds, queued)
     return queued, ended
 

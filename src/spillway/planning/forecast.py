@@ -180,6 +180,8 @@ class Forecast:
         out_credit, back_credit = window / rates.out, window / rates.back
         write_credit, read_credit = out_credit + window / rates.disk_write, window / rates.disk_read
 
+        # Of two steps, one of them with a late host, the mean.
+        slower = 0.0 if granted else (self.problem.late - 1) / 2
         clock, leaving, hosted, most_hosted, stored, most_stored, issued, owed = numpy.zeros((8, count))
         """Of the last: bytes that chunks have sent and not yet taken."""
         out, disk, back, read = numpy.full((4, count), NEVER)
@@ -205,8 +207,9 @@ class Forecast:
                 need = numpy.maximum(out + at[line["out_need"]], begin + at[line["out_free_need"]]) - out_credit
                 clock = numpy.maximum(begin + at[line["forward_seconds"]], need)
                 if self.hosted:
-                    clock = numpy.maximum(clock, issued + at[line["forward_host_need"]])
-                    issued = issued + at[line["forward_host"]]
+                    queued = at[line["forward_host"]]
+                    clock = numpy.maximum(clock, issued + at[line["forward_host_need"]] + slower * queued)
+                    issued = issued + (1 + slower) * queued
                 out = numpy.maximum(out + at[line["sent"]] / rates.out, begin + at[line["out_end"]])
                 if self.to_disk:
                     clock = numpy.maximum(clock, disk + at[line["disk_need"]] - write_credit)
@@ -256,8 +259,9 @@ class Forecast:
                 clock = numpy.maximum(begin + at[line["backward_seconds"]], late + at[line["back_need"]])
                 back = back + taken / rates.back
                 if self.hosted:
-                    clock = numpy.maximum(clock, issued + at[line["backward_host_need"]])
-                    issued = issued + at[line["backward_host"]]
+                    queued = at[line["backward_host"]]
+                    clock = numpy.maximum(clock, issued + at[line["backward_host_need"]] + slower * queued)
+                    issued = issued + (1 + slower) * queued
                 if self.to_disk:
                     first = begin - (reused + fetched_before) / rates.disk_read
                     read = numpy.where(begins, numpy.maximum(read - reused / rates.disk_read, first), read)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from spillway.errors import UsageError
 from spillway.planning.menu import ALL, menu
@@ -11,6 +11,7 @@ from spillway.planning.profile import BlockProfile, Outside, Profile
 from spillway.planning.solver import Solution
 from spillway.planning.tasks import Option, Part, Phase, Problem, Program, Rates, Task
 from spillway.planning.treatment import treat
+from spillway.planning.trials import LATE
 from spillway.records import Decision
 
 ANY_RATES = Rates(1.0, 1.0, 1.0, 1.0, 1)
@@ -54,7 +55,13 @@ def problem_of(
         budget=budget,
         host_budget=host_budget,
         disk_budget=disk_budget,
+        late=late_of([profile]),
     )
+
+
+def late_of(profiles: Iterable[Profile]) -> float:
+    """See NOTE [ A host that is late ] in ``trials.py``."""
+    return LATE if any(kind.host is not None for profile in profiles for kind in profile.kinds) else 1.0
 
 
 def plan_of(profile: Profile, problem: Problem, solution: Solution, *, part: int = 0) -> Plan:

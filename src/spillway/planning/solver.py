@@ -44,6 +44,8 @@ class Solution:
     """What the simulation says of it."""
     method: str
     """``"exact"``: there is none better. ``"search"``: none better was found."""
+    seconds: float
+    """What it was ranked by: see NOTE [ A host that is late ] in ``trials.py``."""
     bound_seconds: float | None
     """No choice that fits takes less. ``None`` where that is not known."""
     shares: Relaxed | None = field(default=None, repr=False, compare=False)
@@ -147,7 +149,7 @@ class _Solver:
         return search.best(hint)
 
     def _solution(self, chosen: Chosen, method: str, bound: float | None) -> Solution:
-        return Solution(chosen, self._trials.timeline(chosen), method, bound)
+        return Solution(chosen, self._trials.timeline(chosen), method, self._trials.seconds(chosen), bound)
 
     def _too_small(self, smallest: Solution) -> BudgetError:
         problem, timeline = self._problem, smallest.timeline

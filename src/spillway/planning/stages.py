@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from spillway.planning.menu import ALL, menu
 from spillway.planning.plan import Plan
 from spillway.planning.profile import Profile
-from spillway.planning.programs import kept_program, options_of, part_of, plan_of
+from spillway.planning.programs import kept_program, late_of, options_of, part_of, plan_of
 from spillway.planning.tasks import Option, Part, Problem, Turn
 from spillway.planning.timeline import Timeline, simulate_program
 from spillway.planning.windows import Lanes, Windows, ahead_of, best_of, windows_of
@@ -151,6 +151,7 @@ def _problem(
         options=tuple(options),
         rates=lanes.with_window((1, None)),
         budget=budget,
+        late=late_of(stage.profile for stage in stages),
         turns=tuple(turns),
     )
 

@@ -175,6 +175,8 @@ class Rates:
     """Bytes that may be LEAVING at once."""
     ahead: int | None = None
     """Bytes that may be fetched ahead; ``None``: as many."""
+    host: float = 1.0
+    """How many times as long as it says of tasks the host takes."""
 
 
 class Turn(NamedTuple):
@@ -226,6 +228,8 @@ class Problem:
     """Bytes that may be allocated on the device at most."""
     host_budget: int | None = None
     disk_budget: int | None = None
+    late: float = 1.0
+    """How many times as long the host may take now and then: see NOTE [ A host that is late ] in ``trials.py``."""
     turns: tuple[Turn, ...] = ONE_PASS
     """What happens, in order."""
     placed: dict[tuple[int, int, int, int], tuple[tuple[Task, ...], tuple[Task, ...]]] = field(

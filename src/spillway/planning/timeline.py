@@ -131,7 +131,7 @@ def simulate_program(program: Program, rates: Rates, *, spans: bool = False) -> 
     Raises:
         UsageError: if a rate or the window is not positive, or the program is none: see :meth:`Fates.of`.
     """
-    for name in ("out", "back", "disk_write", "disk_read", "window", "ahead"):
+    for name in ("out", "back", "disk_write", "disk_read", "window", "ahead", "host"):
         value = getattr(rates, name)
         # Said this way round, it also refuses what is not a number.
         if value is not None and not value > 0:
@@ -204,7 +204,7 @@ class _Walk:
         for key in task.takes:
             if key in self._numbers:
                 self._take(self._numbers[key], task.name)
-        self._issued += task.host_seconds
+        self._issued += task.host_seconds * self._rates.host
         self._host_wait += self._wait(self._issued - task.seconds, "host", task.name)
         begin, before = self._now, self._device
         self._now = end = begin + task.seconds

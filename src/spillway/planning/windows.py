@@ -72,8 +72,8 @@ class Found:
 
     @property
     def seconds(self) -> float:
-        """Of the step."""
-        return self.solution.timeline.seconds
+        """What it is ranked by."""
+        return self.solution.seconds
 
     @property
     def options(self) -> list[Option]:

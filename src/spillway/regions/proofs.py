@@ -10,8 +10,9 @@ number of all words, as the distances of tokens, heads or halves have: where the
 chance it is not where parts of less than some sixty words are exchanged at just such a distance.) The last row is the
 longer for it.
 
-To be fast on a device, there is a thread for each of some 65,000 columns; what is small is added up in one go, to a
-61st. There are no more than 255 rows, and they begin an odd number of words after each other, since otherwise torch has
+What fits into so few columns as are left in the end is added up in one go, which takes the host half as long as two. Of
+what does not, there is a thread for each of some 65,000 columns, to be fast. What is small is added up to a 61st. There
+are no more than 255 rows, and they begin an odd number of words after each other, since otherwise torch has
 several blocks of threads add up a column, with a counter for them that is cleared by a copy engine, and that waits for
 what is being offloaded.
 """
@@ -158,7 +159,10 @@ def sums(tensor: torch.Tensor) -> torch.Tensor | None:
 @lru_cache(maxsize=1024)
 def _rows(count: int) -> tuple[tuple[int, int], tuple[int, int]]:
     """Shape and strides of the rows of so many words. See NOTE [ Sums ]."""
-    rows = min(max(count // _COLUMNS, _FEWEST_ROWS), _MOST_ROWS)
+    # The last row is a little longer than the others.
+    rows = max(count // (_FEW - _FEW // 32) + 1, _FEWEST_ROWS)
+    if rows > _MOST_ROWS:
+        rows = min(count // _COLUMNS, _MOST_ROWS)
     apart = count // rows
     while apart % 2 == 0 or math.gcd(apart, count) > 1:
         apart -= 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -19,6 +19,8 @@ PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 _MOST_SEEDS = 4
 """Numbers of a generator's state: philox has a seed and an offset, each of one or two words."""
 
+_NOTHING = nullcontext()
+
 _no_dispatch = torch._C._DisableTorchDispatch
 _exclude = torch._C._SetExcludeDispatchKeyGuard
 _VERSIONS = torch._C.DispatchKey.ADInplaceOrView
@@ -29,10 +31,13 @@ _NUMBERS = frozenset(
 )
 
 
-def below_modes(tensor: torch.Tensor) -> AbstractContextManager[object]:
-    """A context for what is done with it that is no operator of the user's."""
+def below_modes(tensor: torch.Tensor | None = None) -> AbstractContextManager[object]:
+    """A context for what is done with it, or with plain tensors, that is no operator of the user's."""
+    if tensor is None or type(tensor) in PLAIN:
+        # To enter one takes as long as to call an operator.
+        return torch._C._DisableTorchDispatch() if torch._C._len_torch_dispatch_stack() > 0 else _NOTHING
     # Of a wrapper, its own code may have to run.
-    return torch._C._DisableTorchDispatch() if type(tensor) in PLAIN else _disable_current_modes()
+    return _disable_current_modes()
 
 
 def is_strided(tensor: torch.Tensor) -> bool:

@@ -148,7 +148,7 @@ class Unwatched:
         self._verdicts.send()
         self._verdicts.read()
         self._restore = generators_on(self._tape.devices)
-        with torch._C._DisableTorchDispatch():
+        with below_modes():
             pack = hook_for(self._inputs, self._passage)
             self._tensors = [(pack(tensor), tensor.requires_grad, int(tensor.storage_offset())) for tensor in tensors]
             self._passage.flush()
@@ -163,7 +163,7 @@ class Unwatched:
         finally:
             self._is_running, self._followed = False, 0
             self._outside.clear()
-            with torch._C._DisableTorchDispatch():
+            with below_modes():
                 self._passage.flush()
         after = [(buffer, version, _version_of(buffer)) for buffer, version in self._buffers]
         self._buffers = [(buffer, version) for buffer, version, now in after if now != version]
@@ -192,7 +192,7 @@ class Unwatched:
             return self._pack_another(tensor)
         if decision is _RECOMPUTE:
             if place in self._compared:
-                with torch._C._DisableTorchDispatch():
+                with below_modes():
                     found = sums(tensor)
                     if found is not None:
                         self._sums[place] = Shown(found, tensor.stride())
@@ -201,7 +201,7 @@ class Unwatched:
         recipe = ViewRecipe.of(tensor)
         if recipe != spot.view:
             return self._pack_another(tensor)
-        with torch._C._DisableTorchDispatch():
+        with below_modes():
             self._passage.advance()
             handle = self._passage.save_made(tensor, recipe, decision)
             if self._shown.get(spot.value) == place:
@@ -215,8 +215,6 @@ class Unwatched:
         identity = identity_of(tensor)
         if identity is not None:
             self._parameters[place] = identity
-        if torch._C._len_torch_dispatch_stack() == 0:
-            return KeptHandle(tensor)
         with below_modes(tensor):
             return KeptHandle(tensor)
 
