@@ -35,12 +35,13 @@ from planning.instances import (
 )
 from planning.standin import simulate
 from spillway import BudgetError, UsageError
-from spillway.planning.exact import every_choice
+from spillway.planning.exact import every_choice, fastest
 from spillway.planning.forecast import Forecast
 from spillway.planning.relaxation import relaxed
 from spillway.planning.solver import Solution, least, solve
 from spillway.planning.tasks import Part, Phase, Problem, Program, Rates, counted_twice
 from spillway.planning.timeline import Timeline, simulate_program
+from spillway.planning.trials import Trials
 
 TESTS = Path(__file__).parent.parent
 HEAD = large_problem(1, 3, 0).parts[0].middle
@@ -125,6 +126,17 @@ def test_problems_with_a_host_that_takes_time_are_solved_as_by_trying_all_choice
 def test_problems_of_several_chunks_are_solved_as_by_trying_all_choices() -> None:
     kinds = [check_against_all(seed, most=200, host=seed % 3 == 0, chunks=True) for seed in range(500, 540)]
     assert kinds.count("several") > 20 and kinds.count("none fits") >= 2
+
+
+@pytest.mark.parametrize("seed", [401, 410, 417])
+def test_no_choice_takes_less_than_the_bound_of_a_search_that_is_cut_short(seed: int) -> None:
+    problem = replace(drawn(seed, 150, True), late=1.2)
+    timelines = all_timelines(problem)
+    problem = replace(problem, **budgets(seed, timelines))
+    least_seconds = min(timeline.seconds for timeline in timelines.values() if fits(problem, timeline))
+    for tasks in (1, 20, 50, 100, 200, 400):
+        outcome = fastest(Forecast(problem), Trials(problem, simulate), tasks)
+        assert outcome.bound_seconds <= least_seconds + 1e-9
 
 
 @pytest.mark.long

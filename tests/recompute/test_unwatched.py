@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode_temporarily, is_in_torch_dispatch_mode
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import spillway
@@ -1132,6 +1132,62 @@ def test_the_mode_goes_where_autograd_saves_what_was_just_made(
     assert seen == [*before, "exp", "sin", "exp"] if inside else before
     assert torch._C._len_torch_dispatch_stack() == 0
     assert runs == [True] * len(runs)
+
+
+def test_what_torch_remembers_of_modes_is_as_it_was(regions: Regions, calls: Calls, seen: list[str]) -> None:
+    def function(x: Tensor) -> Tensor:
+        y = x.sin().exp().tanh().cos() * 2
+        with Passing():  # type: ignore[no-untyped-call]
+            with _pop_mode_temporarily():  # type: ignore[no-untyped-call]
+                # Here the mode of the second run is the innermost, and goes.
+                y = y.exp()
+            y = y.sin()
+        return y.exp().cos()
+
+    known(regions, function, save="aten::tanh")
+    seen.clear()
+    ours = gradients_of(regions, function, seed=3, watch=False, save="aten::tanh")
+    assert_identical(ours, gradients_of(None, function, seed=3))
+    assert seen[-1] == "exp"
+    assert torch._C._len_torch_dispatch_stack() == 0
+    assert not is_in_torch_dispatch_mode() and not is_in_torch_dispatch_mode(include_infra_modes=False)
+
+
+def viewed(y: Tensor) -> Tensor:
+    base = y * 2
+    view = base[0]
+    base.mul_(3)
+    # A view of what was written gets a new node where it is read.
+    return view * view
+
+
+@pytest.mark.parametrize("reads", [viewed, lambda y: (y * 2).sin_()], ids=["a view", "in place"])
+def test_what_is_read_has_not_just_been_made(
+    regions: Regions, calls: Calls, seen: list[str], reads: Callable[[Tensor], Tensor]
+) -> None:
+    def function(x: Tensor) -> Tensor:
+        return reads(x.sin().exp().tanh().cos() * 2).sigmoid().exp()
+
+    known(regions, function, save="aten::tanh")
+    seen.clear()
+    ours = gradients_of(regions, function, seed=3, watch=False, save="aten::tanh")
+    assert_identical(ours, gradients_of(None, function, seed=3))
+    assert seen[-1] == "sigmoid"
+
+
+def test_a_mode_that_stands_aside_ends_as_it_began(regions: Regions, calls: Calls, seen: list[str]) -> None:
+    def function(x: Tensor) -> Tensor:
+        with Passing():  # type: ignore[no-untyped-call]
+            y = x.sin()
+            with _pop_mode_temporarily():  # type: ignore[no-untyped-call]
+                y = y.cos().exp()
+            y = y.sin()
+        return y.tanh().sigmoid().exp()
+
+    known(regions, function, save="aten::tanh")
+    ours = gradients_of(regions, function, seed=3, watch=False, save="aten::tanh")
+    assert_identical(ours, gradients_of(None, function, seed=3))
+    assert torch._C._len_torch_dispatch_stack() == 0 and not is_in_torch_dispatch_mode()
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")

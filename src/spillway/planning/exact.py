@@ -64,16 +64,18 @@ def fastest(forecast: Forecast, trials: Trials, most_tasks: int) -> Outcome:
             if least_seconds >= best[1] - _HALF and bounds.peak_bytes[index] > best[2]:
                 continue  # As fast at best, and larger for sure.
         if trials.tasks > most_tasks:
-            seconds = least_seconds if best is None else min(least_seconds, best[1])
-            return Outcome(None if best is None else best[3], False, seconds)
+            return Outcome(None if best is None else best[3], False, min(least_seconds, _least_known(trials)))
         rank = trials.by_seconds(_numbers(choices, index))
         if rank[0] == 0 and (best is None or rank < best):
             best = rank
     if best is None:
         return Outcome(None, True, math.inf)
-    # One that is slower with a late host may take less with the host as it was measured.
-    fitting = (timeline.seconds for timeline in trials.known.values() if trials.fits(timeline))
-    return Outcome(best[3], True, min(trials.seconds(best[3]), *fitting))
+    return Outcome(best[3], True, min(trials.seconds(best[3]), _least_known(trials)))
+
+
+def _least_known(trials: Trials) -> float:
+    """Seconds of the fastest that was simulated and fits: with a late host, another one may be the best."""
+    return min((timeline.seconds for timeline in trials.known.values() if trials.fits(timeline)), default=math.inf)
 
 
 def smallest(forecast: Forecast, trials: Trials, most_tasks: int) -> Outcome:

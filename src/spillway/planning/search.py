@@ -159,7 +159,9 @@ class Search:
     def _correction(self, chosen: Chosen) -> Correction:
         guess = self._forecast.guesses(numpy.array([chosen], dtype=numpy.int64))
         timeline = self._trials.timeline(chosen)
-        return Correction(timeline.seconds - float(guess.seconds[0]), timeline.peak_bytes - float(guess.peak_bytes[0]))
+        return Correction(
+            self._trials.seconds(chosen) - float(guess.seconds[0]), timeline.peak_bytes - float(guess.peak_bytes[0])
+        )
 
     def _try(self, rows: Choices) -> None:
         for row in rows:

@@ -28,6 +28,7 @@ from types import FrameType
 from typing import Any, Never
 
 import torch
+from torch.utils._python_dispatch import _pop_mode, _push_mode, is_in_torch_dispatch_mode
 
 from spillway.capture.identity import ViewRecipe
 from spillway.regions.following import Following, nothing
@@ -62,10 +63,12 @@ class Retracing(Following):  # type: ignore[no-untyped-call]
         self.looks_from, self.place = tape.look_from
         """Where autograd saves the last thing before it looks at operators; -1: it does from the beginning."""
         self.is_looking = False
+        """Whether operators come by it."""
+        self._has_entered = False
         self._is_waiting = False
         """Whether it has yet to see where it is."""
-        self._modes = torch._C._len_torch_dispatch_stack()
-        """How many were there before."""
+        self._modes = torch._C._len_torch_dispatch_stack(), bool(is_in_torch_dispatch_mode())
+        """How many were there before, and whether torch knows of any."""
         self._runs, self._given = tape.again
         self._base_of = base_of
         self._left_until = tape.left_until
@@ -78,15 +81,18 @@ class Retracing(Following):  # type: ignore[no-untyped-call]
 
     def look(self) -> None:
         """Look at operators from here on, be it within one. See NOTE [ When to look ]."""
-        # A mode that the function is in would be left in the place of this one.
-        if torch._C._len_torch_dispatch_stack() == self._modes:
+        # A mode that the function is in would be left in the place of this one. It may stand aside just now.
+        if (torch._C._len_torch_dispatch_stack(), is_in_torch_dispatch_mode()) == self._modes:
             self.__enter__()  # type: ignore[no-untyped-call]
-            self.is_looking, self._is_waiting = True, self.looks_from >= 0
+            self.is_looking = self._has_entered = True
+            self._is_waiting = self.looks_from >= 0
 
-    def look_away(self) -> None:
-        """There is nothing more to be seen."""
-        if self.is_looking:
-            self.is_looking = False
+    def leave(self) -> None:
+        """The function is over."""
+        if self._has_entered:
+            if not self.is_looking:
+                _push_mode(self)
+            self._has_entered = self.is_looking = False
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def differs(self) -> Never:
@@ -149,9 +155,11 @@ class Retracing(Following):  # type: ignore[no-untyped-call]
                 return
             # What the function has let go of, nobody needs to hold for it.
             self._lent.clear()
-        is_innermost = torch._C._len_torch_dispatch_stack() == self._modes + 1
+        is_innermost = torch._C._len_torch_dispatch_stack() == self._modes[0] + 1
         if is_innermost and _has_just_made(tensor) and not _is_transformed():
-            self.look_away()
+            # What else torch remembers of modes is put back in its order, when those of the function have ended.
+            self.is_looking = False
+            _pop_mode()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -191,8 +199,12 @@ class Retracing(Following):  # type: ignore[no-untyped-call]
 
 def _has_just_made(tensor: torch.Tensor) -> bool:
     """Whether the operator for which autograd saves a tensor has made it: nodes are numbered as they are made."""
-    node = tensor.grad_fn if type(tensor) is torch.Tensor else None
-    return node is not None and node._sequence_nr() + 1 == _next_node()
+    # A view of what was written has a new node as soon as it is asked for it. What is written in place may be cloned
+    # before.
+    if type(tensor) is not torch.Tensor or tensor._is_view():
+        return False
+    node = tensor.grad_fn
+    return node is not None and node._sequence_nr() + 1 == _next_node() and node.name() != "CloneBackward0"
 
 
 def _is_transformed() -> bool:
@@ -206,7 +218,7 @@ def _is_transformed() -> bool:
         if name is None or name.startswith(_TRANSFORMS):
             return True
         frame = frame.f_back
-    return False
+    return True
 
 
 def _holders_of(storage: torch.UntypedStorage) -> int:

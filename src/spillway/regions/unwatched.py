@@ -338,7 +338,7 @@ class Unwatched:
                     output = self._function(*tensors)
                 finally:
                     if mode is not None:
-                        mode.look_away()
+                        mode.leave()
             if self._outputs is not None:
                 packs.compare_outputs(self._outputs, output)
         except Enough:
