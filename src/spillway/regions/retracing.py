@@ -10,8 +10,8 @@ the next one, and what runs inside of it is let pass. What was made before is ta
 first read: if it is not, it was not in the first run either, and what is handed in later is from there.
 
 A mode is pushed there only if the function is in none of its own: torch takes the last one off its stack when one ends.
-Where it cannot be pushed, nothing is left out. Where the next operator is none that was expected, all runs again, and
-from then on such calls are looked at from the beginning.
+Where it cannot be pushed, nothing is left out; nor where another thread has just entered one. Where the next operator
+is none that was expected, all runs again, and from then on such calls are looked at from the beginning.
 
 When there is nothing more to leave out, it looks away, and it goes where autograd next saves what an operator has just
 made. Not before: what torch's dispatcher was told of a mode holds for an operator that has begun, until its kernel has
