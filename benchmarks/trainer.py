@@ -5,7 +5,8 @@ logs as it does by default; with --waiting it logs each step, and its end is wai
 step anew and is not ahead. Medians of the last steps. The callback's budget is the peak of gradient checkpointing, of
 all that is allocated; a second one is half-way between that and the plain peak. Losses are compared bit for bit with
 the plain ones in shorter runs of two layers, by deterministic algorithms: by the others, no two runs of plain PyTorch
-have the same.
+have the same. Of the phases of a step it is written down how long the host and the device took for each, by hooks of
+the embedding and of the last norm, since those of a block would make its call another one.
 
     python benchmarks/trainer.py --json trainer.json                       # 1B width, 8192 tokens
     python benchmarks/trainer.py --layers 2 --hidden 64 --tokens 128       # a rehearsal
@@ -20,7 +21,7 @@ import os
 import platform
 import statistics
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
@@ -34,6 +35,18 @@ from spillway.profiling.meter import allocated
 from spillway.units import format_bytes
 
 KEEP, CHECKPOINT, WITHIN, BETWEEN = "keep", "gradient_checkpointing", "callback within it", "callback half-way"
+
+
+@dataclass
+class Phase:
+    """A part of a step: medians in seconds."""
+
+    host: float
+    """In which the host queued it."""
+    device: float
+    """In which the device came through."""
+    lead: float
+    """By which the host was ahead of the device at its end."""
 
 
 @dataclass
@@ -59,6 +72,8 @@ class Row:
     losses: list[str] = field(default_factory=list)
     identical: bool | None = None
     """Whether a smaller run has the plain one's losses."""
+    phases: dict[str, Phase] = field(default_factory=dict)
+    """Of the steps that count."""
 
 
 def measure(way: str, budget: int | None, options: argparse.Namespace, pipe: Any) -> None:
@@ -87,6 +102,8 @@ def measure(way: str, budget: int | None, options: argparse.Namespace, pipe: Any
             event = torch.Event(device, enable_timing=True)
             event.record()
             self._ends.append(event)
+            if marks is not None:
+                marks.end()
 
         def seconds(self) -> list[float]:
             """Of each step but the first."""
@@ -94,6 +111,50 @@ def measure(way: str, budget: int | None, options: argparse.Namespace, pipe: Any
                 return [end - begin for begin, end in pairwise(self._ends)]
             torch.accelerator.synchronize()
             return [begin.elapsed_time(end) / 1e3 for begin, end in pairwise(self._ends)]
+
+    class Marks:
+        """When the host and the device came to the ends of a step's phases."""
+
+        def __init__(self, model: LlamaForCausalLM) -> None:
+            self._steps: list[dict[str, tuple[float, Any]]] = [{}]
+            torch.accelerator.synchronize()
+            self._begin = self._now()
+            model.register_forward_pre_hook(lambda *_: self.mark("begin"))
+            model.model.embed_tokens.register_forward_hook(self._when_back("backward"))
+            model.model.norm.register_forward_pre_hook(lambda _, inputs: self._when_ended(inputs[0]))
+
+        def _when_back(self, name: str) -> Any:
+            return lambda _, __, output: output.register_hook(lambda _: self.mark(name)) and None
+
+        def _when_ended(self, hidden: torch.Tensor) -> None:
+            self.mark("forward")
+            hidden.register_hook(lambda _: self.mark("head and loss"))
+
+        def _now(self) -> tuple[float, Any]:
+            event = torch.Event(device, enable_timing=True)
+            event.record()
+            return time.perf_counter(), event
+
+        def mark(self, name: str) -> None:
+            self._steps[-1][name] = self._now()
+
+        def end(self) -> None:
+            self.mark("rest")
+            self._steps.append({})
+
+        def phases(self, count: int) -> dict[str, Phase]:
+            """Of the last steps."""
+            torch.accelerator.synchronize()
+            start, since = self._begin
+            found: dict[str, list[Phase]] = {}
+            for step in self._steps[-count - 1 : -1]:
+                reached = {
+                    name: (host - start, since.elapsed_time(event) / 1e3) for name, (host, event) in step.items()
+                }
+                for (_, (host, there)), (name, (host_end, end)) in pairwise(reached.items()):
+                    found.setdefault(name, []).append(Phase(host_end - host, end - there, end - host_end))
+            medians = {name: zip(*map(astuple, each), strict=True) for name, each in found.items()}
+            return {name: Phase(*map(statistics.median, columns)) for name, columns in medians.items()}
 
     class Tracing(TrainerCallback):
         """A trace of all that comes after some steps."""
@@ -127,6 +188,7 @@ def measure(way: str, budget: int | None, options: argparse.Namespace, pipe: Any
         model = LlamaForCausalLM(config).to(torch.bfloat16)
     rows = [{"input_ids": row, "labels": row} for row in torch.randint(options.vocabulary, (8, options.tokens))]
     waits = options.waiting or options.deterministic
+    marks = Marks(model) if device.type != "cpu" and not options.deterministic else None
     clock = Clock()
     traces = options.trace is not None and way == WITHIN and not options.deterministic
     tracing = Tracing(options.steps) if traces else None
@@ -167,6 +229,7 @@ def measure(way: str, budget: int | None, options: argparse.Namespace, pipe: Any
     every = clock.seconds()[: options.steps - 1]
     times = every[-options.timed :]
     row = Row(way, statistics.median(times), min(times), max(times), every, clock.peak, budget)
+    row.phases = {} if marks is None else marks.phases(options.timed)
     row.losses = [float(each["loss"]).hex() for each in trainer.state.log_history if "loss" in each]
     if attached is not None and attached.plan is not None:
         row.predicted_peak = attached.plan.predicted_peak
@@ -223,6 +286,12 @@ def sweep(options: argparse.Namespace, identical: dict[str, bool] | None = None)
             f"{'identical' if row.identical else 'OTHER LOSSES'}",
             flush=True,
         )
+        for name, phase in row.phases.items():
+            print(
+                f"  {name:13} device {phase.device * 1e3:6.1f} ms, host {phase.host * 1e3:6.1f}, "
+                f"at its end ahead by {phase.lead * 1e3:.1f}",
+                flush=True,
+            )
         if row.predicted_seconds is not None:
             print(f"  predicted {row.predicted_seconds * 1e3:.1f} ms; {row.plan}", flush=True)
     return rows

@@ -249,6 +249,8 @@ def test_what_attention_gave_is_handed_in(
     how: dict[str, Any] = {"offload": ["inputs", *chosen]} if leaves else {"save": chosen}
     for seed in range(5):
         ours = gradients(partial(spillway.recompute, session=session, watch=watch, **how), seed)
+        # What was compared is asked for at the end of backward, not in the next forward, behind what leaves.
+        assert not session.verdicts._waiting
         expected = gradients(plainly, seed)
         assert [torch.equal(a, b) for a, b in zip(ours, expected, strict=True)] == [True] * len(expected)
     assert calls == (0 if watch else 3 * 3)

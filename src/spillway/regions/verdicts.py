@@ -3,6 +3,13 @@
 To ask a device for a number means to wait until it is through with all that was queued before. So whether a re-run gave
 what the first run had is asked for by a copy to the host, and read when that has come: in a later call, a later
 backward, or when the session is closed.
+
+NOTE [ When to ask ]
+
+A device has one engine for what goes to host memory, whose copies follow one another. A copy of some bytes on the
+stream that computes waits for all that lanes have queued before it, and all that is computed after waits with it: in a
+forward, behind a block of which 640 MiB left, 9.5 ms (one H100). So it is queued at the end of the backward that made
+the comparisons, when nothing leaves any more, and by the next call only where there is no such end: it has raised.
 """
 
 from __future__ import annotations
@@ -10,12 +17,18 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
+from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch.autograd import Variable
 
 from spillway.errors import RecomputeError
 
 _MANY = 32
+_NONE = -1
+
+_graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
 
 class Verdicts:
@@ -26,9 +39,11 @@ class Verdicts:
         self._lock = threading.Lock()
         self._waiting: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
         self._sent: deque[tuple[list[tuple[str, torch.Tensor]], torch.Tensor, torch.Event]] = deque()
+        self._asks_after = _NONE
+        """The latest backward at whose end it will be asked for what waits."""
 
     def add(self, label: str, differs: torch.Tensor) -> None:
-        """Two runs of a function were compared.
+        """Two runs of a function were compared. See NOTE [ When to ask ].
 
         Args:
             label: names the function.
@@ -45,6 +60,11 @@ class Verdicts:
             waiting = self._waiting.setdefault(differs.device, [])
             waiting.append((label, differs))
             is_full = len(waiting) >= _MANY
+            task, asks_after = _graph_task(), self._asks_after
+            self._asks_after = task
+        if task not in (_NONE, asks_after):
+            engine: Any = Variable._execution_engine
+            engine.queue_callback(self.send)
         if is_full:
             self.send()
         self.read()
