@@ -89,20 +89,51 @@ class Compares(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        ctx.verdicts.add("Block", torch.empty((), dtype=torch.bool, device="meta"))
+        ctx.verdicts.add("Block", ON_A_DEVICE)
         return grads[0], None
 
 
+class Lane:
+    """A stream that notes what it waits for."""
+
+    def __init__(self) -> None:
+        self.awaited: list[Lane] = []
+
+    def wait_stream(self, other: Lane) -> None:
+        self.awaited.append(other)
+
+
 class Asking(Verdicts):
-    """Notes what it was asked to send, and sends nothing."""
+    """Notes how much it asks for at once."""
 
     def __init__(self) -> None:
         super().__init__()
         self.asked: list[int] = []
+        self.lane = Lane()
+        self.fails = False
 
-    def send(self) -> None:
-        self.asked.append(sum(map(len, self._waiting.values())))
-        self._waiting.clear()
+    def _ask(self, several: list[tuple[str, torch.Tensor]], now: Any) -> Any:
+        assert now is self.lane
+        if self.fails:
+            raise torch.OutOfMemoryError("no memory")
+        self.asked.append(len(several))
+        return torch.zeros(len(several), dtype=torch.bool), Late()
+
+    def _stream(self, device: torch.device) -> Any:
+        return self.lane
+
+
+ON_A_DEVICE = torch.empty((), dtype=torch.bool, device="meta")
+
+
+def compared(verdicts: Verdicts, count: int) -> torch.Tensor:
+    """A leaf through whose backward so much is compared."""
+    leaf = torch.ones(1, requires_grad=True)
+    x: Any = leaf
+    for _ in range(count):
+        x = Compares.apply(x, verdicts)
+    x.sum().backward()
+    return leaf
 
 
 def test_a_backward_s_comparisons_are_asked_for_once_and_at_its_end() -> None:
@@ -117,13 +148,24 @@ def test_a_backward_s_comparisons_are_asked_for_once_and_at_its_end() -> None:
     assert verdicts.asked == [2]
     z.sum().backward()
     assert verdicts.asked == [2, 2]
+    assert verdicts.lane.awaited == []
+
+
+def test_many_are_asked_for_before_the_end() -> None:
+    verdicts = Asking()
+    compared(verdicts, 40)
+    assert verdicts.asked == [32, 8]
 
 
 def test_what_is_compared_outside_of_a_backward_waits_for_the_next_call() -> None:
     verdicts = Asking()
-    verdicts.add("Block", torch.empty((), dtype=torch.bool, device="meta"))
-    assert verdicts.asked == []
-    assert len(verdicts._waiting) == 1
+    verdicts.add("Block", ON_A_DEVICE)
+    compared(verdicts, 1)
+    assert verdicts.asked == [2]
+    verdicts.add("Block", ON_A_DEVICE)
+    assert verdicts.asked == [2]
+    verdicts.send()
+    assert verdicts.asked == [2, 1]
 
 
 def test_where_backward_raises_the_next_one_asks_for_all() -> None:
@@ -138,6 +180,45 @@ def test_where_backward_raises_the_next_one_asks_for_all() -> None:
     with pytest.raises(ValueError, match="no more"):
         y.sum().backward()
     assert verdicts.asked == []
-    z = torch.ones(1, requires_grad=True)
-    Compares.apply(z, verdicts).sum().backward()
+    compared(verdicts, 1)
     assert verdicts.asked == [2]
+
+
+def test_what_cannot_be_asked_for_fails_no_backward_and_is_not_lost() -> None:
+    verdicts = Asking()
+    verdicts.fails = True
+    assert compared(verdicts, 2).grad is not None
+    with pytest.raises(torch.OutOfMemoryError):
+        verdicts.send()
+    verdicts.fails = False
+    compared(verdicts, 1)
+    assert verdicts.asked == [3]
+
+
+def test_comparisons_of_another_stream_are_waited_for() -> None:
+    verdicts = Asking()
+    here, there = verdicts.lane, Lane()
+    verdicts.add("Block", ON_A_DEVICE)
+    verdicts.lane = there
+    verdicts.add("Block", ON_A_DEVICE)
+    verdicts.send()
+    assert there.awaited == [here]
+    verdicts.add("Block", ON_A_DEVICE)
+    verdicts.send()
+    assert there.awaited == [here]
+
+
+def test_after_the_end_a_difference_is_told_at_once() -> None:
+    verdicts = Verdicts()
+    verdicts.end()
+    with pytest.raises(RecomputeError):
+        verdicts.add("Block", Differing())  # type: ignore[arg-type]
+
+
+class Differing:
+    """A comparison on a device, that failed."""
+
+    device = torch.device("meta")
+
+    def __bool__(self) -> bool:
+        return True

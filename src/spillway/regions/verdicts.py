@@ -8,8 +8,9 @@ NOTE [ When to ask ]
 
 A device has one engine for what goes to host memory, whose copies follow one another. A copy of some bytes on the
 stream that computes waits for all that lanes have queued before it, and all that is computed after waits with it: in a
-forward, behind a block of which 640 MiB left, 9.5 ms (one H100). So it is queued at the end of the backward that made
-the comparisons, when nothing leaves any more, and by the next call only where there is no such end: it has raised.
+forward, behind a block that sends 640 MiB away, for milliseconds. So it is queued at the end of the backward that made
+the comparisons, which sends nothing away that it saved. Where there is no such end (it has raised, or autograd itself
+is compiled), the next call of a function that nobody looks at asks.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -39,8 +41,11 @@ class Verdicts:
         self._lock = threading.Lock()
         self._waiting: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
         self._sent: deque[tuple[list[tuple[str, torch.Tensor]], torch.Tensor, torch.Event]] = deque()
+        self._streams: dict[torch.device, dict[torch.Stream, None]] = {}
+        """Those on which what waits was compared."""
         self._asks_after = _NONE
         """The latest backward at whose end it will be asked for what waits."""
+        self._has_ended = False
 
     def add(self, label: str, differs: torch.Tensor) -> None:
         """Two runs of a function were compared. See NOTE [ When to ask ].
@@ -52,37 +57,58 @@ class Verdicts:
         Raises:
             RecomputeError: if it is known that this one, or an earlier one, failed.
         """
-        if differs.device.type == "cpu":
+        device = differs.device
+        if device.type == "cpu" or self._has_ended:
+            # Nobody would ask later.
             if differs:
                 raise differed([label])
             return
         with self._lock:
-            waiting = self._waiting.setdefault(differs.device, [])
+            self._streams.setdefault(device, {})[self._stream(device)] = None
+            waiting = self._waiting.setdefault(device, [])
             waiting.append((label, differs))
             is_full = len(waiting) >= _MANY
             task, asks_after = _graph_task(), self._asks_after
             self._asks_after = task
         if task not in (_NONE, asks_after):
             engine: Any = Variable._execution_engine
-            engine.queue_callback(self.send)
+            engine.queue_callback(self._send_at_end)
         if is_full:
             self.send()
         self.read()
 
     def send(self) -> None:
-        """Ask for what waits. Nothing is waited for."""
+        """Ask for what waits. Nothing is waited for. What cannot be asked for waits on."""
         if not self._waiting:
             return
         # It is no operator of the user's, whose modes may be in force.
         with self._lock, torch._C._DisableTorchDispatch():
-            waiting, self._waiting = self._waiting, {}
-            for device, several in waiting.items():
-                told = torch.empty(len(several), dtype=torch.bool, device="cpu", pin_memory=True)
-                told.copy_(torch.stack([differs for _, differs in several]), non_blocking=True)
-                event = torch.Event(device)
-                event.record(torch.accelerator.current_stream(device))
-                # They are held until then: the stream that made them may be another one.
-                self._sent.append((several, told, event))
+            for device in list(self._waiting):
+                several, now = self._waiting[device], self._stream(device)
+                for stream in self._streams.get(device, ()):
+                    if stream != now:
+                        # Of another thread's backward, or one that was begun within another.
+                        now.wait_stream(stream)
+                self._sent.append((several, *self._ask(several, now)))
+                del self._waiting[device]
+                self._streams.pop(device, None)
+
+    def _send_at_end(self) -> None:
+        """The same, when gradients are there: if there is no memory for it, the next call asks, and says so."""
+        with suppress(RuntimeError):
+            self.send()
+
+    def _ask(self, several: list[tuple[str, torch.Tensor]], now: torch.Stream) -> tuple[torch.Tensor, torch.Event]:
+        """A copy on the host that is under way, and when it has come."""
+        told = torch.empty(len(several), dtype=torch.bool, device="cpu", pin_memory=True)
+        told.copy_(torch.stack([differs for _, differs in several]), non_blocking=True)
+        event = torch.Event(several[0][1].device)
+        event.record(now)
+        # They are held until then: the stream that made them may be another one.
+        return told, event
+
+    def _stream(self, device: torch.device) -> torch.Stream:
+        return torch.accelerator.current_stream(device)
 
     def end(self) -> None:
         """Ask for all, and wait for it.
@@ -92,6 +118,7 @@ class Verdicts:
         """
         # A forked child has no device of its parent's.
         if self._process == os.getpid():
+            self._has_ended = True
             self.send()
             self.read(wait=True)
 
