@@ -120,11 +120,11 @@ def measure(way: str, budget: int | None, options: argparse.Namespace, pipe: Any
             torch.accelerator.synchronize()
             self._begin = self._now()
             model.register_forward_pre_hook(lambda *_: self.mark("begin"))
-            model.model.embed_tokens.register_forward_hook(self._when_back("backward"))
+            model.model.embed_tokens.register_forward_hook(self._when_embedded)
             model.model.norm.register_forward_pre_hook(lambda _, inputs: self._when_ended(inputs[0]))
 
-        def _when_back(self, name: str) -> Any:
-            return lambda _, __, output: output.register_hook(lambda _: self.mark(name)) and None
+        def _when_embedded(self, _: Any, __: Any, hidden: torch.Tensor) -> None:
+            hidden.register_hook(lambda _: self.mark("backward"))
 
         def _when_ended(self, hidden: torch.Tensor) -> None:
             self.mark("forward")

@@ -9,8 +9,9 @@ NOTE [ When to ask ]
 A device has one engine for what goes to host memory, whose copies follow one another. A copy of some bytes on the
 stream that computes waits for all that lanes have queued before it, and all that is computed after waits with it: in a
 forward, behind a block that sends 640 MiB away, for milliseconds. So it is queued at the end of the backward that made
-the comparisons, which sends nothing away that it saved. Where there is no such end (it has raised, or autograd itself
-is compiled), the next call of a function that nobody looks at asks.
+the comparisons, when what its forward sent away is through, and before that where there are many. An optimizer's
+gradients, or another micro-batch, may leave then all the same. Where there is no such end (it has raised, or autograd
+itself is compiled), the next call of a function that nobody looks at asks.
 """
 
 from __future__ import annotations
