@@ -1,9 +1,10 @@
 """transformers' own Llama under its own Trainer: plain, with gradient checkpointing, and with our callback.
 
 Each way is a process of its own. A step's time is between two ends of steps, as the device comes to them. The trainer
-logs as it does by default; with --waiting it logs each step, and its end is waited for, so that the host begins each
-step anew and is not ahead. Medians of the last steps. The callback's budget is the peak of gradient checkpointing, of
-all that is allocated; a second one is half-way between that and the plain peak. Losses are compared bit for bit with
+logs as it does by default, and waits for the device between steps, to see whether a loss is a number and to copy the
+next inputs; with --ahead it does neither, so that the host runs ahead from step to step; with --waiting it logs each
+step, and its end is waited for. Medians of the last steps. The callback's budget is the peak of gradient checkpointing,
+of all that is allocated; a second one is half-way between that and the plain peak. Losses are compared bit for bit with
 the plain ones in shorter runs of two layers, by deterministic algorithms: by the others, no two runs of plain PyTorch
 have the same. Of the phases of a step it is written down how long the host and the device took for each, by hooks of
 the embedding and of the last norm, since those of a block would make its call another one.
@@ -72,6 +73,8 @@ class Row:
     losses: list[str] = field(default_factory=list)
     identical: bool | None = None
     """Whether a smaller run has the plain one's losses."""
+    lead: float | None = None
+    """Seconds by which the host was ahead of the device where forward began, the median of the steps that count."""
     phases: dict[str, Phase] = field(default_factory=dict)
     """Of the steps that count."""
 
@@ -142,19 +145,23 @@ def measure(way: str, budget: int | None, options: argparse.Namespace, pipe: Any
             self.mark("rest")
             self._steps.append({})
 
-        def phases(self, count: int) -> dict[str, Phase]:
-            """Of the last steps."""
+        def phases(self, count: int) -> tuple[float, dict[str, Phase]]:
+            """Of the last steps, and the host's lead where they begin."""
             torch.accelerator.synchronize()
             start, since = self._begin
+            leads: list[float] = []
             found: dict[str, list[Phase]] = {}
             for step in self._steps[-count - 1 : -1]:
                 reached = {
                     name: (host - start, since.elapsed_time(event) / 1e3) for name, (host, event) in step.items()
                 }
+                host, there = reached["begin"]
+                leads.append(there - host)
                 for (_, (host, there)), (name, (host_end, end)) in pairwise(reached.items()):
                     found.setdefault(name, []).append(Phase(host_end - host, end - there, end - host_end))
             medians = {name: zip(*map(astuple, each), strict=True) for name, each in found.items()}
-            return {name: Phase(*map(statistics.median, columns)) for name, columns in medians.items()}
+            phases = {name: Phase(*map(statistics.median, columns)) for name, columns in medians.items()}
+            return statistics.median(leads), phases
 
     class Tracing(TrainerCallback):
         """A trace of all that comes after some steps."""
@@ -202,6 +209,8 @@ def measure(way: str, budget: int | None, options: argparse.Namespace, pipe: Any
                 per_device_train_batch_size=1,
                 gradient_checkpointing=way == CHECKPOINT,
                 logging_steps=1 if waits else 500,
+                logging_nan_inf_filter=not options.ahead,
+                accelerator_config={"non_blocking": options.ahead},
                 save_strategy="no",
                 report_to=[],
                 disable_tqdm=True,
@@ -229,7 +238,8 @@ def measure(way: str, budget: int | None, options: argparse.Namespace, pipe: Any
     every = clock.seconds()[: options.steps - 1]
     times = every[-options.timed :]
     row = Row(way, statistics.median(times), min(times), max(times), every, clock.peak, budget)
-    row.phases = {} if marks is None else marks.phases(options.timed)
+    if marks is not None:
+        row.lead, row.phases = marks.phases(options.timed)
     row.losses = [float(each["loss"]).hex() for each in trainer.state.log_history if "loss" in each]
     if attached is not None and attached.plan is not None:
         row.predicted_peak = attached.plan.predicted_peak
@@ -286,6 +296,8 @@ def sweep(options: argparse.Namespace, identical: dict[str, bool] | None = None)
             f"{'identical' if row.identical else 'OTHER LOSSES'}",
             flush=True,
         )
+        if row.lead is not None:
+            print(f"  where forward begins, the host is ahead by {row.lead * 1e3:.1f} ms", flush=True)
         for name, phase in row.phases.items():
             print(
                 f"  {name:13} device {phase.device * 1e3:6.1f} ms, host {phase.host * 1e3:6.1f}, "
@@ -308,7 +320,9 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=32000 if here != "cpu" else 97)
     parser.add_argument("--steps", type=int, default=24 if here != "cpu" else 10)
     parser.add_argument("--timed", type=int, default=9 if here != "cpu" else 3, help="of these, the last")
-    parser.add_argument("--waiting", action="store_true", help="log and wait for the device at the end of each step")
+    waiting = parser.add_mutually_exclusive_group()
+    waiting.add_argument("--waiting", action="store_true", help="log and wait for the device at the end of each step")
+    waiting.add_argument("--ahead", action="store_true", help="nothing between steps waits for the device")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="of two more steps within checkpointing's peak")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()

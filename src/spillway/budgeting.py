@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -114,7 +115,8 @@ def profile(
             model.zero_grad(set_to_none=True)
             pilot.finish()
             if pilot.profile is not None:
-                return pilot.profile
+                # Whether the loop that it is for waits for the device is not known.
+                return replace(pilot.profile, lead_seconds=0.0)
     raise _without_backward(model, _MOST_STEPS)
 
 

@@ -53,7 +53,7 @@ class Walk:
             self.level(task.name, task.peak_bytes)
             self.queued += task.host_seconds * rates.host
             # It ends when the host has queued it, and begins late for that.
-            late = max(0.0, self.queued - (self.now + task.seconds))
+            late = max(0.0, self.queued - program.lead - (self.now + task.seconds))
             self.waited_for_host += late
             self.now += task.seconds + late
             self.device += task.change_bytes
@@ -63,6 +63,10 @@ class Walk:
             for key in task.drops:
                 self.drop(key)
             self.level(task.name)
+        # The next step has no larger lead than this one.
+        late = max(0.0, self.queued - self.now)
+        self.waited_for_host += late
+        self.now += late
 
     def timeline(self) -> Timeline:
         return Timeline(

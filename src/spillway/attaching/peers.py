@@ -180,6 +180,7 @@ def shared_profile(profiles: Sequence[Profile]) -> Profile:
         middle=_fullest(largest.middle, [profile.middle for profile in profiles]),
         late=None if largest.late is None else _fullest(largest.late, [each.late for each in profiles if each.late]),
         after=_fullest(largest.after, [profile.after for profile in profiles]),
+        lead_seconds=min(profile.lead_seconds for profile in profiles),
     )
 
 

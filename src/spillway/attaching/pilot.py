@@ -64,6 +64,7 @@ from spillway.attaching.watcher import Watcher
 from spillway.errors import BudgetError, UsageError
 from spillway.planning.plan import Plan
 from spillway.planning.profile import Profile
+from spillway.profiling.compile import queues
 from spillway.profiling.meter import allocated
 from spillway.profiling.slowness import Slowness
 from spillway.profiling.watch import Watch, Watched
@@ -447,7 +448,7 @@ class Pilot(Watcher):
         assert self._budget is not None
         assert self._aim is not None
         # What is read at the begin was before it.
-        mine = max(reading.peak for place, reading in watched.readings.items() if place != ("begin", 0))
+        mine = max(reading.peak for place, reading in watched.readings.items() if place[0] not in ("ahead", "begin"))
         peak = max(self._known_peers.share("checked", lambda: mine))
         learned = any(self._known_peers.share("learned", self._has_learned))
         self.measured = Measured(peak, watched.seconds(("begin", 0), ("done", 0)))
@@ -676,13 +677,21 @@ class Pilot(Watcher):
         return self.stage is Stage.WEIGHING
 
     @property
+    def _lead(self) -> float:
+        if self.stage is Stage.WEIGHING and queues(self._device):
+            return _LAG
+        # A plan that counts on it is checked with it.
+        return self.profile.lead_seconds if self.stage is Stage.CHECKING and self.profile is not None else 0.0
+
+    @property
     def _looks_away(self) -> bool:
         return self.stage is Stage.MEASURING
 
     def _new_watch(self) -> Watch:
         if self.stage not in _TIMED:
             return super()._new_watch()
-        return Watch(self._device, self._carried, times_host=True, lag=_LAG if self.stage is Stage.MEASURING else 0.0)
+        lag = _LAG if self.stage is Stage.MEASURING else 0.0
+        return Watch(self._device, self._carried, times_host=True, lag=lag, lead=self._lead)
 
     def _level(self) -> int:
         """Bytes that are allocated, now, without those on their way. Of a CPU it takes long to tell."""

@@ -56,6 +56,11 @@ class StagePilot(Pilot):
     def evaluates(self) -> None:
         """It is for the rank's pilot to say when a step ends."""
 
+    @property
+    def _lead(self) -> float:
+        """Its chunks come one after the other, and what the host is ahead where one begins is not a step's."""
+        return 0.0
+
     def block_begins(self, call: Steered, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """A block is called; -1: of a chunk that nobody watches."""
         if self.is_turn:

@@ -122,6 +122,11 @@ class Watcher:
         return False
 
     @property
+    def _lead(self) -> float:
+        """Seconds by which the host is to be ahead of the device where the pass begins."""
+        return 0.0
+
+    @property
     def _writes_tapes(self) -> bool | None:
         """See :meth:`~spillway.regions.script.Script.wants_tape`."""
         return None
@@ -130,7 +135,7 @@ class Watcher:
         return Probe(self._device, before)
 
     def _new_watch(self) -> Watch:
-        watch = Watch(self._device, self._carried)
+        watch = Watch(self._device, self._carried, lead=self._lead)
         if self._weighs:
             self._mover().listen(watch.moves)
         return watch

@@ -184,6 +184,7 @@ class Forecast:
         slower = 0.0 if granted else (self.problem.late - 1) / 2
         clock, leaving, hosted, most_hosted, stored, most_stored, issued, owed = numpy.zeros((8, count))
         """Of the last: bytes that chunks have sent and not yet taken."""
+        issued -= self.problem.lead
         out, disk, back, read = numpy.full((4, count), NEVER)
         level = numpy.full(count, float(self.problem.static_bytes))
         peak = level.copy()
@@ -272,6 +273,8 @@ class Forecast:
                 level = level + at[line["later_change" if leg.is_later else "back_change"]] + shared.get(row, 0.0)
                 hosted = hosted - at[line["sent"]] + at[line["disk_sent"]]
         unseen = self.window if granted else 0.0
+        if self.hosted:
+            clock = numpy.maximum(clock, issued + self.problem.lead)
         return Outlook(
             seconds=clock,
             peak_bytes=numpy.maximum(peak, level),

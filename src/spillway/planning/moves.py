@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Sequence
 
 import numpy
@@ -85,6 +86,20 @@ def neighbours(forecast: Forecast, chosen: Sequence[int], promising: Sequence[fr
     rows += _swapped(options, here)
     rows += _runs(here, promising)
     return numpy.array(rows, dtype=numpy.int64).reshape(len(rows), blocks)
+
+
+def kicked(
+    problem: Problem, chosen: Sequence[int], promising: Sequence[frozenset[int]], random_: random.Random
+) -> tuple[int, ...]:
+    """Some blocks, up to a quarter, take any option that is promising, or change places with another of their kind."""
+    here = list(chosen)
+    for _ in range(random_.randint(2, max(2, len(here) // 4))):
+        block, other = random_.randrange(len(here)), random_.randrange(len(here))
+        if random_.random() < 0.5:
+            here[block] = random_.choice(sorted(promising[block]))
+        elif problem.options[block] is problem.options[other]:
+            here[block], here[other] = here[other], here[block]
+    return tuple(here)
 
 
 def _swapped(options: Sequence[object], here: Choices) -> list[Choices]:

@@ -26,7 +26,17 @@ from spillway.planning.relaxation import Relaxed
 from spillway.planning.solver import least
 from spillway.planning.tasks import Option, Problem
 from spillway.planning.timeline import simulate_program
-from spillway.planning.windows import SECONDS, Found, Lanes, Windows, ahead_of, best_of, usable_rates, windows_of
+from spillway.planning.windows import (
+    SECONDS,
+    Found,
+    Lanes,
+    Windows,
+    ahead_of,
+    best_of,
+    improved,
+    usable_rates,
+    windows_of,
+)
 from spillway.units import parse_bytes, parse_share
 
 _PARTS = 4
@@ -106,7 +116,7 @@ def make_plan(
         with contextlib.suppress(BudgetError):
             found = best_with(other, [(best.problem.rates.window, None)], SECONDS / 2)
             fraction, best = min((fraction, best), (other, found), key=lambda each: each[1].seconds)
-    best = ahead_of(best, lambda windows: best_with(fraction, windows, SECONDS))
+    best = improved(ahead_of(best, lambda windows: best_with(fraction, windows, SECONDS)))
     plan = plan_of(divided(profile, fraction, hardware), best.problem, best.solution)
     return plan if profile.optimizer is None else replace(plan, optimizer_fraction=fraction)
 

@@ -19,7 +19,7 @@ from pydantic import ConfigDict, TypeAdapter
 from spillway.planning.files import STRICT, Count, Seconds, is_none, read_file, read_json, write_file
 from spillway.units import format_bytes
 
-SCHEMA = 6
+SCHEMA = 7
 
 
 class Again(enum.Enum):
@@ -258,6 +258,9 @@ class Profile:
     late: Outside | None = None
     """What comes of head and loss after blocks' casts were let go of, without its time, which is in ``middle``.
     ``None``: nothing, or they are not."""
+    lead_seconds: Seconds = 0.0
+    """By how much the host may be ahead of the device when the step begins: 0 where the loop waits for the device in
+    between."""
     schema: int = SCHEMA
 
     def to_json(self) -> str:

@@ -56,6 +56,7 @@ def problem_of(
         host_budget=host_budget,
         disk_budget=disk_budget,
         late=late_of([profile]),
+        lead=profile.lead_seconds,
     )
 
 
@@ -132,6 +133,7 @@ def _program_of(profile: Profile, options: Sequence[Option]) -> Program:
         options=tuple((option,) for option in options),
         rates=ANY_RATES,
         budget=0,
+        lead=profile.lead_seconds,
     ).program([0] * len(options))
 
 

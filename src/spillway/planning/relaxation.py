@@ -100,7 +100,8 @@ class _Model:
         forecast, rates = self._forecast, self._forecast.problem.rates
         window, to_disk = forecast.window, forecast.to_disk
         clock, out, disk = self._column(0.0, 0.0), self._column(), self._column()
-        issued = self._column(0.0, 0.0)
+        begun = -MS * forecast.problem.lead
+        issued = self._column(begun, begun)
         out_credit = MS * window / rates.out
         write_credit = out_credit + MS * window / rates.disk_write
         back_credit, read_credit = MS * window / rates.back, MS * window / rates.disk_read
@@ -147,6 +148,8 @@ class _Model:
                     self._after(clock, read, self._terms("read_need", row, MS, own))
                     ahead, read = read, self._column(-numpy.inf)
                     self._after(read, ahead, self._terms("disk_taken", row, MS / rates.disk_read))
+        if forecast.hosted:
+            self._after(clock, issued, ([], MS * forecast.problem.lead))
         return clock
 
     def _less(self, clock: int, credit: float) -> int:
@@ -158,7 +161,7 @@ class _Model:
     def _queued(self, clock: int, issued: int, name: str, row: int) -> int:
         """A block ends no earlier than the host lets it; the column of when the host has queued it."""
         self._after(clock, issued, self._terms(f"{name}_need", row, MS))
-        after = self._column()
+        after = self._column(-numpy.inf)
         self._after(after, issued, self._terms(name, row, MS))
         return after
 

@@ -6,10 +6,20 @@ A trial costs as much as some thousand guesses. So neighbours are ranked by gues
 better, the choice is tried. What the trial says beyond the guess - of seconds, and of bytes - is added to the guesses
 of what is near, and the descent goes on with that until it finds nothing new. At last the neighbours that seem best are
 tried one by one. Work is bounded by counts: a clock would give each rank another answer.
+
+NOTE [ Where a search has ended ]
+
+It has ended where no neighbour is better, and not for want of time: with ten times as much it gives the same. So the
+best choice of the best window is changed in some places at once, at random but by the same numbers each time, and a
+descent begins there; if that leads to a better one, this is what is changed next (iterated local search, Lourenço,
+Martin and Stützle 2003). For transformers' Llama of width 2048, within checkpointing's peak, and eight problems with
+hosts that were measured on H100s, such plans are 0.9 % faster by the simulation that ranks them: up to 1.9 %, and none
+is slower.
 """
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -17,7 +27,7 @@ import numpy
 from numpy.typing import NDArray
 
 from spillway.planning.forecast import Choices, Forecast
-from spillway.planning.moves import neighbours, promising, rounded, splits, uniform
+from spillway.planning.moves import kicked, neighbours, promising, rounded, splits, uniform
 from spillway.planning.relaxation import Relaxed
 from spillway.planning.trials import DIGITS, Chosen, Rank, Trials
 
@@ -33,6 +43,8 @@ AT_ONCE = 800
 """Neighbours that are guessed before a step is made."""
 TRIED = 40
 """Neighbours of the best choice that are tried."""
+KICKS = 60
+"""Descents from near the best choice."""
 Order: TypeAlias = NDArray[numpy.intp]
 
 
@@ -93,6 +105,31 @@ class Search:
         leader = self._leader()
         for start in [*map(_numbers, hinted), leader, *map(_numbers, firsts)]:
             self._descend(start)
+        self._promising = everything
+        self._polish()
+        return self._leader()
+
+    def better(self, start: Chosen, hint: Relaxed | None) -> Chosen:
+        """A better choice than one that a search has ended with, if there is one not far from it.
+
+        See NOTE [ Where a search has ended ].
+
+        Args:
+            start: that choice.
+            hint: shares that the search began with.
+        """
+        everything = self._promising
+        if hint is not None:
+            self._promising = promising(self._forecast, hint.shares)
+        self._trials.timeline(start)
+        random_ = random.Random(0)
+        for _ in range(KICKS):
+            leader = self._leader()
+            self._descend(kicked(self._problem, leader, self._promising, random_))
+            if self._leader() != leader:
+                self._polish()
+            if self._spent():
+                break
         self._promising = everything
         self._polish()
         return self._leader()

@@ -75,6 +75,20 @@ def solve(
     return _Solver(problem, simulate, seconds).fastest(near)
 
 
+def better(problem: Problem, solution: Solution, *, simulate: Simulate | None = None, seconds: float = 4.0) -> Solution:
+    """A faster choice not far from one that was searched for, or that one.
+
+    Args:
+        problem: the step, and its blocks' options.
+        solution: of that problem.
+        simulate: as for :func:`solve`.
+        seconds: about how long it may take, counted as work.
+    """
+    if solution.method == "exact":
+        return solution
+    return _Solver(problem, simulate, seconds).better(solution)
+
+
 def bound_of(problem: Problem) -> float | None:
     """Seconds than which no choice that fits takes less; ``None``: none fits."""
     found = relaxed(Forecast(problem), problem.budget)
@@ -133,6 +147,12 @@ class _Solver:
         if near is None and hint is not None:
             bound = max(bound, hint.seconds)
         return replace(self._solution(found, "search", bound or None), shares=hint)
+
+    def better(self, solution: Solution) -> Solution:
+        """One that is not far from it, if there is one."""
+        search = Search(self._forecast, self._trials, most_tasks=self._search_tasks, most_cells=self._cells)
+        chosen = search.better(solution.chosen, solution.shares)
+        return replace(self._solution(chosen, "search", solution.bound_seconds), shares=solution.shares)
 
     def smallest(self) -> Solution:
         """Of all choices."""

@@ -30,7 +30,7 @@ from spillway.planning.profile import Profile
 from spillway.planning.programs import kept_program, late_of, options_of, part_of, plan_of
 from spillway.planning.tasks import Option, Part, Problem, Turn
 from spillway.planning.timeline import Timeline, simulate_program
-from spillway.planning.windows import Lanes, Windows, ahead_of, best_of, windows_of
+from spillway.planning.windows import Lanes, Windows, ahead_of, best_of, improved, windows_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ def make_stage_plans(
     windows: list[Windows] = [(size, None) for size in windows_of(profiles, window, may_grow=may_grow, room=room)]
     best = best_of(problem, lanes, windows)
     shares = best.solution.shares
-    best = ahead_of(best, lambda windows: best_of(problem, lanes, windows, near=shares))
+    best = improved(ahead_of(best, lambda windows: best_of(problem, lanes, windows, near=shares)))
     # The turns that were left out take as long as the others.
     times = len(turns) / len(few)
     plans = [plan_of(profile, best.problem, best.solution, part=part) for part, profile in enumerate(profiles)]

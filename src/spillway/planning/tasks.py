@@ -15,7 +15,8 @@ copy), and not when its copy happens to be done. A copy back is queued where an 
 compute has got there.
 
 Running ahead is no gift: what it takes to queue a task is its ``host_seconds``, and a device that is quicker than its
-host waits for it: see NOTE [ The host ] in ``timeline.py``.
+host waits for it. In a loop that asks the device for nothing, a step begins with the lead that the host has from the
+ones before: see NOTE [ The host ] in ``timeline.py``.
 
 NOTE [ Turns ]
 
@@ -230,6 +231,8 @@ class Problem:
     disk_budget: int | None = None
     late: float = 1.0
     """How many times as long the host may take now and then: see NOTE [ A host that is late ] in ``trials.py``."""
+    lead: float = 0.0
+    """Seconds by which the host may be ahead of the device when the step begins."""
     turns: tuple[Turn, ...] = ONE_PASS
     """What happens, in order."""
     placed: dict[tuple[int, int, int, int], tuple[tuple[Task, ...], tuple[Task, ...]]] = field(
@@ -265,7 +268,7 @@ class Problem:
             back = (*part.middle, *casts, *part.late, *blocks_back, *part.after)
             tasks += (task.later() for task in back) if turn.part in gone else back
             gone.add(turn.part)
-        return Program(self.static_bytes, tuple(tasks))
+        return Program(self.static_bytes, tuple(tasks), self.lead)
 
     def blocks_of(self, part: int) -> range:
         """Numbers of a part's blocks."""
@@ -285,3 +288,5 @@ class Program:
 
     static_bytes: int
     tasks: tuple[Task, ...]
+    lead: float = 0.0
+    """Seconds by which the host may be ahead of the device when it begins."""

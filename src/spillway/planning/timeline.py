@@ -20,17 +20,19 @@ NOTE [ Bytes before seconds ] in ``fates.py``.
 
 NOTE [ The host ]
 
-The host queues tasks in program order, one after the other from the begin of the step, and waits for nothing. A task is
-many kernels, which run as they are queued: so it cannot end before the host has queued all of it. It is put as if it
-ran in one piece at last: where the host is behind, the task begins so late that it ends when the host is done with it.
-What compute waits for the host before that is no stall, since no lane is to blame. Copies go by compute's clock, and
-cost the host nothing but what is in the tasks' ``host_seconds``.
+The host queues tasks in program order, one after the other, and waits for nothing. It begins when the step does, or
+earlier by its lead. That is the lead that it had at the end of the step before: so a step takes no less than the host
+needs to queue all of it. A task is many kernels, which run as they are queued: so it cannot end before the host has
+queued all of it. It is put as if it ran in one piece at last: where the host is behind, the task begins so late that it
+ends when the host is done with it. What compute waits for the host before that is no stall, since no lane is to blame.
+Copies go by compute's clock, and cost the host nothing but what is in the tasks' ``host_seconds``.
 """
 
 from __future__ import annotations
 
 import enum
 import heapq
+import math
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -136,9 +138,12 @@ def simulate_program(program: Program, rates: Rates, *, spans: bool = False) -> 
         # Said this way round, it also refuses what is not a number.
         if value is not None and not value > 0:
             raise UsageError(f"rates: {name}: got {value}, expected more than 0; measure it again")
-    walk = _Walk(Fates.of(program, rates.window), program.static_bytes, rates, spans)
+    if not 0 <= program.lead < math.inf:
+        raise UsageError(f"program: lead: got {program.lead}, expected 0 or more seconds; measure it again")
+    walk = _Walk(Fates.of(program, rates.window), program.static_bytes, program.lead, rates, spans)
     for task in program.tasks:
         walk.visit(task)
+    walk.end()
     return walk.timeline()
 
 
@@ -164,7 +169,7 @@ class _Queue:
 class _Walk:
     """One walk through a program. See NOTE [ The simulated step ]."""
 
-    def __init__(self, fates: Fates, static_bytes: int, rates: Rates, spans: bool) -> None:
+    def __init__(self, fates: Fates, static_bytes: int, lead: float, rates: Rates, spans: bool) -> None:
         self._fates = fates
         self._rates = rates
         self._ahead = rates.window if rates.ahead is None else rates.ahead
@@ -173,12 +178,15 @@ class _Walk:
         self._back = _Queue(Lane.BACK, self._spans)
         self._disk = _Queue(Lane.DISK, self._spans)
         self._now = 0.0
-        self._issued = 0.0
+        self._lead = lead
+        self._issued = -lead
         """When the host has queued all tasks up to this place of the program."""
         self._stall = self._host_wait = 0.0
         self._device, self._host, self._stored = static_bytes, 0, 0
         self._peak = static_bytes
         self._peak_task: str | None = None
+        self._last = ""
+        """Name of the task that ended last."""
         self._most_host = self._most_stored = 0
         # By number, the next five.
         count = len(fates.sent)
@@ -218,11 +226,19 @@ class _Walk:
             self._spans.append(Span(Lane.COMPUTE, task.name, begin, end))
             self._tally.end(task)
             self._note_level(self._tally)
+        self._last = task.name
         for _ in task.sends:
             self._send(end, task.name)
         for key in task.drops:
             if key in self._numbers:
                 self._drop(self._numbers.pop(key))
+
+    def end(self) -> None:
+        """After the last task."""
+        waited = self._wait(self._issued + self._lead, "host", self._last)
+        self._host_wait += waited
+        if waited and self._tally is not None:
+            self._note_level(self._tally)
 
     def timeline(self) -> Timeline:
         """All that came of it."""

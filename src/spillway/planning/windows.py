@@ -33,13 +33,15 @@ from spillway.planning.hardware import Hardware
 from spillway.planning.plan import Plan
 from spillway.planning.profile import Profile
 from spillway.planning.relaxation import Relaxed
-from spillway.planning.solver import Solution, bound_of, solve
+from spillway.planning.solver import Solution, better, bound_of, solve
 from spillway.planning.tasks import Option, Problem, Rates
 
 USABLE = 0.9
 """Of a link's rate, what is planned with. See NOTE [ Room on the link ]."""
 SECONDS = 0.8
 """What solving may take, of work, for each window."""
+_MORE_SECONDS = 6.0
+"""What it may take for the best one, once more."""
 _AHEAD = (0.75, 0.5)
 """Of a window, so much is fetched ahead, where that is better."""
 MIN_WINDOW = 32 << 20
@@ -133,6 +135,11 @@ def ahead_of(best: Found, solved: Callable[[Sequence[Windows]], Found]) -> Found
     if best.solution.bound_seconds is not None:
         return best
     return replace(best, solution=replace(best.solution, bound_seconds=bound_of(best.problem)))
+
+
+def improved(best: Found) -> Found:
+    """The same window, and a faster choice near the one that was found, if there is one."""
+    return replace(best, solution=better(best.problem, best.solution, seconds=_MORE_SECONDS))
 
 
 def windows_of(profiles: Iterable[Profile], window: int, *, may_grow: bool, room: int) -> list[int]:

@@ -11,6 +11,7 @@ import torch
 from spillway.errors import UnsupportedError
 from spillway.planning.profile import BackwardPart, BlockCall, BlockProfile, HostTimes, Outside, Profile
 from spillway.planning.treatment import treat
+from spillway.profiling.lead import lead_of
 from spillway.profiling.probe import Probe
 from spillway.profiling.statics import Known
 from spillway.profiling.watch import Place, Watched
@@ -66,6 +67,7 @@ def compile_profile(
         for kind, numbers in kinds.items()
     )
     cached_bytes = sum(kind.cached_bytes * len(numbers) for kind, numbers in zip(found, kinds.values(), strict=True))
+    lead = lead_of(watched, weighed) if has_host else 0.0
     before = _outside(watched, weighed, ("begin", 0), ("forward", 0), has_host=has_host, stops=("started", 0))
     middle, held_bytes = _middle(watched, weighed, last, has_host=has_host)
     late = None
@@ -87,10 +89,11 @@ def compile_profile(
         middle=middle,
         late=late,
         # The host may wait in it, as for a loss that is printed.
-        after=_outside(watched, weighed, end, ("done", 0), has_host=False),
+        after=_outside(watched, weighed, end, ("done", 0), has_host=lead > watched.seconds(end, ("done", 0))),
         min_bytes=min_bytes,
         static=None if known is None else known.within(static_bytes),
         held_bytes=held_bytes,
+        lead_seconds=lead,
     )
 
 

@@ -25,7 +25,8 @@ NOTE [ The device's clock ]
 Where the host is the slower of the two, the time between two instants on the device is the host's. So where times are
 to be the device's, it is made to lag where the first block begins, forward and backward: then it has a queue to work
 off, for a while. A call counts at whose begin and end it was behind the host. Before the first block nothing lags:
-where a model reads a number from the device, the host waits for it, and would be timed too long.
+where a model reads a number from the device, the host waits for it, and would be timed too long. Where neither is timed
+the device may lag from the begin of the pass on, as it does in a step whose host has a lead.
 """
 
 from __future__ import annotations
@@ -135,11 +136,13 @@ class Watched:
         """Time between two instants."""
         return self.readings[until].seconds - self.readings[since].seconds
 
+    def lead(self, place: Place) -> float:
+        """Seconds by which the host was ahead of the device at an instant, beyond the first one; below 0: behind."""
+        return self.readings[place].seconds - self.queued[place]
+
     def is_behind(self, *places: Place) -> bool:
         """Whether the device was behind the host at these instants. See NOTE [ The device's clock ]."""
-        return all(
-            place in self.queued and self.readings[place].seconds - self.queued[place] > _BEHIND for place in places
-        )
+        return all(place in self.queued and self.lead(place) > _BEHIND for place in places)
 
     def host_seconds(self, since: Place, until: Place) -> float:
         """What the host needed between two instants. See NOTE [ The host's clock ]."""
@@ -155,6 +158,7 @@ class Watch:
         meter: that reads the instants. ``None``: the device's.
         times_host: whether it counts what the host takes: see NOTE [ The host's clock ].
         lag: seconds by which the device is made to lag: see NOTE [ The device's clock ].
+        lead: seconds by which it is made to lag where the pass begins, so that the host is ahead by that.
     """
 
     def __init__(
@@ -165,6 +169,7 @@ class Watch:
         *,
         times_host: bool = False,
         lag: float = 0.0,
+        lead: float = 0.0,
     ) -> None:
         self._meter = meter_of(device) if meter is None else meter
         if times_host:
@@ -196,6 +201,9 @@ class Watch:
         self._frozen = 0
         self.thread = threading.current_thread()
         """Whose passes are measured."""
+        if lead:
+            self._mark("ahead", 0)
+            self._meter.lag(lead)
         self._mark("begin", 0)
 
     @property
