@@ -63,7 +63,7 @@ def same(one: tuple[torch.Tensor, ...], other: tuple[torch.Tensor, ...]) -> bool
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("ignored", [-100, 0, 5])
+@pytest.mark.parametrize("ignored", [-100, 0, 5, 9999])
 @pytest.mark.parametrize("cast", [None, torch.float32])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("classes", [7, 97, 1025, 4099])

@@ -9,7 +9,10 @@ where they are cast first. With a large vocabulary that is the most a step ever 
 
 But each row stands for itself, up to the one number that is made of all of them. So they are computed some rows at a
 time: in forward only each row's loss is kept, and in backward the logarithms are computed again from the logits, which
-are all that is saved. Beside the logits and their gradient, a few sixteenths of the logarithms are there at a time.
+are all that is saved. Beside the logits and their gradient, a few parts of the logarithms are there at a time.
+
+The gradient of the logarithms is nothing but for one class of each row. So there is one piece of zeros for all parts,
+in which these are set, and set back; what they are is told by the same kernel as ever, which is given one class.
 
 NOTE [ Which rows go together ]
 
@@ -35,9 +38,12 @@ from spillway.errors import UsageError
 _LEAST_BYTES = 64 << 20
 """What all logarithms take where there is something to be gained."""
 _STEPS = 16
-"""How many there are. On an H200, 512 rows of 32,000 or 128,256 classes keep it busy, and 128 do not."""
+"""How many there are. On an H200, 512 rows of 32,000 or 128,256 classes keep it busy, and 128 do not. On an H100 256
+do, but twice as many steps take the host twice as long: with 8192 rows of 32,000, longer than the device."""
 _TOGETHER = 16
 """Rows of a step are a multiple of it. See NOTE [ Which rows go together ]."""
+_NOBODY = -1
+"""A class that no row has, where there is one class."""
 REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
 _aten = torch.ops.aten
 
@@ -184,11 +190,8 @@ class _CrossEntropy(torch.autograd.Function):
             losses.copy_(_aten.nll_loss_forward(logarithms, its_target, None, 0, ignore_index)[0])
         # It takes them with their sign changed.
         one_class.neg_()
-        # The only class is the first.
-        is_ignored = target == ignore_index
-        nobody = -1
-        first = torch.zeros_like(target).masked_fill_(is_ignored, nobody)
-        loss, weight = _aten.nll_loss_forward(one_class, first, None, REDUCTIONS[reduction], nobody)
+        first = _first(target, ignore_index)
+        loss, weight = _aten.nll_loss_forward(one_class, first, None, REDUCTIONS[reduction], _NOBODY)
         ctx.save_for_backward(logits, target, weight)
         ctx.how = types, ignore_index, reduction
         return loss  # type: ignore[no-any-return]
@@ -201,32 +204,39 @@ class _CrossEntropy(torch.autograd.Function):
             # Of a gradient that has one itself.
             return _differentiable(logits, target, gradient, *ctx.how), None, None, None, None
 
-        def of(some: torch.Tensor, its_target: torch.Tensor, its_gradient: torch.Tensor) -> torch.Tensor:
+        first = _first(target, ignore_index)
+        one_class = torch.empty(logits.shape[0], 1, dtype=types.losses, device=logits.device)
+        # Of each row's logarithm of its class.
+        theirs = _aten.nll_loss_backward(gradient, one_class, first, None, REDUCTIONS[reduction], _NOBODY, weight).to(
+            types.logarithms
+        )
+        classes = target.masked_fill(first == _NOBODY, 0).unsqueeze(1)
+
+        def of(some: torch.Tensor, of_logarithms: torch.Tensor) -> torch.Tensor:
             logarithms = _log_softmax(some, types.logarithms)
-            of_logarithms = _aten.nll_loss_backward(
-                its_gradient,
-                logarithms.to(types.losses),
-                its_target,
-                None,
-                REDUCTIONS[reduction],
-                ignore_index,
-                weight,
-            ).to(types.logarithms)
             found: torch.Tensor = _aten._log_softmax_backward_data(of_logarithms, logarithms, 1, types.logarithms)
             return found
 
         if _is_batched(gradient):
             # Several at once can be written into no memory of one.
-            return of(logits, target, gradient).to(logits.dtype), None, None, None, None
+            nothing = torch.zeros(logits.shape, dtype=types.logarithms, device=logits.device)
+            return of(logits, nothing.scatter(1, classes, theirs)).to(logits.dtype), None, None, None, None
         step = _rows_together(logits)
         found = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-        targets = torch.split(target, step)
-        gradients = torch.split(gradient, step) if reduction == "none" else [gradient] * len(targets)
-        for some, its_target, its_gradient, into in zip(
-            _parts(logits, step), targets, gradients, torch.split(found, step), strict=True
+        nothing = torch.zeros(min(step, logits.shape[0]), logits.shape[1], dtype=types.logarithms, device=logits.device)
+        for some, its_classes, its_own, into in zip(
+            _parts(logits, step), *(torch.split(each, step) for each in (classes, theirs, found)), strict=True
         ):
-            into.copy_(of(some, its_target, its_gradient))
+            of_logarithms = nothing[: len(some)]
+            of_logarithms.scatter_(1, its_classes, its_own)
+            into.copy_(of(some, of_logarithms))
+            of_logarithms.scatter_(1, its_classes, 0.0)
         return found, None, None, None, None
+
+
+def _first(target: torch.Tensor, ignore_index: int) -> torch.Tensor:
+    """The same rows, with one class."""
+    return torch.zeros_like(target).masked_fill_(target == ignore_index, _NOBODY)
 
 
 def _is_batched(gradient: torch.Tensor) -> bool:
