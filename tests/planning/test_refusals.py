@@ -42,6 +42,12 @@ def test_a_step_that_begins_with_fewer_than_no_bytes_is_refused() -> None:
         simulate_program(Program(-1, ()), SLOW)
 
 
+@pytest.mark.parametrize("lead", [-1.0, math.inf, math.nan])
+def test_a_lead_that_is_none_is_refused(lead: float) -> None:
+    with pytest.raises(UsageError, match=f"program: lead: got {lead}, expected 0 or more seconds"):
+        simulate_program(Program(0, (), lead), SLOW)
+
+
 @pytest.mark.parametrize("name", ["out", "back", "disk_write", "disk_read", "window"])
 @pytest.mark.parametrize("value", [0, -1, math.nan])
 def test_lanes_that_carry_nothing_are_refused(name: str, value: float) -> None:

@@ -38,7 +38,7 @@ from spillway import BudgetError, UsageError
 from spillway.planning.exact import every_choice, fastest
 from spillway.planning.forecast import Forecast
 from spillway.planning.relaxation import relaxed
-from spillway.planning.solver import Solution, least, solve
+from spillway.planning.solver import Solution, better, least, solve
 from spillway.planning.tasks import Part, Phase, Problem, Program, Rates, counted_twice
 from spillway.planning.timeline import Timeline, simulate_program
 from spillway.planning.trials import Trials
@@ -271,6 +271,29 @@ def test_a_large_problem_of_a_slow_host_comes_within_three_percent_of_its_bound(
     assert solution.bound_seconds is not None
     assert solution.bound_seconds <= solution.timeline.seconds <= 1.03 * solution.bound_seconds
     assert solution.bound_seconds > 1.1 * solve(large_problem(32, 20, 36_000 * MIB), simulate=simulate).timeline.seconds
+
+
+@pytest.mark.parametrize(("budget", "host"), [(28_000, 5), (36_000, 7)])
+def test_a_search_that_has_ended_may_be_kicked_on_and_is_never_worse_for_it(budget: int, host: int) -> None:
+    problem = replace(hosted(large_problem(16, 20, budget * MIB), host), late=1.2)
+    solution = solve(problem, simulate=simulate)
+    assert solution.method == "search"
+    found = better(problem, solution, simulate=simulate)
+    assert fits(problem, found.timeline)
+    assert found.timeline == simulate(problem.program(found.chosen), problem.rates)
+    # More time for the search itself gives nothing.
+    assert solve(problem, simulate=simulate, seconds=16.0).seconds == solution.seconds
+    assert found.seconds < solution.seconds
+    # Every rank finds the same.
+    assert better(problem, solution, simulate=simulate) == found
+    assert found.bound_seconds == solution.bound_seconds
+
+
+def test_what_is_the_best_of_all_is_not_searched_again() -> None:
+    problem = replace(random_problem(3), budget=1 << 40)
+    solution = solve(problem, simulate=simulate)
+    assert solution.method == "exact"
+    assert better(problem, solution, simulate=simulate) is solution
 
 
 @pytest.mark.long

@@ -6,7 +6,7 @@ What the host takes is measured when it has nothing else to do, and it is not th
 fastest plan for a host that was measured leaves it no time to spare: by simulation (transformers' Llama of width 2048,
 8192 tokens, within checkpointing's peak, with what the hosts of an H200 and an H100 were seen to take), where the host
 takes a tenth more, such a plan takes 8 % more. So choices are ranked by the mean of two steps, one of them with a host
-that takes a fifth more: such plans take 1 to 2 % more where the host takes a tenth more, and are 2 % slower where it is
+that takes a fifth more: such plans take 0 to 2 % more where the host takes a tenth more, and are 2 % slower where it is
 as it was measured (``benchmarks/late_hosts.py``). What a plan foretells is the step with the host as it was measured.
 """
 
