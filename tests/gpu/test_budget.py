@@ -257,13 +257,15 @@ def test_a_budget_that_holds_everything_leaves_the_model_alone(device: torch.dev
         assert abs(training.peak() - kept) <= kept * 0.01
 
 
-@pytest.mark.parametrize("waits", ["nowhere", "between steps", "before the blocks", "before backward"])
+@pytest.mark.parametrize("waits", ["nowhere", "between steps", "before the blocks", "in a block", "before backward"])
 def test_a_host_that_is_never_asked_to_wait_begins_a_step_ahead_of_the_device(device: torch.device, waits: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4096, 4096), *(Gated(4096) for _ in range(8))).to(device, torch.bfloat16)
     batch = torch.randn(8, 2048, 4096, device=device, dtype=torch.bfloat16)
     if waits == "before the blocks":
         model[0].register_forward_hook(lambda _, __, output: output.sum().item() and None)
+    if waits == "in a block":
+        model[1].norm.register_forward_hook(lambda _, __, output: output.sum().item() and None)
     with spillway.attach(
         model, budget="60GiB", blocks=[f"{1 + number}" for number in range(8)], hardware=spillway.Hardware.named("h100")
     ) as attached:
@@ -276,15 +278,9 @@ def test_a_host_that_is_never_asked_to_wait_begins_a_step_ahead_of_the_device(de
             if waits == "between steps":
                 torch.accelerator.synchronize()
         assert attached.stage == "holding" and attached.profile is not None
-        lead, backward = attached.profile.lead_seconds, sum(each.backward_seconds for each in attached.profile.kinds)
-        print(f"waits {waits}: {lead * 1e3:.1f} ms, backward of a block {backward * 1e3:.1f}")
-    if waits == "nowhere":
-        assert lead > 0.05
-    elif waits == "before backward":
-        # What backward takes longer than its host.
-        assert 0 < lead < 8 * 3 * backward
-    else:
-        assert lead < 1e-3
+        lead = attached.profile.lead_seconds
+        print(f"waits {waits}: {lead * 1e3:.1f} ms")
+    assert (lead > 0.05) if waits == "nowhere" else (lead < 1e-3)
 
 
 def test_an_evaluation_over_the_budget_changes_no_plan(device: torch.device) -> None:

@@ -110,6 +110,8 @@ _SEEKING = (Stage.TRACING, Stage.WEIGHING, Stage.MEASURING)
 _WRITES_TAPES = {Stage.TRACING: True, Stage.TRYING: True, Stage.HOLDING: None}
 _LAG = 0.1
 """Seconds by which the device is behind the host where it is timed."""
+_MOST_LEAD = 0.5
+"""Seconds that a host is given ahead at most, however much it may have."""
 _TIMED = (Stage.MEASURING, Stage.CHECKING)
 """Where it counts what the host takes."""
 
@@ -392,7 +394,13 @@ class Pilot(Watcher):
     def _compiled(self, watched: Watched) -> Profile:
         profile = self._survey.profile(watched, self._probes, calls_of(self._blocks, self._used_session))
         profile = told_of(profile, self._blocks, self._used_session, self._survey.calls)
-        return profile if self._optimizer is None else replace(profile, optimizer=self._optimizer.profile())
+        if watched is self._ended:
+            # What the loop waits for after an evaluation was not seen.
+            profile = replace(profile, lead_seconds=0.0)
+        if self._optimizer is None:
+            return profile
+        # Its step waits for gradients.
+        return replace(profile, optimizer=self._optimizer.profile(), lead_seconds=0.0)
 
     def _replan_for_largest(self) -> None:
         """The first plan of a profile, for the largest inputs that came while it was made, if there is one for them."""
@@ -680,8 +688,10 @@ class Pilot(Watcher):
     def _lead(self) -> float:
         if self.stage is Stage.WEIGHING and queues(self._device):
             return _LAG
+        if self.stage is not Stage.CHECKING or self.profile is None:
+            return 0.0
         # A plan that counts on it is checked with it.
-        return self.profile.lead_seconds if self.stage is Stage.CHECKING and self.profile is not None else 0.0
+        return min(self.profile.lead_seconds, _MOST_LEAD)
 
     @property
     def _looks_away(self) -> bool:

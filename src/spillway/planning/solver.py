@@ -23,7 +23,7 @@ from spillway.planning.relaxation import Relaxed, relaxed
 from spillway.planning.search import Search
 from spillway.planning.tasks import Problem
 from spillway.planning.timeline import Timeline
-from spillway.planning.trials import Chosen, Simulate, Trials
+from spillway.planning.trials import DIGITS, Chosen, Simulate, Trials
 from spillway.units import format_bytes
 
 TASKS_A_SECOND = 100_000
@@ -84,7 +84,9 @@ def better(problem: Problem, solution: Solution, *, simulate: Simulate | None = 
         simulate: as for :func:`solve`.
         seconds: about how long it may take, counted as work.
     """
-    if solution.method == "exact":
+    bound = solution.bound_seconds
+    if solution.method == "exact" or (bound is not None and round(solution.seconds - bound, DIGITS) <= 0):
+        # There is none.
         return solution
     return _Solver(problem, simulate, seconds).better(solution)
 

@@ -11,7 +11,7 @@ import torch
 from spillway.errors import UnsupportedError
 from spillway.planning.profile import BackwardPart, BlockCall, BlockProfile, HostTimes, Outside, Profile
 from spillway.planning.treatment import treat
-from spillway.profiling.lead import lead_of
+from spillway.profiling.lead import lead_of, seconds_after
 from spillway.profiling.probe import Probe
 from spillway.profiling.statics import Known
 from spillway.profiling.watch import Place, Watched
@@ -88,8 +88,11 @@ def compile_profile(
         before=before,
         middle=middle,
         late=late,
-        # The host may wait in it, as for a loss that is printed.
-        after=_outside(watched, weighed, end, ("done", 0), has_host=lead > watched.seconds(end, ("done", 0))),
+        after=replace(
+            _outside(watched, weighed, end, ("done", 0), has_host=False),
+            # The host may wait in it, as for a loss that is printed.
+            host_seconds=seconds_after(watched, weighed, end) if lead else 0.0,
+        ),
         min_bytes=min_bytes,
         static=None if known is None else known.within(static_bytes),
         held_bytes=held_bytes,
