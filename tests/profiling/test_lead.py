@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from typing import ClassVar
 
 import pytest
 import torch
 from torch import nn
 
 import spillway
+from spillway.planning.profile import Profile
 from spillway.profiling.lead import lead_of, seconds_after
 from spillway.profiling.meter import CpuMeter, Reading
 from spillway.profiling.watch import Place, Watched
@@ -104,6 +106,7 @@ def test_of_a_pass_that_was_not_timed_nothing_is_known() -> None:
 class Lagging(CpuMeter):
     """A device that is slower than its host by what it is made to lag."""
 
+    asked: ClassVar[list[float]] = []
     behind = 0.0
 
     def mark(self) -> None:
@@ -112,14 +115,21 @@ class Lagging(CpuMeter):
         self._instants.append((number, seconds + self.behind))
 
     def lag(self, seconds: float) -> None:
+        self.asked.append(seconds)
         self.behind += seconds
 
 
-@pytest.mark.parametrize("lengths", [[8], [8, 16, 24, 32, 40, 48, 56, 64]])
-def test_a_search_measures_it_in_the_users_own_steps(lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def _lags(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU is such a device."""
+    monkeypatch.setattr(Lagging, "asked", [])
     monkeypatch.setattr("spillway.profiling.watch.meter_of", lambda _: Lagging())
     for place in ("spillway.profiling.compile.queues", "spillway.attaching.pilot.queues"):
         monkeypatch.setattr(place, lambda _: True)
+
+
+def searched(lengths: list[int], *, evaluates: bool = False) -> Profile:
+    """What a search has measured in steps of these lengths, in any order."""
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16)) for _ in range(3)]
     model = nn.Sequential(nn.Linear(16, 16), *layers)
@@ -127,12 +137,31 @@ def test_a_search_measures_it_in_the_users_own_steps(lengths: list[int], monkeyp
     with spillway.attach(model, budget="60GiB", blocks=["1", "2", "3"], min_bytes=1) as attached:
         for _ in range(80):
             model(torch.randn(random_.choice(lengths), 16)).square().mean().backward()
+            if evaluates:
+                model.eval()(torch.randn(8, 16))
+                model.train()
             if attached.stage == "holding":
                 break
         assert attached.stage == "holding" and attached.profile is not None
-        lead = attached.profile.lead_seconds
-    # Of many lengths, none may be timed that is like the one that was weighed.
-    assert 0.15 < lead < 0.25 if len(lengths) == 1 else lead < 0.25
+        return attached.profile
+
+
+@pytest.mark.usefixtures("_lags")
+def test_a_search_measures_it_in_the_users_steps_and_has_plans_checked_with_it() -> None:
+    lead = searched([8]).lead_seconds
+    # That of the pass which was timed, whose device lagged twice.
+    assert 0.15 < lead < 0.25
+    assert Lagging.asked == [0.1, 0.1, 0.1, lead]
+
+
+@pytest.mark.usefixtures("_lags")
+def test_of_many_lengths_none_may_be_timed_that_was_weighed() -> None:
+    assert searched([8, 16, 24, 32, 40, 48, 56, 64]).lead_seconds < 0.25
+
+
+@pytest.mark.usefixtures("_lags")
+def test_what_a_loop_waits_for_after_an_evaluation_is_not_seen() -> None:
+    assert searched([8], evaluates=True).lead_seconds == 0
 
 
 def test_it_is_never_less_than_nothing() -> None:

@@ -10,8 +10,9 @@ Each call of the model in training is a pass, and each pass has a stage:
 ``WEIGHING``
     The same, watched block by block, and within a block's backward wherever it is given what was saved: bytes.
 ``MEASURING``
-    The same, watched at the ends of blocks only, since each look takes the host time: times. Of inputs of another size
-    they say nothing: if four such came, the times are those of the pass before.
+    The same, watched at the ends of blocks only, since each look takes the host time: times, and by how much the host
+    is ahead of the device at the end (``lead.py``). Of inputs of another size they say nothing: if four such came, the
+    times are those of the pass before.
     A pass that had no backward through the blocks is repeated, and so is one that traces or weighs, in which a kind of
     block came that was not traced before: it was, then.
 ``TRYING``

@@ -206,7 +206,7 @@ class _CrossEntropy(torch.autograd.Function):
 
         first = _first(target, ignore_index)
         one_class = torch.empty(logits.shape[0], 1, dtype=types.losses, device=logits.device)
-        # Of each row's logarithm of its class.
+        # The gradient of each row's logarithm of its class.
         theirs = _aten.nll_loss_backward(gradient, one_class, first, None, REDUCTIONS[reduction], _NOBODY, weight).to(
             types.logarithms
         )
