@@ -41,7 +41,7 @@ from spillway.planning.relaxation import relaxed
 from spillway.planning.solver import Solution, better, least, solve
 from spillway.planning.tasks import Part, Phase, Problem, Program, Rates, counted_twice
 from spillway.planning.timeline import Timeline, simulate_program
-from spillway.planning.trials import Trials
+from spillway.planning.trials import TIE, Trials
 
 TESTS = Path(__file__).parent.parent
 HEAD = large_problem(1, 3, 0).parts[0].middle
@@ -101,7 +101,11 @@ def check_against_all(seed: int, most: int, *, host: bool = False, chunks: bool 
             solve(problem, simulate=simulate)
         assert (raised.value.budget, raised.value.least) == (problem.budget, timelines[smallest].peak_bytes)
         return "none fits"
-    seconds = {each: (timeline.seconds + late_ones[each].seconds) / 2 for each, timeline in fitting.items()}
+    tie = TIE if problem.lead else 0.0
+    seconds = {
+        each: (timeline.seconds + late_ones[each].seconds) / 2 + tie * (timeline.seconds - timeline.host_wait_seconds)
+        for each, timeline in fitting.items()
+    }
     best = min(fitting, key=lambda each: (round(seconds[each], 9), fitting[each].peak_bytes, each))
     solution = solve(problem, simulate=simulate)
     bound = solution.bound_seconds
@@ -287,6 +291,19 @@ def test_a_search_that_has_ended_may_be_kicked_on_and_is_never_worse_for_it(budg
     # Every rank finds the same.
     assert better(problem, solution, simulate=simulate) == found
     assert found.bound_seconds == solution.bound_seconds
+
+
+@pytest.mark.parametrize("blocks", [2, 16])
+def test_where_all_choices_wait_for_the_host_the_one_that_needs_the_device_least_is_taken(blocks: int) -> None:
+    problem = large_problem(blocks, 20, 26_000 * MIB)
+    free = solve(problem, simulate=simulate)
+    (part,) = problem.parts
+    slow = replace(part, after=tuple(replace(task, host_seconds=5.0) for task in part.after))
+    solution = solve(replace(problem, parts=(slow,), lead=4.9), simulate=simulate)
+    assert solution.timeline.seconds == 5.0
+    needed = simulate(problem.program(solution.chosen), problem.rates)
+    assert fits(problem, needed)
+    assert needed.seconds <= 1.01 * free.timeline.seconds
 
 
 def test_what_is_the_best_of_all_is_not_searched_again() -> None:

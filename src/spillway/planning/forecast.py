@@ -34,6 +34,7 @@ from numpy.typing import NDArray
 
 from spillway.planning.footprint import NEVER, Footprint, footprint
 from spillway.planning.tasks import Option, Problem
+from spillway.planning.trials import TIE
 
 Numbers: TypeAlias = NDArray[numpy.float64]
 Choices: TypeAlias = NDArray[numpy.int64]
@@ -273,8 +274,9 @@ class Forecast:
                 level = level + at[line["later_change" if leg.is_later else "back_change"]] + shared.get(row, 0.0)
                 hosted = hosted - at[line["sent"]] + at[line["disk_sent"]]
         unseen = self.window if granted else 0.0
-        if self.hosted:
-            clock = numpy.maximum(clock, issued + self.problem.lead)
+        if self.hosted and self.problem.lead:
+            tie = 0.0 if granted else TIE * clock
+            clock = numpy.maximum(clock, issued + self.problem.lead) + tie
         return Outlook(
             seconds=clock,
             peak_bytes=numpy.maximum(peak, level),
