@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from spillway.planning.profile import Profile
 from spillway.planning.programs import program_of
 from spillway.planning.timeline import Timeline, simulate_program
 from spillway.planning.windows import rates_of
+from spillway.profiling.lead import without_lead
 from spillway.profiling.machine import known_hardware
 from spillway.profiling.standins import OptimizerOf
 from spillway.runtime.host_memory import local_ranks
@@ -116,7 +116,7 @@ def profile(
             pilot.finish()
             if pilot.profile is not None:
                 # Whether the loop that it is for waits for the device is not known.
-                return replace(pilot.profile, lead_seconds=0.0)
+                return without_lead(pilot.profile)
     raise _without_backward(model, _MOST_STEPS)
 
 

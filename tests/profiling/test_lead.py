@@ -76,11 +76,11 @@ def test_the_hosts_time_after_the_blocks_is_the_shorter_ones_where_nothing_waits
     weighed = passed(("ahead", 0, 0), ("begin", 0, LAG), ("forward", 1, LAG + 1), ("first", 50, 120), ("done", 51, 130))
     for each in (weighed, watched := timed()):
         each.host.update(each.queued)
-    assert seconds_after(watched, weighed, ("first", 0)) == 1
+    assert seconds_after(watched, weighed, ("first", 0), 2 * LAG) == 1
     watched.host["done", 0] = watched.host["first", 0] + 0.5
-    assert seconds_after(watched, weighed, ("first", 0)) == 0.5
+    assert seconds_after(watched, weighed, ("first", 0), 2 * LAG) == 0.5
     # The device had got to what comes after them.
-    assert seconds_after(timed(after=2 * LAG + 13), weighed, ("first", 0)) == 0
+    assert seconds_after(watched, weighed, ("first", 0), 3) == 0
 
 
 def test_where_the_host_waits_before_the_first_block_there_is_none() -> None:
@@ -148,10 +148,13 @@ def searched(lengths: list[int], *, evaluates: bool = False) -> Profile:
 
 @pytest.mark.usefixtures("_lags")
 def test_a_search_measures_it_in_the_users_steps_and_has_plans_checked_with_it() -> None:
-    lead = searched([8]).lead_seconds
+    profile = searched([8])
+    lead = profile.lead_seconds
+    assert profile.after.host_seconds > 0
     # That of the pass which was timed, whose device lagged twice.
     assert 0.15 < lead < 0.25
-    assert Lagging.asked == [0.1, 0.1, 0.1, lead]
+    # A host that seems slow has plans checked more than once.
+    assert Lagging.asked[:3] == [0.1, 0.1, 0.1] and set(Lagging.asked[3:]) == {lead}
 
 
 @pytest.mark.usefixtures("_lags")
@@ -161,7 +164,8 @@ def test_of_many_lengths_none_may_be_timed_that_was_weighed() -> None:
 
 @pytest.mark.usefixtures("_lags")
 def test_what_a_loop_waits_for_after_an_evaluation_is_not_seen() -> None:
-    assert searched([8], evaluates=True).lead_seconds == 0
+    profile = searched([8], evaluates=True)
+    assert profile.lead_seconds == profile.after.host_seconds == 0
 
 
 def test_it_is_never_less_than_nothing() -> None:

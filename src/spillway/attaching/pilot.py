@@ -66,6 +66,7 @@ from spillway.errors import BudgetError, UsageError
 from spillway.planning.plan import Plan
 from spillway.planning.profile import Profile
 from spillway.profiling.compile import queues
+from spillway.profiling.lead import without_lead
 from spillway.profiling.meter import allocated
 from spillway.profiling.slowness import Slowness
 from spillway.profiling.watch import Watch, Watched
@@ -395,13 +396,10 @@ class Pilot(Watcher):
     def _compiled(self, watched: Watched) -> Profile:
         profile = self._survey.profile(watched, self._probes, calls_of(self._blocks, self._used_session))
         profile = told_of(profile, self._blocks, self._used_session, self._survey.calls)
-        if watched is self._ended:
-            # What the loop waits for after an evaluation was not seen.
-            profile = replace(profile, lead_seconds=0.0)
-        if self._optimizer is None:
-            return profile
-        # Its step waits for gradients.
-        return replace(profile, optimizer=self._optimizer.profile(), lead_seconds=0.0)
+        # What the loop waits for after an evaluation was not seen, and an optimizer's step waits for gradients.
+        if watched is self._ended or self._optimizer is not None:
+            profile = without_lead(profile)
+        return profile if self._optimizer is None else replace(profile, optimizer=self._optimizer.profile())
 
     def _replan_for_largest(self) -> None:
         """The first plan of a profile, for the largest inputs that came while it was made, if there is one for them."""

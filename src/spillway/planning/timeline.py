@@ -140,7 +140,7 @@ def simulate_program(program: Program, rates: Rates, *, spans: bool = False) -> 
             raise UsageError(f"rates: {name}: got {value}, expected more than 0; measure it again")
     if not 0 <= program.lead < math.inf:
         raise UsageError(f"program: lead: got {program.lead}, expected 0 or more seconds; measure it again")
-    walk = _Walk(Fates.of(program, rates.window), program.static_bytes, program.lead, rates, spans)
+    walk = _Walk(program, rates, spans)
     for task in program.tasks:
         walk.visit(task)
     walk.end()
@@ -169,8 +169,10 @@ class _Queue:
 class _Walk:
     """One walk through a program. See NOTE [ The simulated step ]."""
 
-    def __init__(self, fates: Fates, static_bytes: int, lead: float, rates: Rates, spans: bool) -> None:
-        self._fates = fates
+    def __init__(self, program: Program, rates: Rates, spans: bool) -> None:
+        self._program = program
+        self._fates = fates = Fates.of(program, rates.window)
+        static_bytes = program.static_bytes
         self._rates = rates
         self._ahead = rates.window if rates.ahead is None else rates.ahead
         self._spans: list[Span] | None = [] if spans else None
@@ -178,15 +180,12 @@ class _Walk:
         self._back = _Queue(Lane.BACK, self._spans)
         self._disk = _Queue(Lane.DISK, self._spans)
         self._now = 0.0
-        self._lead = lead
-        self._issued = -lead
+        self._issued = -program.lead
         """When the host has queued all tasks up to this place of the program."""
         self._stall = self._host_wait = 0.0
         self._device, self._host, self._stored = static_bytes, 0, 0
         self._peak = static_bytes
         self._peak_task: str | None = None
-        self._last = ""
-        """Name of the task that ended last."""
         self._most_host = self._most_stored = 0
         # By number, the next five.
         count = len(fates.sent)
@@ -226,7 +225,6 @@ class _Walk:
             self._spans.append(Span(Lane.COMPUTE, task.name, begin, end))
             self._tally.end(task)
             self._note_level(self._tally)
-        self._last = task.name
         for _ in task.sends:
             self._send(end, task.name)
         for key in task.drops:
@@ -234,8 +232,9 @@ class _Walk:
                 self._drop(self._numbers.pop(key))
 
     def end(self) -> None:
-        """After the last task."""
-        waited = self._wait(self._issued + self._lead, "host", self._last)
+        """After the last task. See NOTE [ The host ]."""
+        last = self._program.tasks[-1].name if self._program.tasks else ""
+        waited = self._wait(self._issued + self._program.lead, "host", last)
         self._host_wait += waited
         if waited and self._tally is not None:
             self._note_level(self._tally)

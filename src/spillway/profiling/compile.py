@@ -91,7 +91,7 @@ def compile_profile(
         after=replace(
             _outside(watched, weighed, end, ("done", 0), has_host=False),
             # The host may wait in it, as for a loss that is printed.
-            host_seconds=seconds_after(watched, weighed, end) if lead else 0.0,
+            host_seconds=seconds_after(watched, weighed, end, lead),
         ),
         min_bytes=min_bytes,
         static=None if known is None else known.within(static_bytes),

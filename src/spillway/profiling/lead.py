@@ -18,6 +18,9 @@ holds waits for room in it.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from spillway.planning.profile import Profile
 from spillway.profiling.watch import Place, Watched
 
 _AHEAD, _FORWARD, _STARTED, _TURNED = ("ahead", 0), ("forward", 0), ("started", 0), ("turned", 0)
@@ -37,11 +40,23 @@ def lead_of(watched: Watched, weighed: Watched) -> float:
     return max(watched.lead(_DONE), 0.0) if is_kept else 0.0
 
 
-def seconds_after(watched: Watched, weighed: Watched, end: Place) -> float:
-    """What the host needs after the blocks, from an instant on; 0: that is not known. See NOTE [ The host's lead ]."""
-    if lead_of(watched, weighed) <= watched.seconds(end, _DONE):
+def seconds_after(watched: Watched, weighed: Watched, end: Place, lead: float) -> float:
+    """What the host needs after the blocks, from an instant on; 0: that is not known. See NOTE [ The host's lead ].
+
+    Args:
+        watched: as for :func:`lead_of`, and so is the next one.
+        weighed: the other pass.
+        end: where the blocks' backward has ended.
+        lead: what these two passes have shown.
+    """
+    if lead <= watched.seconds(end, _DONE):
         return 0.0
     return min(each.host_seconds(end, _DONE) for each in (watched, weighed))
+
+
+def without_lead(profile: Profile) -> Profile:
+    """The profile for a loop of which it is not known where it waits."""
+    return replace(profile, lead_seconds=0.0, after=replace(profile.after, host_seconds=0.0))
 
 
 def _is_kept(watched: Watched, since: Place, until: Place) -> bool:
