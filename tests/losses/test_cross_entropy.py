@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -156,6 +160,136 @@ def test_twice_through_one_graph() -> None:
     (first,) = torch.autograd.grad(loss, logits, retain_graph=True)
     (second,) = torch.autograd.grad(loss, logits)
     assert torch.equal(first, second)
+
+
+FEATURES = 16
+
+
+@dataclass
+class Alone:
+    """A loss of logits that an operator has made which saves nothing, and whether the gradient was written there."""
+
+    loss: torch.Tensor
+    source: torch.Tensor
+    is_in_place: list[bool]
+
+    @classmethod
+    def of(cls, dtype: torch.dtype, hold: Callable[[torch.Tensor, torch.Tensor], object] = lambda *_: None) -> Alone:
+        """Names are let go of, but for what is held of the logits, and of their rows."""
+        source = logits_of(dtype)
+        logits = (source + 0).view(3, -1, CLASSES)
+        rows = logits.view(-1, CLASSES)
+        where, found = rows.data_ptr(), list[bool]()
+        logits.register_hook(lambda gradient: found.append(gradient.data_ptr() == where))
+        loss = spillway.cross_entropy(rows, targets_of(), dtype=torch.float32)
+        loss.held = hold(logits, rows)  # type: ignore[attr-defined]
+        return cls(loss, source, found)
+
+    def gradient(self, **how: bool) -> torch.Tensor:
+        (found,) = torch.autograd.grad(self.loss, self.source, **how)
+        return found
+
+    def expected(self) -> torch.Tensor:
+        (found,) = torch.autograd.grad(functional.cross_entropy(self.source.float(), targets_of()), self.source)
+        return found
+
+
+@pytest.mark.parametrize("hooks", [nullcontext, partial(spillway.offload, policy=spillway.policies.Keep())])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_gradient_is_written_where_logits_were_that_nobody_has(
+    dtype: torch.dtype, hooks: Callable[[], AbstractContextManager[object]]
+) -> None:
+    with hooks():
+        alone = Alone.of(dtype)
+    assert torch.equal(alone.gradient(), alone.expected())
+    assert alone.is_in_place == [True]
+
+
+HOLD: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "the logits": lambda logits, rows: logits,
+    "their rows": lambda logits, rows: rows,
+    "what they are views of": lambda logits, rows: rows._base,
+    "a part": lambda logits, rows: logits[1:, 3],
+    "no history": lambda logits, rows: rows.detach(),
+    "data": lambda logits, rows: logits.data,
+    "an array": lambda logits, rows: rows.detach().numpy(),
+    "a capsule": lambda logits, rows: torch.utils.dlpack.to_dlpack(rows.detach()),
+    "the memory": lambda logits, rows: logits.untyped_storage(),
+    "what is saved": lambda logits, rows: logits.square(),
+    "what is saved of rows": lambda logits, rows: rows.square(),
+    "a second loss": lambda logits, rows: spillway.cross_entropy(rows, targets_of()),
+    "one of other rows": lambda logits, rows: spillway.cross_entropy(logits.view(-1, CLASSES), targets_of()),
+}
+
+
+@pytest.mark.parametrize("hooks", [nullcontext, partial(spillway.offload, policy=spillway.policies.Keep())])
+@pytest.mark.parametrize("held", HOLD)
+def test_logits_that_somebody_has_stay_what_they_are(
+    held: str, hooks: Callable[[], AbstractContextManager[object]]
+) -> None:
+    before: list[torch.Tensor] = []
+
+    def hold(logits: torch.Tensor, rows: torch.Tensor) -> object:
+        before.append(rows.detach().clone())
+        return HOLD[held](logits, rows)
+
+    with hooks():
+        alone = Alone.of(torch.float32, hold)
+    assert torch.equal(alone.gradient(), alone.expected())
+    assert alone.is_in_place == [False]
+    found: Any = alone.loss.held  # type: ignore[attr-defined]
+    logits = before[0]
+    if isinstance(found, torch.Tensor) and found.dim() == 0:
+        (second,) = torch.autograd.grad(found, alone.source)
+        assert torch.equal(second, alone.expected())
+    elif held.startswith("what is saved"):
+        (second,) = torch.autograd.grad(found.sum(), alone.source)
+        assert torch.equal(second.view(-1, CLASSES), 2 * logits)
+    elif held == "the memory":
+        assert torch.equal(torch.empty(0).set_(found), logits.flatten())
+    elif held == "a capsule":
+        assert torch.equal(torch.from_dlpack(found), logits)
+    elif held == "a part":
+        assert torch.equal(found, logits.view(3, -1, CLASSES)[1:, 3])
+    else:
+        assert torch.equal(torch.as_tensor(found).view(-1, CLASSES), logits)
+
+
+def test_an_operator_that_saves_what_it_gives_has_it() -> None:
+    weight = logits_of(torch.float32, FEATURES, CLASSES)
+    features = logits_of(torch.float32, FEATURES).detach()
+
+    def gradient(loss: Callable[..., torch.Tensor]) -> torch.Tensor:
+        (found,) = torch.autograd.grad(loss(torch.tanh(functional.linear(features, weight)), targets_of()), weight)
+        return found
+
+    assert torch.equal(gradient(spillway.cross_entropy), gradient(functional.cross_entropy))
+
+
+def test_a_graph_that_is_kept_has_its_logits() -> None:
+    alone = Alone.of(torch.float32)
+    first = alone.gradient(retain_graph=True)
+    second = alone.gradient()
+    assert alone.is_in_place == [False, True]
+    assert torch.equal(first, second)
+    assert torch.equal(first, alone.expected())
+
+
+def test_a_backward_that_fails_half_way_is_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone, plain, parts = Alone.of(torch.float32), room._log_softmax, list[int]()
+
+    def fails(logits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        parts.append(len(logits))
+        if len(parts) == 3:
+            raise torch.OutOfMemoryError("no memory")
+        return plain(logits, dtype)
+
+    monkeypatch.setattr(room, "_log_softmax", fails)
+    with pytest.raises(torch.OutOfMemoryError, match="no memory"):
+        alone.gradient()
+    for how in ({}, {"retain_graph": True}, {"create_graph": True}):
+        with pytest.raises(spillway.RecomputeError, match=r"second backward .* failed half-way.*run the forward again"):
+            alone.gradient(**how)
 
 
 def test_logits_that_are_written_before_backward_are_an_error() -> None:

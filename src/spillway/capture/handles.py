@@ -45,23 +45,23 @@ class Handle(Protocol):
 class KeptHandle:
     """Holds the tensor itself, or an alias without its history."""
 
-    __slots__ = ("_alias", "_saved", "_version")
+    __slots__ = ("_version", "alias", "saved")
 
     def __init__(self, tensor: torch.Tensor, saved: Known | None = None) -> None:
         # A leaf that needs grad has no history and cannot get one. Any other plain tensor is held by an alias: a
         # constant may still join the graph, by being written in place, and aliases are counted where memory is
         # released. A subclass is held itself, since an alias of it may lack what only its own code knows of.
         stays_a_leaf = tensor.is_leaf and (tensor.requires_grad or type(tensor) is not torch.Tensor)
-        self._alias = tensor if stays_a_leaf else tensor.detach()
+        self.alias = tensor if stays_a_leaf else tensor.detach()
         self._version = tensor._version
-        self._saved = saved
+        self.saved = saved
 
     def unpack(self) -> torch.Tensor:
-        check_version(self._alias, self._version, self._alias)
-        return self._alias
+        check_version(self.alias, self._version, self.alias)
+        return self.alias
 
     def is_intact(self) -> bool:
-        return self._alias._version == self._version
+        return self.alias._version == self._version
 
 
 class AwayHandle:

@@ -278,6 +278,30 @@ class Pass:
         self.decider.pass_over()
         return self._stays(tensor, storage, start, nbytes)
 
+    def keep_again(self, tensor: torch.Tensor, nbytes: int) -> Handle:
+        """As :meth:`keep`, in forward, of what its caller has made and nobody else has seen.
+
+        Nobody knows its bytes then, nor is told of them, but where it is given back (:meth:`stays`).
+
+        Args:
+            tensor: a plain one.
+            nbytes: what was counted when such a one was kept before.
+        """
+        owner = self._owner
+        if self._signature is None or owner.marks.any or owner.outputs.any or self.groups.current is not None:
+            return self.keep(tensor)
+        if nbytes:
+            self.decider.pass_over()
+            self.ledger.saved_bytes += nbytes
+            self.ledger.kept_bytes += nbytes
+        return KeptHandle(tensor)
+
+    def stays(self, handle: KeptHandle, tensor: torch.Tensor) -> None:
+        """What was kept shortly is seen by a tensor that others are given, and may save."""
+        storage = tensor.untyped_storage()
+        handle.saved = Staying(storage, *reach(handle.alias, storage.nbytes()))
+        self._owner.identity.add(storage, handle.saved)
+
     def _stays(self, tensor: torch.Tensor, storage: torch.UntypedStorage, start: int, nbytes: int) -> Handle:
         """A handle of bytes that nobody knew, and of which it was decided that they stay."""
         self.count_kept(nbytes)

@@ -269,6 +269,16 @@ class ViewRecipe(NamedTuple):
             _recipes.clear()
         return _recipes.setdefault(recipe, recipe)
 
+    def is_of(self, tensor: torch.Tensor) -> bool:
+        """Whether it is the recipe of this one, of whose size and type that is known."""
+        return (
+            tensor.stride() == self.stride
+            and tensor.storage_offset() == self.offset
+            and tensor.device == self.device
+            and tensor.is_neg() is self.neg
+            and (not self.dtype.is_complex or tensor.is_conj() is self.conj)
+        )
+
     def rebuild(self, storage: torch.UntypedStorage, low: int) -> torch.Tensor:
         """The tensor over ``storage``, which lacks the first ``low`` bytes of the original."""
         tensor = over(storage, self.dtype, self.offset - low // self.dtype.itemsize, self.size, self.stride)

@@ -11,6 +11,9 @@ But each row stands for itself, up to the one number that is made of all of them
 time: in forward only each row's loss is kept, and in backward the logarithms are computed again from the logits, which
 are all that is saved. Beside the logits and their gradient, a few parts of the logarithms are there at a time.
 
+The gradient is written where the logits were, part by part, where that is nobody's loss: see NOTE [ Whose the logits
+are ]. So then all that is ever there beside the logits are a few parts.
+
 The gradient of the logarithms is nothing but for one class of each row. So there is one piece of zeros for all parts,
 in which these are set, and set back; what they are is told by the same kernel as ever, which is given one class.
 
@@ -21,19 +24,36 @@ read at once. Steps are of a multiple of 16 rows, so that each row begins at the
 
 What is made of all rows is made of their losses by the same kernel as ever, which is given one class: it adds up the
 same numbers in the same order.
+
+NOTE [ Whose the logits are ]
+
+A graph that goes through its backward once, and is not to be kept, has no more use for the logits when their gradient
+is there. Whether anybody else has is seen by counts of who holds the tensor, the one that it is a view of, and their
+memory: they must be what they are for logits of which all names were let go of, which is tried once. A user who holds
+the output of a model, a second loss, an array or a view of the same memory raise a count, and the gradient has memory
+of its own then. What no count tells is a copy on another stream than the one that computes, of memory that its caller
+holds no more and has only recorded there: nobody should copy logits so.
+
+What fails half-way leaves logits that are none any more. So it is written down before, and a second backward through
+the same graph is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from spillway.errors import UsageError
+from spillway.capture.handles import pack_kept, unpack
+from spillway.errors import RecomputeError, UsageError
 
 _LEAST_BYTES = 64 << 20
 """What all logarithms take where there is something to be gained."""
@@ -94,8 +114,7 @@ def cross_entropy(
     if computed_in is None:
         cast = logits if dtype is None else logits.to(dtype)
         return functional.cross_entropy(cast, target, ignore_index=ignore_index, reduction=reduction)
-    loss: torch.Tensor = _CrossEntropy.apply(logits, target, computed_in, ignore_index, reduction)  # type: ignore[no-untyped-call]
-    return loss
+    return _loss(logits, target, _How(computed_in, ignore_index, reduction, _counts_alone(logits)))
 
 
 def gains(rows: int, classes: int, dtype: torch.dtype) -> bool:
@@ -115,6 +134,9 @@ def _is_plain(logits: torch.Tensor, target: torch.Tensor) -> bool:
     )
 
 
+_Counts = tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class _Types:
     """What things are computed in."""
@@ -122,6 +144,62 @@ class _Types:
     logarithms: torch.dtype
     losses: torch.dtype
     """To which the logarithms are cast: autocast may do that."""
+
+
+@dataclass(frozen=True, slots=True)
+class _How:
+    """How a loss is computed."""
+
+    types: _Types
+    ignore_index: int
+    reduction: str
+    alone: _Counts | None
+    """The logits' counts if nobody else has a use for them; ``None``: that is not known."""
+    tell: Callable[[_Counts], object] | None = None
+    """Is told the logits' counts."""
+
+
+def _loss(logits: torch.Tensor, target: torch.Tensor, how: _How) -> torch.Tensor:
+    loss: torch.Tensor = _CrossEntropy.apply(logits, target, how)  # type: ignore[no-untyped-call]
+    return loss
+
+
+def _counts_alone(logits: torch.Tensor) -> _Counts | None:
+    """See NOTE [ Whose the logits are ]."""
+    if not logits.is_contiguous() or not torch.is_grad_enabled() or not logits.requires_grad:
+        return None
+    hooks: tuple[object, object] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is not None and hooks[1] is not unpack:
+        # They may hold what is saved, or something else in its place.
+        return None
+    return _tried(logits.device.type, logits._base is not None, hooks is not None)
+
+
+@cache
+def _tried(kind: str, is_view: bool, is_hooked: bool) -> _Counts:
+    """Counts of logits of which all names were let go of, and which are saved as they are, or by a handle."""
+    found: list[_Counts] = []
+    own = _Types(torch.float32, torch.float32)
+    with torch.autocast(kind, enabled=False):
+        source = torch.zeros(2, 2, device=kind, requires_grad=True)
+        logits = source * 1
+        if is_view:
+            logits = logits.view(2, 2)
+        target = torch.zeros(2, dtype=torch.int64, device=kind)
+        with saved_tensors_hooks(pack_kept, unpack) if is_hooked else nullcontext():
+            loss = _loss(logits, target, _How(own, -100, "sum", None, found.append))
+        del logits
+        torch.autograd.grad(loss, source)
+    return found[0]
+
+
+def _counts(tensor: torch.Tensor) -> _Counts:
+    base, storage = tensor._base, tensor.untyped_storage()
+    counts = [torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)]
+    for each in (tensor, base):
+        if each is not None:
+            counts += each._use_count(), sys.getrefcount(each)  # type: ignore[attr-defined]
+    return tuple(counts)
 
 
 def _types_of(logits: torch.Tensor, target: torch.Tensor, dtype: torch.dtype | None) -> _Types | None:
@@ -178,9 +256,8 @@ class _CrossEntropy(torch.autograd.Function):
     """See NOTE [ What a loss holds ]."""
 
     @staticmethod
-    def forward(
-        ctx: Any, logits: torch.Tensor, target: torch.Tensor, types: _Types, ignore_index: int, reduction: str
-    ) -> torch.Tensor:
+    def forward(ctx: Any, logits: torch.Tensor, target: torch.Tensor, how: _How) -> torch.Tensor:
+        types, ignore_index, reduction = how.types, how.ignore_index, how.reduction
         step = _rows_together(logits)
         one_class = torch.empty(logits.shape[0], 1, dtype=types.losses, device=logits.device)
         for some, its_target, losses in zip(
@@ -193,16 +270,24 @@ class _CrossEntropy(torch.autograd.Function):
         first = _first(target, ignore_index)
         loss, weight = _aten.nll_loss_forward(one_class, first, None, REDUCTIONS[reduction], _NOBODY)
         ctx.save_for_backward(logits, target, weight)
-        ctx.how = types, ignore_index, reduction
+        ctx.how, ctx.is_spent = how, False
         return loss  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if ctx.is_spent:
+            raise RecomputeError(
+                "got a second backward through a cross entropy in rows whose first one has failed half-way, expected "
+                "none, since the gradient is written where the logits were; run the forward again"
+            )
         logits, target, weight = ctx.saved_tensors
-        types, ignore_index, reduction = ctx.how
+        counts, how = _counts(logits), ctx.how
+        types, ignore_index, reduction = how.types, how.ignore_index, how.reduction
+        if how.tell is not None:
+            how.tell(counts)
         if torch.is_grad_enabled():
             # Of a gradient that has one itself.
-            return _differentiable(logits, target, gradient, *ctx.how), None, None, None, None
+            return _differentiable(logits, target, gradient, how), None, None
 
         first = _first(target, ignore_index)
         one_class = torch.empty(logits.shape[0], 1, dtype=types.losses, device=logits.device)
@@ -220,9 +305,12 @@ class _CrossEntropy(torch.autograd.Function):
         if _is_batched(gradient):
             # Several at once can be written into no memory of one.
             nothing = torch.zeros(logits.shape, dtype=types.logarithms, device=logits.device)
-            return of(logits, nothing.scatter(1, classes, theirs)).to(logits.dtype), None, None, None, None
+            return of(logits, nothing.scatter(1, classes, theirs)).to(logits.dtype), None, None
         step = _rows_together(logits)
-        found = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+        if counts == how.alone and not torch._C._autograd._get_current_graph_task_keep_graph():
+            ctx.is_spent, found = True, logits.detach()
+        else:
+            found = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
         nothing = torch.zeros(min(step, logits.shape[0]), logits.shape[1], dtype=types.logarithms, device=logits.device)
         for some, its_classes, its_own, into in zip(
             _parts(logits, step), *(torch.split(each, step) for each in (classes, theirs, found)), strict=True
@@ -231,7 +319,7 @@ class _CrossEntropy(torch.autograd.Function):
             of_logarithms.scatter_(1, its_classes, its_own)
             into.copy_(of(some, of_logarithms))
             of_logarithms.scatter_(1, its_classes, 0.0)
-        return found, None, None, None, None
+        return found, None, None
 
 
 def _first(target: torch.Tensor, ignore_index: int) -> torch.Tensor:
@@ -254,12 +342,10 @@ def _differentiable(
     logits: torch.Tensor,
     target: torch.Tensor,
     gradient: torch.Tensor,
-    types: _Types,
-    ignore_index: int,
-    reduction: str,
+    how: _How,
 ) -> torch.Tensor:
     with torch.autocast(logits.device.type, enabled=False):
-        logarithms = functional.log_softmax(logits.to(types.logarithms), 1).to(types.losses)
-        loss = functional.nll_loss(logarithms, target, ignore_index=ignore_index, reduction=reduction)
+        logarithms = functional.log_softmax(logits.to(how.types.logarithms), 1).to(how.types.losses)
+        loss = functional.nll_loss(logarithms, target, ignore_index=how.ignore_index, reduction=how.reduction)
         (found,) = torch.autograd.grad(loss, logits, gradient, create_graph=True)
     return found

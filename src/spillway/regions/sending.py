@@ -18,7 +18,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from operator import length_hint
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -28,18 +29,29 @@ from spillway.capture.dynamo import keep_out, untraced
 from spillway.capture.handles import Handle, KeptHandle, unpack
 from spillway.capture.hooks import Pass, refuse_transforms
 from spillway.capture.identity import is_parameter
+from spillway.capture.keeping import Keeping
 from spillway.operators import Choices, Planned
 from spillway.records import Decision
 from spillway.regions.recording import Recording
 from spillway.regions.schema import Facts
-from spillway.regions.tensors import below_modes, tensors_in
+from spillway.regions.tensors import PLAIN, below_modes, tensors_in
 from spillway.regions.trace import Trace
 
-_Saved = tuple[torch.dtype, int, Decision | None]
-"""Type and number of dimensions of what was saved, and what was decided. ``None``: it is alive anyway."""
 _Arguments = tuple[tuple[torch.dtype, int], ...]
 _MOST_ORDERS = 8
 _KEEP = Decision.KEEP
+_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+
+
+class _Saved(NamedTuple):
+    """Something that was saved."""
+
+    dtype: torch.dtype
+    dim: int
+    decision: Decision | None
+    """``None``: it is alive anyway."""
+    nbytes: int | None = None
+    """Where the function has made it, and it stays: what was counted of it, if that is known."""
 
 
 class Sending:
@@ -60,14 +72,15 @@ class Sending:
         """What the function gives, called once in a pass."""
         refuse_transforms()
         keep_out()
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        tensors = [leaf for value in (*args, *kwargs.values()) for leaf in _tensors_of(value)]
         arguments = tuple([(tensor.dtype, tensor.dim()) for tensor in tensors])
         order = self._orders.pop(arguments, None)
         call: _Call = _Seen(passage, self.planned, tensors) if order is None else _Followed(passage, order)
         del tensors
         try:
-            with saved_tensors_hooks(call.pack, unpack), call.watching():
+            with saved_tensors_hooks(call.packing(), unpack), call.watching():
                 output = function(*args, **kwargs)
+            call.gave(output)
         finally:
             order = call.end()
         if order is not None:
@@ -79,34 +92,36 @@ class Sending:
         return output
 
 
+def _tensors_of(value: Any) -> Sequence[torch.Tensor]:
+    """Those in an argument, which mostly is one, or none."""
+    if type(value) in PLAIN:
+        return (value,)
+    return () if value is None else [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
 class _Call:
-    """One call: its pack hook."""
+    """One call."""
 
     def __init__(self, passage: Pass) -> None:
         self._passage = passage
+        self._keeping = Keeping(passage)
 
-    def pack(self, tensor: torch.Tensor) -> Handle:
+    def packing(self) -> Callable[[torch.Tensor], Handle]:
         """The hook."""
-        with below_modes(tensor):
-            decision = self.decided(tensor)
-            self._passage.advance()
-            if decision is None:
-                return KeptHandle(tensor)
-            if decision is _KEEP and type(tensor) is torch.Tensor:
-                return self._passage.keep(tensor)
-            return self._passage.save(tensor, decision)
-
-    def decided(self, tensor: torch.Tensor) -> Decision | None:
-        """What becomes of what is saved now."""
         raise NotImplementedError
 
     def watching(self) -> AbstractContextManager[object]:
         """A context around the function."""
         return nullcontext()
 
+    def gave(self, output: Any) -> None:
+        """What the function gives."""
+        self._keeping.end(output)
+
     def end(self) -> Sequence[_Saved] | None:
         """The function has ended; gives what the next call goes by, if it has come to its end."""
-        raise NotImplementedError
+        self._keeping.end()
+        return None
 
 
 class _Followed(_Call):
@@ -115,21 +130,56 @@ class _Followed(_Call):
     def __init__(self, passage: Pass, order: Sequence[_Saved]) -> None:
         super().__init__(passage)
         self._order = order
-        self._place = 0
+        self._rest = list(order)
+        """What is to be saved, as long as nothing else was."""
+        self._following = iter(self._rest)
         self._differs = False
 
-    def decided(self, tensor: torch.Tensor) -> Decision | None:
-        place = self._place
-        self._place += 1
-        if not self._differs and place < len(self._order):
-            dtype, dim, decision = self._order[place]
-            if tensor.dtype is dtype and tensor.dim() == dim:
-                return decision
+    def packing(self) -> Callable[[torch.Tensor], Handle]:
+        follow, keep, passage = self._following.__next__, self._keeping.again, self._passage
+        leaving = passage.waiting
+
+        def pack(tensor: torch.Tensor) -> Handle:
+            if _modes() > 0:
+                return self._pack_below(tensor)
+            try:
+                dtype, dim, decision, nbytes = follow()
+            except StopIteration:
+                return self._pack_another(tensor)
+            if tensor.dtype is not dtype or tensor.dim() != dim:
+                return self._pack_another(tensor)
+            if leaving.nbytes and leaving.is_batch:
+                passage.advance()
+            if decision is None:
+                return KeptHandle(tensor)
+            if nbytes is not None and type(tensor) is torch.Tensor:
+                return keep(tensor, nbytes)
+            passage.advance()
+            if decision is _KEEP and type(tensor) is torch.Tensor:
+                return passage.keep(tensor)
+            return passage.save(tensor, decision)
+
+        return pack
+
+    def _pack_below(self, tensor: torch.Tensor) -> Handle:
+        """The same, where somebody's mode is in force, which is not to see it."""
+        foreseen = next(self._following, None)
+        with below_modes(tensor):
+            if foreseen is None or (tensor.dtype, tensor.dim()) != foreseen[:2]:
+                return self._pack_another(tensor)
+            self._passage.advance()
+            return KeptHandle(tensor) if foreseen.decision is None else self._passage.save(tensor, foreseen.decision)
+
+    def _pack_another(self, tensor: torch.Tensor) -> Handle:
+        """What was not saved before, or comes after such."""
         self._differs = True
-        return Decision.KEEP
+        self._rest.clear()
+        self._passage.advance()
+        return self._passage.save(tensor, _KEEP)
 
     def end(self) -> Sequence[_Saved] | None:
-        return None if self._differs or self._place < len(self._order) else self._order
+        super().end()
+        return None if self._differs or length_hint(self._following) else self._order
 
 
 class _Makers(Trace):
@@ -155,24 +205,38 @@ class _Seen(_Call):
     def watching(self) -> AbstractContextManager[object]:
         return Recording(self._trace, Choices((), (), None), None, root=None, draws=False)
 
-    def decided(self, tensor: torch.Tensor) -> Decision | None:
-        decision = self._by_maker(tensor)
-        self._order.append((tensor.dtype, tensor.dim(), decision))
-        return decision
+    def packing(self) -> Callable[[torch.Tensor], Handle]:
+        return self._pack
+
+    def _pack(self, tensor: torch.Tensor) -> Handle:
+        with below_modes(tensor):
+            decision, is_made = self._by_maker(tensor)
+            self._passage.advance()
+            nbytes = None
+            if decision is None:
+                handle: Handle = KeptHandle(tensor)
+            elif decision is _KEEP and is_made and type(tensor) is torch.Tensor:
+                handle, nbytes = self._keeping.learn(tensor)
+            else:
+                handle = self._passage.save(tensor, decision)
+            self._order.append(_Saved(tensor.dtype, tensor.dim(), decision, nbytes))
+            return handle
 
     def end(self) -> Sequence[_Saved]:
+        super().end()
         self._trace = _Makers()
         return tuple(self._order)
 
-    def _by_maker(self, tensor: torch.Tensor) -> Decision | None:
+    def _by_maker(self, tensor: torch.Tensor) -> tuple[Decision | None, bool]:
+        """What is decided, and whether the function has made it."""
         trace = self._trace
         values = [value for part in tensors_in((tensor,)) if (value := trace.values.find(part)) is not None]
         makers = [trace.makers[value] for value in values if value in trace.makers]
         if makers:
             planned = {self._planned.decision(trace.calls.index(maker), maker.func) for maker in makers}
             decision = planned.pop()
-            return Decision.KEEP if planned or decision is Decision.RECOMPUTE else decision
+            return _KEEP if planned or decision is Decision.RECOMPUTE else decision, True
         if is_parameter(tensor) or not values or not self._inputs.issuperset(values):
-            return None
+            return None, False
         # What needs no grad, as a mask, is not this block's alone.
-        return self._planned.inputs if tensor.requires_grad else None
+        return self._planned.inputs if tensor.requires_grad else None, False

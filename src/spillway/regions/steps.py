@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import enum
 from collections.abc import Iterator, Set
 from typing import Any, NamedTuple
+
+import torch
 
 from spillway.capture.identity import ViewRecipe
 from spillway.records import Decision
@@ -105,3 +108,35 @@ class Saved(NamedTuple):
     decision: Decision = Decision.RECOMPUTE
     is_parameter: bool = False
     """Whether it comes from outside, and nobody sends it away."""
+
+
+class Fate(enum.Enum):
+    """What becomes of a tensor that a function has autograd save."""
+
+    AGAIN = "again"
+    """It is computed again."""
+    PRESERVED = "preserved"
+    """It is kept, or leaves."""
+    PARAMETER = "parameter"
+    """It is there anyway, and nobody sends it away."""
+    OUTSIDE = "outside"
+    """It is there anyway, or left with the function's tensors."""
+
+
+class Foreseen(NamedTuple):
+    """A tensor that a function will have autograd save, shortly: it is read for each of them."""
+
+    place: int
+    """Among all of them."""
+    fate: Fate
+    size: torch.Size | None
+    """``None``, as its type, of what comes from outside."""
+    dtype: torch.dtype | None
+
+    @classmethod
+    def of(cls, place: int, saved: Saved) -> Foreseen:
+        """That of what was saved at a place."""
+        if saved.spot is None:
+            return cls(place, Fate.PARAMETER if saved.is_parameter else Fate.OUTSIDE, None, None)
+        fate = Fate.AGAIN if saved.decision is Decision.RECOMPUTE else Fate.PRESERVED
+        return cls(place, fate, saved.spot.size, saved.spot.dtype)

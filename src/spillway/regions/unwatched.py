@@ -37,6 +37,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from operator import length_hint
 from typing import Any
 
 import torch
@@ -47,6 +48,7 @@ from spillway.capture.dynamo import untraced
 from spillway.capture.handles import Handle, KeptHandle, unpack
 from spillway.capture.hooks import Pass, in_backward
 from spillway.capture.identity import ViewRecipe
+from spillway.capture.keeping import Keeping
 from spillway.errors import RecomputeError
 from spillway.records import Decision
 from spillway.regions.generators import drawing, generators_on
@@ -58,12 +60,15 @@ from spillway.regions.refusing import Refusing
 from spillway.regions.rerun import rerunning, sums_of
 from spillway.regions.resaved import Resaved, Shown, identity_of
 from spillway.regions.retracing import Retracing
+from spillway.regions.steps import Fate, Foreseen
 from spillway.regions.tape import Base, Tape
 from spillway.regions.tensors import PLAIN, below_modes, storage_bytes
 from spillway.regions.verdicts import Verdicts, differed
 
-_RECOMPUTE, _KEEP = Decision.RECOMPUTE, Decision.KEEP
+_KEEP = Decision.KEEP
+_OUTSIDE, _PRESERVED, _PARAMETER = Fate.OUTSIDE, Fate.PRESERVED, Fate.PARAMETER
 _graph_task: Callable[[], int] = torch._C._current_graph_task_id
+_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 
 class Unwatched:
@@ -88,8 +93,6 @@ class Unwatched:
     _is_computing = False
     _is_like = True
     """Whether autograd has saved what is on the tape, so far."""
-    _packed = _followed = 0
-    """What was saved, and before how much of it that was like what is on the tape: nothing is, if it does not run."""
     _outputs: list[torch.Tensor | None] | None = None
     """Sums of what the first run gave, if it saved something else."""
 
@@ -121,11 +124,12 @@ class Unwatched:
         self._ambience = Ambience.now()
         self._tensors: list[tuple[Any, bool, int]] = []
         """Handles of the function's tensors, whether these need gradients, and where they begin in their memory."""
+        self._keeping = Keeping(passage)
         self._given: dict[int, tuple[Handle, ViewRecipe]] = {}
         """What is handed in to the re-run, by its values, and how it lay."""
-        # Read for each tensor that is saved.
-        self._saved, self._shown, self._leaving = tape.saved, tape.showing.shown, passage.waiting
         self._compared = tape.showing.compared if compares_all else tape.showing.last
+        self._rest = list(tape.foreseen)
+        """What autograd is to save, while the function runs and has saved nothing else."""
         self._outside: dict[int, tuple[torch.Tensor, KeptHandle]] = {}
         """Handles of what the function did not make, while it runs: it saves some of that several times."""
         self._parameters: dict[int, int] = {}
@@ -156,65 +160,106 @@ class Unwatched:
             if type(handle) is KeptHandle:
                 # It has not left, nor will.
                 self._outside[id(tensor)] = tensor, handle
-        self._is_running, self._followed = True, len(self._saved)
+        following = iter(self._rest)
+        self._is_running = True
         try:
-            with saved_tensors_hooks(self._pack, unpack):
+            with saved_tensors_hooks(self._packing(following.__next__), unpack):
                 output = first()
+        except BaseException:
+            self._keeping.end()
+            raise
         finally:
-            self._is_running, self._followed = False, 0
+            self._is_running, is_over = False, not length_hint(following)
             self._outside.clear()
             with below_modes():
                 self._passage.flush()
+        self._keeping.end(output)
         after = [(buffer, version, _version_of(buffer)) for buffer, version in self._buffers]
         self._buffers = [(buffer, version) for buffer, version, now in after if now != version]
         self._others = [(weakref.ref(buffer), now) for buffer, version, now in after if now == version]
-        is_whole = self._is_like and self._packed == len(self._tape.saved) and not self._buffers
+        is_whole = self._is_like and is_over and not self._buffers
         if not is_whole and self._alive:
             self._outputs = sums_of(output)
         return output, is_whole
 
     # What autograd saves.
 
-    def _pack(self, tensor: torch.Tensor) -> Any:
-        place = self._packed
-        self._packed = place + 1
-        if place >= self._followed or _graph_task() != -1:
-            return self._pack_another(tensor)
-        spot, decision, is_parameter = self._saved[place]
-        leaving = self._leaving
-        if leaving.nbytes and leaving.is_batch:
-            self._passage.advance()
-        if spot is None:
-            if is_parameter:
+    def _packing(self, follow: Callable[[], Foreseen]) -> Callable[[torch.Tensor], Any]:
+        """The hook, which is short, since the host comes by for each tensor: what it reads is at hand.
+
+        Args:
+            follow: gives what is to be saved next.
+        """
+        passage, compared, alive = self._passage, self._compared, self._alive
+        leaving = passage.waiting
+
+        def pack(tensor: torch.Tensor) -> Any:
+            if _graph_task() != -1:
+                return self._pack_another(tensor)
+            try:
+                place, fate, size, dtype = follow()
+            except StopIteration:
+                return self._pack_another(tensor)
+            if leaving.nbytes and leaving.is_batch:
+                passage.advance()
+            if fate is _PARAMETER:
                 return self._pack_parameter(tensor, place)
-            return self._pack_outside(tensor)
-        if tensor.shape != spot.size or tensor.dtype is not spot.dtype or type(tensor) not in PLAIN:
+            if fate is _OUTSIDE:
+                return self._pack_outside(tensor)
+            if tensor.shape != size or tensor.dtype is not dtype or type(tensor) not in PLAIN:
+                return self._pack_another(tensor)
+            if fate is _PRESERVED:
+                return self._pack_preserved(tensor, place)
+            if place in compared:
+                self._show(tensor, place)
+            alive.add(place)
+            return UnwatchedHandle((self, place))
+
+        return pack
+
+    def _show(self, tensor: torch.Tensor, place: int) -> None:
+        """Something that is compared."""
+        with below_modes():
+            found = sums(tensor)
+            if found is not None:
+                self._sums[place] = Shown(found, tensor.stride())
+
+    def _pack_preserved(self, tensor: torch.Tensor, place: int) -> Handle:
+        """What is kept, or leaves."""
+        spot, decision, _ = self._tape.saved[place]
+        assert spot is not None
+        if not spot.view.is_of(tensor):
             return self._pack_another(tensor)
-        if decision is _RECOMPUTE:
-            if place in self._compared:
-                with below_modes():
-                    found = sums(tensor)
-                    if found is not None:
-                        self._sums[place] = Shown(found, tensor.stride())
-            self._alive.add(place)
-            return UnwatchedHandle(self, place)
-        recipe = ViewRecipe.of(tensor)
-        if recipe != spot.view:
-            return self._pack_another(tensor)
+        recipe = spot.view
         with below_modes():
             self._passage.advance()
-            handle = self._passage.save_made(tensor, recipe, decision)
-            if self._shown.get(spot.value) == place:
+            handle = (
+                self._keep(tensor, place) if decision is _KEEP else self._passage.save_made(tensor, recipe, decision)
+            )
+            if self._tape.showing.shown.get(spot.value) == place:
                 # What stays is there for both of them.
                 given = handle if type(handle) is KeptHandle else self._passage.another(handle, tensor, decision)
                 self._given[spot.value] = given, recipe
             return handle
+
+    def _keep(self, tensor: torch.Tensor, place: int) -> Handle:
+        """What stays, of which more is known when such was kept before."""
+        known = self._tape.kept_bytes
+        nbytes = known.get(place)
+        if nbytes is not None:
+            return self._keeping.again(tensor, nbytes)
+        handle, nbytes = self._keeping.learn(tensor)
+        if nbytes is not None:
+            known[place] = nbytes
+        return handle
 
     def _pack_parameter(self, tensor: torch.Tensor, place: int) -> Handle:
         """One of the function's own, or a buffer, which nobody sends away."""
         identity = identity_of(tensor)
         if identity is not None:
             self._parameters[place] = identity
+        if _modes() == 0:
+            return KeptHandle(tensor)
         with below_modes(tensor):
             return KeptHandle(tensor)
 
@@ -230,9 +275,10 @@ class Unwatched:
             self._outside[id(tensor)] = tensor, handle
         return handle
 
-    def _pack_another(self, tensor: torch.Tensor) -> Any:
+    def _pack_another(self, tensor: torch.Tensor) -> Handle:
         """Something that is not on the tape, or comes after such."""
-        self._is_like, self._followed = False, 0
+        self._is_like = False
+        self._rest.clear()
         if not self._is_running or in_backward():
             # By somebody who goes through the graph within the call, and whom no tape knows of.
             return KeptHandle(tensor)
@@ -363,26 +409,24 @@ class Unwatched:
         return Base.under(handle.unpack(), view)
 
 
-class UnwatchedHandle:
-    """Stands for a tensor that is computed again when it is asked for.
+class UnwatchedHandle(tuple["Unwatched", int]):
+    """Stands for a tensor that is computed again when it is asked for: by its call, and its place.
 
     What of it is written later is not what is computed again: as it was saved, it comes back.
     """
 
-    __slots__ = ("_call", "_place")
-
-    def __init__(self, call: Unwatched, place: int) -> None:
-        self._call = call
-        self._place = place
+    __slots__ = ()
 
     def unpack(self) -> torch.Tensor:
-        return self._call.compute(self._place)
+        call, place = self
+        return call.compute(place)
 
     def is_intact(self) -> bool:
         return True
 
     def __del__(self) -> None:
-        self._call.forget(self._place)
+        call, place = self
+        call.forget(place)
 
 
 def _argument(handle: Any, requires_grad: bool) -> torch.Tensor:

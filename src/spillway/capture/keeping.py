@@ -1,0 +1,56 @@
+"""What stays of what a function has made, kept shortly, since a layer has many such.
+
+NOTE [ What nobody has seen ]
+
+Who saves a tensor is found by its bytes: a second one that saves them is to have the first one's handle, and what stays
+for one need not be sent away for another. But what a function has made, nobody outside has seen while it runs, and it
+keeps what it has decided to keep each time. So where it did the same in an earlier call, what is counted is known, and
+bytes are told of only where the function gives them back.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from spillway.capture.handles import Handle, KeptHandle
+from spillway.capture.hooks import Pass
+
+
+class Keeping:
+    """That of one call. See NOTE [ What nobody has seen ].
+
+    Args:
+        passage: the pass that the call belongs to.
+    """
+
+    def __init__(self, passage: Pass) -> None:
+        self._passage = passage
+        self._kept: list[KeptHandle] = []
+
+    def learn(self, tensor: torch.Tensor) -> tuple[Handle, int | None]:
+        """A handle of a plain tensor, and what :meth:`again` is to be told next time; ``None``: nothing is known."""
+        passage = self._passage
+        before = passage.ledger.kept_bytes
+        handle = passage.keep(tensor)
+        return handle, passage.ledger.kept_bytes - before if passage.groups.current is None else None
+
+    def again(self, tensor: torch.Tensor, nbytes: int) -> Handle:
+        """The same, in forward, of what the function has made."""
+        handle = self._passage.keep_again(tensor, nbytes)
+        if type(handle) is KeptHandle and handle.saved is None:
+            self._kept.append(handle)
+        return handle
+
+    def end(self, output: Any = None) -> None:
+        """The function has given this, or has failed."""
+        kept, self._kept = self._kept, []
+        if not kept:
+            return
+        for tensor in (output,) if type(output) is torch.Tensor else tree_leaves(output):
+            if type(tensor) is torch.Tensor:
+                for handle in kept:
+                    if torch._C._is_alias_of(tensor, handle.alias):  # type: ignore[attr-defined]
+                        self._passage.stays(handle, tensor)

@@ -1,0 +1,201 @@
+"""What stays of what a function makes is kept shortly from its second call on, and nobody sees a difference."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import spillway
+from spillway.operators import Planned
+from spillway.records import Decision
+from spillway.regions.sending import Sending
+from spillway.testing import AdversaryBackend
+
+KEPT = Decision.KEEP
+Call = Callable[[Callable[..., Any], Tensor, spillway.Session], Any]
+
+
+@pytest.fixture
+def session() -> Iterator[spillway.Session]:
+    adversary = AdversaryBackend()
+    with spillway.Session(backend=adversary.serve) as session:
+        yield session
+    adversary.check()
+
+
+@pytest.fixture(params=["sending", "unwatched"])
+def call(request: pytest.FixtureRequest) -> Call:
+    """Calls a function whose exponentials are kept."""
+    if request.param == "unwatched":
+
+        def unwatched(function: Callable[..., Any], x: Tensor, session: spillway.Session) -> Any:
+            save = ["inputs", torch.ops.aten.exp]
+            return spillway.recompute(function, x, save=save, watch=False, session=session)
+
+        return unwatched
+    sending = Sending(Planned({}, KEPT, recomputes=False))
+    return lambda function, x, session: sending(function, (x,), {}, session.current_pass())
+
+
+def gives_what_it_keeps(x: Tensor) -> Tensor:
+    return x.sin().exp()
+
+
+def gives_a_part(x: Tensor) -> tuple[Tensor, int]:
+    return x.sin().exp()[8:], 3
+
+
+def keeps_twice(x: Tensor) -> Tensor:
+    y = x.sin().exp()
+    return y * y.cos()
+
+
+def keeps_in_a_group(x: Tensor) -> Tensor:
+    with spillway.group("exponentials"):
+        y = x.sin().exp()
+    return y.sin()
+
+
+FUNCTIONS = [gives_what_it_keeps, gives_a_part, keeps_twice, keeps_in_a_group]
+
+
+def leaf(seed: int) -> Tensor:
+    return torch.randn(64, 32, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+
+
+def loss_of(output: Any) -> Tensor:
+    """Of which autograd saves what the function gave."""
+    y: Tensor = output[0] if isinstance(output, tuple) else output
+    return y.square().sum()
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
+def test_each_call_counts_and_moves_what_the_first_one_did(
+    function: Callable[[Tensor], Any], call: Call, session: spillway.Session
+) -> None:
+    stats = []
+    for seed in range(6):
+        x, plain = leaf(seed), leaf(seed)
+        with spillway.offload(session=session, min_bytes=1) as passed:
+            loss = loss_of(call(function, x, session))
+        counted = passed.stats()
+        groups = sum(group.kept_bytes for group in counted.groups)
+        stats.append((counted.saved_bytes, counted.kept_bytes, groups))
+        loss.backward()
+        loss_of(function(plain)).backward()
+        assert x.grad is not None
+        assert plain.grad is not None
+        assert torch.equal(x.grad, plain.grad)
+    assert stats == [stats[0]] * 6
+    assert stats[0][1] >= x.nbytes
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_what_is_learned_in_a_group_or_not_counts_where_it_is_kept(
+    first: bool, call: Call, session: spillway.Session
+) -> None:
+    counted = []
+    for grouped in (first, first, first, first, not first, first, not first):
+        around = spillway.group("all") if grouped else nullcontext()
+        with spillway.offload(session=session, min_bytes=1) as passed, around:
+            output = call(gives_what_it_keeps, leaf(0), session)
+        stats = passed.stats()
+        assert sum(group.kept_bytes for group in stats.groups) == (stats.kept_bytes if grouped else 0)
+        counted.append(stats.kept_bytes)
+        output.sum().backward()
+    assert counted == [counted[0]] * 7
+
+
+def test_a_call_that_fails_holds_nothing(call: Call, session: spillway.Session, request: pytest.FixtureRequest) -> None:
+    made: list[weakref.ref[Tensor]] = []
+    elsewhere: list[Tensor] = []
+    fails = False
+
+    def function(x: Tensor) -> Tensor:
+        y = x.sin().exp()
+        z = y.sin()
+        made.append(weakref.ref(y.untyped_storage()))  # type: ignore[arg-type]
+        if fails:
+            if "sending" in request.node.name:
+                # Part of the graph lives on.
+                elsewhere.append(x.cos())
+            raise ValueError("too long")
+        return z * x.cos()
+
+    with spillway.offload(session=session, min_bytes=1):
+        for seed in range(4):
+            call(function, leaf(seed), session).sum().backward()
+        fails = True
+        try:
+            call(function, leaf(5), session)
+        except ValueError as error:
+            error.__traceback__ = None
+    gc.collect()
+    assert made[-1]() is None
+
+
+class Counting(TorchDispatchMode):
+    """Counts operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_mode_inside_sees_the_functions_operators_alone(call: Call, session: spillway.Session) -> None:
+    seen: list[list[str]] = []
+    weight = torch.nn.Parameter(torch.ones(32, 64))
+
+    def function(x: Tensor) -> Tensor:
+        with Counting() as counting:
+            y = x.sin().exp() * weight.t()
+        seen.append(counting.names)
+        return y
+
+    for seed in range(4):
+        with spillway.offload(session=session, min_bytes=1):
+            output = call(function, leaf(seed), session)
+        assert seen[-1] == ["sin.default", "exp.default", "t.default", "mul.Tensor"]
+        output.sum().backward()
+
+
+def test_what_leaves_is_gone_when_its_operator_has_run() -> None:
+    waiting: list[int] = []
+
+    def function(x: Tensor) -> Tensor:
+        y = x.sin().exp()
+        waiting.append(session.current_pass().waiting.nbytes)
+        z = y.exp()
+        waiting.append(session.current_pass().waiting.nbytes)
+        return z
+
+    decisions = {0: ("aten::sin.default", Decision.OFFLOAD_DISK), 1: ("aten::exp.default", Decision.OFFLOAD_DISK)}
+    sending = Sending(Planned(decisions, KEPT, recomputes=False))
+    with spillway.Session(window=64 << 10) as session:
+        for seed in range(4):
+            with spillway.offload(session=session, min_bytes=1):
+                output = sending(function, (leaf(seed),), {}, session.current_pass())
+            output.sum().backward()
+    assert waiting == [leaf(0).nbytes, 0] * 4
+
+
+def test_what_was_kept_dies_with_its_graph(call: Call, session: spillway.Session) -> None:
+    with spillway.offload(session=session, min_bytes=1):
+        for seed in range(4):
+            call(gives_what_it_keeps, leaf(seed), session).sum().backward()
+        output = call(gives_what_it_keeps, leaf(5), session)
+        memory = weakref.ref(output.untyped_storage())
+        del output
+    assert memory() is None
