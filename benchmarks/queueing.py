@@ -2,7 +2,8 @@
 
 The model is sixteen Llama layers of width 32 on eight tokens of the CPU, so small that the host's work is nearly all
 there is. *Unwatched* is how planned layers run: no mode looks at their operators in forward. All of a layer is computed
-again, or all but attention, whose output is kept.
+again, or all but attention, whose output is kept. *Nothing again* is a planned layer of which all that it saves is
+kept, as what leaves is told by the order in which it is saved.
 
 Rounds go through all ways in turn, in one thread, and figures are medians over the rounds of the time of a layer; its
 spread is that between the quartiles. What ``x`` says is the ratio to the plain layer of the same round.
@@ -32,6 +33,8 @@ from torch.utils.checkpoint import checkpoint
 
 import spillway
 from _llama import Shape, Stack
+from spillway.operators import Planned
+from spillway.records import Decision
 
 LAYERS, TOKENS = 16, 8
 SHAPE = Shape(hidden=32, heads=4, kv_heads=2, ffn=64)
@@ -59,6 +62,7 @@ def ways() -> dict[str, Stack]:
     regions = {
         "unwatched, all again": again(save="inputs"),
         "unwatched, attention kept": again(save=["inputs", "attention"]),
+        "nothing again, all kept": spillway.Recompute(policy=Planned({}, Decision.KEEP, recomputes=False)),
     }
     stacks = {PLAIN: make(), "torch's checkpoint": make()}
     stacks["torch's checkpoint"].call = partial(checkpoint, use_reentrant=False)

@@ -86,12 +86,17 @@ def drawn_from(moment: GeneratorState) -> Iterator[None]:
 
 def generators_now(tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
     """Gives what sets the default generators, the host's and those of the tensors' devices, back to where they are."""
-    return generators_on({each.device for each in tensors})
+    return states_of(generators_of({each.device for each in tensors}))
 
 
-def generators_on(devices: Iterable[torch.device]) -> Callable[[], None]:
-    """The same, with the devices said."""
-    states = [(generator, generator.get_state()) for generator in map(default_generator, {_CPU, *devices})]
+def generators_of(devices: Iterable[torch.device]) -> list[torch.Generator]:
+    """The default generators of the host and of these devices."""
+    return [default_generator(device) for device in {_CPU, *devices}]
+
+
+def states_of(generators: Iterable[torch.Generator]) -> Callable[[], None]:
+    """Gives what sets generators back to where they are."""
+    states = [(generator, generator.get_state()) for generator in generators]
 
     def restore() -> None:
         for generator, state in states:

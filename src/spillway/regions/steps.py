@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import enum
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Mapping, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -129,14 +129,20 @@ class Foreseen(NamedTuple):
     place: int
     """Among all of them."""
     fate: Fate
-    size: torch.Size | None
-    """``None``, as its type, of what comes from outside."""
-    dtype: torch.dtype | None
+    spot: Spot
+    decision: Decision
+    is_shown: bool
+    """Whether it is what first shows all of a value that is handed in."""
 
     @classmethod
-    def of(cls, place: int, saved: Saved) -> Foreseen:
-        """That of what was saved at a place."""
-        if saved.spot is None:
-            return cls(place, Fate.PARAMETER if saved.is_parameter else Fate.OUTSIDE, None, None)
-        fate = Fate.AGAIN if saved.decision is Decision.RECOMPUTE else Fate.PRESERVED
-        return cls(place, fate, saved.spot.size, saved.spot.dtype)
+    def of(cls, place: int, saved: Saved, shown: Mapping[int, int]) -> Foreseen:
+        """That of what was saved at a place; of values that are handed in, it is known where they are shown."""
+        spot, decision, is_parameter = saved
+        if spot is None:
+            return cls(place, Fate.PARAMETER if is_parameter else Fate.OUTSIDE, _NOWHERE, decision, False)
+        fate = Fate.AGAIN if decision is Decision.RECOMPUTE else Fate.PRESERVED
+        return cls(place, fate, spot, decision, shown.get(spot.value) == place)
+
+
+_NOWHERE = Spot(-1, ViewRecipe.of(torch.empty(0)))
+"""Of what comes from outside."""

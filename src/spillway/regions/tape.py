@@ -46,7 +46,7 @@ import torch
 from spillway.capture.identity import ViewRecipe
 from spillway.errors import RecomputeError
 from spillway.records import Decision
-from spillway.regions.generators import GeneratorState, drawn_from
+from spillway.regions.generators import GeneratorState, drawn_from, generators_of
 from spillway.regions.globals import Numerics
 from spillway.regions.showing import Showing
 from spillway.regions.steps import Foreseen, Saved, Spot, Step, spots_in
@@ -162,7 +162,13 @@ class Tape:
     @cached_property
     def foreseen(self) -> Sequence[Foreseen]:
         """What autograd saves, shortly."""
-        return [Foreseen.of(place, saved) for place, saved in enumerate(self.saved)]
+        shown = self.showing.shown
+        return [Foreseen.of(place, saved, shown) for place, saved in enumerate(self.saved)]
+
+    @cached_property
+    def generators(self) -> Sequence[torch.Generator]:
+        """Those that it may draw from: the host's, and its devices' own."""
+        return generators_of(self.devices)
 
     @cached_property
     def kept_bytes(self) -> dict[int, int]:

@@ -51,7 +51,7 @@ from spillway.capture.identity import ViewRecipe
 from spillway.capture.keeping import Keeping
 from spillway.errors import RecomputeError
 from spillway.records import Decision
-from spillway.regions.generators import drawing, generators_on
+from spillway.regions.generators import drawing, states_of
 from spillway.regions.globals import Ambience
 from spillway.regions.inputs import hook_for
 from spillway.regions.packs import Enough
@@ -151,7 +151,7 @@ class Unwatched:
         # What is known by now need not wait, nor what leaves: it was there before the function.
         self._verdicts.send()
         self._verdicts.read()
-        self._restore = generators_on(self._tape.devices)
+        self._restore = states_of(self._tape.generators)
         with below_modes():
             pack = hook_for(self._inputs, self._passage)
             self._tensors = [(pack(tensor), tensor.requires_grad, int(tensor.storage_offset())) for tensor in tensors]
@@ -197,19 +197,20 @@ class Unwatched:
             if _graph_task() != -1:
                 return self._pack_another(tensor)
             try:
-                place, fate, size, dtype = follow()
+                foreseen = follow()
             except StopIteration:
                 return self._pack_another(tensor)
             if leaving.nbytes and leaving.is_batch:
                 passage.advance()
+            place, fate, spot, _, _ = foreseen
             if fate is _PARAMETER:
                 return self._pack_parameter(tensor, place)
             if fate is _OUTSIDE:
                 return self._pack_outside(tensor)
-            if tensor.shape != size or tensor.dtype is not dtype or type(tensor) not in PLAIN:
+            if tensor.shape != spot.size or tensor.dtype is not spot.dtype or type(tensor) not in PLAIN:
                 return self._pack_another(tensor)
             if fate is _PRESERVED:
-                return self._pack_preserved(tensor, place)
+                return self._pack_preserved(tensor, foreseen)
             if place in compared:
                 self._show(tensor, place)
             alive.add(place)
@@ -224,19 +225,20 @@ class Unwatched:
             if found is not None:
                 self._sums[place] = Shown(found, tensor.stride())
 
-    def _pack_preserved(self, tensor: torch.Tensor, place: int) -> Handle:
+    def _pack_preserved(self, tensor: torch.Tensor, foreseen: Foreseen) -> Handle:
         """What is kept, or leaves."""
-        spot, decision, _ = self._tape.saved[place]
-        assert spot is not None
-        if not spot.view.is_of(tensor):
-            return self._pack_another(tensor)
+        place, _, spot, decision, is_shown = foreseen
         recipe = spot.view
+        if not recipe.is_of(tensor):
+            return self._pack_another(tensor)
         with below_modes():
-            self._passage.advance()
-            handle = (
-                self._keep(tensor, place) if decision is _KEEP else self._passage.save_made(tensor, recipe, decision)
-            )
-            if self._tape.showing.shown.get(spot.value) == place:
+            handle: Handle
+            if decision is _KEEP:
+                handle = self._keep(tensor, place)
+            else:
+                self._passage.advance()
+                handle = self._passage.save_made(tensor, recipe, decision)
+            if is_shown:
                 # What stays is there for both of them.
                 given = handle if type(handle) is KeptHandle else self._passage.another(handle, tensor, decision)
                 self._given[spot.value] = given, recipe
@@ -366,7 +368,7 @@ class Unwatched:
     ) -> Resaved | None:
         """Run the function; ``None``: under the mode, it was seen to do something else."""
         packs = Resaved(alive, until, self._sums, self._parameters, self._tape.saved, mode)
-        restore = generators_on(self._tape.devices)
+        restore = states_of(self._tape.generators)
         # What the first run wrote is not to be written twice.
         written = [(buffer, buffer.clone()) for buffer, _ in self._buffers]
         output = None
