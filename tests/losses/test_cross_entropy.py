@@ -14,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import spillway
 from spillway.losses import cross_entropy as room
@@ -415,3 +416,39 @@ def test_a_last_row_of_its_own_of_logits_that_are_a_part(rows: int) -> None:
     expected = both(whole, lambda whole: functional.cross_entropy(whole[:, 5:4104], target % 4099))
     found = both(whole, lambda whole: spillway.cross_entropy(whole[:, 5:4104], target % 4099))
     assert same(found, expected)
+
+
+def test_logits_without_content_need_a_few_parts_alone() -> None:
+    source = torch.zeros(ROWS, CLASSES, device="meta", requires_grad=True)
+    logits = source + 0
+    where, found = logits.untyped_storage()._cdata, list[bool]()
+    logits.register_hook(lambda gradient: found.append(gradient.untyped_storage()._cdata == where))
+    loss = spillway.cross_entropy(logits, torch.zeros(ROWS, dtype=torch.int64, device="meta"))
+    del logits
+    loss.backward()
+    assert found == [True]
+
+
+def test_the_first_loss_may_be_anywhere() -> None:
+    class Seeing(TorchDispatchMode):
+        seen = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            Seeing.seen += 1
+            return func(*args, **(kwargs or {}))
+
+    def seen() -> int:
+        Seeing.seen = 0
+        with Seeing():
+            alone = Alone.of(torch.float32)
+        assert torch.equal(alone.gradient(), alone.expected())
+        return Seeing.seen
+
+    room._tried.cache_clear()
+    first = seen()
+    # What is tried once, nobody sees.
+    assert first == seen()
+    expected = room._tried(True, False)
+    room._tried.cache_clear()
+    with torch.no_grad(), torch.device("meta"), torch.autocast("cpu", torch.bfloat16):
+        assert room._tried(True, False) == expected

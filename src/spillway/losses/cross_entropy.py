@@ -41,6 +41,7 @@ the same graph is refused.
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -172,25 +173,31 @@ def _counts_alone(logits: torch.Tensor) -> _Counts | None:
     if hooks is not None and hooks[1] is not unpack:
         # They may hold what is saved, or something else in its place.
         return None
-    return _tried(logits.device.type, logits._base is not None, hooks is not None)
+    return _tried(logits._base is not None, hooks is not None)
 
 
 @cache
-def _tried(kind: str, is_view: bool, is_hooked: bool) -> _Counts:
+def _tried(is_view: bool, is_hooked: bool) -> _Counts | None:
     """Counts of logits of which all names were let go of, and which are saved as they are, or by a handle."""
     found: list[_Counts] = []
+    # In a thread of its own there are nobody's modes, hooks or settings.
+    thread = threading.Thread(target=_try, args=(is_view, is_hooked, found.append))
+    thread.start()
+    thread.join()
+    return found[0] if found else None
+
+
+def _try(is_view: bool, is_hooked: bool, tell: Callable[[_Counts], object]) -> None:
+    source = torch.zeros(2, 2, dtype=torch.float32, device="cpu", requires_grad=True)
+    logits = source * 1
+    if is_view:
+        logits = logits.view(2, 2)
+    target = torch.zeros(2, dtype=torch.int64, device="cpu")
     own = _Types(torch.float32, torch.float32)
-    with torch.autocast(kind, enabled=False):
-        source = torch.zeros(2, 2, device=kind, requires_grad=True)
-        logits = source * 1
-        if is_view:
-            logits = logits.view(2, 2)
-        target = torch.zeros(2, dtype=torch.int64, device=kind)
-        with saved_tensors_hooks(pack_kept, unpack) if is_hooked else nullcontext():
-            loss = _loss(logits, target, _How(own, -100, "sum", None, found.append))
-        del logits
-        torch.autograd.grad(loss, source)
-    return found[0]
+    with saved_tensors_hooks(pack_kept, unpack) if is_hooked else nullcontext():
+        loss = _loss(logits, target, _How(own, -100, "sum", None, tell))
+    del logits
+    torch.autograd.grad(loss, source)
 
 
 def _counts(tensor: torch.Tensor) -> _Counts:
