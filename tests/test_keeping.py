@@ -49,6 +49,15 @@ def gives_what_it_keeps(x: Tensor) -> Tensor:
     return x.sin().exp()
 
 
+class Result:
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+def gives_an_object(x: Tensor) -> Result:
+    return Result(x.sin().exp())
+
+
 def gives_a_part(x: Tensor) -> tuple[Tensor, int]:
     return x.sin().exp()[8:], 3
 
@@ -64,7 +73,7 @@ def keeps_in_a_group(x: Tensor) -> Tensor:
     return y.sin()
 
 
-FUNCTIONS = [gives_what_it_keeps, gives_a_part, keeps_twice, keeps_in_a_group]
+FUNCTIONS = [gives_what_it_keeps, gives_an_object, gives_a_part, keeps_twice, keeps_in_a_group]
 
 
 def leaf(seed: int) -> Tensor:
@@ -73,7 +82,7 @@ def leaf(seed: int) -> Tensor:
 
 def loss_of(output: Any) -> Tensor:
     """Of which autograd saves what the function gave."""
-    y: Tensor = output[0] if isinstance(output, tuple) else output
+    y: Tensor = output[0] if isinstance(output, tuple) else getattr(output, "tensor", output)
     return y.square().sum()
 
 
@@ -96,6 +105,35 @@ def test_each_call_counts_and_moves_what_the_first_one_did(
         assert torch.equal(x.grad, plain.grad)
     assert stats == [stats[0]] * 6
     assert stats[0][1] >= x.nbytes
+
+
+def test_what_is_longer_than_it_was_counts_as_what_it_is(call: Call, session: spillway.Session) -> None:
+    def counted(rows: int) -> int:
+        with spillway.offload(session=session, min_bytes=1) as passed:
+            x = torch.ones(rows, 32, requires_grad=True)
+            call(gives_what_it_keeps, x, session).sum().backward()
+        return passed.stats().kept_bytes
+
+    one = [counted(8) for _ in range(4)][-1]
+    assert [counted(8 * times) for times in (1, 2, 3, 2, 1)] == [one * times for times in (1, 2, 3, 2, 1)]
+
+
+def test_a_graph_that_is_dropped_inside_is_not_held(call: Call, session: spillway.Session) -> None:
+    alive: list[bool] = []
+
+    def function(x: Tensor) -> Tensor:
+        y = x.sin().exp()
+        memory = weakref.ref(y.untyped_storage())
+        z = y.sin()
+        del y, z
+        alive.append(memory() is not None)
+        return x.exp()
+
+    for seed in range(4):
+        with spillway.offload(session=session, min_bytes=1):
+            call(function, leaf(seed), session).sum().backward()
+    if "sending" in call.__code__.co_freevars:
+        assert not any(alive)
 
 
 @pytest.mark.parametrize("first", [True, False])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -163,7 +164,7 @@ def test_twice_through_one_graph() -> None:
     assert torch.equal(first, second)
 
 
-FEATURES = 16
+KEEP = partial(spillway.offload, policy=spillway.policies.Keep())
 
 
 @dataclass
@@ -195,7 +196,7 @@ class Alone:
         return found
 
 
-@pytest.mark.parametrize("hooks", [nullcontext, partial(spillway.offload, policy=spillway.policies.Keep())])
+@pytest.mark.parametrize("hooks", [nullcontext, KEEP])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_gradient_is_written_where_logits_were_that_nobody_has(
     dtype: torch.dtype, hooks: Callable[[], AbstractContextManager[object]]
@@ -223,7 +224,7 @@ HOLD: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("hooks", [nullcontext, partial(spillway.offload, policy=spillway.policies.Keep())])
+@pytest.mark.parametrize("hooks", [nullcontext, KEEP])
 @pytest.mark.parametrize("held", HOLD)
 def test_logits_that_somebody_has_stay_what_they_are(
     held: str, hooks: Callable[[], AbstractContextManager[object]]
@@ -257,8 +258,8 @@ def test_logits_that_somebody_has_stay_what_they_are(
 
 
 def test_an_operator_that_saves_what_it_gives_has_it() -> None:
-    weight = logits_of(torch.float32, FEATURES, CLASSES)
-    features = logits_of(torch.float32, FEATURES).detach()
+    weight = logits_of(torch.float32, 16, CLASSES)
+    features = logits_of(torch.float32, 16).detach()
 
     def gradient(loss: Callable[..., torch.Tensor]) -> torch.Tensor:
         (found,) = torch.autograd.grad(loss(torch.tanh(functional.linear(features, weight)), targets_of()), weight)
@@ -430,25 +431,142 @@ def test_logits_without_content_need_a_few_parts_alone() -> None:
 
 
 def test_the_first_loss_may_be_anywhere() -> None:
-    class Seeing(TorchDispatchMode):
-        seen = 0
+    class Holding(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.held: list[Any] = []
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            Seeing.seen += 1
-            return func(*args, **(kwargs or {}))
+            self.held.append(func(*args, **(kwargs or {})))
+            return self.held[-1]
 
     def seen() -> int:
-        Seeing.seen = 0
-        with Seeing():
+        with Holding() as holding:
             alone = Alone.of(torch.float32)
         assert torch.equal(alone.gradient(), alone.expected())
-        return Seeing.seen
+        assert alone.is_in_place == [False]
+        return len(holding.held)
 
-    room._tried.cache_clear()
+    room._known.clear()
     first = seen()
     # What is tried once, nobody sees.
     assert first == seen()
     expected = room._tried(True, False)
-    room._tried.cache_clear()
+    room._known.clear()
     with torch.no_grad(), torch.device("meta"), torch.autocast("cpu", torch.bfloat16):
         assert room._tried(True, False) == expected
+
+
+def test_who_traces_the_first_loss_holds_nothing_of_it() -> None:
+    room._known.clear()
+    threading.settrace(lambda *_: None)
+    try:
+        assert room._tried(True, False) is None
+    finally:
+        threading.settrace(None)  # type: ignore[arg-type]
+    assert Alone.of(torch.float32).gradient() is not None
+    assert room._known
+
+
+OTHER_USES: dict[str, Callable[[torch.Tensor, Callable[..., torch.Tensor]], torch.Tensor]] = {
+    "a loss of their sizes": lambda x, loss: loss(x) + 1e-2 * x.logsumexp(1).square().mean(),
+    "one before": lambda x, loss: 1e-2 * x.logsumexp(1).square().mean() + loss(x),
+    "a sine": lambda x, loss: x.sin().sum() + loss(x),
+    "an exponential": lambda x, loss: loss(x.exp()) + x.exp().sum(),
+    "what they are made of": lambda x, loss: loss(x.tanh()) + loss(x),
+    "two losses": lambda x, loss: loss(x) + 0.5 * loss(x),
+    "one loss": lambda x, loss: loss(x),
+}
+
+
+@pytest.mark.parametrize("use", OTHER_USES)
+@pytest.mark.parametrize(
+    "hooks", [nullcontext, spillway.offload, partial(spillway.offload, policy=spillway.policies.Keep())]
+)
+@pytest.mark.parametrize(
+    "how", [{}, {"save": "inputs"}, {"watch": False}, {"save": ["inputs", torch.ops.aten.mul]}, None]
+)
+@pytest.mark.parametrize("made", [True, False])
+def test_other_uses_of_logits_that_a_region_or_a_context_has(
+    use: str, hooks: Callable[[], AbstractContextManager[object]], how: dict[str, Any] | None, made: bool
+) -> None:
+    target = targets_of()
+
+    def function(x: torch.Tensor, loss: Callable[..., torch.Tensor]) -> torch.Tensor:
+        return OTHER_USES[use](x * 3 if made else x, lambda logits: loss(logits, target))
+
+    def region(x: torch.Tensor) -> torch.Tensor:
+        return function(x, spillway.cross_entropy)
+
+    for _ in range(1 if how is None or "watch" not in how else 4):
+        source, plain = logits_of(torch.float32), logits_of(torch.float32)
+        x = source + 0 if made else source
+        before = x.detach().clone()
+        with hooks():
+            loss = region(x) if how is None else spillway.recompute(region, x, **how)
+        if made:
+            del x
+        loss.backward()
+        function(plain + 0, functional.cross_entropy).backward()
+        assert source.grad is not None
+        assert plain.grad is not None
+        assert torch.equal(source.grad, plain.grad)
+        assert torch.equal(source, before)
+
+
+class Foreign(torch.autograd.Function):
+    """Gives memory that is not torch's own."""
+
+    held: Any = None
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        Foreign.held = x.detach().numpy() * 3
+        return torch.from_numpy(Foreign.held)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * 3
+
+
+@pytest.mark.parametrize("added", [True, False])
+def test_memory_that_is_not_torchs_own_stays_what_it_is(added: bool) -> None:
+    source = logits_of(torch.float32)
+    logits = Foreign.apply(source)  # type: ignore[no-untyped-call]
+    if added:
+        logits.add_(source)
+    before = Foreign.held.copy()
+    loss = spillway.cross_entropy(logits, targets_of())
+    del logits
+    loss.backward()
+    assert (Foreign.held == before).all()
+
+
+def test_shared_memory_stays_what_it_is() -> None:
+    logits = logits_of(torch.float32) + 0
+    loss = spillway.cross_entropy(logits, targets_of())
+    logits.untyped_storage().share_memory_()
+    where, found = logits.data_ptr(), list[bool]()
+    logits.register_hook(lambda gradient: found.append(gradient.data_ptr() == where))
+    del logits
+    loss.backward()
+    assert found == [False]
+
+
+def test_a_gradient_holds_no_larger_memory() -> None:
+    source = logits_of(torch.float32, rows=20 * ROWS)
+    logits = (source + 0)[:ROWS]
+    loss = spillway.cross_entropy(logits, targets_of())
+    found: list[int] = []
+    logits.register_hook(lambda gradient: found.append(gradient.untyped_storage().nbytes()))
+    nbytes = logits.nbytes
+    del logits
+    loss.backward()
+    assert found == [nbytes]
+
+
+def test_a_second_backward_is_torchs_own_error() -> None:
+    alone = Alone.of(torch.float32)
+    alone.gradient()
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        alone.gradient()

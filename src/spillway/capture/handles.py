@@ -45,7 +45,7 @@ class Handle(Protocol):
 class KeptHandle:
     """Holds the tensor itself, or an alias without its history."""
 
-    __slots__ = ("_version", "alias", "saved")
+    __slots__ = ("__weakref__", "_version", "alias", "saved")
 
     def __init__(self, tensor: torch.Tensor, saved: Known | None = None) -> None:
         # A leaf that needs grad has no history and cannot get one. Any other plain tensor is held by an alias: a

@@ -296,9 +296,9 @@ class Pass:
             self.ledger.kept_bytes += nbytes
         return KeptHandle(tensor)
 
-    def stays(self, handle: KeptHandle, tensor: torch.Tensor) -> None:
-        """What was kept shortly is seen by a tensor that others are given, and may save."""
-        storage = tensor.untyped_storage()
+    def stays(self, handle: KeptHandle) -> None:
+        """What was kept shortly is given to others, who may save it."""
+        storage = handle.alias.untyped_storage()
         handle.saved = Staying(storage, *reach(handle.alias, storage.nbytes()))
         self._owner.identity.add(storage, handle.saved)
 

@@ -10,6 +10,7 @@ bytes are told of only where the function gives them back.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from torch.utils._pytree import tree_leaves
 
 from spillway.capture.handles import Handle, KeptHandle
 from spillway.capture.hooks import Pass
+
+_NUMBERS = frozenset((int, float, bool, str, type(None)))
 
 
 class Keeping:
@@ -28,7 +31,7 @@ class Keeping:
 
     def __init__(self, passage: Pass) -> None:
         self._passage = passage
-        self._kept: list[KeptHandle] = []
+        self._kept: list[weakref.ref[KeptHandle]] = []
 
     def learn(self, tensor: torch.Tensor) -> tuple[Handle, int | None]:
         """A handle of a plain tensor, and what :meth:`again` is to be told next time; ``None``: nothing is known."""
@@ -41,16 +44,18 @@ class Keeping:
         """The same, in forward, of what the function has made."""
         handle = self._passage.keep_again(tensor, nbytes)
         if type(handle) is KeptHandle and handle.saved is None:
-            self._kept.append(handle)
+            self._kept.append(weakref.ref(handle))
         return handle
 
     def end(self, output: Any = None) -> None:
         """The function has given this, or has failed."""
-        kept, self._kept = self._kept, []
+        kept, self._kept = [handle for each in self._kept if (handle := each()) is not None], []
         if not kept:
             return
-        for tensor in (output,) if type(output) is torch.Tensor else tree_leaves(output):
-            if type(tensor) is torch.Tensor:
-                for handle in kept:
-                    if torch._C._is_alias_of(tensor, handle.alias):  # type: ignore[attr-defined]
-                        self._passage.stays(handle, tensor)
+        for leaf in (output,) if type(output) is torch.Tensor else tree_leaves(output):
+            if type(leaf) in _NUMBERS:
+                continue
+            for handle in kept:
+                # In what is no tensor may be any of them.
+                if type(leaf) is not torch.Tensor or torch._C._is_alias_of(leaf, handle.alias):  # type: ignore[attr-defined]
+                    self._passage.stays(handle)

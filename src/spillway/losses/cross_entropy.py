@@ -31,8 +31,13 @@ A graph that goes through its backward once, and is not to be kept, has no more 
 is there. Whether anybody else has is seen by counts of who holds the tensor, the one that it is a view of, and their
 memory: they must be what they are for logits of which all names were let go of, which is tried once. A user who holds
 the output of a model, a second loss, an array or a view of the same memory raise a count, and the gradient has memory
-of its own then. What no count tells is a copy on another stream than the one that computes, of memory that its caller
-holds no more and has only recorded there: nobody should copy logits so.
+of its own then.
+
+Counts tell of names, and not of what is known without one. So the logits must be new memory of torch's own, made by an
+operator that is known to have no more use for what it gave; a region that computes them again has one, and so has the
+user of a leaf. Hooks put a handle in the place of what is saved: it must be one that keeps an alias, and that nobody
+else has. What is not seen then is a copy on a stream of its own whose memory was only recorded there, and another
+process that was sent memory of the device: nobody should have logits so.
 
 What fails half-way leaves logits that are none any more. So it is written down before, and a second backward through
 the same graph is refused.
@@ -42,10 +47,10 @@ from __future__ import annotations
 
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -53,7 +58,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from spillway.capture.handles import pack_kept, unpack
+from spillway.capture.handles import KeptHandle, pack_kept, unpack
 from spillway.errors import RecomputeError, UsageError
 
 _LEAST_BYTES = 64 << 20
@@ -65,6 +70,19 @@ _TOGETHER = 16
 """Rows of a step are a multiple of it. See NOTE [ Which rows go together ]."""
 _NOBODY = -1
 """A class that no row has, where there is one class."""
+_VIEWS = frozenset(
+    (
+        *("AliasBackward0", "ReshapeAliasBackward0", "SqueezeBackward0", "SqueezeBackward1", "SqueezeBackward2"),
+        *("UnsafeViewBackward0", "UnsqueezeBackward0", "ViewBackward0"),
+    )
+)
+_MAKERS = frozenset(
+    (
+        *("AddBackward0", "AddmmBackward0", "BaddbmmBackward0", "BmmBackward0", "DivBackward0", "LinearBackward0"),
+        *("MmBackward0", "MulBackward0", "SubBackward0", "ToCopyBackward0"),
+    )
+)
+"""By their nodes in the graph, operators that give new memory, and save nothing of what they give."""
 REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
 _aten = torch.ops.aten
 
@@ -158,16 +176,34 @@ class _How:
     """The logits' counts if nobody else has a use for them; ``None``: that is not known."""
     tell: Callable[[_Counts], object] | None = None
     """Is told the logits' counts."""
+    handles: list[Callable[[], KeptHandle | None]] = field(default_factory=list)
+    """What hooks have made of what was saved, if there are any: the logits' comes first."""
 
 
 def _loss(logits: torch.Tensor, target: torch.Tensor, how: _How) -> torch.Tensor:
-    loss: torch.Tensor = _CrossEntropy.apply(logits, target, how)  # type: ignore[no-untyped-call]
+    hooks: tuple[Callable[..., Any], Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is None or (how.alone is None and how.tell is None):
+        found: torch.Tensor = _CrossEntropy.apply(logits, target, how)  # type: ignore[no-untyped-call]
+        return found
+    pack, handles = hooks[0], how.handles
+
+    def packing(tensor: torch.Tensor) -> Any:
+        handle = pack(tensor)
+        handles.append(weakref.ref(handle) if type(handle) is KeptHandle else _none)
+        return handle
+
+    with saved_tensors_hooks(packing, hooks[1]):
+        loss: torch.Tensor = _CrossEntropy.apply(logits, target, how)  # type: ignore[no-untyped-call]
     return loss
+
+
+def _none() -> None:
+    return None
 
 
 def _counts_alone(logits: torch.Tensor) -> _Counts | None:
     """See NOTE [ Whose the logits are ]."""
-    if not logits.is_contiguous() or not torch.is_grad_enabled() or not logits.requires_grad:
+    if not torch.is_grad_enabled() or not _is_new(logits):
         return None
     hooks: tuple[object, object] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if hooks is not None and hooks[1] is not unpack:
@@ -176,18 +212,42 @@ def _counts_alone(logits: torch.Tensor) -> _Counts | None:
     return _tried(logits._base is not None, hooks is not None)
 
 
-@cache
+def _is_new(logits: torch.Tensor) -> bool:
+    """Whether an operator has made it that has no more use for it."""
+    node = logits.grad_fn
+    while node is not None and node.name() in _VIEWS:
+        node = node.next_functions[0][0]
+    return node is not None and node.name() in _MAKERS
+
+
+def _is_own(logits: torch.Tensor) -> bool:
+    """Whether it lies in memory that is torch's own, and this process's."""
+    storage = logits.untyped_storage()
+    return logits.is_contiguous() and storage.resizable() and not (logits.device.type == "cpu" and storage.is_shared())
+
+
 def _tried(is_view: bool, is_hooked: bool) -> _Counts | None:
     """Counts of logits of which all names were let go of, and which are saved as they are, or by a handle."""
-    found: list[_Counts] = []
-    # In a thread of its own there are nobody's modes, hooks or settings.
-    thread = threading.Thread(target=_try, args=(is_view, is_hooked, found.append))
-    thread.start()
-    thread.join()
-    return found[0] if found else None
+    key = is_view, is_hooked
+    if key not in _known:
+        found: list[_Counts] = []
+        # In a thread of its own there are nobody's modes, hooks or settings.
+        thread = threading.Thread(target=_try, args=(is_view, is_hooked, found.append))
+        thread.start()
+        thread.join()
+        if not found:
+            return None
+        _known[key] = found[0]
+    return _known[key]
+
+
+_known: dict[tuple[bool, bool], _Counts] = {}
 
 
 def _try(is_view: bool, is_hooked: bool, tell: Callable[[_Counts], object]) -> None:
+    if sys.gettrace() is not None or sys.getprofile() is not None:
+        # They may hold what they see.
+        return
     source = torch.zeros(2, 2, dtype=torch.float32, device="cpu", requires_grad=True)
     logits = source * 1
     if is_view:
@@ -200,12 +260,18 @@ def _try(is_view: bool, is_hooked: bool, tell: Callable[[_Counts], object]) -> N
     torch.autograd.grad(loss, source)
 
 
-def _counts(tensor: torch.Tensor) -> _Counts:
+def _counts(tensor: torch.Tensor, how: _How) -> _Counts | None:
+    """``None``: a hook has made something else of it than an alias."""
     base, storage = tensor._base, tensor.untyped_storage()
     counts = [torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)]
     for each in (tensor, base):
         if each is not None:
             counts += each._use_count(), sys.getrefcount(each)  # type: ignore[attr-defined]
+    if how.handles:
+        handle = how.handles[0]()
+        if handle is None:
+            return None
+        counts.append(sys.getrefcount(handle))
     return tuple(counts)
 
 
@@ -288,9 +354,10 @@ class _CrossEntropy(torch.autograd.Function):
                 "none, since the gradient is written where the logits were; run the forward again"
             )
         logits, target, weight = ctx.saved_tensors
-        counts, how = _counts(logits), ctx.how
+        how = ctx.how
+        counts = _counts(logits, how)
         types, ignore_index, reduction = how.types, how.ignore_index, how.reduction
-        if how.tell is not None:
+        if how.tell is not None and counts is not None:
             how.tell(counts)
         if torch.is_grad_enabled():
             # Of a gradient that has one itself.
@@ -314,7 +381,8 @@ class _CrossEntropy(torch.autograd.Function):
             nothing = torch.zeros(logits.shape, dtype=types.logarithms, device=logits.device)
             return of(logits, nothing.scatter(1, classes, theirs)).to(logits.dtype), None, None
         step = _rows_together(logits)
-        if counts == how.alone and not torch._C._autograd._get_current_graph_task_keep_graph():
+        is_alone = counts is not None and counts == how.alone and _is_own(logits)
+        if is_alone and not torch._C._autograd._get_current_graph_task_keep_graph():
             ctx.is_spent, found = True, logits.detach()
         else:
             found = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
@@ -326,6 +394,7 @@ class _CrossEntropy(torch.autograd.Function):
             of_logarithms.scatter_(1, its_classes, its_own)
             into.copy_(of(some, of_logarithms))
             of_logarithms.scatter_(1, its_classes, 0.0)
+        ctx.is_spent = False
         return found, None, None
 
 

@@ -50,8 +50,10 @@ class _Saved(NamedTuple):
     dim: int
     decision: Decision | None
     """``None``: it is alive anyway."""
-    nbytes: int | None = None
-    """Where the function has made it, and it stays: what was counted of it, if that is known."""
+    size: torch.Size | None = None
+    """Where the function has made it, and it stays, if it is known what was counted of it."""
+    nbytes: int = 0
+    """What was counted."""
 
 
 class Sending:
@@ -143,7 +145,7 @@ class _Followed(_Call):
             if _modes() > 0:
                 return self._pack_below(tensor)
             try:
-                dtype, dim, decision, nbytes = follow()
+                dtype, dim, decision, size, nbytes = follow()
             except StopIteration:
                 return self._pack_another(tensor)
             if tensor.dtype is not dtype or tensor.dim() != dim:
@@ -152,7 +154,7 @@ class _Followed(_Call):
                 passage.advance()
             if decision is None:
                 return KeptHandle(tensor)
-            if nbytes is not None and type(tensor) is torch.Tensor:
+            if size is not None and type(tensor) is torch.Tensor and tensor.shape == size:
                 return keep(tensor, nbytes)
             passage.advance()
             if decision is _KEEP and type(tensor) is torch.Tensor:
@@ -219,7 +221,8 @@ class _Seen(_Call):
                 handle, nbytes = self._keeping.learn(tensor)
             else:
                 handle = self._passage.save(tensor, decision)
-            self._order.append(_Saved(tensor.dtype, tensor.dim(), decision, nbytes))
+            size = None if nbytes is None else tensor.shape
+            self._order.append(_Saved(tensor.dtype, tensor.dim(), decision, size, nbytes or 0))
             return handle
 
     def end(self) -> Sequence[_Saved]:
