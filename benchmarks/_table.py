@@ -299,13 +299,11 @@ def of_losses(result: Result) -> list[str]:
             f"{row['seconds'] / plain[row['classes']]:.2f}",
             gib(row["peak_bytes"]),
             f"{row['peak_bytes'] / row['logits_bytes']:.2f}",
-            *([f"{row['let_go_bytes'] / row['logits_bytes']:.2f}"] if "let_go_bytes" in row else []),
             "yes" if row["identical"] else "NO",
         ]
         for row in result["rows"]
     ]
     heads = ["loss", "classes", "forward and backward", "of torch's own", "peak above the logits", "of the logits"]
-    heads += ["let go"] if "let_go_bytes" in result["rows"][0] else []
     return [conditions, "", *table([*heads, "identical"], *rows)]
 
 

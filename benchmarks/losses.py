@@ -5,9 +5,8 @@
 
 Logits are in bfloat16, and cast to float32 for the loss, as the models of transformers do. *In rows* is
 ``spillway.cross_entropy(logits, target, dtype=torch.float32)``. A time is that of a forward and a backward, the median
-of several runs of ten each. The peak is above the logits, which are there all the time; their gradient is in it. *Let
-go* is the peak where a product has made the logits and nobody holds them, above them, too: there the gradient may be
-written where they were. On a CPU there is no peak.
+of several runs of ten each. The peak is above the logits, which are there all the time; their gradient is in it. On a
+CPU there is no peak.
 """
 
 from __future__ import annotations
@@ -28,8 +27,6 @@ import spillway
 from spillway.demo.machine import describe_hardware, describe_versions
 
 TOGETHER = 10
-FEATURES = 64
-"""Of which logits are made that nobody holds."""
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -55,8 +52,6 @@ class Row:
     seconds_min: float
     seconds_max: float
     peak_bytes: int
-    let_go_bytes: int
-    """The peak where nobody holds the logits."""
     identical: bool
 
 
@@ -85,33 +80,16 @@ def measure(way: str, classes: int, options: argparse.Namespace) -> Row:
             gradient(loss)
         wait()
         times.append((time.perf_counter() - begin) / TOGETHER)
-    peak = peak_of(device, lambda: gradient(loss))
-    features = torch.randn(options.rows, FEATURES, device=device, generator=generator, dtype=torch.bfloat16)
-    weight = torch.randn(classes, FEATURES, device=device, generator=generator, dtype=torch.bfloat16).requires_grad_()
-
-    def let_go(loss: Loss) -> torch.Tensor:
-        made = loss(functional.linear(features, weight), target)
-        (found,) = torch.autograd.grad(made, weight)
-        return found
-
-    # A product may have memory of its own, which it keeps.
-    let_go(loss)
-    let_go_peak = max(peak_of(device, lambda: let_go(loss)) - logits.nbytes, 0)
+    peak = 0
+    if device.type != "cpu":
+        before = torch.accelerator.memory_allocated(device)
+        torch.accelerator.reset_peak_memory_stats(device)
+        gradient(loss)
+        peak = torch.accelerator.max_memory_allocated(device) - before
     identical = torch.equal(loss(logits, target), plain(logits, target))
     identical &= torch.equal(gradient(loss), gradient(plain))
-    identical &= torch.equal(let_go(loss), let_go(plain))
     middle = statistics.median(times)
-    return Row(way, classes, logits.nbytes, middle, min(times), max(times), peak, let_go_peak, identical)
-
-
-def peak_of(device: torch.device, run: Callable[[], object]) -> int:
-    """Most that is allocated meanwhile, beyond what is before."""
-    if device.type == "cpu":
-        return 0
-    before = torch.accelerator.memory_allocated(device)
-    torch.accelerator.reset_peak_memory_stats(device)
-    run()
-    return torch.accelerator.max_memory_allocated(device) - before
+    return Row(way, classes, logits.nbytes, middle, min(times), max(times), peak, identical)
 
 
 def main() -> None:
@@ -129,10 +107,10 @@ def main() -> None:
         for way in WAYS:
             row = measure(way, classes, options)
             rows.append(row)
-            share, let_go = (each / row.logits_bytes for each in (row.peak_bytes, row.let_go_bytes))
+            share = row.peak_bytes / row.logits_bytes
             print(
-                f"{classes:7} classes  {way:12} {row.seconds * 1e3:8.2f} ms  peak {share:5.2f} of the logits, "
-                f"let go {let_go:5.2f}  {'identical' if row.identical else 'OTHER BITS'}",
+                f"{classes:7} classes  {way:12} {row.seconds * 1e3:8.2f} ms  peak {share:5.2f} of the logits"
+                f"  {'identical' if row.identical else 'OTHER BITS'}",
                 flush=True,
             )
     if options.json:

@@ -47,7 +47,7 @@ ALLOWED: dict[str, set[str]] = {
     "runtime": WORDS,
     "capture": WORDS | {"policies", "groups", "runtime"},
     "regions": WORDS | {"operators", "runtime", "capture"},
-    "losses": WORDS | {"capture"},
+    "losses": WORDS,
     "binding": WORDS | {"runtime"},
     "testing": WORDS | {"runtime"},
     "session": ENGINE,

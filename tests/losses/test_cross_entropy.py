@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,7 +13,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import spillway
 from spillway.losses import cross_entropy as room
@@ -164,136 +161,6 @@ def test_twice_through_one_graph() -> None:
     assert torch.equal(first, second)
 
 
-KEEP = partial(spillway.offload, policy=spillway.policies.Keep())
-
-
-@dataclass
-class Alone:
-    """A loss of logits that an operator has made which saves nothing, and whether the gradient was written there."""
-
-    loss: torch.Tensor
-    source: torch.Tensor
-    is_in_place: list[bool]
-
-    @classmethod
-    def of(cls, dtype: torch.dtype, hold: Callable[[torch.Tensor, torch.Tensor], object] = lambda *_: None) -> Alone:
-        """Names are let go of, but for what is held of the logits, and of their rows."""
-        source = logits_of(dtype)
-        logits = (source + 0).view(3, -1, CLASSES)
-        rows = logits.view(-1, CLASSES)
-        where, found = rows.data_ptr(), list[bool]()
-        logits.register_hook(lambda gradient: found.append(gradient.data_ptr() == where))
-        loss = spillway.cross_entropy(rows, targets_of(), dtype=torch.float32)
-        loss.held = hold(logits, rows)  # type: ignore[attr-defined]
-        return cls(loss, source, found)
-
-    def gradient(self, **how: bool) -> torch.Tensor:
-        (found,) = torch.autograd.grad(self.loss, self.source, **how)
-        return found
-
-    def expected(self) -> torch.Tensor:
-        (found,) = torch.autograd.grad(functional.cross_entropy(self.source.float(), targets_of()), self.source)
-        return found
-
-
-@pytest.mark.parametrize("hooks", [nullcontext, KEEP])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_gradient_is_written_where_logits_were_that_nobody_has(
-    dtype: torch.dtype, hooks: Callable[[], AbstractContextManager[object]]
-) -> None:
-    with hooks():
-        alone = Alone.of(dtype)
-    assert torch.equal(alone.gradient(), alone.expected())
-    assert alone.is_in_place == [True]
-
-
-HOLD: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
-    "the logits": lambda logits, rows: logits,
-    "their rows": lambda logits, rows: rows,
-    "what they are views of": lambda logits, rows: rows._base,
-    "a part": lambda logits, rows: logits[1:, 3],
-    "no history": lambda logits, rows: rows.detach(),
-    "data": lambda logits, rows: logits.data,
-    "an array": lambda logits, rows: rows.detach().numpy(),
-    "a capsule": lambda logits, rows: torch.utils.dlpack.to_dlpack(rows.detach()),
-    "the memory": lambda logits, rows: logits.untyped_storage(),
-    "what is saved": lambda logits, rows: logits.square(),
-    "what is saved of rows": lambda logits, rows: rows.square(),
-    "a second loss": lambda logits, rows: spillway.cross_entropy(rows, targets_of()),
-    "one of other rows": lambda logits, rows: spillway.cross_entropy(logits.view(-1, CLASSES), targets_of()),
-}
-
-
-@pytest.mark.parametrize("hooks", [nullcontext, KEEP])
-@pytest.mark.parametrize("held", HOLD)
-def test_logits_that_somebody_has_stay_what_they_are(
-    held: str, hooks: Callable[[], AbstractContextManager[object]]
-) -> None:
-    before: list[torch.Tensor] = []
-
-    def hold(logits: torch.Tensor, rows: torch.Tensor) -> object:
-        before.append(rows.detach().clone())
-        return HOLD[held](logits, rows)
-
-    with hooks():
-        alone = Alone.of(torch.float32, hold)
-    assert torch.equal(alone.gradient(), alone.expected())
-    assert alone.is_in_place == [False]
-    found: Any = alone.loss.held  # type: ignore[attr-defined]
-    logits = before[0]
-    if isinstance(found, torch.Tensor) and found.dim() == 0:
-        (second,) = torch.autograd.grad(found, alone.source)
-        assert torch.equal(second, alone.expected())
-    elif held.startswith("what is saved"):
-        (second,) = torch.autograd.grad(found.sum(), alone.source)
-        assert torch.equal(second.view(-1, CLASSES), 2 * logits)
-    elif held == "the memory":
-        assert torch.equal(torch.empty(0).set_(found), logits.flatten())
-    elif held == "a capsule":
-        assert torch.equal(torch.from_dlpack(found), logits)
-    elif held == "a part":
-        assert torch.equal(found, logits.view(3, -1, CLASSES)[1:, 3])
-    else:
-        assert torch.equal(torch.as_tensor(found).view(-1, CLASSES), logits)
-
-
-def test_an_operator_that_saves_what_it_gives_has_it() -> None:
-    weight = logits_of(torch.float32, 16, CLASSES)
-    features = logits_of(torch.float32, 16).detach()
-
-    def gradient(loss: Callable[..., torch.Tensor]) -> torch.Tensor:
-        (found,) = torch.autograd.grad(loss(torch.tanh(functional.linear(features, weight)), targets_of()), weight)
-        return found
-
-    assert torch.equal(gradient(spillway.cross_entropy), gradient(functional.cross_entropy))
-
-
-def test_a_graph_that_is_kept_has_its_logits() -> None:
-    alone = Alone.of(torch.float32)
-    first = alone.gradient(retain_graph=True)
-    second = alone.gradient()
-    assert alone.is_in_place == [False, True]
-    assert torch.equal(first, second)
-    assert torch.equal(first, alone.expected())
-
-
-def test_a_backward_that_fails_half_way_is_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    alone, plain, parts = Alone.of(torch.float32), room._log_softmax, list[int]()
-
-    def fails(logits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        parts.append(len(logits))
-        if len(parts) == 3:
-            raise torch.OutOfMemoryError("no memory")
-        return plain(logits, dtype)
-
-    monkeypatch.setattr(room, "_log_softmax", fails)
-    with pytest.raises(torch.OutOfMemoryError, match="no memory"):
-        alone.gradient()
-    for how in ({}, {"retain_graph": True}, {"create_graph": True}):
-        with pytest.raises(spillway.RecomputeError, match=r"second backward .* failed half-way.*run the forward again"):
-            alone.gradient(**how)
-
-
 def test_logits_that_are_written_before_backward_are_an_error() -> None:
     logits = logits_of(torch.float32).clone()
     loss = spillway.cross_entropy(logits, targets_of())
@@ -419,55 +286,7 @@ def test_a_last_row_of_its_own_of_logits_that_are_a_part(rows: int) -> None:
     assert same(found, expected)
 
 
-def test_logits_without_content_need_a_few_parts_alone() -> None:
-    source = torch.zeros(ROWS, CLASSES, device="meta", requires_grad=True)
-    logits = source + 0
-    where, found = logits.untyped_storage()._cdata, list[bool]()
-    logits.register_hook(lambda gradient: found.append(gradient.untyped_storage()._cdata == where))
-    loss = spillway.cross_entropy(logits, torch.zeros(ROWS, dtype=torch.int64, device="meta"))
-    del logits
-    loss.backward()
-    assert found == [True]
-
-
-def test_the_first_loss_may_be_anywhere() -> None:
-    class Holding(TorchDispatchMode):
-        def __init__(self) -> None:
-            super().__init__()
-            self.held: list[Any] = []
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            self.held.append(func(*args, **(kwargs or {})))
-            return self.held[-1]
-
-    def seen() -> int:
-        with Holding() as holding:
-            alone = Alone.of(torch.float32)
-        assert torch.equal(alone.gradient(), alone.expected())
-        assert alone.is_in_place == [False]
-        return len(holding.held)
-
-    room._known.clear()
-    first = seen()
-    # What is tried once, nobody sees.
-    assert first == seen()
-    expected = room._tried(True, False)
-    room._known.clear()
-    with torch.no_grad(), torch.device("meta"), torch.autocast("cpu", torch.bfloat16):
-        assert room._tried(True, False) == expected
-
-
-def test_who_traces_the_first_loss_holds_nothing_of_it() -> None:
-    room._known.clear()
-    threading.settrace(lambda *_: None)
-    try:
-        assert room._tried(True, False) is None
-    finally:
-        threading.settrace(None)  # type: ignore[arg-type]
-    assert Alone.of(torch.float32).gradient() is not None
-    assert room._known
-
-
+KEEP = partial(spillway.offload, policy=spillway.policies.Keep())
 OTHER_USES: dict[str, Callable[[torch.Tensor, Callable[..., torch.Tensor]], torch.Tensor]] = {
     "a loss of their sizes": lambda x, loss: loss(x) + 1e-2 * x.logsumexp(1).square().mean(),
     "one before": lambda x, loss: 1e-2 * x.logsumexp(1).square().mean() + loss(x),
@@ -512,61 +331,3 @@ def test_other_uses_of_logits_that_a_region_or_a_context_has(
         assert plain.grad is not None
         assert torch.equal(source.grad, plain.grad)
         assert torch.equal(source, before)
-
-
-class Foreign(torch.autograd.Function):
-    """Gives memory that is not torch's own."""
-
-    held: Any = None
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        Foreign.held = x.detach().numpy() * 3
-        return torch.from_numpy(Foreign.held)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient * 3
-
-
-@pytest.mark.parametrize("added", [True, False])
-def test_memory_that_is_not_torchs_own_stays_what_it_is(added: bool) -> None:
-    source = logits_of(torch.float32)
-    logits = Foreign.apply(source)  # type: ignore[no-untyped-call]
-    if added:
-        logits.add_(source)
-    before = Foreign.held.copy()
-    loss = spillway.cross_entropy(logits, targets_of())
-    del logits
-    loss.backward()
-    assert (Foreign.held == before).all()
-
-
-def test_shared_memory_stays_what_it_is() -> None:
-    logits = logits_of(torch.float32) + 0
-    loss = spillway.cross_entropy(logits, targets_of())
-    logits.untyped_storage().share_memory_()
-    where, found = logits.data_ptr(), list[bool]()
-    logits.register_hook(lambda gradient: found.append(gradient.data_ptr() == where))
-    del logits
-    loss.backward()
-    assert found == [False]
-
-
-def test_a_gradient_holds_no_larger_memory() -> None:
-    source = logits_of(torch.float32, rows=20 * ROWS)
-    logits = (source + 0)[:ROWS]
-    loss = spillway.cross_entropy(logits, targets_of())
-    found: list[int] = []
-    logits.register_hook(lambda gradient: found.append(gradient.untyped_storage().nbytes()))
-    nbytes = logits.nbytes
-    del logits
-    loss.backward()
-    assert found == [nbytes]
-
-
-def test_a_second_backward_is_torchs_own_error() -> None:
-    alone = Alone.of(torch.float32)
-    alone.gradient()
-    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
-        alone.gradient()

@@ -11,9 +11,6 @@ But each row stands for itself, up to the one number that is made of all of them
 time: in forward only each row's loss is kept, and in backward the logarithms are computed again from the logits, which
 are all that is saved. Beside the logits and their gradient, a few parts of the logarithms are there at a time.
 
-The gradient is written where the logits were, part by part, where that is nobody's loss: see NOTE [ Whose the logits
-are ]. So then all that is ever there beside the logits are a few parts.
-
 The gradient of the logarithms is nothing but for one class of each row. So there is one piece of zeros for all parts,
 in which these are set, and set back; what they are is told by the same kernel as ever, which is given one class.
 
@@ -24,42 +21,19 @@ read at once. Steps are of a multiple of 16 rows, so that each row begins at the
 
 What is made of all rows is made of their losses by the same kernel as ever, which is given one class: it adds up the
 same numbers in the same order.
-
-NOTE [ Whose the logits are ]
-
-A graph that goes through its backward once, and is not to be kept, has no more use for the logits when their gradient
-is there. Whether anybody else has is seen by counts of who holds the tensor, the one that it is a view of, and their
-memory: they must be what they are for logits of which all names were let go of, which is tried once. A user who holds
-the output of a model, a second loss, an array or a view of the same memory raise a count, and the gradient has memory
-of its own then.
-
-Counts tell of names, and not of what is known without one. So the logits must be new memory of torch's own, made by an
-operator that is known to have no more use for what it gave; a region that computes them again has one, and so has the
-user of a leaf. Hooks put a handle in the place of what is saved: it must be one that keeps an alias, and that nobody
-else has. What is not seen then is a copy on a stream of its own whose memory was only recorded there, and another
-process that was sent memory of the device: nobody should have logits so.
-
-What fails half-way leaves logits that are none any more. So it is written down before, and a second backward through
-the same graph is refused.
 """
 
 from __future__ import annotations
 
-import sys
-import threading
-import weakref
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from spillway.capture.handles import KeptHandle, pack_kept, unpack
-from spillway.errors import RecomputeError, UsageError
+from spillway.errors import UsageError
 
 _LEAST_BYTES = 64 << 20
 """What all logarithms take where there is something to be gained."""
@@ -70,19 +44,6 @@ _TOGETHER = 16
 """Rows of a step are a multiple of it. See NOTE [ Which rows go together ]."""
 _NOBODY = -1
 """A class that no row has, where there is one class."""
-_VIEWS = frozenset(
-    (
-        *("AliasBackward0", "ReshapeAliasBackward0", "SqueezeBackward0", "SqueezeBackward1", "SqueezeBackward2"),
-        *("UnsafeViewBackward0", "UnsqueezeBackward0", "ViewBackward0"),
-    )
-)
-_MAKERS = frozenset(
-    (
-        *("AddBackward0", "AddmmBackward0", "BaddbmmBackward0", "BmmBackward0", "DivBackward0", "LinearBackward0"),
-        *("MmBackward0", "MulBackward0", "SubBackward0", "ToCopyBackward0"),
-    )
-)
-"""By their nodes in the graph, operators that give new memory, and save nothing of what they give."""
 REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
 _aten = torch.ops.aten
 
@@ -133,7 +94,8 @@ def cross_entropy(
     if computed_in is None:
         cast = logits if dtype is None else logits.to(dtype)
         return functional.cross_entropy(cast, target, ignore_index=ignore_index, reduction=reduction)
-    return _loss(logits, target, _How(computed_in, ignore_index, reduction, _counts_alone(logits)))
+    loss: torch.Tensor = _CrossEntropy.apply(logits, target, computed_in, ignore_index, reduction)  # type: ignore[no-untyped-call]
+    return loss
 
 
 def gains(rows: int, classes: int, dtype: torch.dtype) -> bool:
@@ -153,9 +115,6 @@ def _is_plain(logits: torch.Tensor, target: torch.Tensor) -> bool:
     )
 
 
-_Counts = tuple[int, ...]
-
-
 @dataclass(frozen=True, slots=True)
 class _Types:
     """What things are computed in."""
@@ -163,116 +122,6 @@ class _Types:
     logarithms: torch.dtype
     losses: torch.dtype
     """To which the logarithms are cast: autocast may do that."""
-
-
-@dataclass(frozen=True, slots=True)
-class _How:
-    """How a loss is computed."""
-
-    types: _Types
-    ignore_index: int
-    reduction: str
-    alone: _Counts | None
-    """The logits' counts if nobody else has a use for them; ``None``: that is not known."""
-    tell: Callable[[_Counts], object] | None = None
-    """Is told the logits' counts."""
-    handles: list[Callable[[], KeptHandle | None]] = field(default_factory=list)
-    """What hooks have made of what was saved, if there are any: the logits' comes first."""
-
-
-def _loss(logits: torch.Tensor, target: torch.Tensor, how: _How) -> torch.Tensor:
-    hooks: tuple[Callable[..., Any], Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    if hooks is None or (how.alone is None and how.tell is None):
-        found: torch.Tensor = _CrossEntropy.apply(logits, target, how)  # type: ignore[no-untyped-call]
-        return found
-    pack, handles = hooks[0], how.handles
-
-    def packing(tensor: torch.Tensor) -> Any:
-        handle = pack(tensor)
-        handles.append(weakref.ref(handle) if type(handle) is KeptHandle else _none)
-        return handle
-
-    with saved_tensors_hooks(packing, hooks[1]):
-        loss: torch.Tensor = _CrossEntropy.apply(logits, target, how)  # type: ignore[no-untyped-call]
-    return loss
-
-
-def _none() -> None:
-    return None
-
-
-def _counts_alone(logits: torch.Tensor) -> _Counts | None:
-    """See NOTE [ Whose the logits are ]."""
-    if not torch.is_grad_enabled() or not _is_new(logits):
-        return None
-    hooks: tuple[object, object] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    if hooks is not None and hooks[1] is not unpack:
-        # They may hold what is saved, or something else in its place.
-        return None
-    return _tried(logits._base is not None, hooks is not None)
-
-
-def _is_new(logits: torch.Tensor) -> bool:
-    """Whether an operator has made it that has no more use for it."""
-    node = logits.grad_fn
-    while node is not None and node.name() in _VIEWS:
-        node = node.next_functions[0][0]
-    return node is not None and node.name() in _MAKERS
-
-
-def _is_own(logits: torch.Tensor) -> bool:
-    """Whether it lies in memory that is torch's own, and this process's."""
-    storage = logits.untyped_storage()
-    return logits.is_contiguous() and storage.resizable() and not (logits.device.type == "cpu" and storage.is_shared())
-
-
-def _tried(is_view: bool, is_hooked: bool) -> _Counts | None:
-    """Counts of logits of which all names were let go of, and which are saved as they are, or by a handle."""
-    key = is_view, is_hooked
-    if key not in _known:
-        found: list[_Counts] = []
-        # In a thread of its own there are nobody's modes, hooks or settings.
-        thread = threading.Thread(target=_try, args=(is_view, is_hooked, found.append))
-        thread.start()
-        thread.join()
-        if not found:
-            return None
-        _known[key] = found[0]
-    return _known[key]
-
-
-_known: dict[tuple[bool, bool], _Counts] = {}
-
-
-def _try(is_view: bool, is_hooked: bool, tell: Callable[[_Counts], object]) -> None:
-    if sys.gettrace() is not None or sys.getprofile() is not None:
-        # They may hold what they see.
-        return
-    source = torch.zeros(2, 2, dtype=torch.float32, device="cpu", requires_grad=True)
-    logits = source * 1
-    if is_view:
-        logits = logits.view(2, 2)
-    target = torch.zeros(2, dtype=torch.int64, device="cpu")
-    own = _Types(torch.float32, torch.float32)
-    with saved_tensors_hooks(pack_kept, unpack) if is_hooked else nullcontext():
-        loss = _loss(logits, target, _How(own, -100, "sum", None, tell))
-    del logits
-    torch.autograd.grad(loss, source)
-
-
-def _counts(tensor: torch.Tensor, how: _How) -> _Counts | None:
-    """``None``: a hook has made something else of it than an alias."""
-    base, storage = tensor._base, tensor.untyped_storage()
-    counts = [torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)]
-    for each in (tensor, base):
-        if each is not None:
-            counts += each._use_count(), sys.getrefcount(each)  # type: ignore[attr-defined]
-    if how.handles:
-        handle = how.handles[0]()
-        if handle is None:
-            return None
-        counts.append(sys.getrefcount(handle))
-    return tuple(counts)
 
 
 def _types_of(logits: torch.Tensor, target: torch.Tensor, dtype: torch.dtype | None) -> _Types | None:
@@ -329,8 +178,9 @@ class _CrossEntropy(torch.autograd.Function):
     """See NOTE [ What a loss holds ]."""
 
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, target: torch.Tensor, how: _How) -> torch.Tensor:
-        types, ignore_index, reduction = how.types, how.ignore_index, how.reduction
+    def forward(
+        ctx: Any, logits: torch.Tensor, target: torch.Tensor, types: _Types, ignore_index: int, reduction: str
+    ) -> torch.Tensor:
         step = _rows_together(logits)
         one_class = torch.empty(logits.shape[0], 1, dtype=types.losses, device=logits.device)
         for some, its_target, losses in zip(
@@ -343,25 +193,16 @@ class _CrossEntropy(torch.autograd.Function):
         first = _first(target, ignore_index)
         loss, weight = _aten.nll_loss_forward(one_class, first, None, REDUCTIONS[reduction], _NOBODY)
         ctx.save_for_backward(logits, target, weight)
-        ctx.how, ctx.is_spent = how, False
+        ctx.how = types, ignore_index, reduction
         return loss  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        if ctx.is_spent:
-            raise RecomputeError(
-                "got a second backward through a cross entropy in rows whose first one has failed half-way, expected "
-                "none, since the gradient is written where the logits were; run the forward again"
-            )
         logits, target, weight = ctx.saved_tensors
-        how = ctx.how
-        counts = _counts(logits, how)
-        types, ignore_index, reduction = how.types, how.ignore_index, how.reduction
-        if how.tell is not None and counts is not None:
-            how.tell(counts)
+        types, ignore_index, reduction = ctx.how
         if torch.is_grad_enabled():
             # Of a gradient that has one itself.
-            return _differentiable(logits, target, gradient, how), None, None
+            return _differentiable(logits, target, gradient, *ctx.how), None, None, None, None
 
         first = _first(target, ignore_index)
         one_class = torch.empty(logits.shape[0], 1, dtype=types.losses, device=logits.device)
@@ -379,13 +220,9 @@ class _CrossEntropy(torch.autograd.Function):
         if _is_batched(gradient):
             # Several at once can be written into no memory of one.
             nothing = torch.zeros(logits.shape, dtype=types.logarithms, device=logits.device)
-            return of(logits, nothing.scatter(1, classes, theirs)).to(logits.dtype), None, None
+            return of(logits, nothing.scatter(1, classes, theirs)).to(logits.dtype), None, None, None, None
         step = _rows_together(logits)
-        is_alone = counts is not None and counts == how.alone and _is_own(logits)
-        if is_alone and not torch._C._autograd._get_current_graph_task_keep_graph():
-            ctx.is_spent, found = True, logits.detach()
-        else:
-            found = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+        found = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
         nothing = torch.zeros(min(step, logits.shape[0]), logits.shape[1], dtype=types.logarithms, device=logits.device)
         for some, its_classes, its_own, into in zip(
             _parts(logits, step), *(torch.split(each, step) for each in (classes, theirs, found)), strict=True
@@ -394,8 +231,7 @@ class _CrossEntropy(torch.autograd.Function):
             of_logarithms.scatter_(1, its_classes, its_own)
             into.copy_(of(some, of_logarithms))
             of_logarithms.scatter_(1, its_classes, 0.0)
-        ctx.is_spent = False
-        return found, None, None
+        return found, None, None, None, None
 
 
 def _first(target: torch.Tensor, ignore_index: int) -> torch.Tensor:
@@ -418,10 +254,12 @@ def _differentiable(
     logits: torch.Tensor,
     target: torch.Tensor,
     gradient: torch.Tensor,
-    how: _How,
+    types: _Types,
+    ignore_index: int,
+    reduction: str,
 ) -> torch.Tensor:
     with torch.autocast(logits.device.type, enabled=False):
-        logarithms = functional.log_softmax(logits.to(how.types.logarithms), 1).to(how.types.losses)
-        loss = functional.nll_loss(logarithms, target, ignore_index=how.ignore_index, reduction=how.reduction)
+        logarithms = functional.log_softmax(logits.to(types.logarithms), 1).to(types.losses)
+        loss = functional.nll_loss(logarithms, target, ignore_index=ignore_index, reduction=reduction)
         (found,) = torch.autograd.grad(loss, logits, gradient, create_graph=True)
     return found
