@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import statistics
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -159,6 +160,12 @@ def test_of_a_slower_host_fewer_blocks_are_computed_again() -> None:
     assert blocks_again(Slowness(4.0, 4.0)) < blocks_again(Slowness())
 
 
+def _paced(watched: Watched, numbers: list[int], end: Place) -> HostTimes:
+    """A host of the device's own pace, however busy the machine is."""
+    forward = statistics.median(watched.seconds(("forward", number), ("end", number)) for number in numbers)
+    return HostTimes(0.2 * forward, forward, 0.45 * forward, forward, 0.7 * forward, 0.6 * forward)
+
+
 @pytest.mark.parametrize(
     ("slow", "growing", "plans", "checks"),
     [
@@ -180,6 +187,7 @@ def test_for_a_slow_host_a_plan_is_made_once_more_and_another_if_it_is_slow_agai
     monkeypatch.setattr(Session, "is_growing", property(lambda self: next(looks) < growing))
     monkeypatch.setattr(meter, "_resident", lambda: 16 * MiB)
     monkeypatch.setattr(compiling, "queues", lambda device: True)
+    monkeypatch.setattr(compiling, "_host", _paced)
     monkeypatch.setattr(contest, "_seconds_of", lambda watched: 1.0)
     monkeypatch.setattr(Pilot, "_has_learned", lambda self: False)
     seen = itertools.chain(slow, itertools.repeat(1.0))
