@@ -299,9 +299,7 @@ OTHER_USES: dict[str, Callable[[torch.Tensor, Callable[..., torch.Tensor]], torc
 
 
 @pytest.mark.parametrize("use", OTHER_USES)
-@pytest.mark.parametrize(
-    "hooks", [nullcontext, spillway.offload, partial(spillway.offload, policy=spillway.policies.Keep())]
-)
+@pytest.mark.parametrize("hooks", [nullcontext, spillway.offload, KEEP])
 @pytest.mark.parametrize(
     "how", [{}, {"save": "inputs"}, {"watch": False}, {"save": ["inputs", torch.ops.aten.mul]}, None]
 )

@@ -292,8 +292,7 @@ class Pass:
             return self.keep(tensor)
         if nbytes:
             self.decider.pass_over()
-            self.ledger.saved_bytes += nbytes
-            self.ledger.kept_bytes += nbytes
+            self.count_kept(nbytes)
         return KeptHandle(tensor)
 
     def stays(self, handle: KeptHandle) -> None:

@@ -122,8 +122,7 @@ class _Call:
 
     def end(self) -> Sequence[_Saved] | None:
         """The function has ended; gives what the next call goes by, if it has come to its end."""
-        self._keeping.end()
-        return None
+        raise NotImplementedError
 
 
 class _Followed(_Call):
@@ -180,7 +179,6 @@ class _Followed(_Call):
         return self._passage.save(tensor, _KEEP)
 
     def end(self) -> Sequence[_Saved] | None:
-        super().end()
         return None if self._differs or length_hint(self._following) else self._order
 
 
@@ -226,7 +224,6 @@ class _Seen(_Call):
             return handle
 
     def end(self) -> Sequence[_Saved]:
-        super().end()
         self._trace = _Makers()
         return tuple(self._order)
 

@@ -60,15 +60,13 @@ from spillway.regions.refusing import Refusing
 from spillway.regions.rerun import rerunning, sums_of
 from spillway.regions.resaved import Resaved, Shown, identity_of
 from spillway.regions.retracing import Retracing
-from spillway.regions.steps import Fate, Foreseen
+from spillway.regions.steps import Saved, Spot
 from spillway.regions.tape import Base, Tape
 from spillway.regions.tensors import PLAIN, below_modes, storage_bytes
 from spillway.regions.verdicts import Verdicts, differed
 
-_KEEP = Decision.KEEP
-_OUTSIDE, _PRESERVED, _PARAMETER = Fate.OUTSIDE, Fate.PRESERVED, Fate.PARAMETER
+_RECOMPUTE, _KEEP = Decision.RECOMPUTE, Decision.KEEP
 _graph_task: Callable[[], int] = torch._C._current_graph_task_id
-_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 
 class Unwatched:
@@ -128,7 +126,7 @@ class Unwatched:
         self._given: dict[int, tuple[Handle, ViewRecipe]] = {}
         """What is handed in to the re-run, by its values, and how it lay."""
         self._compared = tape.showing.compared if compares_all else tape.showing.last
-        self._rest = list(tape.foreseen)
+        self._rest = list(tape.saved)
         """What autograd is to save, while the function runs and has saved nothing else."""
         self._outside: dict[int, tuple[torch.Tensor, KeptHandle]] = {}
         """Handles of what the function did not make, while it runs: it saves some of that several times."""
@@ -163,11 +161,8 @@ class Unwatched:
         following = iter(self._rest)
         self._is_running = True
         try:
-            with saved_tensors_hooks(self._packing(following.__next__), unpack):
+            with saved_tensors_hooks(self._packing(enumerate(following).__next__), unpack):
                 output = first()
-        except BaseException:
-            self._keeping.end()
-            raise
         finally:
             self._is_running, is_over = False, not length_hint(following)
             self._outside.clear()
@@ -184,11 +179,11 @@ class Unwatched:
 
     # What autograd saves.
 
-    def _packing(self, follow: Callable[[], Foreseen]) -> Callable[[torch.Tensor], Any]:
+    def _packing(self, follow: Callable[[], tuple[int, Saved]]) -> Callable[[torch.Tensor], Any]:
         """The hook, which is short, since the host comes by for each tensor: what it reads is at hand.
 
         Args:
-            follow: gives what is to be saved next.
+            follow: gives what is to be saved next, and its place.
         """
         passage, compared, alive = self._passage, self._compared, self._alive
         leaving = passage.waiting
@@ -197,20 +192,17 @@ class Unwatched:
             if _graph_task() != -1:
                 return self._pack_another(tensor)
             try:
-                foreseen = follow()
+                place, (spot, decision, is_parameter) = follow()
             except StopIteration:
                 return self._pack_another(tensor)
             if leaving.nbytes and leaving.is_batch:
                 passage.advance()
-            place, fate, spot, _, _ = foreseen
-            if fate is _PARAMETER:
-                return self._pack_parameter(tensor, place)
-            if fate is _OUTSIDE:
-                return self._pack_outside(tensor)
+            if spot is None:
+                return self._pack_parameter(tensor, place) if is_parameter else self._pack_outside(tensor)
             if tensor.shape != spot.size or tensor.dtype is not spot.dtype or type(tensor) not in PLAIN:
                 return self._pack_another(tensor)
-            if fate is _PRESERVED:
-                return self._pack_preserved(tensor, foreseen)
+            if decision is not _RECOMPUTE:
+                return self._pack_preserved(tensor, place, spot, decision)
             if place in compared:
                 self._show(tensor, place)
             alive.add(place)
@@ -225,9 +217,8 @@ class Unwatched:
             if found is not None:
                 self._sums[place] = Shown(found, tensor.stride())
 
-    def _pack_preserved(self, tensor: torch.Tensor, foreseen: Foreseen) -> Handle:
+    def _pack_preserved(self, tensor: torch.Tensor, place: int, spot: Spot, decision: Decision) -> Handle:
         """What is kept, or leaves."""
-        place, _, spot, decision, is_shown = foreseen
         recipe = spot.view
         if not recipe.is_of(tensor):
             return self._pack_another(tensor)
@@ -238,7 +229,7 @@ class Unwatched:
             else:
                 self._passage.advance()
                 handle = self._passage.save_made(tensor, recipe, decision)
-            if is_shown:
+            if self._tape.showing.shown.get(spot.value) == place:
                 # What stays is there for both of them.
                 given = handle if type(handle) is KeptHandle else self._passage.another(handle, tensor, decision)
                 self._given[spot.value] = given, recipe
@@ -260,8 +251,6 @@ class Unwatched:
         identity = identity_of(tensor)
         if identity is not None:
             self._parameters[place] = identity
-        if _modes() == 0:
-            return KeptHandle(tensor)
         with below_modes(tensor):
             return KeptHandle(tensor)
 
