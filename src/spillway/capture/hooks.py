@@ -292,7 +292,8 @@ class Pass:
             return self.keep(tensor)
         if nbytes:
             self.decider.pass_over()
-            self.count_kept(nbytes)
+            self.ledger.saved_bytes += nbytes
+            self.ledger.kept_bytes += nbytes
         return KeptHandle(tensor)
 
     def stays(self, handle: KeptHandle) -> None:

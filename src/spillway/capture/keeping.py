@@ -47,8 +47,8 @@ class Keeping:
             self._kept.append(weakref.ref(handle))
         return handle
 
-    def end(self, output: Any) -> None:
-        """The function has given this."""
+    def end(self, output: Any = None) -> None:
+        """The function has given this, or has failed."""
         kept, self._kept = [handle for each in self._kept if (handle := each()) is not None], []
         if not kept:
             return

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from spillway.capture.identity import version_owner
 from spillway.errors import RecomputeError
 from spillway.regions.packs import Enough
 from spillway.regions.proofs import sums
@@ -172,5 +171,6 @@ class Resaved:
 
 def identity_of(tensor: torch.Tensor) -> int | None:
     """What tells a parameter from others, also where it is seen by a view of it; ``None`` of what is none."""
-    owner = version_owner(tensor)
+    base = tensor._base
+    owner = tensor if base is None else base
     return id(owner) if type(owner) is torch.nn.Parameter else None

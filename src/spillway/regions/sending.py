@@ -122,7 +122,8 @@ class _Call:
 
     def end(self) -> Sequence[_Saved] | None:
         """The function has ended; gives what the next call goes by, if it has come to its end."""
-        raise NotImplementedError
+        self._keeping.end()
+        return None
 
 
 class _Followed(_Call):
@@ -179,6 +180,7 @@ class _Followed(_Call):
         return self._passage.save(tensor, _KEEP)
 
     def end(self) -> Sequence[_Saved] | None:
+        super().end()
         return None if self._differs or length_hint(self._following) else self._order
 
 
@@ -224,6 +226,7 @@ class _Seen(_Call):
             return handle
 
     def end(self) -> Sequence[_Saved]:
+        super().end()
         self._trace = _Makers()
         return tuple(self._order)
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Set
+import enum
+from collections.abc import Iterator, Mapping, Set
 from typing import Any, NamedTuple
+
+import torch
 
 from spillway.capture.identity import ViewRecipe
 from spillway.records import Decision
@@ -105,3 +108,41 @@ class Saved(NamedTuple):
     decision: Decision = Decision.RECOMPUTE
     is_parameter: bool = False
     """Whether it comes from outside, and nobody sends it away."""
+
+
+class Fate(enum.Enum):
+    """What becomes of a tensor that a function has autograd save."""
+
+    AGAIN = "again"
+    """It is computed again."""
+    PRESERVED = "preserved"
+    """It is kept, or leaves."""
+    PARAMETER = "parameter"
+    """It is there anyway, and nobody sends it away."""
+    OUTSIDE = "outside"
+    """It is there anyway, or left with the function's tensors."""
+
+
+class Foreseen(NamedTuple):
+    """A tensor that a function will have autograd save, shortly: it is read for each of them."""
+
+    place: int
+    """Among all of them."""
+    fate: Fate
+    spot: Spot
+    decision: Decision
+    is_shown: bool
+    """Whether it is what first shows all of a value that is handed in."""
+
+    @classmethod
+    def of(cls, place: int, saved: Saved, shown: Mapping[int, int]) -> Foreseen:
+        """That of what was saved at a place; of values that are handed in, it is known where they are shown."""
+        spot, decision, is_parameter = saved
+        if spot is None:
+            return cls(place, Fate.PARAMETER if is_parameter else Fate.OUTSIDE, _NOWHERE, decision, False)
+        fate = Fate.AGAIN if decision is Decision.RECOMPUTE else Fate.PRESERVED
+        return cls(place, fate, spot, decision, shown.get(spot.value) == place)
+
+
+_NOWHERE = Spot(-1, ViewRecipe.of(torch.empty(0)))
+"""Of what comes from outside."""

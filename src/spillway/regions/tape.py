@@ -49,7 +49,7 @@ from spillway.records import Decision
 from spillway.regions.generators import GeneratorState, drawn_from, generators_of
 from spillway.regions.globals import Numerics
 from spillway.regions.showing import Showing
-from spillway.regions.steps import Saved, Spot, Step, spots_in
+from spillway.regions.steps import Foreseen, Saved, Spot, Step, spots_in
 
 _RECOMPUTE = Decision.RECOMPUTE
 _MOST_OTHERS = 16
@@ -144,6 +144,7 @@ class Tape:
     def prepared(self) -> Tape:
         """This tape, of which all that calls ask is worked out: the first of them is not to take longer."""
         _ = (
+            self.foreseen,
             self.outside,
             self.extents,
             self.devices,
@@ -157,6 +158,12 @@ class Tape:
         for part in {id(part): part for part in self._parts.values()}.values():
             self.runs(part, ())
         return self
+
+    @cached_property
+    def foreseen(self) -> Sequence[Foreseen]:
+        """What autograd saves, shortly."""
+        shown = self.showing.shown
+        return [Foreseen.of(place, saved, shown) for place, saved in enumerate(self.saved)]
 
     @cached_property
     def generators(self) -> Sequence[torch.Generator]:

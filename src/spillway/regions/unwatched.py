@@ -60,13 +60,15 @@ from spillway.regions.refusing import Refusing
 from spillway.regions.rerun import rerunning, sums_of
 from spillway.regions.resaved import Resaved, Shown, identity_of
 from spillway.regions.retracing import Retracing
-from spillway.regions.steps import Saved, Spot
+from spillway.regions.steps import Fate, Foreseen
 from spillway.regions.tape import Base, Tape
 from spillway.regions.tensors import PLAIN, below_modes, storage_bytes
 from spillway.regions.verdicts import Verdicts, differed
 
-_RECOMPUTE, _KEEP = Decision.RECOMPUTE, Decision.KEEP
+_KEEP = Decision.KEEP
+_OUTSIDE, _PRESERVED, _PARAMETER = Fate.OUTSIDE, Fate.PRESERVED, Fate.PARAMETER
 _graph_task: Callable[[], int] = torch._C._current_graph_task_id
+_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 
 class Unwatched:
@@ -126,7 +128,7 @@ class Unwatched:
         self._given: dict[int, tuple[Handle, ViewRecipe]] = {}
         """What is handed in to the re-run, by its values, and how it lay."""
         self._compared = tape.showing.compared if compares_all else tape.showing.last
-        self._rest = list(tape.saved)
+        self._rest = list(tape.foreseen)
         """What autograd is to save, while the function runs and has saved nothing else."""
         self._outside: dict[int, tuple[torch.Tensor, KeptHandle]] = {}
         """Handles of what the function did not make, while it runs: it saves some of that several times."""
@@ -161,8 +163,11 @@ class Unwatched:
         following = iter(self._rest)
         self._is_running = True
         try:
-            with saved_tensors_hooks(self._packing(enumerate(following).__next__), unpack):
+            with saved_tensors_hooks(self._packing(following.__next__), unpack):
                 output = first()
+        except BaseException:
+            self._keeping.end()
+            raise
         finally:
             self._is_running, is_over = False, not length_hint(following)
             self._outside.clear()
@@ -179,11 +184,11 @@ class Unwatched:
 
     # What autograd saves.
 
-    def _packing(self, follow: Callable[[], tuple[int, Saved]]) -> Callable[[torch.Tensor], Any]:
+    def _packing(self, follow: Callable[[], Foreseen]) -> Callable[[torch.Tensor], Any]:
         """The hook, which is short, since the host comes by for each tensor: what it reads is at hand.
 
         Args:
-            follow: gives what is to be saved next, and its place.
+            follow: gives what is to be saved next.
         """
         passage, compared, alive = self._passage, self._compared, self._alive
         leaving = passage.waiting
@@ -192,17 +197,20 @@ class Unwatched:
             if _graph_task() != -1:
                 return self._pack_another(tensor)
             try:
-                place, (spot, decision, is_parameter) = follow()
+                foreseen = follow()
             except StopIteration:
                 return self._pack_another(tensor)
             if leaving.nbytes and leaving.is_batch:
                 passage.advance()
-            if spot is None:
-                return self._pack_parameter(tensor, place) if is_parameter else self._pack_outside(tensor)
+            place, fate, spot, _, _ = foreseen
+            if fate is _PARAMETER:
+                return self._pack_parameter(tensor, place)
+            if fate is _OUTSIDE:
+                return self._pack_outside(tensor)
             if tensor.shape != spot.size or tensor.dtype is not spot.dtype or type(tensor) not in PLAIN:
                 return self._pack_another(tensor)
-            if decision is not _RECOMPUTE:
-                return self._pack_preserved(tensor, place, spot, decision)
+            if fate is _PRESERVED:
+                return self._pack_preserved(tensor, foreseen)
             if place in compared:
                 self._show(tensor, place)
             alive.add(place)
@@ -217,8 +225,9 @@ class Unwatched:
             if found is not None:
                 self._sums[place] = Shown(found, tensor.stride())
 
-    def _pack_preserved(self, tensor: torch.Tensor, place: int, spot: Spot, decision: Decision) -> Handle:
+    def _pack_preserved(self, tensor: torch.Tensor, foreseen: Foreseen) -> Handle:
         """What is kept, or leaves."""
+        place, _, spot, decision, is_shown = foreseen
         recipe = spot.view
         if not recipe.is_of(tensor):
             return self._pack_another(tensor)
@@ -229,7 +238,7 @@ class Unwatched:
             else:
                 self._passage.advance()
                 handle = self._passage.save_made(tensor, recipe, decision)
-            if self._tape.showing.shown.get(spot.value) == place:
+            if is_shown:
                 # What stays is there for both of them.
                 given = handle if type(handle) is KeptHandle else self._passage.another(handle, tensor, decision)
                 self._given[spot.value] = given, recipe
@@ -251,6 +260,8 @@ class Unwatched:
         identity = identity_of(tensor)
         if identity is not None:
             self._parameters[place] = identity
+        if _modes() == 0:
+            return KeptHandle(tensor)
         with below_modes(tensor):
             return KeptHandle(tensor)
 
