@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from spillway.capture.alone import see_again
-from spillway.capture.dynamo import keep_out, untraced
+from spillway.capture.dynamo import has_compiled, keep_out, untraced
 from spillway.capture.handles import pack_kept, unpack
 from spillway.capture.hooks import Pass, in_backward, refuse_transforms
 from spillway.errors import UsageError
@@ -30,6 +30,7 @@ from spillway.regions.partition import Partition
 from spillway.regions.region import Region, Surroundings, surroundings
 from spillway.regions.rerun import in_rerun
 from spillway.regions.script import Script, TapeKey
+from spillway.regions.skimmed import Skimmed
 from spillway.regions.tape import Tape
 from spillway.regions.unwatched import Unwatched
 from spillway.session import Session
@@ -293,6 +294,8 @@ def _call_region(
             output, is_whole = call.run(first, tensors)
             if not is_whole:
                 proofs.script.lose(key)
+            elif isinstance(call, Followed) and call.outlines:
+                proofs.script.outline(key, call.outline)
             return output
     region = Region(
         again,
@@ -373,7 +376,19 @@ def _by_tape(
     if not may_follow(tape, tensors):
         return None
     rerunning = getattr(function, "rerunning", nullcontext)
-    return Followed(tape, passage, inputs, aliases=aliases, rerunning=rerunning)
+    if tape.skims and not has_compiled():
+        return Skimmed(
+            tape,
+            passage,
+            inputs,
+            aliases=aliases,
+            rerunning=rerunning,
+            verdicts=session.verdicts,
+            label=_label(function),
+            compares=script.is_compared(),
+        )
+    outlines = tape.outline is None and tape.may_outline and not has_compiled()
+    return Followed(tape, passage, inputs, aliases=aliases, rerunning=rerunning, outlines=outlines)
 
 
 def _tape(choices: Choices, key: TapeKey, script: Script) -> Tape | None:

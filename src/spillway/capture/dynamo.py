@@ -39,6 +39,12 @@ def keep_out() -> None:
         _Told.done = True
 
 
+def has_compiled() -> bool:
+    """Whether Dynamo has looked at any frame in this process: what it has compiled is guarded by the modes around."""
+    frames: Any = sys.modules.get("torch._dynamo.convert_frame")
+    return frames is not None and getattr(frames, "FRAME_COUNTER", 1) > 0
+
+
 def untraced(function: Function) -> Function:
     """A function that Dynamo does not look into, nor at what it calls.
 

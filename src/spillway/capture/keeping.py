@@ -33,6 +33,22 @@ class Keeping:
         self._passage = passage
         self._kept: list[weakref.ref[KeptHandle]] = []
 
+    def keep(self, tensor: torch.Tensor, place: int, known: dict[int, int]) -> Handle:
+        """A handle of a plain tensor that the function has made.
+
+        Args:
+            tensor: what is saved.
+            place: where, among all that the function saves.
+            known: what was counted of what was kept, by its place; takes more.
+        """
+        nbytes = known.get(place)
+        if nbytes is not None:
+            return self.again(tensor, nbytes)
+        handle, nbytes = self.learn(tensor)
+        if nbytes is not None:
+            known[place] = nbytes
+        return handle
+
     def learn(self, tensor: torch.Tensor) -> tuple[Handle, int | None]:
         """A handle of a plain tensor, and what :meth:`again` is to be told next time; ``None``: nothing is known."""
         passage = self._passage

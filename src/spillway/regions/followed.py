@@ -19,9 +19,8 @@ Autograd owns the handles, these own the call, and that owns the handles of what
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -32,10 +31,13 @@ from spillway.capture.handles import Handle, KeptHandle, check_version, unpack
 from spillway.capture.hooks import Pass, in_backward
 from spillway.capture.identity import ViewRecipe, reach
 from spillway.records import Decision
-from spillway.regions.following import Following, FromOutside
+from spillway.regions.following import Following
 from spillway.regions.generators import GeneratorState
 from spillway.regions.globals import Globals
 from spillway.regions.inputs import hook_for
+from spillway.regions.outline import Outline
+from spillway.regions.outlining import Outlining
+from spillway.regions.progress import FromOutside
 from spillway.regions.tape import Base, Tape, Use
 from spillway.regions.tensors import Tracker, below_modes, storage_bytes
 
@@ -66,10 +68,18 @@ class Followed:
         inputs: what is done with the function's tensors; ``None``: what the hooks around do.
         aliases: whether what comes from outside may have been sent away by the pass.
         rerunning: a context around what runs again.
+        outlines: whether the tape's outline is to be written.
     """
 
     def __init__(
-        self, tape: Tape, passage: Pass, inputs: Decision | None, *, aliases: bool, rerunning: Rerunning
+        self,
+        tape: Tape,
+        passage: Pass,
+        inputs: Decision | None,
+        *,
+        aliases: bool,
+        rerunning: Rerunning,
+        outlines: bool = False,
     ) -> None:
         self._tape = tape
         self._passage = passage
@@ -87,9 +97,15 @@ class Followed:
         """Of what the function wrote when it was lost, all bytes as they were."""
         self._trackers: list[tuple[int, Tracker]] = []
         self._states: dict[int, GeneratorState] = {}
-        self._handles: dict[int, weakref.ref[TapeHandle]] = {}
-        """Of what is computed again, by its place."""
+        self._alive: set[int] = set()
+        """Places of what somebody may ask to be computed."""
         self._results: dict[int, torch.Tensor] = {}
+        self._made: list[torch.Tensor] = []
+        """What was computed, while some is."""
+        self.outlines = outlines
+        """Whether the call is one to write the tape's outline."""
+        self.outline: Outline | None = None
+        """What it wrote."""
 
     def run(self, function: Callable[[], Any], tensors: Sequence[torch.Tensor]) -> tuple[Any, bool]:
         """What the function gives, and whether it did all that is on the tape, and nothing else.
@@ -98,25 +114,34 @@ class Followed:
             function: the call.
             tensors: its tensors.
         """
-        self._mode = mode = Following(self._tape, tensors, self._states)
         try:
             with torch._C._DisableTorchDispatch():
                 self._save_inputs(tensors)
-            with saved_tensors_hooks(self._pack, unpack), mode:
-                output = function()
-            is_whole = not mode.is_lost and (mode.place, self._packed) == (len(self._tape.steps), len(self._tape.saved))
+            return self._called(function, tensors)
         finally:
+            mode = self._mode
             # Some of the graph may be used, even if the function has failed.
             with torch._C._DisableTorchDispatch():
-                for value, (tensor, decision) in mode.held.items():
+                for value, (tensor, decision) in () if mode is None else mode.held.items():
                     if value in mode.before:
                         continue
                     self._hand_in(value, self._passage.save(tensor, decision), tensor)
-                self._outside.update(mode.outside)
-                self._before, self._trackers = mode.before, mode.trackers
+                if mode is not None:
+                    self._outside.update(mode.outside)
+                    self._before, self._trackers = mode.before, mode.trackers
                 self._passage.flush()
             # Autograd holds the pack hook for as long as what it packed.
             self._mode = None
+
+    def _called(self, function: Callable[[], Any], tensors: Sequence[torch.Tensor]) -> tuple[Any, bool]:
+        """The same, below the hooks and a mode."""
+        self._mode = mode = Following(self._tape, tensors, self._states)
+        outlining = Outlining(self._tape, mode, tensors) if self.outlines else None
+        with saved_tensors_hooks(self._pack, unpack), mode, nullcontext() if outlining is None else outlining:
+            output = function()
+        is_whole = not mode.is_lost and (mode.place, self._packed) == (len(self._tape.steps), len(self._tape.saved))
+        if is_whole and outlining is not None:
+            self.outline = outlining.outline()
         return output, is_whole
 
     def _save_inputs(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -171,7 +196,7 @@ class Followed:
                 self._hand_in(spot.value, self._passage.another(handle, *held), held[0])
             return handle
         computed = TapeHandle(self, place, tensor, spot.view, self._passage.nothing(spot.view.device))
-        self._handles[place] = weakref.ref(computed)
+        self._alive.add(place)
         return computed
 
     # What is computed again.
@@ -188,11 +213,11 @@ class Followed:
     def forget(self, place: int) -> None:
         """Nobody will ask for it."""
         # Without the lock: a handle may die within what holds it.
+        self._alive.discard(place)
         self._results.pop(place, None)
-        self._handles.pop(place, None)
         # What is handed in stays while a part is computed, and the function itself may yet hang more on it.
         if self._mode is None and self._lock.acquire(blocking=False):
-            uses, alive = self._tape.uses, self._handles.keys()
+            uses, alive = self._tape.uses, self._alive
             over = [use for use in self._tape.used_by.get(place, ()) if alive.isdisjoint(uses[use])]
             given = [self._given.pop(use, None) for use in over]
             self._lock.release()
@@ -207,29 +232,25 @@ class Followed:
             self._outside.update(mode.outside)
             self._before = mode.before
         part = self._tape.part(place)
-        wanted = [each for each in part if self._is_alive(each)]
+        wanted = [each for each in part if each in self._alive]
         lost = {value for (value, _), (handle, _) in self._given.items() if not handle.is_intact()}
         lost.update(value for value, tracker in self._trackers if tracker.was_written)
         lost.difference_update(self._tape.inputs)
         if lost:
             # What takes their place may hang on what was let go of.
             lost.update(self._tape.handed.difference(value for value, _ in self._given))
-        made: list[torch.Tensor] = []
-
-        def give(place: int, tensor: torch.Tensor) -> None:
-            if self._is_alive(place):
-                self._results[place] = tensor
-                made.append(tensor)
-
         self._passage.was_recomputed = True
         self._passage.ledger.note_unused(self._tape.unused)
         with torch._C._DisableTorchDispatch() if mode is not None else self._rerunning(), self._globals.in_force():
-            self._tape.play(self._tape.runs(wanted, lost), partial(self._base, part[0]), self._states, give)
-        self._passage.ledger.recomputed_bytes += storage_bytes(made)
+            self._tape.play(self._tape.runs(wanted, lost), partial(self._base, part[0]), self._states, self._give)
+        self._passage.ledger.recomputed_bytes += storage_bytes(self._made)
+        self._made.clear()
 
-    def _is_alive(self, place: int) -> bool:
-        handle = self._handles.get(place)
-        return handle is not None and handle() is not None
+    def _give(self, place: int, tensor: torch.Tensor) -> None:
+        """This was computed again."""
+        if place in self._alive:
+            self._results[place] = tensor
+            self._made.append(tensor)
 
     def _base(self, part: int, value: int) -> Base:
         """Memory that a part of the tape does not make."""

@@ -31,8 +31,9 @@ import torch
 from torch.utils._python_dispatch import _pop_mode, _push_mode, is_in_torch_dispatch_mode
 
 from spillway.capture.identity import ViewRecipe
-from spillway.regions.following import Following, nothing
+from spillway.regions.following import Following
 from spillway.regions.globals import Numerics
+from spillway.regions.progress import nothing
 from spillway.regions.replay import Differs
 from spillway.regions.steps import Spot, Step
 from spillway.regions.tape import Base, Tape

@@ -48,6 +48,7 @@ from spillway.errors import RecomputeError
 from spillway.records import Decision
 from spillway.regions.generators import GeneratorState, drawn_from, generators_of
 from spillway.regions.globals import Numerics
+from spillway.regions.outline import Outline
 from spillway.regions.showing import Showing
 from spillway.regions.steps import Foreseen, Saved, Spot, Step, spots_in
 
@@ -78,6 +79,16 @@ class Use(NamedTuple):
     value: int
     part: int
     """The first place of the part in :attr:`Tape.saved`."""
+
+
+class Held(NamedTuple):
+    """A value that is handed in, as it was made."""
+
+    decision: Decision
+    """What becomes of it."""
+    start: int
+    end: int
+    """Its bytes."""
 
 
 class _Run(NamedTuple):
@@ -114,6 +125,10 @@ class Tape:
     """For each of :attr:`saved`, how many steps had run."""
     unused: Sequence[object] = ()
     """Selectors that decided nothing."""
+    outline: Outline | None = None
+    """By which calls may be compared with it."""
+    may_outline: bool = True
+    """Whether one is to be written, if there is none."""
 
     @cached_property
     def _others(self) -> dict[tuple[tuple[int, ...], frozenset[int]], Sequence[_Run]]:
@@ -139,7 +154,9 @@ class Tape:
             else each._replace(decision=decisions[each.spot.value])
             for each in self.saved
         ]
-        return Tape(steps, saved, self.inputs, self.count, self.saved_after)
+        return Tape(
+            steps, saved, self.inputs, self.count, self.saved_after, outline=self.outline, may_outline=self.may_outline
+        )
 
     def prepared(self) -> Tape:
         """This tape, of which all that calls ask is worked out: the first of them is not to take longer."""
@@ -154,6 +171,7 @@ class Tape:
             self.unseen,
             self.showing.is_all,
             self.showing.last,
+            self.skims,
         )
         for part in {id(part): part for part in self._parts.values()}.values():
             self.runs(part, ())
@@ -313,6 +331,24 @@ class Tape:
         """Values that may be made before anybody looks."""
         place, after = self.look_from
         return frozenset[int]().union(*(step.made for step in self.steps[: after + 1 if place >= 0 else 0]))
+
+    @cached_property
+    def held_as_made(self) -> Mapping[int, Held]:
+        """Values that are handed in, and that autograd does not save as a whole."""
+        return {
+            spot.value: Held(step.decision, spot.start, spot.end)
+            for step in self.steps
+            for _, spot in step.makes
+            if spot.value in self.handed and spot.value not in self.showing.shown
+        }
+
+    @cached_property
+    def skims(self) -> bool:
+        """Whether its outline shows all that is to be held for what runs again."""
+        if self.outline is None:
+            return False
+        made = {spot.value: spot for step in self.steps for _, spot in step.makes}
+        return self.held_as_made.keys() <= self.outline.shown(made)
 
     @cached_property
     def devices(self) -> frozenset[torch.device]:

@@ -51,6 +51,7 @@ from spillway.capture.identity import ViewRecipe
 from spillway.capture.keeping import Keeping
 from spillway.errors import RecomputeError
 from spillway.records import Decision
+from spillway.regions.call_handle import CallHandle
 from spillway.regions.generators import drawing, states_of
 from spillway.regions.globals import Ambience
 from spillway.regions.inputs import hook_for
@@ -214,7 +215,7 @@ class Unwatched:
             if place in compared:
                 self._show(tensor, place)
             alive.add(place)
-            return UnwatchedHandle((self, place))
+            return CallHandle((self, place))
 
         return pack
 
@@ -234,7 +235,7 @@ class Unwatched:
         with below_modes():
             handle: Handle
             if decision is _KEEP:
-                handle = self._keep(tensor, place)
+                handle = self._keeping.keep(tensor, place, self._tape.kept_bytes)
             else:
                 self._passage.advance()
                 handle = self._passage.save_made(tensor, recipe, decision)
@@ -243,17 +244,6 @@ class Unwatched:
                 given = handle if type(handle) is KeptHandle else self._passage.another(handle, tensor, decision)
                 self._given[spot.value] = given, recipe
             return handle
-
-    def _keep(self, tensor: torch.Tensor, place: int) -> Handle:
-        """What stays, of which more is known when such was kept before."""
-        known = self._tape.kept_bytes
-        nbytes = known.get(place)
-        if nbytes is not None:
-            return self._keeping.again(tensor, nbytes)
-        handle, nbytes = self._keeping.learn(tensor)
-        if nbytes is not None:
-            known[place] = nbytes
-        return handle
 
     def _pack_parameter(self, tensor: torch.Tensor, place: int) -> Handle:
         """One of the function's own, or a buffer, which nobody sends away."""
@@ -409,26 +399,6 @@ class Unwatched:
         """Memory of what was preserved."""
         handle, view = self._given[value]
         return Base.under(handle.unpack(), view)
-
-
-class UnwatchedHandle(tuple["Unwatched", int]):
-    """Stands for a tensor that is computed again when it is asked for: by its call, and its place.
-
-    What of it is written later is not what is computed again: as it was saved, it comes back.
-    """
-
-    __slots__ = ()
-
-    def unpack(self) -> torch.Tensor:
-        call, place = self
-        return call.compute(place)
-
-    def is_intact(self) -> bool:
-        return True
-
-    def __del__(self) -> None:
-        call, place = self
-        call.forget(place)
 
 
 def _argument(handle: Any, requires_grad: bool) -> torch.Tensor:

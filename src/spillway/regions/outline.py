@@ -1,0 +1,157 @@
+"""A tape's outline: the calls of torch's functions that its operators come from.
+
+NOTE [ Outlines ]
+
+To compare each operator of a call with those on a tape, a mode must see each, and that takes the host several times as
+long as to queue it. But a function calls torch's functions, which are fewer, and of which each says by what it is given
+which operators it runs: a product of matrices with a bias is one call, and four operators. So when a call has done what
+is on the tape, operator by operator, it is written down which of torch's functions it called, with what, and how many
+of the tape's operators ran in each. Calls after that are compared by these (``skimming.py``), and nobody looks at their
+operators. Backward has the tape run again, as ever.
+
+What a function of torch's does hangs on what it is given: numbers, and of tensors their type, layout and whether they
+need gradients; and on settings of the process. All of that is compared. An outline is of what is seen by this alone:
+where operators ran outside of such calls (an extension's own), where anything is written, cast by autocast, drawn
+twice in one call, or where a class of tensors of its own has its say, there is none, and operators are compared.
+
+A tensor that is written unseen, as by an extension, shows that by its version when it is next read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from spillway.regions.globals import Ambience, Globals, Numerics
+from spillway.regions.steps import Spot
+
+_GETTERS = (
+    *("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "is_cuda", "is_cpu", "is_meta"),
+    *("is_sparse", "is_quantized", "is_nested", "is_xpu", "is_mps", "grad_fn", "itemsize", "nbytes", "_version"),
+)
+_METHODS = (
+    *("size", "stride", "dim", "ndimension", "numel", "nelement", "storage_offset", "is_contiguous", "element_size"),
+    *("is_floating_point", "is_complex", "is_signed", "is_inference", "get_device", "__len__"),
+    # What follows gives other names for the same memory, or copies where there can be none.
+    *("view", "view_as", "reshape", "reshape_as", "flatten", "unflatten", "contiguous", "transpose", "swapaxes", "t"),
+    *("permute", "movedim", "unsqueeze", "squeeze", "expand", "expand_as", "broadcast_to", "narrow", "select"),
+    *("chunk", "split", "split_with_sizes", "tensor_split", "unbind", "unfold", "diagonal", "__getitem__"),
+)
+_FUNCTIONS = (
+    *("is_floating_point", "is_complex", "numel", "reshape", "flatten", "unflatten", "transpose", "swapaxes", "t"),
+    *("permute", "movedim", "unsqueeze", "squeeze", "broadcast_to", "narrow", "select", "chunk", "split"),
+    *("tensor_split", "unbind", "diagonal"),
+)
+PASSES: Set[Any] = frozenset(
+    (
+        *(getattr(torch.Tensor, name).__get__ for name in _GETTERS if hasattr(torch.Tensor, name)),
+        *(getattr(torch.Tensor, name) for name in _METHODS),
+        *(getattr(torch, name) for name in _FUNCTIONS),
+    )
+)
+"""Functions that say what a tensor is like, or give a view of it. They need no line where that is all they do: what
+they give is seen by how it lies, when it is next read."""
+_SETTINGS = (*Globals.getters, *Numerics.getters)
+
+
+class Role:
+    """A tensor that lines read or give: one object in the call that the outline was written from.
+
+    Args:
+        number: among all of them.
+        spot: how it lies in a value.
+        requires_grad: whether it needs gradients.
+        version: its own when it was first seen: what a function has made has the same in each call.
+    """
+
+    __slots__ = ("number", "requires_grad", "spot", "version")
+
+    def __init__(self, number: int, spot: Spot, *, requires_grad: bool, version: int) -> None:
+        self.number = number
+        self.spot = spot
+        self.requires_grad = requires_grad
+        self.version = version
+
+
+def settings_now() -> tuple[Any, ...]:
+    """What else operators may hang on than what they are given."""
+    return tuple([get() for get in _SETTINGS])
+
+
+class Line:
+    """One call of a function of torch's.
+
+    Args:
+        func: the function.
+        args: what it is given, with a :class:`Role` in place of each tensor.
+        kwargs: the same by keyword.
+    """
+
+    __slots__ = (
+        *("args", "constants", "draws", "func", "gives", "grad", "kwargs", "lists", "makes", "renames"),
+        *("roles", "settings", "single"),
+    )
+
+    def __init__(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self.func = func
+        self.args = args
+        self.kwargs = kwargs
+        self.roles = tuple((place, arg) for place, arg in enumerate(args) if type(arg) is Role)
+        self.lists = tuple(
+            (place, arg) for place, arg in enumerate(args) if type(arg) in (list, tuple) and any(_roles_in(arg))
+        )
+        """Arguments with tensors in them."""
+        others = (*dict(self.roles), *dict(self.lists))
+        self.constants = tuple((place, arg) for place, arg in enumerate(args) if place not in others)
+        self.single = True
+        """Whether it gives one tensor."""
+        self.gives: tuple[tuple[int, Role], ...] = ()
+        """Tensors, by their places among the outputs."""
+        self.makes: frozenset[int] = frozenset()
+        """Values that its operators make."""
+        self.draws = -1
+        """The operator that draws, by its place on the tape; -1: none."""
+        self.renames: frozenset[int] = frozenset()
+        """Values that it has not made, and may give another name of that is no view by its schema."""
+        self.grad = True
+        """Whether gradients were recorded."""
+        self.settings: tuple[Any, ...] | None = None
+        """Those under which it ran, if it hangs on them."""
+
+
+@dataclass(frozen=True)
+class Outline:
+    """See NOTE [ Outlines ]."""
+
+    lines: Sequence[Line]
+    inputs: Sequence[Role]
+    """The function's tensors."""
+    versions: Sequence[int]
+    """Of each role."""
+    ambience: Ambience
+    """What the function found around it."""
+
+    def shown(self, made: Mapping[int, Spot]) -> Set[int]:
+        """Those of some values of which a line that makes them gives a tensor over all that was made.
+
+        Args:
+            made: how an operator gave each of them.
+        """
+        return {
+            role.spot.value
+            for line in self.lines
+            for _, role in line.gives
+            if role.spot.value in line.makes and (spot := made.get(role.spot.value)) is not None
+            if role.spot.start <= spot.start and role.spot.end >= spot.end
+        }
+
+
+def _roles_in(values: Any) -> Iterator[Role]:
+    for value in values:
+        if type(value) is Role:
+            yield value
+        elif type(value) in (list, tuple):
+            yield from _roles_in(value)
