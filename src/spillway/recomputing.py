@@ -294,8 +294,6 @@ def _call_region(
             output, is_whole = call.run(first, tensors)
             if not is_whole:
                 proofs.script.lose(key)
-            elif isinstance(call, Followed) and call.outlines:
-                proofs.script.outline(key, call.outline)
             return output
     region = Region(
         again,
@@ -387,8 +385,7 @@ def _by_tape(
             label=_label(function),
             compares=script.is_compared(),
         )
-    outlines = tape.outline is None and tape.may_outline and not has_compiled()
-    return Followed(tape, passage, inputs, aliases=aliases, rerunning=rerunning, outlines=outlines)
+    return Followed(tape, passage, inputs, aliases=aliases, rerunning=rerunning)
 
 
 def _tape(choices: Choices, key: TapeKey, script: Script) -> Tape | None:

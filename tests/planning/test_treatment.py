@@ -479,19 +479,19 @@ def test_the_hosts_seconds_by_hand() -> None:
         return [(task.name, task.host_seconds) for task in (*option.forward, *option.backward)]
 
     assert host(*[KEEP] * 6) == [("forward", 1.0), ("backward", 4.0)]
-    # A region takes 2 s more for each of four operators: half of that for the input that stays. Three of four operators
-    # run again.
-    assert host(*[AGAIN] * 6) == [("forward", 10.0), ("again", 4.5), ("backward", 4.0)]
+    # A plain operator takes a quarter of a second: twice that for the input that stays. Three of four operators run
+    # again.
+    assert host(*[AGAIN] * 6) == [("forward", 9.5), ("again", 4.5), ("backward", 4.0)]
     sent = host(HOST, KEEP, AGAIN, DISK, AGAIN, AGAIN)
-    # Two and a half times as long for each of two that leave, and 1.6 times to bring one back.
-    assert sum(seconds for name, seconds in sent if name == "forward") == pytest.approx(9.0 + 2 * 5.0)
-    assert sum(seconds for name, seconds in sent if name == "backward") == pytest.approx(4.0 + 2 * 3.2)
+    # Ten times as long for each of two that leave, and 6.4 times to bring one back.
+    assert sum(seconds for name, seconds in sent if name == "forward") == pytest.approx(9.0 + 2 * 2.5)
+    assert sum(seconds for name, seconds in sent if name == "backward") == pytest.approx(4.0 + 2 * 1.6)
 
 
 @pytest.mark.parametrize(
     ("region", "unwatched", "is_watched"),
-    [(19.0, 2.0, False), (9.0, 2.0, True), (19.0, 20.0, True), (19.0, None, True)],
-    ids=["the host is late", "the device is", "it takes no less", "it is not known"],
+    [(19.0, 2.0, False), (6.0, 2.0, False), (4.0, 2.0, True), (19.0, 20.0, True), (19.0, None, True)],
+    ids=["the host is late", "it may be", "the device is", "it takes no less", "it is not known"],
 )
 def test_what_is_computed_again_whole_is_not_watched_where_the_host_would_be_late(
     region: float, unwatched: float | None, is_watched: bool
@@ -509,6 +509,7 @@ def test_what_is_computed_again_whole_is_not_watched_where_the_host_would_be_lat
             # Measured was with inputs that leave. Nothing takes less than a block that is left alone.
             assert sum(task.host_seconds for task in option.forward) == (2.0 if decisions[0] is HOST else 1.0)
             assert [task.host_seconds for task in option.backward if task.name == "again"] == [3.0]
+            assert treat(block, decisions, min_bytes=0, watched=True).watched
     # Where nothing is computed again, it is no region.
     assert treat(block, [KEEP] * 6, min_bytes=0).watched
     # Without a tape, nothing says what it does.
@@ -520,11 +521,11 @@ def test_the_hosts_seconds_of_what_is_not_watched_by_hand() -> None:
     block = replace(BY_HAND, forward_seconds=5.0, host=times, is_told=True)
     option = treat(block, [KEEP, AGAIN, AGAIN, HOST, AGAIN, AGAIN], min_bytes=0)
     assert not option.watched
-    # One of what it makes leaves: two and a half times the 2 s that an operator takes in a region. Its inputs do not.
-    assert sum(task.host_seconds for task in option.forward) == 1.0 + 5.0
+    # One of what it makes leaves: ten times what a plain operator takes. Its inputs do not.
+    assert sum(task.host_seconds for task in option.forward) == 1.0 + 2.5
     slow = replace(block, host=replace(times, unwatched=8.0))
     option = treat(slow, [KEEP, AGAIN, AGAIN, HOST, AGAIN, AGAIN], min_bytes=0)
-    assert sum(task.host_seconds for task in option.forward) == 8.0 - 5.0 + 5.0
+    assert sum(task.host_seconds for task in option.forward) == 8.0 - 2.5 + 2.5
     # That is what the second of four operators makes, and is handed in. Up to there what runs again is looked at, for
     # the 2 s more that an operator takes in a region. Of the others it is half as much.
     (again,) = (task.host_seconds for task in option.backward if task.name == "again")

@@ -53,15 +53,17 @@ def menu(block: BlockProfile, *, min_bytes: int, allow: Collection[str] = ALL) -
     ]
     if not tiers and "keep" not in allow and "recompute" in allow:
         sets = [frozenset()]
-    found: dict[tuple[Decision, ...], Option] = {}
+    found: dict[tuple[tuple[Decision, ...], bool], Option] = {}
     for preserved in sets:
         # What leaves takes the host as long, however large it is: few large values cost it least. Where it is not
         # waited for, so many more options are in the way of the search.
         for by_size in (False, True) if preserved == sets[0] or block.is_late else (False,):
             spread = _spread(block, preserved, tiers, min_bytes, keeps="keep" in allow or not tiers, by_size=by_size)
             for decisions in spread:
-                if decisions not in found:
-                    found[decisions] = treat(block, decisions, min_bytes=min_bytes)
+                for watched in (True, False) if block.is_late else (True,):
+                    if (decisions, watched) not in found:
+                        option = treat(block, decisions, min_bytes=min_bytes, watched=watched)
+                        found[decisions, option.watched] = option
     return _worthwhile(found.values())
 
 

@@ -111,7 +111,12 @@ def options_of(profile: Profile, plan: Plan) -> tuple[Option, ...]:
             f"profile of {profile.model}; make a plan of this profile"
         )
     return tuple(
-        treat(profile.kinds[call.kind], _decisions(profile.kinds[call.kind], block), min_bytes=profile.min_bytes)
+        treat(
+            profile.kinds[call.kind],
+            _decisions(profile.kinds[call.kind], block),
+            min_bytes=profile.min_bytes,
+            watched=block.watched,
+        )
         for call, block in zip(profile.calls, plan.blocks, strict=True)
     )
 

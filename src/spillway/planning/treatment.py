@@ -63,11 +63,11 @@ from spillway.records import Decision
 
 _SECONDS_A_BYTE = 2e-13
 """See NOTE [ What is free ]."""
-_KEEP, _SEND, _TAKE = 0.5, 2.5, 1.6
+_KEEP, _SEND, _TAKE = 2.0, 10.0, 6.4
 """See NOTE [ What the host needs ]."""
 
 
-def treat(block: BlockProfile, decisions: Sequence[Decision], *, min_bytes: int) -> Option:
+def treat(block: BlockProfile, decisions: Sequence[Decision], *, min_bytes: int, watched: bool = False) -> Option:
     """The tasks of a block that is treated so.
 
     Args:
@@ -76,12 +76,13 @@ def treat(block: BlockProfile, decisions: Sequence[Decision], *, min_bytes: int)
             operator makes, the first counts; of inputs, the first that leaves. What comes of them is the option's
             ``decisions``: see NOTE [ What a plan can say ] in ``outcome.py``.
         min_bytes: what is smaller stays where it was to leave.
+        watched: whether somebody looks at its calls in forward, also where nobody need.
     """
     said = as_planned(block, decisions, min_bytes)
     outcome = Outcome.of(block, said, min_bytes)
     handed = (block.values[number] for number in (*outcome.stays, *outcome.leaves))
     shown = all(value.is_input or value.saved_at is not None for value in handed)
-    watched = not (block.is_late and block.is_told and outcome.again and shown)
+    watched = watched or not (block.is_late and block.is_told and outcome.again and shown)
     return Option(
         tuple(outcome.told(block, said)),
         _forward(block, outcome, watched=watched),
@@ -221,7 +222,7 @@ def _inputs(block: BlockProfile) -> set[int]:
 def _host_by_operator(block: BlockProfile) -> float:
     if block.host is None:
         return 0.0
-    return max(block.host.region - block.host.plain, 0.0) / max(len(block.operators), 1)
+    return block.host.plain / max(len(block.operators), 1)
 
 
 def _share_run(block: BlockProfile, runs: Collection[int]) -> float:

@@ -73,6 +73,7 @@ class Slowness:
         forward, backward = self.forward, max(self.backward, 1.0)
         host = replace(
             kind.host,
+            plain=kind.host.plain * forward,
             region=kind.host.region * forward,
             rerun=kind.host.rerun * backward,
             backward=kind.host.backward * backward,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from spillway.capture.handles import KeptHandle, unpack
 from spillway.capture.identity import is_parameter
 from spillway.records import Decision
+from spillway.regions.outlining import Outlining
 from spillway.regions.packs import Pack, Packs
 from spillway.regions.proofs import fingerprint
 from spillway.regions.scribe import Peeks, Scribe, is_own, writes_its_first
@@ -65,9 +67,9 @@ class Draft:
             return None
         scribe = Scribe(tensors, trace.calls)
         saving = _Saving(scribe, packs)
-        peeks = Peeks()
+        peeks, outlining = Peeks(), Outlining(scribe, tensors)
         try:
-            with saved_tensors_hooks(saving.pack, _Nothing.unpack), peeks, scribe:
+            with saved_tensors_hooks(saving.pack, _Nothing.unpack), peeks, outlining, scribe:
                 function(*tensors)
         except Exception:
             # The function may have made another error of what it was told.
@@ -97,6 +99,7 @@ class Draft:
         if len(told) < len(saved):
             return None
         tape = Tape(scribe.steps, told, tuple(scribe.inputs), scribe.count, tuple(saving.places))
+        tape = replace(tape, outline=outlining.outline())
         return cls(tape, scribe, tensors, saving.prints)
 
     def played(self, trace: Trace) -> list[torch.Tensor | None]:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -35,9 +35,7 @@ from spillway.regions.following import Following
 from spillway.regions.generators import GeneratorState
 from spillway.regions.globals import Globals
 from spillway.regions.inputs import hook_for
-from spillway.regions.outline import Outline
-from spillway.regions.outlining import Outlining
-from spillway.regions.progress import FromOutside
+from spillway.regions.progress import FromOutside, Progress
 from spillway.regions.tape import Base, Tape, Use
 from spillway.regions.tensors import Tracker, below_modes, storage_bytes
 
@@ -68,18 +66,10 @@ class Followed:
         inputs: what is done with the function's tensors; ``None``: what the hooks around do.
         aliases: whether what comes from outside may have been sent away by the pass.
         rerunning: a context around what runs again.
-        outlines: whether the tape's outline is to be written.
     """
 
     def __init__(
-        self,
-        tape: Tape,
-        passage: Pass,
-        inputs: Decision | None,
-        *,
-        aliases: bool,
-        rerunning: Rerunning,
-        outlines: bool = False,
+        self, tape: Tape, passage: Pass, inputs: Decision | None, *, aliases: bool, rerunning: Rerunning
     ) -> None:
         self._tape = tape
         self._passage = passage
@@ -87,7 +77,7 @@ class Followed:
         self._aliases = aliases
         self._rerunning = rerunning
         self._globals = Globals.now()
-        self._mode: Following | None = None
+        self._mode: Progress | None = None
         self._packed = 0
         self._lock = threading.Lock()
         self._given: dict[Use, tuple[Handle, ViewRecipe]] = {}
@@ -102,10 +92,6 @@ class Followed:
         self._results: dict[int, torch.Tensor] = {}
         self._made: list[torch.Tensor] = []
         """What was computed, while some is."""
-        self.outlines = outlines
-        """Whether the call is one to write the tape's outline."""
-        self.outline: Outline | None = None
-        """What it wrote."""
 
     def run(self, function: Callable[[], Any], tensors: Sequence[torch.Tensor]) -> tuple[Any, bool]:
         """What the function gives, and whether it did all that is on the tape, and nothing else.
@@ -122,11 +108,11 @@ class Followed:
             mode = self._mode
             # Some of the graph may be used, even if the function has failed.
             with torch._C._DisableTorchDispatch():
-                for value, (tensor, decision) in () if mode is None else mode.held.items():
-                    if value in mode.before:
-                        continue
-                    self._hand_in(value, self._passage.save(tensor, decision), tensor)
                 if mode is not None:
+                    for value, (tensor, decision) in mode.held.items():
+                        if value in mode.before:
+                            continue
+                        self._hand_in(value, self._passage.save(tensor, decision), tensor)
                     self._outside.update(mode.outside)
                     self._before, self._trackers = mode.before, mode.trackers
                 self._passage.flush()
@@ -136,13 +122,10 @@ class Followed:
     def _called(self, function: Callable[[], Any], tensors: Sequence[torch.Tensor]) -> tuple[Any, bool]:
         """The same, below the hooks and a mode."""
         self._mode = mode = Following(self._tape, tensors, self._states)
-        outlining = Outlining(self._tape, mode, tensors) if self.outlines else None
-        with saved_tensors_hooks(self._pack, unpack), mode, nullcontext() if outlining is None else outlining:
+        with saved_tensors_hooks(self._pack, unpack), mode:
             output = function()
-        is_whole = not mode.is_lost and (mode.place, self._packed) == (len(self._tape.steps), len(self._tape.saved))
-        if is_whole and outlining is not None:
-            self.outline = outlining.outline()
-        return output, is_whole
+        is_over = (mode.place, self._packed) == (len(self._tape.steps), len(self._tape.saved))
+        return output, is_over and not mode.is_lost
 
     def _save_inputs(self, tensors: Sequence[torch.Tensor]) -> None:
         pack = hook_for(self._inputs, self._passage)

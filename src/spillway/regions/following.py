@@ -22,7 +22,7 @@ _SEQUENCES = (list, tuple)
 _CAST = torch.ops.aten._to_copy.default
 
 
-class Following(Progress, OperatorMode):
+class Following(Progress, OperatorMode):  # type: ignore[no-untyped-call]
     """Compares operators with a tape's; arguments are those of :class:`Progress`."""
 
     def __init__(self, tape: Tape, inputs: Sequence[torch.Tensor], states: dict[int, GeneratorState]) -> None:

@@ -45,8 +45,14 @@ _FUNCTIONS = (
     *("permute", "movedim", "unsqueeze", "squeeze", "broadcast_to", "narrow", "select", "chunk", "split"),
     *("tensor_split", "unbind", "diagonal"),
 )
+_profiler = torch.ops.profiler
+_LABELS = (
+    *(_profiler._record_function_enter, _profiler._record_function_enter_new, _profiler._record_function_exit),
+    *(_profiler._record_function_exit._RecordFunction, _profiler._record_function_enter_new.default),
+)
 PASSES: Set[Any] = frozenset(
     (
+        *_LABELS,
         *(getattr(torch.Tensor, name).__get__ for name in _GETTERS if hasattr(torch.Tensor, name)),
         *(getattr(torch.Tensor, name) for name in _METHODS),
         *(getattr(torch, name) for name in _FUNCTIONS),

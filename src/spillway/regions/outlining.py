@@ -1,4 +1,4 @@
-"""Writes a tape's outline, from a call whose operators are compared with the tape."""
+"""Writes a tape's outline, beside the tape."""
 
 from __future__ import annotations
 
@@ -12,13 +12,9 @@ import torch
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 
-from spillway.capture.identity import ViewRecipe
-from spillway.regions.following import Following
 from spillway.regions.globals import Ambience
 from spillway.regions.outline import PASSES, Line, Outline, Role, settings_now
-from spillway.regions.steps import Spot
-from spillway.regions.tape import Tape
-from spillway.regions.tensors import PLAIN, is_strided
+from spillway.regions.scribe import Scribe
 
 _CALLABLES = (
     *(BuiltinFunctionType, MethodDescriptorType, MethodWrapperType, SlotType),
@@ -38,38 +34,38 @@ class _Unfit(Exception):  # noqa: N818  (no error of anybody's: there is no outl
 
 
 class Outlining(TorchFunctionMode):
-    """Sees which of torch's functions a call calls, beside a mode that compares its operators with a tape.
+    """Sees which of torch's functions a function calls, beside a mode that writes down its operators.
 
     Args:
-        tape: what is compared with.
-        mode: compares.
+        scribe: writes them.
         inputs: what the function is called with.
     """
 
-    def __init__(self, tape: Tape, mode: Following, inputs: Sequence[torch.Tensor]) -> None:
+    def __init__(self, scribe: Scribe, inputs: Sequence[torch.Tensor]) -> None:
         super().__init__()
-        self._tape = tape
-        self._mode = mode
+        self._scribe = scribe
         self._ambience = Ambience.now()
         self._is_fit = not _any_autocast()
         self._lines: list[Line] = []
         self._place = 0
-        """How many of the tape's operators are told."""
+        """How many of the operators are told."""
         self._versions: list[int] = []
-        self._known: dict[int, tuple[weakref.ref[torch.Tensor], int, Role]] = {}
+        self._known: dict[int, tuple[Callable[[], Any], int, Role]] = {}
         """By the identities of tensors: these, their versions, and their roles."""
-        self._met = set(tape.inputs)
-        """Values that a role lies in."""
+        self._met: set[int] = set()
+        """Values that a role lies in, or that a line has made."""
         self._inputs: list[Role] = []
         try:
-            self._inputs += [self._add(tensor, value) for tensor, value in zip(inputs, tape.inputs, strict=True)]
+            self._inputs += map(self._role, inputs)
         except _Unfit:
             self._is_fit = False
 
     def outline(self) -> Outline | None:
-        """The outline, after a call that did all that is on the tape; ``None``: there is none."""
-        mode = self._mode
-        if not self._is_fit or mode.has_cast or self._place < len(self._tape.steps) or Ambience.now() != self._ambience:
+        """The outline, when the function has ended; ``None``: there is none."""
+        scribe = self._scribe
+        if not self._is_fit or scribe.has_cast or scribe.is_untold or self._place < len(scribe.steps):
+            return None
+        if Ambience.now() != self._ambience:
             return None
         return Outline(self._lines, self._inputs, self._versions, self._ambience)
 
@@ -77,28 +73,24 @@ class Outlining(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        begin = self._mode.place
-        if not self._is_fit or begin != self._place or _any_autocast():
+        if not self._is_fit or len(self._scribe.steps) != self._place or _any_autocast():
             # Something ran that none of torch's functions called.
             self._is_fit = False
             return func(*args, **kwargs)
         grad, settings = torch.is_grad_enabled(), settings_now()
         output = func(*args, **kwargs)
-        if self._mode.is_lost:
-            self._is_fit = False
-            return output
         with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
             try:
                 if func not in PASSES or self._computes():
                     self._lines.append(self._line(func, args, kwargs, output, grad, settings))
             except _Unfit:
                 self._is_fit = False
-        self._place = self._mode.place
+        self._place = len(self._scribe.steps)
         return output
 
     def _computes(self) -> bool:
         """Whether what runs is more than views."""
-        steps = self._tape.steps[self._place : self._mode.place]
+        steps = self._scribe.steps[self._place :]
         return any(step.makes or step.writes >= 0 or step.is_random or step.renames >= 0 for step in steps)
 
     def _line(
@@ -118,14 +110,15 @@ class Outlining(TorchFunctionMode):
             {name: self._pattern(value) for name, value in kwargs.items()},
         )
         begin = self._place
-        steps = self._tape.steps[begin : self._mode.place]
+        steps = self._scribe.steps[begin:]
         read = {value for step in steps for value in step.reads}
         drawing = [begin + place for place, step in enumerate(steps) if step.is_random]
-        if any(step.writes >= 0 for step in steps) or len(drawing) > 1 or read & self._tape.outside - self._met:
-            raise _Unfit
         line.makes = frozenset[int]().union(*(step.made for step in steps))
+        if any(step.writes >= 0 for step in steps) or len(drawing) > 1 or not read <= self._met | line.makes:
+            raise _Unfit
+        self._met |= line.makes
         line.draws, line.grad = drawing[0] if drawing else -1, grad
-        if any(step.numerics is not None for step in steps):
+        if any(step.numerics is not None or not step.reads for step in steps):
             line.settings = settings
         line.single = isinstance(output, torch.Tensor)
         outputs = (output,) if line.single else output
@@ -158,22 +151,14 @@ class Outlining(TorchFunctionMode):
             if tensor._version != known[1]:
                 raise _Unfit
             return known[2]
-        if type(tensor) not in PLAIN or not is_strided(tensor) or tensor.is_inference():
+        # What is no tensor may hold any, or anything else.
+        spot = None if not isinstance(tensor, torch.Tensor) or tensor.is_inference() else self._scribe.spot_of(tensor)
+        if spot is None:
             raise _Unfit
-        value = self._mode.value_in(tensor.untyped_storage())
-        if value is None:
-            raise _Unfit
-        return self._add(tensor, value)
-
-    def _add(self, tensor: torch.Tensor, value: int) -> Role:
-        if type(tensor) not in PLAIN or not is_strided(tensor) or tensor.is_inference():
-            raise _Unfit
-        view, version = ViewRecipe.of(tensor), tensor._version
-        if view.conj or view.neg:
-            raise _Unfit
-        role = Role(len(self._versions), Spot(value, view), requires_grad=tensor.requires_grad, version=version)
+        version = tensor._version
+        role = Role(len(self._versions), spot, requires_grad=tensor.requires_grad, version=version)
         self._versions.append(version)
-        self._met.add(value)
+        self._met.add(spot.value)
         self._known[id(tensor)] = weakref.ref(tensor), tensor._version, role
         return role
 

@@ -95,15 +95,6 @@ class Progress:
             and tensor.dtype is spot.dtype
         )
 
-    @property
-    def has_cast(self) -> bool:
-        """Whether leaves were cast, as under autocast."""
-        return bool(self._casts)
-
-    def value_in(self, storage: torch.UntypedStorage) -> int | None:
-        """The value whose memory that is, if it is that of any."""
-        return next((value for value, memory in enumerate(self._memory) if memory() is storage), None)
-
     def write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What an operator gives that is on no tape. What it writes, the tape may have read: that is copied first."""
         for key in facts_of(func).writes:
@@ -128,11 +119,11 @@ class Progress:
         if not is_strided(tensor) or ViewRecipe.of(tensor) != spot.view:
             return False
         self._met.add(value)
+        storage = tensor.untyped_storage()
         if value in self._tape.needed:
-            storage = tensor.untyped_storage()
-            is_cast = tensor._base is None and any(cast() is storage for cast in self._casts)
+            is_cast = bool(self._casts) and tensor._base is None and any(cast() is storage for cast in self._casts)
             self.outside[value] = FromOutside(tensor, is_cast=is_cast)
-        self._memory[value] = weakref.ref(tensor.untyped_storage())
+        self._memory[value] = weakref.ref(storage)
         return True
 
 

@@ -58,6 +58,8 @@ class Scribe(OperatorMode):
         self._calls = calls
         self.is_untold = False
         """Whether there is no tape."""
+        self.has_cast = False
+        """Whether autocast has cast anything."""
         self.steps: list[Step] = []
         self.states: dict[int, GeneratorState] = {}
         """Of generators, before steps that draw."""
@@ -84,6 +86,7 @@ class Scribe(OperatorMode):
         if facts.ignored or (facts.is_label and not str(args[:1]).startswith("('FSDP::")):
             return func(*args, **kwargs)
         if facts.casts and is_cast(args):
+            self.has_cast = True
             # By autocast, which does it now and then. What it gives comes from outside: see NOTE [ Autocast's casts ].
             return func(*args, **kwargs)
         step = self._step(func, facts, args, kwargs)

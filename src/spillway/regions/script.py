@@ -16,14 +16,12 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Hashable, Sequence, Set
-from dataclasses import replace
 
 from torch import Tensor
 from torch.nn import Module
 
 from spillway.records import Decision
 from spillway.regions.calls import Call
-from spillway.regions.outline import Outline
 from spillway.regions.packs import Packs
 from spillway.regions.replay import Act, acts_of
 from spillway.regions.tape import Tape
@@ -188,12 +186,6 @@ class Script:
         kept = known if len(known) < _MOST_EACH else [known[0], *known[2:]]
         self._tapes = {**tapes, kinds: {**dict(kept), said: tape}}
         self._came_at[kinds] = self._all_calls
-
-    def outline(self, key: TapeKey, outline: Outline | None) -> None:
-        """A tape has this outline, or can have none."""
-        tape = self.tape(key)
-        if tape is not None:
-            self.write(key, replace(tape, outline=outline, may_outline=False).prepared())
 
     def lose(self, key: TapeKey) -> None:
         """A call did something else than is on its tape. Where that happens often, tapes are no use."""

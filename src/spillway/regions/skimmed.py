@@ -47,8 +47,6 @@ class Skimmed(Followed):
         compares: whether what is computed again is compared.
     """
 
-    _mode: Skimming | None
-
     def __init__(
         self,
         tape: Tape,

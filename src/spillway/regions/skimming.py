@@ -49,7 +49,9 @@ class Skimming(Progress, TorchFunctionMode):
         """What is made by the one that runs."""
         self.is_running = False
         """Whether one does: no mode sees what is called within."""
-        self._seen: list[Callable[[], torch.Tensor | None]] = [nothing] * len(outline.versions)
+        self._has_saved = False
+        """Whether it has had something saved that the tape makes."""
+        self._seen: list[Callable[[], Any]] = [nothing] * len(outline.versions)
         """Of each role, the tensor."""
         self._versions = list(outline.versions)
         self._held_as_made = tape.held_as_made
@@ -76,7 +78,7 @@ class Skimming(Progress, TorchFunctionMode):
         if line.draws >= 0:
             device = device_of(args, kwargs or {})
             self._states[line.draws] = GeneratorState(device, default_generator(device).get_state())
-        self._running, self.is_running = line.makes, True
+        self._running, self.is_running, self._has_saved = line.makes, True, False
         try:
             output = func(*args, **kwargs) if kwargs else func(*args)
         finally:
@@ -89,6 +91,7 @@ class Skimming(Progress, TorchFunctionMode):
     def saves(self, tensor: torch.Tensor, spot: Spot) -> bool:
         """Whether what autograd saves is what it saves on the tape."""
         value = spot.value
+        self._has_saved = True
         if self._memory[value] is nothing and value in self._running:
             # The line makes it, and has not given it yet, nor may it.
             if type(tensor) not in PLAIN or not is_strided(tensor):
@@ -181,6 +184,8 @@ class Skimming(Progress, TorchFunctionMode):
                 memory[value] = weakref.ref(tensor.untyped_storage())
             if tensor.shape != spot.size or tensor.dtype is not spot.dtype:
                 self.is_lost = True
+                if not self._has_saved:
+                    return
                 raise RecomputeError(
                     f"got {tensor.dtype} of {list(tensor.shape)} from {line.func}, expected {spot.dtype} of "
                     f"{list(spot.size)}, as it gave before for the same arguments; leave what hangs on more than these "
@@ -200,11 +205,11 @@ class Skimming(Progress, TorchFunctionMode):
             self.held[value] = aliases_of([tensor])[0], held.decision
 
 
-class _Lost(OperatorMode):
+class _Lost(OperatorMode):  # type: ignore[no-untyped-call]
     """Sees what operators write that are on no tape."""
 
     def __init__(self, progress: Progress) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._progress = progress
 
     def __torch_dispatch__(

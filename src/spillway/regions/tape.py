@@ -127,8 +127,6 @@ class Tape:
     """Selectors that decided nothing."""
     outline: Outline | None = None
     """By which calls may be compared with it."""
-    may_outline: bool = True
-    """Whether one is to be written, if there is none."""
 
     @cached_property
     def _others(self) -> dict[tuple[tuple[int, ...], frozenset[int]], Sequence[_Run]]:
@@ -154,9 +152,7 @@ class Tape:
             else each._replace(decision=decisions[each.spot.value])
             for each in self.saved
         ]
-        return Tape(
-            steps, saved, self.inputs, self.count, self.saved_after, outline=self.outline, may_outline=self.may_outline
-        )
+        return Tape(steps, saved, self.inputs, self.count, self.saved_after, outline=self.outline)
 
     def prepared(self) -> Tape:
         """This tape, of which all that calls ask is worked out: the first of them is not to take longer."""
