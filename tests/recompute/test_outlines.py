@@ -28,7 +28,7 @@ from spillway.regions.outline import Outline
 from spillway.regions.proofs import sums
 from spillway.regions.skimmed import Skimmed
 from spillway.regions.skimming import Skimming
-from support import assert_identical
+from support import assert_identical, grads
 
 pytestmark = one_place
 
@@ -281,6 +281,178 @@ def test_memory_that_numpy_writes_is_not_told(regions: Regions, calls: Calls) ->
     assert not calls
 
 
+@pytest.mark.parametrize("kept", [{}, {"save": ["matmul"]}, KEPT], ids=["all again", "products kept", "some kept"])
+@pytest.mark.parametrize("reads", ["as it is", "by a view", "not any more"])
+def test_what_is_written_where_nobody_sees_it_shows_by_its_version(
+    regions: Regions, reads: str, kept: dict[str, Any]
+) -> None:
+    """As an extension may write, or a compiled script."""
+
+    def change(self: Changing, x: Tensor, hidden: Tensor) -> Tensor:
+        product = self.first(hidden)
+        after = product.sin() if reads == "not any more" else x
+        if self.is_other:
+            with torch._C.DisableTorchFunction(), torch.no_grad():
+                product.add_(1)
+        read = {"as it is": product, "by a view": product.view(-1).view_as(product), "not any more": after}[reads]
+        return read.exp().tanh()
+
+    block = Changing(change)
+    for seed in range(4):
+        same(regions, block, seed=seed, **kept)
+    block.is_other = True
+    ours: Any = None
+    try:
+        ours = gradients_of(regions, block, seed=7, **kept)
+    except RuntimeError:
+        # As plain PyTorch has it, where autograd has saved what is written.
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            gradients_of(None, block, seed=7)
+    else:
+        assert_identical(ours, gradients_of(None, block, seed=7))
+
+
+class _Marks(torch.autograd.Function):
+    marks = False
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = x * 1
+        if _Marks.marks:
+            ctx.mark_non_differentiable(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def test_what_needs_no_gradients_any_more_is_seen(regions: Regions, calls: Calls) -> None:
+    block = Changing(lambda self, x, hidden: torch.linalg.multi_dot([_Marks.apply(hidden[0]), hidden[0].mT, x[0]]))
+    for seed in range(4):
+        same(regions, block, seed=seed)
+    try:
+        _Marks.marks = True
+        for _ in range(2):
+            same(regions, block)
+    finally:
+        _Marks.marks = False
+    assert False not in calls[:2]
+
+
+def test_a_function_of_several_operators_that_fails_within_and_is_called_again(
+    regions: Regions, calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it had autograd save is not what the second call has it save."""
+    fails: list[bool] = []
+
+    class Failing(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten.mm.default:
+                fails.append(len(fails) == 1)
+                if fails[-1]:
+                    raise RuntimeError("out of memory")
+            return func(*args, **(kwargs or {}))
+
+    def change(self: Changing, x: Tensor, hidden: Tensor) -> Tensor:
+        square = hidden[0] @ hidden[0].mT
+        if not self.is_other:
+            return torch.linalg.multi_dot([square, square.sin(), square.cos(), x[0]]) + hidden
+        fails.clear()
+        try:
+            with Failing():
+                return torch.linalg.multi_dot([square, square.sin(), square.cos(), x[0]]) + hidden
+        except RuntimeError:
+            return torch.linalg.multi_dot([square, square.sin(), square.cos(), x[0]]) + hidden
+
+    block = Changing(change)
+    for seed in range(4):
+        same(regions, block, seed=seed)
+    assert calls == [True, True]
+    block.is_other = True
+    same(regions, block)
+    assert calls == [True, True, False]
+
+
+def test_an_input_whose_numbers_are_negated_when_they_are_read(regions: Regions) -> None:
+    block = Block(0.0)
+
+    def gradient(region: Regions | None, is_negated: bool, seed: int) -> list[Tensor]:
+        torch.manual_seed(seed)
+        numbers = torch.randn(2, 5, 16, dtype=torch.complex64, requires_grad=True)
+        call = Call(region)
+        with call.context():
+            loss = call(block, numbers.conj().imag if is_negated else numbers.imag).square().mean()
+        loss.backward()
+        assert numbers.grad is not None
+        return [loss.detach(), numbers.grad]
+
+    for is_negated in (False, False, False, False, True, True):
+        assert_identical(gradient(regions, is_negated, 3), gradient(None, is_negated, 3))
+
+
+def test_none_where_a_tensor_was(regions: Regions, calls: Calls) -> None:
+    block = Changing(
+        lambda self, x, hidden: functional.linear(hidden, self.second.weight, None if self.is_other else self.table)
+    )
+    for seed in range(4):
+        same(regions, block, seed=seed)
+    block.is_other = True
+    same(regions, block)
+    assert calls == [True, True, False]
+
+
+@pytest.mark.parametrize("how", [{}, {"save": ["matmul"]}, {"offload": ["matmul"]}], ids=str)
+@pytest.mark.parametrize("what", ["ends early", "branches"])
+def test_a_call_that_does_not_come_to_what_it_would_keep(regions: Regions, how: dict[str, Any], what: str) -> None:
+    def change(self: Changing, x: Tensor, hidden: Tensor) -> Tensor:
+        product = self.first(hidden)
+        after = (product + 1).sin().exp()
+        if self.is_other and what == "ends early":
+            return after
+        return after.cos() if self.is_other else after * product.tanh()
+
+    block = Changing(change)
+    for seed in range(4):
+        same(regions, block, seed=seed, **how)
+    block.is_other = True
+    for _ in range(2):
+        same(regions, block, **how)
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["later", "always"])
+def test_what_torch_transforms_is_not_compared_so(regions: Regions, first: bool) -> None:
+    block = Changing(
+        lambda self, x, hidden: torch.func.vmap(torch.sin)(hidden) if self.is_other or first else hidden.sin()
+    )
+    for seed in range(4):
+        same(regions, block, seed=seed)
+    block.is_other = True
+    for _ in range(2):
+        same(regions, block)
+
+
+def test_what_leaves_is_not_held_by_the_mode(regions: Regions, calls: Calls, no_collector: None) -> None:
+    how: dict[str, Any] = {"offload": ["inputs", "matmul"]}
+    made: list[weakref.ref[torch.UntypedStorage]] = []
+
+    def change(self: Changing, x: Tensor, hidden: Tensor) -> Tensor:
+        product = self.first(hidden)
+        made.append(weakref.ref(product.untyped_storage()))
+        return (product + 1).sin()
+
+    block = Changing(change)
+    for seed in range(4):
+        same(regions, block, seed=seed, **how)
+    call = Call(regions, **how)
+    with call.context():
+        loss = call(block, leaf() * 1).square().mean()
+    regions.session.synchronize()
+    assert calls[-1]
+    assert made[-1]() is None
+    loss.backward()
+
+
 class _Twice(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
@@ -297,6 +469,21 @@ def test_a_mode_around_that_changes_what_functions_give(regions: Regions, calls:
 
     for seed in range(4):
         same(regions, doubled, seed=seed)
+
+    def plain(x: Tensor) -> Tensor:
+        return block(x).tanh().sin()
+
+    for seed in range(4):
+        same(regions, plain, seed=seed)
+    count = len(calls)
+    with _Twice():
+        x, y = leaf(), leaf()
+        call = Call(regions)
+        with call.context():
+            call(plain, x * 1).sum().backward()
+        plain(y * 1).sum().backward()
+    assert_identical([*grads(x)], [*grads(y)])
+    assert len(calls) == count, "functions may do anything there"
     assert torch._C._len_torch_function_stack() == 0
 
 
@@ -389,6 +576,7 @@ def test_nothing_of_a_call_outlives_its_graph(regions: Regions, calls: Calls, no
         with call.context():
             loss = call(block, x * 1).square().mean()
         assert made[0]() is not None
+        assert made[1]() is None, "autograd has the hooks, and not the mode"
         loss.backward()
         del loss
         assert [each() for each in made] == [None, None]

@@ -29,18 +29,18 @@ For a re-run in parts, all casts are taken to come with the first one.
 
 NOTE [ What the host needs ]
 
-A block that is left alone is queued in a fraction of the time that a region takes, which is watched operator by
-operator; so is one of which nothing is computed again, but for what it keeps and sends. What else is done is put in
-multiples of what a region takes beyond that for each operator: half as much to keep a tensor, two and a half times to
-send one, 1.6 times to bring it back. On an H200's host that was 0.4, 2.4 and 1.6 of 43 us (a layer of transformers'
-Llama of width 2048 under its trainer, whose function is followed by a tape; where nothing is computed again, 1.5 to
-send), on a CPU 0.3, 2 and 1.8 of 7 us (sixteen sines). What is computed again is queued operator by operator, and
-nothing else is. A checked step corrects all of it.
+A block that is left alone is queued in a fraction of the time that a region takes, of which each call is compared; so
+is one of which nothing is computed again, but for what it keeps and sends. What else is done is put in multiples of
+what an operator of a plain block takes: twice as much to keep a tensor, ten times to send one, 6.4 times to bring it
+back. On an H200's host that was 17, 103 and 69 us where an operator took 9 (a layer of transformers' Llama of width
+2048 under its trainer). What is computed again is queued operator by operator, and nothing else is. A checked step
+corrects all of it.
 
-Where the host would take longer for a region than the device, nobody looks at its operators in forward; where some of
-it is handed in, they are looked at when it runs again (``regions/unwatched.py``), from the first one that is left out
-to the last: which takes what a region's forward takes beyond a plain one, for so many of its operators, and half as
-much for each later one, which comes by a mode that looks away.
+Where the host may take longer for a region than the device, and less if nobody looks at it in forward, there are both
+options for the search. Where nobody looks, and some of it is handed in, its operators are looked at when it runs again
+(``regions/unwatched.py``), from the first one that is left out to the last: which takes what a region's forward takes
+beyond a plain one, for so many of its operators, and half as much for each later one, which comes by a mode that looks
+away.
 
 NOTE [ What is free ]
 

@@ -116,7 +116,7 @@ class Arguments:
         """What tells calls apart: forms of tensors, and numbers. ``None``: it cannot be said."""
         said: list[Any] = []
         for tensor in tensors:
-            if type(tensor) not in PLAIN or not is_strided(tensor):
+            if type(tensor) not in PLAIN or not is_strided(tensor) or tensor.is_neg() or tensor.is_conj():
                 return None
             said += tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.requires_grad
         said += self._numbers

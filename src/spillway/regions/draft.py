@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from spillway.capture.dynamo import has_compiled
 from spillway.capture.handles import KeptHandle, unpack
 from spillway.capture.identity import is_parameter
 from spillway.records import Decision
@@ -67,9 +69,10 @@ class Draft:
             return None
         scribe = Scribe(tensors, trace.calls)
         saving = _Saving(scribe, packs)
-        peeks, outlining = Peeks(), Outlining(scribe, tensors)
+        peeks, outlining = Peeks(), None if has_compiled() else Outlining(scribe, tensors)
         try:
-            with saved_tensors_hooks(saving.pack, _Nothing.unpack), peeks, outlining, scribe:
+            hooks = saved_tensors_hooks(saving.pack, _Nothing.unpack)
+            with hooks, peeks, nullcontext() if outlining is None else outlining, scribe:
                 function(*tensors)
         except Exception:
             # The function may have made another error of what it was told.
@@ -99,7 +102,8 @@ class Draft:
         if len(told) < len(saved):
             return None
         tape = Tape(scribe.steps, told, tuple(scribe.inputs), scribe.count, tuple(saving.places))
-        tape = replace(tape, outline=outlining.outline())
+        if outlining is not None:
+            tape = replace(tape, outline=outlining.outline())
         return cls(tape, scribe, tensors, saving.prints)
 
     def played(self, trace: Trace) -> list[torch.Tensor | None]:

@@ -110,9 +110,8 @@ class Followed:
             with torch._C._DisableTorchDispatch():
                 if mode is not None:
                     for value, (tensor, decision) in mode.held.items():
-                        if value in mode.before:
-                            continue
-                        self._hand_in(value, self._passage.save(tensor, decision), tensor)
+                        if mode.is_as_held(value):
+                            self._hand_in(value, self._passage.save(tensor, decision), tensor)
                     self._outside.update(mode.outside)
                     self._before, self._trackers = mode.before, mode.trackers
                 self._passage.flush()
@@ -219,9 +218,13 @@ class Followed:
         lost = {value for (value, _), (handle, _) in self._given.items() if not handle.is_intact()}
         lost.update(value for value, tracker in self._trackers if tracker.was_written)
         lost.difference_update(self._tape.inputs)
+        there = {value for value, _ in self._given}
+        there.update(self._before, () if mode is None else mode.held)
+        # What the call has not come to.
+        lost.update(self._tape.handed_to.get(part[0], frozenset()) - there)
         if lost:
             # What takes their place may hang on what was let go of.
-            lost.update(self._tape.handed.difference(value for value, _ in self._given))
+            lost.update(self._tape.handed - there)
         self._passage.was_recomputed = True
         self._passage.ledger.note_unused(self._tape.unused)
         with torch._C._DisableTorchDispatch() if mode is not None else self._rerunning(), self._globals.in_force():

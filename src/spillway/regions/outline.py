@@ -19,13 +19,14 @@ A tensor that is written unseen, as by an extension, shows that by its version w
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 
-from spillway.regions.globals import Ambience, Globals, Numerics
+from spillway.regions.globals import Globals, Numerics
 from spillway.regions.steps import Spot
 
 _GETTERS = (
@@ -60,7 +61,12 @@ PASSES: Set[Any] = frozenset(
 )
 """Functions that say what a tensor is like, or give a view of it. They need no line where that is all they do: what
 they give is seen by how it lies, when it is next read."""
-_SETTINGS = (*Globals.getters, *Numerics.getters)
+_einsum: Any = torch.backends.opt_einsum
+_SETTINGS: Sequence[Callable[[], Any]] = (
+    *(*Globals.getters, *Numerics.getters),
+    *(lambda: _einsum.enabled, lambda: _einsum.strategy),
+)
+_CPU = torch.device("cpu")
 
 
 class Role:
@@ -70,7 +76,8 @@ class Role:
         number: among all of them.
         spot: how it lies in a value.
         requires_grad: whether it needs gradients.
-        version: its own when it was first seen: what a function has made has the same in each call.
+        version: its own when it was first seen: what a function has made has the same in each call, and what it has not
+            made is as many versions further on as its value is.
     """
 
     __slots__ = ("number", "requires_grad", "spot", "version")
@@ -97,7 +104,20 @@ class Line:
     """
 
     __slots__ = (
-        *("args", "constants", "draws", "func", "gives", "grad", "kwargs", "lists", "makes", "renames"),
+        *(
+            "args",
+            "constants",
+            "device",
+            "draws",
+            "func",
+            "gives",
+            "grad",
+            "kwargs",
+            "lists",
+            "makes",
+            "reads",
+            "renames",
+        ),
         *("roles", "settings", "single"),
     )
 
@@ -107,7 +127,7 @@ class Line:
         self.kwargs = kwargs
         self.roles = tuple((place, arg) for place, arg in enumerate(args) if type(arg) is Role)
         self.lists = tuple(
-            (place, arg) for place, arg in enumerate(args) if type(arg) in (list, tuple) and any(_roles_in(arg))
+            (place, arg) for place, arg in enumerate(args) if type(arg) in (list, tuple) and any(roles_in(arg))
         )
         """Arguments with tensors in them."""
         others = (*dict(self.roles), *dict(self.lists))
@@ -118,8 +138,12 @@ class Line:
         """Tensors, by their places among the outputs."""
         self.makes: frozenset[int] = frozenset()
         """Values that its operators make."""
+        self.reads: frozenset[int] = frozenset()
+        """Values that the tensors which it is given lie in."""
         self.draws = -1
         """The operator that draws, by its place on the tape; -1: none."""
+        self.device = _CPU
+        """Where it draws."""
         self.renames: frozenset[int] = frozenset()
         """Values that it has not made, and may give another name of that is no view by its schema."""
         self.grad = True
@@ -135,10 +159,16 @@ class Outline:
     lines: Sequence[Line]
     inputs: Sequence[Role]
     """The function's tensors."""
-    versions: Sequence[int]
-    """Of each role."""
-    ambience: Ambience
-    """What the function found around it."""
+    roles: Sequence[Role]
+    """By their numbers."""
+
+    @cached_property
+    def of_values(self) -> Mapping[int, Sequence[Role]]:
+        """Those that lie in each value."""
+        found: dict[int, list[Role]] = {}
+        for role in self.roles:
+            found.setdefault(role.spot.value, []).append(role)
+        return found
 
     def shown(self, made: Mapping[int, Spot]) -> Set[int]:
         """Those of some values of which a line that makes them gives a tensor over all that was made.
@@ -155,9 +185,10 @@ class Outline:
         }
 
 
-def _roles_in(values: Any) -> Iterator[Role]:
+def roles_in(values: Any) -> Iterator[Role]:
+    """Those among arguments, in lists too."""
     for value in values:
         if type(value) is Role:
             yield value
         elif type(value) in (list, tuple):
-            yield from _roles_in(value)
+            yield from roles_in(value)

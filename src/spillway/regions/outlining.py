@@ -12,8 +12,7 @@ import torch
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 
-from spillway.regions.globals import Ambience
-from spillway.regions.outline import PASSES, Line, Outline, Role, settings_now
+from spillway.regions.outline import PASSES, Line, Outline, Role, roles_in, settings_now
 from spillway.regions.scribe import Scribe
 
 _CALLABLES = (
@@ -27,6 +26,10 @@ _CONSTANTS = frozenset(
     )
 )
 _any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
+_transforms: Callable[[], object] = torch._C._functorch.peek_interpreter_stack
+"""What ``torch.func`` does around."""
+_OTHERS = (torch.Tensor.data.__get__,)  # type: ignore[attr-defined]
+"""What gives another name for memory, with a version of its own."""
 
 
 class _Unfit(Exception):  # noqa: N818  (no error of anybody's: there is no outline)
@@ -44,12 +47,12 @@ class Outlining(TorchFunctionMode):
     def __init__(self, scribe: Scribe, inputs: Sequence[torch.Tensor]) -> None:
         super().__init__()
         self._scribe = scribe
-        self._ambience = Ambience.now()
-        self._is_fit = not _any_autocast()
+        # By a mode around, functions may do anything.
+        self._is_fit = not (_any_autocast() or torch._C._len_torch_function_stack())
         self._lines: list[Line] = []
         self._place = 0
         """How many of the operators are told."""
-        self._versions: list[int] = []
+        self._roles: list[Role] = []
         self._known: dict[int, tuple[Callable[[], Any], int, Role]] = {}
         """By the identities of tensors: these, their versions, and their roles."""
         self._met: set[int] = set()
@@ -65,15 +68,13 @@ class Outlining(TorchFunctionMode):
         scribe = self._scribe
         if not self._is_fit or scribe.has_cast or scribe.is_untold or self._place < len(scribe.steps):
             return None
-        if Ambience.now() != self._ambience:
-            return None
-        return Outline(self._lines, self._inputs, self._versions, self._ambience)
+        return Outline(self._lines, self._inputs, self._roles)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not self._is_fit or len(self._scribe.steps) != self._place or _any_autocast():
+        if not self._is_fit or len(self._scribe.steps) != self._place or _any_autocast() or _transforms() is not None:
             # Something ran that none of torch's functions called.
             self._is_fit = False
             return func(*args, **kwargs)
@@ -102,8 +103,13 @@ class Outlining(TorchFunctionMode):
         grad: bool,
         settings: tuple[Any, ...],
     ) -> Line:
-        if not isinstance(func, _CALLABLES) or (isinstance(func, FunctionType) and not _is_torchs(func)):
+        if not isinstance(func, _CALLABLES) or func in _OTHERS:
             raise _Unfit
+        is_python = False
+        if isinstance(func, FunctionType):
+            is_python = True
+            if not _is_torchs(func):
+                raise _Unfit
         line = Line(
             func,
             tuple([self._pattern(arg) for arg in args]),
@@ -117,8 +123,12 @@ class Outlining(TorchFunctionMode):
         if any(step.writes >= 0 for step in steps) or len(drawing) > 1 or not read <= self._met | line.makes:
             raise _Unfit
         self._met |= line.makes
-        line.draws, line.grad = drawing[0] if drawing else -1, grad
-        if any(step.numerics is not None or not step.reads for step in steps):
+        line.reads = frozenset(role.spot.value for role in roles_in((*line.args, *line.kwargs.values())))
+        line.grad = grad
+        if drawing:
+            (line.draws,) = drawing
+            line.device = self._scribe.steps[line.draws].makes[0][1].view.device
+        if is_python or any(step.numerics is not None or not step.reads for step in steps):
             line.settings = settings
         line.single = isinstance(output, torch.Tensor)
         outputs = (output,) if line.single else output
@@ -147,17 +157,18 @@ class Outlining(TorchFunctionMode):
     def _role(self, tensor: Any) -> Role:
         """That of a tensor, which may be met for the first time."""
         known = self._known.get(id(tensor))
-        if known is not None and known[0]() is tensor:
+        if tensor is not None and known is not None and known[0]() is tensor:
             if tensor._version != known[1]:
                 raise _Unfit
-            return known[2]
+            if tensor.requires_grad is known[2].requires_grad:
+                return known[2]
         # What is no tensor may hold any, or anything else.
         spot = None if not isinstance(tensor, torch.Tensor) or tensor.is_inference() else self._scribe.spot_of(tensor)
         if spot is None:
             raise _Unfit
         version = tensor._version
-        role = Role(len(self._versions), spot, requires_grad=tensor.requires_grad, version=version)
-        self._versions.append(version)
+        role = Role(len(self._roles), spot, requires_grad=tensor.requires_grad, version=version)
+        self._roles.append(role)
         self._met.add(spot.value)
         self._known[id(tensor)] = weakref.ref(tensor), tensor._version, role
         return role

@@ -95,6 +95,10 @@ class Progress:
             and tensor.dtype is spot.dtype
         )
 
+    def is_as_held(self, value: int) -> bool:
+        """Whether what is held of a value was not written since."""
+        return value not in self.before
+
     def write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What an operator gives that is on no tape. What it writes, the tape may have read: that is copied first."""
         for key in facts_of(func).writes:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from spillway.capture.handles import Handle, KeptHandle, unpack
+from spillway.capture.handles import Handle, KeptHandle, check_version, unpack
 from spillway.capture.hooks import Pass
 from spillway.capture.keeping import Keeping
 from spillway.records import Decision
@@ -47,6 +47,8 @@ class Skimmed(Followed):
         compares: whether what is computed again is compared.
     """
 
+    _mode: Skimming | None
+
     def __init__(
         self,
         tape: Tape,
@@ -72,6 +74,8 @@ class Skimmed(Followed):
         """Of what the function saved at some places."""
         self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Of what is compared, the sums of both runs."""
+        self._trackers_of: dict[int, tuple[torch.Tensor, int]] = {}
+        """Of values that are computed again, what tells that they are written, and their versions."""
 
     def run(self, function: Callable[[], Any], tensors: Sequence[torch.Tensor]) -> tuple[Any, bool]:
         self._verdicts.send()
@@ -90,29 +94,29 @@ class Skimmed(Followed):
         assert self._tape.outline is not None
         self._mode = mode = Skimming(self._tape, self._tape.outline, tensors, self._states)
         following = iter(self._rest)
-        with saved_tensors_hooks(self._packing(mode, following.__next__), unpack), mode:
+        with saved_tensors_hooks(self._packing(following.__next__), unpack), mode:
             output = function()
         return output, mode.is_over and not mode.is_lost and not length_hint(following)
 
-    def _packing(self, mode: Skimming, follow: Callable[[], Foreseen]) -> Callable[[torch.Tensor], Any]:
-        """The hook, which is short, since the host comes by for each tensor.
+    def _packing(self, follow: Callable[[], Foreseen]) -> Callable[[torch.Tensor], Any]:
+        """The hook, which is short, since the host comes by for each tensor. Autograd holds it, but not the mode.
 
         Args:
-            mode: compares the call.
             follow: gives what is to be saved next.
         """
         passage, compared, alive = self._passage, self._compared, self._alive
-        leaving, saves = passage.waiting, mode.saves
+        leaving, trackers = passage.waiting, self._trackers_of
 
         def pack(tensor: torch.Tensor) -> Any:
-            if not mode.is_running:
-                # By no function of torch's: what is done here would be seen.
-                with torch._C.DisableTorchFunction():
-                    return pack_next(tensor)
-            return pack_next(tensor)
+            mode = self._mode
+            if mode is None or mode.is_running:
+                return pack_next(tensor, mode)
+            # By no function of torch's: what is done here would be seen.
+            with torch._C.DisableTorchFunction():
+                return pack_next(tensor, mode)
 
-        def pack_next(tensor: torch.Tensor) -> Any:
-            if mode.is_lost or _graph_task() != -1:
+        def pack_next(tensor: torch.Tensor, mode: Skimming | None) -> Any:
+            if mode is None or mode.is_lost or _graph_task() != -1:
                 return self._pack_another(tensor)
             try:
                 foreseen = follow()
@@ -125,7 +129,7 @@ class Skimmed(Followed):
                 return KeptHandle(tensor)
             if fate is _OUTSIDE:
                 return self._pack_outside(tensor)
-            if not saves(tensor, spot):
+            if not mode.saves(tensor, spot):
                 return self._pack_another(tensor)
             if fate is _PRESERVED:
                 return self._pack_preserved(tensor, foreseen)
@@ -133,6 +137,11 @@ class Skimmed(Followed):
                 found = sums(tensor)
                 if found is not None:
                     self._sums[place] = found
+            if spot.value not in trackers:
+                # It is not to be written before backward, as in plain PyTorch.
+                tracker = tensor.detach()
+                tracker.data = passage.nothing(spot.view.device)
+                trackers[spot.value] = tracker, tensor._version
             alive.add(place)
             return CallHandle((self, place))
 
@@ -175,6 +184,13 @@ class Skimmed(Followed):
         with below_modes(tensor):
             self._passage.advance()
             return self._passage.save(tensor, _KEEP)
+
+    def compute(self, place: int) -> torch.Tensor:
+        spot = self._tape.saved[place].spot
+        known = None if spot is None else self._trackers_of.get(spot.value)
+        if spot is not None and known is not None:
+            check_version(*known, spot.view)
+        return super().compute(place)
 
     def _play(self, place: int) -> None:
         super()._play(place)

@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from spillway.errors import RecomputeError
 from spillway.regions.following import same
-from spillway.regions.generators import GeneratorState, default_generator, device_of
+from spillway.regions.generators import GeneratorState, default_generator
 from spillway.regions.mode import OperatorMode
 from spillway.regions.outline import PASSES, Line, Outline, Role, settings_now
 from spillway.regions.progress import Progress, nothing
@@ -19,9 +19,9 @@ from spillway.regions.steps import Spot
 from spillway.regions.tape import Tape
 from spillway.regions.tensors import PLAIN, Tracker, aliases_of, is_strided
 
-_NONE: frozenset[int] = frozenset()
 _SEQUENCES = (list, tuple)
 _any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
+_transforms: Callable[[], object] = torch._C._functorch.peek_interpreter_stack
 
 
 class Skimming(Progress, TorchFunctionMode):
@@ -45,19 +45,23 @@ class Skimming(Progress, TorchFunctionMode):
         self._count = len(outline.lines)
         self._number = 0
         """How many of them were called."""
-        self._running = _NONE
-        """What is made by the one that runs."""
+        self._running: Line | None = None
         self.is_running = False
         """Whether one does: no mode sees what is called within."""
         self._has_saved = False
         """Whether it has had something saved that the tape makes."""
-        self._seen: list[Callable[[], Any]] = [nothing] * len(outline.versions)
+        self._of_values = outline.of_values
+        self._seen: list[Callable[[], Any]] = [nothing] * len(outline.roles)
         """Of each role, the tensor."""
-        self._versions = list(outline.versions)
+        self._versions = [role.version for role in outline.roles]
+        """What they are to be at."""
+        self._begun = set(tape.made)
+        """Values whose versions are known."""
         self._held_as_made = tape.held_as_made
-        self._is_set = outline.ambience.now() == outline.ambience
+        self._held_at: dict[int, int] = {}
+        """Of what is held, its version."""
         for role, tensor in zip(outline.inputs, inputs, strict=True):
-            if not self._is_first(role, tensor):
+            if not self._is_another(role, tensor):
                 self.is_lost = True
 
     @property
@@ -73,16 +77,21 @@ class Skimming(Progress, TorchFunctionMode):
             return self._unfollowed(func, args, kwargs or {})
         line = self._lines[number]
         # What asks for an attribute is another object each time.
-        if (func is not line.func and func != line.func) or not self._is_like(line, args, kwargs):
+        if (func is not line.func and func != line.func) or _transforms() is not None:
+            return self._unfollowed(func, args, kwargs or {})
+        if not self._is_like(line, args, kwargs):
             return self._unfollowed(func, args, kwargs or {})
         if line.draws >= 0:
-            device = device_of(args, kwargs or {})
-            self._states[line.draws] = GeneratorState(device, default_generator(device).get_state())
-        self._running, self.is_running, self._has_saved = line.makes, True, False
+            self._states[line.draws] = GeneratorState(line.device, default_generator(line.device).get_state())
+        self._running, self.is_running, self._has_saved = line, True, False
         try:
             output = func(*args, **kwargs) if kwargs else func(*args)
+        except BaseException:
+            # Some of its operators have run.
+            self.is_lost = True
+            raise
         finally:
-            self._running, self.is_running = _NONE, False
+            self._running, self.is_running = None, False
         self._number = number + 1
         if line.gives:
             self._take(line, output)
@@ -92,11 +101,15 @@ class Skimming(Progress, TorchFunctionMode):
         """Whether what autograd saves is what it saves on the tape."""
         value = spot.value
         self._has_saved = True
-        if self._memory[value] is nothing and value in self._running:
+        line = self._running
+        if self._memory[value] is nothing and line is not None and value in line.makes:
             # The line makes it, and has not given it yet, nor may it.
             if type(tensor) not in PLAIN or not is_strided(tensor):
                 return False
-            self._memory[value] = weakref.ref(tensor.untyped_storage())
+            storage = tensor.untyped_storage()
+            if any(self._memory[read]() is storage for read in line.reads):
+                return False
+            self._memory[value] = weakref.ref(storage)
         return self.knows(tensor, spot)
 
     def _unfollowed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -114,8 +127,9 @@ class Skimming(Progress, TorchFunctionMode):
         seen, versions = self._seen, self._versions
         for place, role in line.roles:
             tensor = args[place]
-            if seen[role.number]() is tensor:
-                if tensor._version != versions[role.number]:
+            number = role.number
+            if tensor is not None and seen[number]() is tensor:
+                if tensor._version != versions[number] or tensor.requires_grad is not role.requires_grad:
                     return False
             elif not self._is_another(role, tensor):
                 return False
@@ -145,33 +159,28 @@ class Skimming(Progress, TorchFunctionMode):
     def _is_as(self, arg: Any, want: Any) -> bool:
         kind = type(want)
         if kind is Role:
-            return self._is_tensor(want, arg)
+            return self._is_another(want, arg)
         if kind in _SEQUENCES:
             return type(arg) is kind and self._are_like(arg, want)
         return same(arg, want)
 
-    def _is_tensor(self, role: Role, tensor: Any) -> bool:
-        if self._seen[role.number]() is tensor:
-            return bool(tensor._version == self._versions[role.number])
-        return self._is_another(role, tensor)
-
     def _is_another(self, role: Role, tensor: Any) -> bool:
         """Whether a tensor that was not seen yet, or in another object, is the one that has the role."""
-        if self._seen[role.number] is nothing:
-            return self._is_first(role, tensor)
-        return (
-            self.knows(tensor, role.spot)
-            and tensor.requires_grad is role.requires_grad
-            and tensor._version == self._versions[role.number]
-        )
-
-    def _is_first(self, role: Role, tensor: Any) -> bool:
         spot = role.spot
+        value = spot.value
         # What nobody knows comes from outside.
-        is_like = self._meets(tensor, spot) if self._memory[spot.value] is nothing else self.knows(tensor, spot)
+        is_like = self._meets(tensor, spot) if self._memory[value] is nothing else self.knows(tensor, spot)
         if not is_like or tensor.requires_grad is not role.requires_grad or tensor.is_inference():
             return False
-        self._seen[role.number], self._versions[role.number] = weakref.ref(tensor), tensor._version
+        version = tensor._version
+        if value not in self._begun:
+            self._begun.add(value)
+            further = version - role.version
+            for each in self._of_values[value] if further else ():
+                self._versions[each.number] = each.version + further
+        if version != self._versions[role.number]:
+            return False
+        self._seen[role.number] = weakref.ref(tensor)
         return True
 
     def _take(self, line: Line, output: Any) -> None:
@@ -203,6 +212,10 @@ class Skimming(Progress, TorchFunctionMode):
         held = self._held_as_made.get(value)
         if held is not None and spot.start <= held.start and spot.end >= held.end and value not in self.held:
             self.held[value] = aliases_of([tensor])[0], held.decision
+            self._held_at[value] = tensor._version
+
+    def is_as_held(self, value: int) -> bool:
+        return value not in self.before and self.held[value][0]._version == self._held_at[value]
 
 
 class _Lost(OperatorMode):  # type: ignore[no-untyped-call]

@@ -161,7 +161,7 @@ class Tape:
             self.outside,
             self.extents,
             self.devices,
-            self.parts_of,
+            self.handed_to,
             self.users,
             self.used_by,
             self.unseen,
@@ -195,10 +195,14 @@ class Tape:
         return {step.writes: place for place, step in enumerate(self.steps) if step.writes >= 0}
 
     @cached_property
+    def made(self) -> frozenset[int]:
+        """Values that the function makes."""
+        return frozenset[int]().union(*(step.made for step in self.steps))
+
+    @cached_property
     def outside(self) -> frozenset[int]:
         """Values that the function did not make, and that are none of its tensors."""
-        made = frozenset[int]().union(*(step.made for step in self.steps))
-        return frozenset(range(self.count)) - made - set(self.inputs)
+        return frozenset(range(self.count)) - self.made - set(self.inputs)
 
     @cached_property
     def _preserved(self) -> frozenset[int]:
@@ -264,6 +268,15 @@ class Tape:
         for value, part in self.uses:
             parts.setdefault(value, []).append(part)
         return parts
+
+    @cached_property
+    def handed_to(self) -> Mapping[int, frozenset[int]]:
+        """The reverse, but for the function's tensors."""
+        found: dict[int, set[int]] = {}
+        for value, parts in self.parts_of.items():
+            for part in parts if value in self.handed else ():
+                found.setdefault(part, set()).add(value)
+        return {part: frozenset(values) for part, values in found.items()}
 
     @cached_property
     def users(self) -> Mapping[int, frozenset[int]]:
