@@ -137,9 +137,9 @@ class Followed:
                 if value in needed:
                     self._hand_in(value, handle, tensor)
 
-    def _hand_in(self, value: int, handle: Handle, tensor: torch.Tensor) -> None:
+    def _hand_in(self, value: int, handle: Handle, tensor: torch.Tensor, view: ViewRecipe | None = None) -> None:
         """A value is there for each part that will ask for it, by a handle of its own: the last lets go of it."""
-        view = ViewRecipe.of(tensor)
+        view = view or ViewRecipe.of(tensor)
         first, *others = self._tape.parts_of.get(value, (_NO_PART,))
         self._given[Use(value, first)] = handle, view
         for part in others:

@@ -62,10 +62,8 @@ PASSES: Set[Any] = frozenset(
 """Functions that say what a tensor is like, or give a view of it. They need no line where that is all they do: what
 they give is seen by how it lies, when it is next read."""
 _einsum: Any = torch.backends.opt_einsum
-_SETTINGS: Sequence[Callable[[], Any]] = (
-    *(*Globals.getters, *Numerics.getters),
-    *(lambda: _einsum.enabled, lambda: _einsum.strategy),
-)
+_BY_PATHS = frozenset((torch.functional.einsum, torch.einsum))
+_SETTINGS: Sequence[Callable[[], Any]] = (*Globals.getters, *Numerics.getters)
 _CPU = torch.device("cpu")
 
 
@@ -89,9 +87,12 @@ class Role:
         self.version = version
 
 
-def settings_now() -> tuple[Any, ...]:
-    """What else operators may hang on than what they are given."""
-    return tuple([get() for get in _SETTINGS])
+def settings_now(func: Any) -> tuple[Any, ...]:
+    """What else operators of a function may hang on than what it is given."""
+    found = [get() for get in _SETTINGS]
+    if func in _BY_PATHS:
+        found += _einsum.enabled, _einsum.strategy
+    return tuple(found)
 
 
 class Line:
@@ -125,12 +126,15 @@ class Line:
         self.func = func
         self.args = args
         self.kwargs = kwargs
-        self.roles = tuple((place, arg) for place, arg in enumerate(args) if type(arg) is Role)
+        self.roles = tuple(
+            (place, arg.number, arg.requires_grad, arg) for place, arg in enumerate(args) if type(arg) is Role
+        )
+        """Arguments that are tensors: their places, and what is asked of their roles."""
         self.lists = tuple(
             (place, arg) for place, arg in enumerate(args) if type(arg) in (list, tuple) and any(roles_in(arg))
         )
         """Arguments with tensors in them."""
-        others = (*dict(self.roles), *dict(self.lists))
+        others = (*(place for place, *_ in self.roles), *dict(self.lists))
         self.constants = tuple((place, arg) for place, arg in enumerate(args) if place not in others)
         self.single = True
         """Whether it gives one tensor."""

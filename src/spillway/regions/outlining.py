@@ -78,7 +78,7 @@ class Outlining(TorchFunctionMode):
             # Something ran that none of torch's functions called.
             self._is_fit = False
             return func(*args, **kwargs)
-        grad, settings = torch.is_grad_enabled(), settings_now()
+        grad, settings = torch.is_grad_enabled(), settings_now(func)
         output = func(*args, **kwargs)
         with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
             try:

@@ -75,7 +75,7 @@ class Skimmed(Followed):
         self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Of what is compared, the sums of both runs."""
         self._trackers_of: dict[int, tuple[torch.Tensor, int]] = {}
-        """Of values that are computed again, what tells that they are written, and their versions."""
+        """Of what is computed again and somebody still has, what tells that it is written, and its version."""
 
     def run(self, function: Callable[[], Any], tensors: Sequence[torch.Tensor]) -> tuple[Any, bool]:
         self._verdicts.send()
@@ -96,6 +96,11 @@ class Skimmed(Followed):
         following = iter(self._rest)
         with saved_tensors_hooks(self._packing(following.__next__), unpack), mode:
             output = function()
+        for value, tensor, version in mode.left():
+            # It is not to be written before backward, as in plain PyTorch.
+            tracker = tensor.detach()
+            tracker.data = self._passage.nothing(tensor.device)
+            self._trackers_of[value] = tracker, version
         return output, mode.is_over and not mode.is_lost and not length_hint(following)
 
     def _packing(self, follow: Callable[[], Foreseen]) -> Callable[[torch.Tensor], Any]:
@@ -105,7 +110,7 @@ class Skimmed(Followed):
             follow: gives what is to be saved next.
         """
         passage, compared, alive = self._passage, self._compared, self._alive
-        leaving, trackers = passage.waiting, self._trackers_of
+        leaving = passage.waiting
 
         def pack(tensor: torch.Tensor) -> Any:
             mode = self._mode
@@ -137,11 +142,6 @@ class Skimmed(Followed):
                 found = sums(tensor)
                 if found is not None:
                     self._sums[place] = found
-            if spot.value not in trackers:
-                # It is not to be written before backward, as in plain PyTorch.
-                tracker = tensor.detach()
-                tracker.data = passage.nothing(spot.view.device)
-                trackers[spot.value] = tracker, tensor._version
             alive.add(place)
             return CallHandle((self, place))
 
@@ -157,7 +157,7 @@ class Skimmed(Followed):
             handle = self._passage.save_made(tensor, spot.view, decision)
         if is_shown and spot.value in self._tape.handed:
             given = handle if type(handle) is KeptHandle else self._passage.another(handle, tensor, decision)
-            self._hand_in(spot.value, given, tensor)
+            self._hand_in(spot.value, given, tensor, spot.view)
         return handle
 
     def _pack_outside(self, tensor: torch.Tensor) -> Handle:

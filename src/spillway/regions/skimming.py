@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -112,6 +112,13 @@ class Skimming(Progress, TorchFunctionMode):
             self._memory[value] = weakref.ref(storage)
         return self.knows(tensor, spot)
 
+    def left(self) -> Iterator[tuple[int, torch.Tensor, int]]:
+        """Of values that are computed again, tensors that outlive the call, and the versions that were saved."""
+        for role in self._tape.roles_again:
+            tensor = self._seen[role.number]()
+            if tensor is not None:
+                yield role.spot.value, tensor, self._versions[role.number]
+
     def _unfollowed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Something that has no line."""
         if func in PASSES:
@@ -125,11 +132,10 @@ class Skimming(Progress, TorchFunctionMode):
         if len(args) != len(line.args) or torch.is_grad_enabled() is not line.grad or _any_autocast():
             return False
         seen, versions = self._seen, self._versions
-        for place, role in line.roles:
+        for place, number, requires_grad, role in line.roles:
             tensor = args[place]
-            number = role.number
             if tensor is not None and seen[number]() is tensor:
-                if tensor._version != versions[number] or tensor.requires_grad is not role.requires_grad:
+                if tensor._version != versions[number] or tensor.requires_grad is not requires_grad:
                     return False
             elif not self._is_another(role, tensor):
                 return False
@@ -149,7 +155,7 @@ class Skimming(Progress, TorchFunctionMode):
                 arg = kwargs[name]
                 if arg is not want and not self._is_as(arg, want):
                     return False
-        return line.settings is None or line.settings == settings_now()
+        return line.settings is None or line.settings == settings_now(line.func)
 
     def _are_like(self, args: Any, parts: Sequence[Any]) -> bool:
         if type(args) not in _SEQUENCES or len(args) != len(parts):
@@ -189,9 +195,13 @@ class Skimming(Progress, TorchFunctionMode):
         for place, role in line.gives:
             tensor, spot = output if line.single else output[place], role.spot
             value = spot.value
-            if memory[value] is nothing:
-                memory[value] = weakref.ref(tensor.untyped_storage())
-            if tensor.shape != spot.size or tensor.dtype is not spot.dtype:
+            storage, known = tensor.untyped_storage(), memory[value]
+            if known is nothing:
+                memory[value] = weakref.ref(storage)
+                is_there = True
+            else:
+                is_there = known() is storage
+            if not is_there or tensor.shape != spot.size or tensor.dtype is not spot.dtype:
                 self.is_lost = True
                 if not self._has_saved:
                     return

@@ -48,7 +48,7 @@ from spillway.errors import RecomputeError
 from spillway.records import Decision
 from spillway.regions.generators import GeneratorState, drawn_from, generators_of
 from spillway.regions.globals import Numerics
-from spillway.regions.outline import Outline
+from spillway.regions.outline import Outline, Role
 from spillway.regions.showing import Showing
 from spillway.regions.steps import Foreseen, Saved, Spot, Step, spots_in
 
@@ -168,6 +168,7 @@ class Tape:
             self.showing.is_all,
             self.showing.last,
             self.skims,
+            self.roles_again,
         )
         for part in {id(part): part for part in self._parts.values()}.values():
             self.runs(part, ())
@@ -350,6 +351,12 @@ class Tape:
             for _, spot in step.makes
             if spot.value in self.handed and spot.value not in self.showing.shown
         }
+
+    @cached_property
+    def roles_again(self) -> Sequence[Role]:
+        """Of its outline, those of what autograd saves and is computed again."""
+        values = {spot.value for spot, decision, _ in self.saved if spot is not None and decision is _RECOMPUTE}
+        return [role for role in self.outline.roles if role.spot.value in values] if self.outline is not None else ()
 
     @cached_property
     def skims(self) -> bool:
