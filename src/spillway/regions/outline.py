@@ -105,27 +105,15 @@ class Line:
     """
 
     __slots__ = (
-        *(
-            "args",
-            "constants",
-            "device",
-            "draws",
-            "func",
-            "gives",
-            "grad",
-            "kwargs",
-            "lists",
-            "makes",
-            "reads",
-            "renames",
-        ),
-        *("roles", "settings", "single"),
+        *("args", "constants", "count", "device", "draws", "func", "gives", "grad", "kwargs", "lists", "makes"),
+        *("reads", "renames", "roles", "settings", "single"),
     )
 
     def __init__(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self.func = func
         self.args = args
         self.kwargs = kwargs
+        self.count = len(args)
         self.roles = tuple(
             (place, arg.number, arg.requires_grad, arg) for place, arg in enumerate(args) if type(arg) is Role
         )

@@ -20,6 +20,8 @@ from spillway.regions.tape import Tape
 from spillway.regions.tensors import PLAIN, Tracker, aliases_of, is_strided
 
 _SEQUENCES = (list, tuple)
+_NO_NAMES: dict[str, Any] = {}
+_records: Callable[[], bool] = torch.is_grad_enabled
 _any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
 _transforms: Callable[[], object] = torch._C._functorch.peek_interpreter_stack
 
@@ -129,7 +131,7 @@ class Skimming(Progress, TorchFunctionMode):
 
     def _is_like(self, line: Line, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
         """Whether the line was given the same."""
-        if len(args) != len(line.args) or torch.is_grad_enabled() is not line.grad or _any_autocast():
+        if len(args) != line.count or _records() is not line.grad or _any_autocast():
             return False
         seen, versions = self._seen, self._versions
         for place, number, requires_grad, role in line.roles:
@@ -147,7 +149,7 @@ class Skimming(Progress, TorchFunctionMode):
             if not self._are_like(args[place], parts):
                 return False
         if kwargs or line.kwargs:
-            kwargs = kwargs or {}
+            kwargs = kwargs or _NO_NAMES
             # What is given by keyword is not told apart by its order.
             if kwargs.keys() != line.kwargs.keys():
                 return False
@@ -160,12 +162,15 @@ class Skimming(Progress, TorchFunctionMode):
     def _are_like(self, args: Any, parts: Sequence[Any]) -> bool:
         if type(args) not in _SEQUENCES or len(args) != len(parts):
             return False
-        return all(self._is_as(arg, part) for arg, part in zip(args, parts, strict=True))
+        return all(map(self._is_as, args, parts))
 
     def _is_as(self, arg: Any, want: Any) -> bool:
         kind = type(want)
         if kind is Role:
-            return self._is_another(want, arg)
+            number = want.number
+            if arg is None or self._seen[number]() is not arg:
+                return self._is_another(want, arg)
+            return bool(arg._version == self._versions[number] and arg.requires_grad is want.requires_grad)
         if kind in _SEQUENCES:
             return type(arg) is kind and self._are_like(arg, want)
         return same(arg, want)
