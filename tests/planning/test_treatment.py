@@ -516,6 +516,25 @@ def test_what_is_computed_again_whole_is_not_watched_where_the_host_would_be_lat
     assert treat(replace(block, is_told=False), [AGAIN] * 6, min_bytes=0).watched
 
 
+def test_what_is_compared_where_nobody_looks_takes_the_device_its_time() -> None:
+    times = HostTimes(plain=1.0, region=9.0, rerun=6.0, backward=4.0, unwatched=2.0, unwatched_rerun=3.0)
+    # Large enough for a rate.
+    values = tuple(replace(value, nbytes=value.nbytes << 20) for value in BY_HAND.values)
+    block = replace(BY_HAND, values=values, forward_seconds=5.0, host=times, is_told=True)
+    made = [sum(values[number].nbytes for number in each.makes) for each in block.operators]
+    fastest = min(each.seconds / nbytes for each, nbytes in zip(block.operators, made, strict=True) if nbytes)
+    looked_at, not_looked_at = (treat(block, [AGAIN] * 6, min_bytes=0, watched=watched) for watched in (True, False))
+    assert (looked_at.watched, not_looked_at.watched) == (True, False)
+    again = [number for number, value in enumerate(values) if value.saved_at is not None and value.maker is not None]
+    read = {number for place in range(3) for number in block.operators[place].reads}
+    last = [number for number in again if number not in read]
+    assert last and set(last) != set(again), "this proves nothing"
+    expected = fastest * sum(values[number].nbytes for number in last)
+    for phase in ("forward", "backward"):
+        seconds = [sum(task.seconds for task in getattr(each, phase)) for each in (looked_at, not_looked_at)]
+        assert seconds[1] - seconds[0] == pytest.approx(expected)
+
+
 def test_the_hosts_seconds_of_what_is_not_watched_by_hand() -> None:
     times = HostTimes(plain=1.0, region=9.0, rerun=6.0, backward=4.0, unwatched=2.0, unwatched_rerun=3.0)
     block = replace(BY_HAND, forward_seconds=5.0, host=times, is_told=True)
