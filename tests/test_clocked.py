@@ -198,7 +198,7 @@ def test_so_does_a_step_of_blocks_at_whose_forward_nobody_looks(share: float, wi
     forward = profile.kinds[0].forward_seconds
     host = HostTimes(
         plain=0.2 * forward,
-        region=1.5 * forward,
+        region=4.0 * forward,
         rerun=0.4 * forward,
         backward=0.6 * forward,
         unwatched=0.8 * forward,

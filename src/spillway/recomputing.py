@@ -60,7 +60,7 @@ class Recompute:
         drop_output: let the output go, too, after its consumer has run.
         partition_inputs: the group of ranks over which inputs are the same, and are split until the re-run.
         check_partition: compare inputs over that group at each call, and not at the first of each function alone.
-        watch: look at each operator, in every call. ``False``: see :func:`recompute`.
+        watch: compare each call with an earlier one. ``False``: see :func:`recompute`.
 
     Raises:
         UsageError: for options that cannot be meant, or not together; a group that this process is not in.
@@ -181,10 +181,11 @@ def recompute(
             requires grad, and the ranks gather them before the re-run.
         check_partition: compare the inputs over that group at each call, which reads them once more and waits for the
             device. Without, that is done at the first call of each function alone.
-        watch: look at each operator, in every call, which takes the host several times as long as to queue it.
-            ``False``: once the function was seen to do the same twice, and where nothing of it is kept or sent away,
-            it runs as under ``torch.utils.checkpoint``; the device compares what both runs have made, and is not
-            waited for. A difference is an error in a later call, or when the session is closed.
+        watch: compare each call with an earlier one, by the operators or by the functions of torch's that it calls,
+            which takes the host several times as long as to queue it. ``False``: once the function was seen to do the
+            same twice, and where nothing of it is kept or sent away, it runs as under ``torch.utils.checkpoint``; the
+            device compares what both runs have made, and is not waited for. A difference is an error in a later call,
+            or when the session is closed.
         session: ``None``: the default one.
         **kwargs: keyword arguments for the function, saved like the others.
 

@@ -4,17 +4,19 @@ NOTE [ Outlines ]
 
 To compare each operator of a call with those on a tape, a mode must see each, and that takes the host several times as
 long as to queue it. But a function calls torch's functions, which are fewer, and of which each says by what it is given
-which operators it runs: a product of matrices with a bias is one call, and four operators. So when a call has done what
-is on the tape, operator by operator, it is written down which of torch's functions it called, with what, and how many
-of the tape's operators ran in each. Calls after that are compared by these (``skimming.py``), and nobody looks at their
-operators. Backward has the tape run again, as ever.
+which operators it runs: a product of matrices with a bias is one call, and four operators. So beside a tape it is
+written down which of torch's functions were called, with what, and which of the tape's values each made
+(``outlining.py``). Calls after that are compared by these (``skimming.py``), and nobody looks at their operators.
+Backward has the tape run again, as ever.
 
 What a function of torch's does hangs on what it is given: numbers, and of tensors their type, layout and whether they
 need gradients; and on settings of the process. All of that is compared. An outline is of what is seen by this alone:
-where operators ran outside of such calls (an extension's own), where anything is written, cast by autocast, drawn
-twice in one call, or where a class of tensors of its own has its say, there is none, and operators are compared.
+where operators ran outside of such calls (an extension's own), where anything is written, drawn twice in one call, or
+transformed by ``torch.func``, where autocast or somebody's function mode is on, or a class of tensors of its own has
+its say, there is none, and operators are compared.
 
-A tensor that is written unseen, as by an extension, shows that by its version when it is next read.
+A tensor that is written unseen, as by an extension, shows that by its version, when it is next read, or handed in. What
+a view is of is seen by how the view lies, when it is read.
 """
 
 from __future__ import annotations

@@ -96,11 +96,12 @@ class Skimmed(Followed):
         following = iter(self._rest)
         with saved_tensors_hooks(self._packing(following.__next__), unpack), mode:
             output = function()
-        for value, tensor, version in mode.left():
-            # It is not to be written before backward, as in plain PyTorch.
-            tracker = tensor.detach()
-            tracker.data = self._passage.nothing(tensor.device)
-            self._trackers_of[value] = tracker, version
+        with below_modes():
+            for value, tensor, version in mode.left():
+                # It is not to be written before backward, as in plain PyTorch.
+                tracker = tensor.detach()
+                tracker.data = self._passage.nothing(tensor.device)
+                self._trackers_of[value] = tracker, version
         return output, mode.is_over and not mode.is_lost and not length_hint(following)
 
     def _packing(self, follow: Callable[[], Foreseen]) -> Callable[[torch.Tensor], Any]:
@@ -137,9 +138,11 @@ class Skimmed(Followed):
             if not mode.saves(tensor, spot):
                 return self._pack_another(tensor)
             if fate is _PRESERVED:
-                return self._pack_preserved(tensor, foreseen)
+                with below_modes():
+                    return self._pack_preserved(tensor, foreseen)
             if place in compared:
-                found = sums(tensor)
+                with below_modes():
+                    found = sums(tensor)
                 if found is not None:
                     self._sums[place] = found
             alive.add(place)
