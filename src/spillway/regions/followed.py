@@ -227,10 +227,12 @@ class Followed:
             lost.update(self._tape.handed - there)
         self._passage.was_recomputed = True
         self._passage.ledger.note_unused(self._tape.unused)
-        with torch._C._DisableTorchDispatch() if mode is not None else self._rerunning(), self._globals.in_force():
-            self._tape.play(self._tape.runs(wanted, lost), partial(self._base, part[0]), self._states, self._give)
-        self._passage.ledger.recomputed_bytes += storage_bytes(self._made)
-        self._made.clear()
+        try:
+            with torch._C._DisableTorchDispatch() if mode is not None else self._rerunning(), self._globals.in_force():
+                self._tape.play(self._tape.runs(wanted, lost), partial(self._base, part[0]), self._states, self._give)
+            self._passage.ledger.recomputed_bytes += storage_bytes(self._made)
+        finally:
+            self._made.clear()
 
     def _give(self, place: int, tensor: torch.Tensor) -> None:
         """This was computed again."""
