@@ -32,9 +32,9 @@ NOTE [ What the host needs ]
 A block that is left alone is queued in a fraction of the time that a region takes, of which each call is compared; so
 is one of which nothing is computed again, but for what it keeps and sends. What else is done is put in multiples of
 what an operator of a plain block takes: twice as much to keep a tensor, ten times to send one, 6.4 times to bring it
-back. On an H200's host that was 17, 103 and 69 us where an operator took 9 (a layer of transformers' Llama of width
-2048 under its trainer). What is computed again is queued operator by operator, and nothing else is. A checked step
-corrects all of it.
+back. On an H200's host that was 17, 103 and 69 us where a plain operator took about 9 (a layer of transformers' Llama
+of width 2048 under its trainer). What is computed again is queued operator by operator, and nothing else is. A checked
+step corrects all of it.
 
 Where the host may take longer for a region than the device, and less if nobody looks at it in forward, there are both
 options for the search. Where nobody looks, and some of it is handed in, its operators are looked at when it runs again

@@ -20,7 +20,7 @@ from spillway.records import Decision
 _PLAIN = 0.3
 """What the host needs for the forward of a block that is left alone, of what it needs for a region. Of Llama's block it
 was 0.2 where operators are looked at (Llama-8B's with 128 tokens, an H200's host: 0.65 and 3.7 ms), and is 0.4 where
-calls of torch's functions are (transformers' of width 2048, a CPU and an H100's host)."""
+calls of torch's functions are (transformers' of width 2048, a CPU; 0.3 on an H100's host)."""
 _PLAIN_OF_UNWATCHED = 0.5
 """The same of what it needs for one that nobody looks at (transformers' of width 2048, an H100's host: 0.8 and 1.5)."""
 

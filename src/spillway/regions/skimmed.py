@@ -21,6 +21,7 @@ from spillway.capture.keeping import Keeping
 from spillway.records import Decision
 from spillway.regions.call_handle import CallHandle
 from spillway.regions.followed import Followed, Rerunning
+from spillway.regions.outsiders import Outsiders
 from spillway.regions.proofs import sums
 from spillway.regions.skimming import Skimming
 from spillway.regions.steps import Fate, Foreseen
@@ -67,8 +68,7 @@ class Skimmed(Followed):
         self._keeping = Keeping(passage)
         self._rest = list(tape.foreseen)
         """What autograd is to save, while the function has saved nothing else."""
-        self._outsiders: dict[int, tuple[torch.Tensor, KeptHandle]] = {}
-        """Handles of what the function did not make, while it runs: it saves some of that several times."""
+        self._outsiders = Outsiders(passage, aliases=aliases)
         self._compared = tape.showing.compared if compares else frozenset[int]()
         self._sums: dict[int, torch.Tensor] = {}
         """Of what the function saved at some places."""
@@ -80,14 +80,12 @@ class Skimmed(Followed):
     def run(self, function: Callable[[], Any], tensors: Sequence[torch.Tensor]) -> tuple[Any, bool]:
         self._verdicts.send()
         self._verdicts.read()
+        output = None
         try:
             output, is_whole = super().run(function, tensors)
-        except BaseException:
-            self._keeping.end()
-            raise
         finally:
             self._outsiders.clear()
-        self._keeping.end(output)
+            self._keeping.end(output)
         return output, is_whole
 
     def _called(self, function: Callable[[], Any], tensors: Sequence[torch.Tensor]) -> tuple[Any, bool]:
@@ -134,7 +132,7 @@ class Skimmed(Followed):
             if fate is _PARAMETER:
                 return KeptHandle(tensor)
             if fate is _OUTSIDE:
-                return self._pack_outside(tensor)
+                return self._outsiders.pack(tensor)
             if not mode.saves(tensor, spot):
                 return self._pack_another(tensor)
             if fate is _PRESERVED:
@@ -161,18 +159,6 @@ class Skimmed(Followed):
         if is_shown and spot.value in self._tape.handed:
             given = handle if type(handle) is KeptHandle else self._passage.another(handle, tensor, decision)
             self._hand_in(spot.value, given, tensor, spot.view)
-        return handle
-
-    def _pack_outside(self, tensor: torch.Tensor) -> Handle:
-        """Something that the function did not make, and that is no parameter."""
-        known = self._outsiders.get(id(tensor))
-        if known is not None and known[0] is tensor and known[1].is_intact():
-            return known[1]
-        with below_modes(tensor):
-            handle = self._passage.alias(tensor) if self._aliases else KeptHandle(tensor)
-        if type(handle) is KeptHandle:
-            # What is fetched is asked for by each name of its own.
-            self._outsiders[id(tensor)] = tensor, handle
         return handle
 
     def _pack_another(self, tensor: torch.Tensor) -> Handle:

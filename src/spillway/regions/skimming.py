@@ -86,13 +86,13 @@ class Skimming(Progress, TorchFunctionMode):
         if line.draws >= 0:
             self._states[line.draws] = GeneratorState(line.device, default_generator(line.device).get_state())
         self._running, self.is_running, self._has_saved = line, True, False
+        has_ended = False
         try:
             output = func(*args, **kwargs) if kwargs else func(*args)
-        except BaseException:
-            # Some of its operators have run.
-            self.is_lost = True
-            raise
+            has_ended = True
         finally:
+            # Where it fails, some of its operators have run.
+            self.is_lost = self.is_lost or not has_ended
             self._running, self.is_running = None, False
         self._number = number + 1
         if line.gives:

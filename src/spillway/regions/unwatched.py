@@ -55,6 +55,7 @@ from spillway.regions.call_handle import CallHandle
 from spillway.regions.generators import drawing, states_of
 from spillway.regions.globals import Ambience
 from spillway.regions.inputs import hook_for
+from spillway.regions.outsiders import Outsiders
 from spillway.regions.packs import Enough
 from spillway.regions.proofs import sums
 from spillway.regions.refusing import Refusing
@@ -117,7 +118,6 @@ class Unwatched:
         self._inputs = inputs
         self._verdicts = verdicts
         self._label = label
-        self._aliases = aliases
         self._lose = lose
         self._buffers = [(buffer, _version_of(buffer)) for buffer in buffers]
         self._others: list[tuple[weakref.ref[torch.Tensor], int]] = []
@@ -131,8 +131,7 @@ class Unwatched:
         self._compared = tape.showing.compared if compares_all else tape.showing.last
         self._rest = list(tape.foreseen)
         """What autograd is to save, while the function runs and has saved nothing else."""
-        self._outside: dict[int, tuple[torch.Tensor, KeptHandle]] = {}
-        """Handles of what the function did not make, while it runs: it saves some of that several times."""
+        self._outsiders = Outsiders(passage, aliases=aliases)
         self._parameters: dict[int, int] = {}
         """Which ones the first run saved, by their places."""
         self._sums: dict[int, Shown] = {}
@@ -158,23 +157,19 @@ class Unwatched:
             self._tensors = [(pack(tensor), tensor.requires_grad, int(tensor.storage_offset())) for tensor in tensors]
             self._passage.flush()
         for tensor, (handle, _, _) in zip(tensors, self._tensors, strict=True):
-            if type(handle) is KeptHandle:
-                # It has not left, nor will.
-                self._outside[id(tensor)] = tensor, handle
+            # What has not left by now will not.
+            self._outsiders.know(tensor, handle)
         following = iter(self._rest)
-        self._is_running = True
+        self._is_running, output = True, None
         try:
             with saved_tensors_hooks(self._packing(following.__next__), unpack):
                 output = first()
-        except BaseException:
-            self._keeping.end()
-            raise
         finally:
             self._is_running, is_over = False, not length_hint(following)
-            self._outside.clear()
+            self._outsiders.clear()
             with below_modes():
                 self._passage.flush()
-        self._keeping.end(output)
+            self._keeping.end(output)
         after = [(buffer, version, _version_of(buffer)) for buffer, version in self._buffers]
         self._buffers = [(buffer, version) for buffer, version, now in after if now != version]
         self._others = [(weakref.ref(buffer), now) for buffer, version, now in after if now == version]
@@ -207,7 +202,7 @@ class Unwatched:
             if fate is _PARAMETER:
                 return self._pack_parameter(tensor, place)
             if fate is _OUTSIDE:
-                return self._pack_outside(tensor)
+                return self._outsiders.pack(tensor)
             if tensor.shape != spot.size or tensor.dtype is not spot.dtype or type(tensor) not in PLAIN:
                 return self._pack_another(tensor)
             if fate is _PRESERVED:
@@ -254,18 +249,6 @@ class Unwatched:
             return KeptHandle(tensor)
         with below_modes(tensor):
             return KeptHandle(tensor)
-
-    def _pack_outside(self, tensor: torch.Tensor) -> Handle:
-        """Something else that the function did not make."""
-        known = self._outside.get(id(tensor))
-        if known is not None and known[0] is tensor and known[1].is_intact():
-            return known[1]
-        with below_modes(tensor):
-            handle = self._passage.alias(tensor) if self._aliases else KeptHandle(tensor)
-        if type(handle) is KeptHandle:
-            # What is fetched is asked for by each name of its own.
-            self._outside[id(tensor)] = tensor, handle
-        return handle
 
     def _pack_another(self, tensor: torch.Tensor) -> Handle:
         """Something that is not on the tape, or comes after such."""
