@@ -1,10 +1,15 @@
-"""Bytes that a region did not make."""
+"""Bytes that a recomputed function reads and did not make.
+
+A replay must read what the first run read. So an alias of each such tensor is held until backward, without its history:
+backward goes through the graph of the first run. Where the replay reads another tensor (an attribute was replaced, a mask
+was made anew), the held one is handed in.
+"""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 
@@ -12,31 +17,29 @@ from spillway.errors import RecomputeError
 from spillway.regions.tensors import aliases_of, is_strided
 from spillway.runtime.bytes import Bytes
 
-_SMALL = 64
-
 
 class Outside:
-    """Bytes that the region did not make."""
+    """Bytes that the region did not make.
 
-    __slots__ = ("_storage", "before", "content", "has_gradient", "held", "is_input", "tensor", "version")
+    Args:
+        tensor: as the region reads it first.
+        is_input: whether it is made anew for each run: an input, or a cast.
+    """
 
-    def __init__(self, tensor: torch.Tensor, *, is_input: bool, holds: bool) -> None:
+    __slots__ = ("_storage", "before", "has_gradient", "held", "is_input", "tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor, *, is_input: bool) -> None:
         self.tensor: Callable[[], torch.Tensor | None] = weakref.ref(tensor)
         self.version = _version(tensor)
         self.is_input = is_input
-        """Whether it is made anew for each run: an input, or a cast."""
         self.has_gradient = tensor.requires_grad
-        storage = None if is_input or not is_strided(tensor) else tensor.untyped_storage()
-        self._storage: Callable[[], torch.UntypedStorage | None] = _none if storage is None else weakref.ref(storage)
-        self.held = tensor if holds and storage is not None and not self.has_gradient else None
-        """The tensor itself, if it might be made anew (from a list, from an array) and have another content then."""
-        self.content: list[Any] | None = None
-        """What a small constant of the host's holds, where nothing can stand for it."""
-        if not holds and not is_input and not self.has_gradient and is_strided(tensor):
-            with torch._C._DisableTorchDispatch():
-                self.tensor = _tracker(tensor)
-                if tensor.device.type == "cpu" and tensor.numel() <= _SMALL:
-                    self.content = tensor.tolist()
+        self._storage: Callable[[], torch.UntypedStorage | None] = _none
+        if not is_input and is_strided(tensor):
+            self._storage = weakref.ref(tensor.untyped_storage())
+        self.held: torch.Tensor | None = None
+        if not is_input:
+            self.held = aliases_of([tensor])[0] if self.has_gradient else tensor
+        """What is handed in where a replay reads another tensor."""
         self.before: torch.Tensor | None = None
         """All bytes of the storage before the region wrote any. See NOTE [ What is written outside ]."""
 
@@ -51,8 +54,21 @@ class Outside:
         """Whether it is known not to be this one."""
         storage = self._storage()
         if storage is not None:
-            return tensor.untyped_storage() is not storage
-        return self.before is None and self.content is not None and repr(self.content) != repr(_content(tensor))
+            return not is_strided(tensor) or tensor.untyped_storage() is not storage
+        return self.held is not None and self.tensor() is not tensor
+
+    def stands_for(self, tensor: torch.Tensor) -> bool:
+        """Whether what is held can be handed in where a replay reads this tensor."""
+        held = self.held
+        if held is None or held.dtype is not tensor.dtype or held.device != tensor.device:
+            return False
+        if not is_strided(held) or not is_strided(tensor):
+            return held.layout is tensor.layout and not (held.is_nested or tensor.is_nested) and held.shape == tensor.shape
+        return (held.shape, held.stride(), held.storage_offset()) == (
+            tensor.shape,
+            tensor.stride(),
+            tensor.storage_offset(),
+        )
 
     def storage(self) -> torch.UntypedStorage | None:
         """Its memory, if that is alive."""
@@ -67,7 +83,7 @@ class Outside:
 
     def changed(self) -> bool:
         """Whether it was written since the region first read it, by somebody else."""
-        tensor = self.tensor()
+        tensor = self.tensor() if self.held is None else self.held
         return tensor is not None and self.before is None and _version(tensor) != self.version
 
 
@@ -78,18 +94,6 @@ def refuse_written(tensor: torch.Tensor, version: int) -> NoReturn:
         f"{tensor._version}, expected {version}) after a recomputed region had read it, expected it unchanged until "
         f"backward; write a copy, or save or offload what the region computes from it"
     )
-
-
-def _tracker(tensor: torch.Tensor) -> Callable[[], torch.Tensor | None]:
-    """Gives a tensor without memory on the same counter of versions."""
-    tracker = aliases_of([tensor])[0]
-    tracker.data = torch.empty(0, device=tensor.device)
-    return lambda: tracker
-
-
-def _content(tensor: torch.Tensor) -> Any:
-    with torch._C._DisableTorchDispatch():
-        return tensor.tolist()
 
 
 def _none() -> None:

@@ -91,27 +91,35 @@ class Collected:
         self._last = max((place for place, pack in enumerate(packs.all) if pack.wanted), default=-1)
         self._place = 0
         self._tensors: list[torch.Tensor | None] = []
-        self._is_told = False
+        self.is_told = False
+        """Whether all was told: then the run has ended, or is about to end by an error of ours."""
+        self.is_full = False
+        """Whether the last tensor that is wanted is there, and has yet to be told of."""
         self._ledger = ledger
+        self.final: Callable[[torch.Tensor], torch.Tensor] | None = None
+        """What a tensor is told as, once the operator that saves it has been seen."""
 
     def start_anew(self) -> None:
         """The run starts anew, and is to go to its end."""
         self._place = 0
         self._tensors.clear()
-        self._stops_early = False
+        self._stops_early = self.is_full = False
 
     def add(self, tensor: torch.Tensor) -> None:
         """The run saves a tensor."""
         place, self._place = self._place, self._place + 1
-        if self._is_told or place >= len(self._packs):
+        if self.is_told or place >= len(self._packs):
             return
         pack = self._packs[place]
         if pack.wanted:
             self._tensors.append(tensor)
         elif pack.told:
             self._tensors.append(None)
-        if place == self._last and self._stops_early:
-            self._tell_all()
+        self.is_full = place == self._last and self._stops_early
+
+    def next_place(self) -> int | None:
+        """How many operators had run in the first run when it saved what comes next; ``None``: that is not wanted."""
+        return self._packs[self._place].place if self.wants() else None
 
     def wants(self) -> bool:
         """Whether the next one is wanted."""
@@ -122,12 +130,15 @@ class Collected:
         leaves = list(tensors_in(tree_leaves(output))) if self._output_leaves else []
         for index in self._output_leaves:
             self.add(leaves[index])
-        if not self._is_told:
-            self._tell_all()
+        if not self.is_told:
+            self.tell_all()
 
-    def _tell_all(self) -> None:
-        self._is_told = True
+    def tell_all(self) -> None:
+        """Tell all that is wanted, which ends the run."""
+        self.is_told = True
         tensors, self._tensors = self._tensors, []
+        if self.final is not None:
+            tensors = [None if tensor is None else self.final(tensor) for tensor in tensors]
         if self._ledger is not None:
             self._ledger.recomputed_bytes += storage_bytes(tensor for tensor in tensors if tensor is not None)
         # Of what was kept after all, torch counts that it came by; what comes after the last that is wanted is such.

@@ -61,6 +61,8 @@ class Proofs:
         self.script = Script()
         self.wrong: str | None = None
         """Why its regions are not pruned, if they must not be."""
+        self.numpy_draws = False
+        """Whether the function was seen to draw from NumPy's global generator."""
         self.ranks_agreed = False
         """Whether the ranks that share its inputs were seen to have the same ones."""
 

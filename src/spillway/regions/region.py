@@ -50,6 +50,7 @@ from spillway.regions.computed import ComputedHandle, Hooks, WatchedHandle
 from spillway.regions.observer import Observer
 from spillway.regions.packs import NOT_WANTED, Enough, Pack, Packs
 from spillway.regions.proofs import Proofs, fingerprint
+from spillway.regions.python_state import PythonState
 from spillway.regions.recording import Recording
 from spillway.regions.replay import Act
 from spillway.regions.rerun import Rerun
@@ -88,7 +89,9 @@ class Region:
         choices: what is kept and offloaded.
         passage: the pass that the region belongs to.
         proofs: which re-runs of the function were seen to be right.
+        state: the function's Python state, before the first run.
         root: the module that paths of submodules begin below, if there is one.
+        label: names the function in messages.
         surroundings: how it saves what it did not make.
         reentrant: see NOTE [ The reentrant mode ].
         stops_early: whether a re-run ends with the last tensor that is wanted.
@@ -106,8 +109,10 @@ class Region:
         choices: Choices,
         passage: Pass,
         proofs: Proofs,
+        state: PythonState,
         *,
         root: torch.nn.Module | None,
+        label: str,
         surroundings: Surroundings,
         reentrant: bool,
         stops_early: bool,
@@ -124,6 +129,7 @@ class Region:
         self._passage = passage
         self._surroundings = surroundings
         self._root = root
+        self._label = label
         self._reentrant = reentrant
         self._draws = draws
         self._drops_output = drops_output
@@ -137,7 +143,9 @@ class Region:
         """Handles for the re-run of what leaves already."""
         self._pending: list[tuple[Pack, ComputedHandle, torch.Tensor]] = []
         self._unknown: list[tuple[Pack, ComputedHandle, torch.Tensor]] = []
+        self._proofs = proofs
         self._script = proofs.script
+        self._state = state
         self._takes_prints = proofs.is_untried and not reentrant
         self.has_inner = False
         """Whether another region, a backward, or FSDP's own work was in its first run."""
@@ -359,6 +367,7 @@ class Region:
         """It is settled what runs again, and that gets what it needs handed in."""
         trace = self._trace
         self._rerun.gave(output)
+        self._note_state()
         with torch._C._DisableTorchDispatch():
             self._find_unknown()
         trace.settle()
@@ -381,6 +390,19 @@ class Region:
         self._rerun.acts = acts
         if self._key is not None and not self.has_inner:
             self._rerun.wants_tape(self._key, self._writes_at_once, self._choices.unused())
+
+    def _note_state(self) -> None:
+        """See NOTE [ Python state ]: calls of a function that changes some are not told apart by their tensors."""
+        if not self._state.changes:
+            return
+        self._key = None
+        self._proofs.numpy_draws |= self._state.numpy_draws
+        self._passage.ledger.note(
+            f"{self._label}: its forward changes Python state ({self._state.changed_names()}). Each recomputation starts "
+            f"from the state before the forward, and puts the later state back."
+        )
+        find = self._trace.values.find
+        self._state.release(lambda tensor: find(tensor) is not None)
 
     def _find_unknown(self) -> None:
         """Of what was saved before any operator had it: whether it comes from outside, or was made unseen."""

@@ -8,7 +8,8 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
-from spillway.capture.handles import KeptHandle, unpack
+from spillway.capture.handles import Handle, KeptHandle, unpack
+from spillway.capture.identity import is_parameter
 from spillway.errors import RecomputeError
 from spillway.regions.packs import Collected
 from spillway.regions.replay import Differs, Replay
@@ -27,6 +28,8 @@ class Collecting:
     def __init__(self, collected: Collected, replay: Replay | None) -> None:
         self._collected = collected
         self._replay = replay
+        if replay is not None:
+            collected.final = replay.as_in_first
 
     def hooks(self) -> AbstractContextManager[object]:
         """A context in which they are in force."""
@@ -34,17 +37,24 @@ class Collecting:
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _Absent:
         collected, replay = self._collected, self._replay
-        is_wanted = collected.wants()
+        place = collected.next_place()
+        if replay is not None and place is not None:
+            replay.check_place(place)
         if type(tensor) is not torch.Tensor:
             with _disable_current_modes():
                 tensor = tensor.detach()
                 collected.add(tensor)
-            return tensor
-        with torch._C._DisableTorchDispatch():
-            # A graph that holds its own output would never die.
-            tensor = tensor.detach()
-            collected.add(tensor if replay is None else replay.instead(tensor))
-        return tensor if is_wanted or replay is None else _Absent(replay)
+        else:
+            with torch._C._DisableTorchDispatch():
+                # A graph that holds its own output would never die.
+                tensor = tensor.detach()
+                collected.add(tensor)
+        if collected.is_full and not collected.is_told:
+            if replay is None:
+                collected.tell_all()
+            else:
+                replay.ends_by(collected.tell_all)
+        return tensor if place is not None or replay is None else _Absent(replay)
 
 
 class _Absent:
@@ -82,19 +92,51 @@ class Regraph:
         self._ledger = ledger
         self._counted: set[int] = set()
 
+    @property
+    def has_inner(self) -> bool:
+        """Whether another region is called in this run."""
+        return self._replay.has_inner
+
+    @has_inner.setter
+    def has_inner(self, value: bool) -> None:
+        self._replay.has_inner = value
+
     def hooks(self) -> AbstractContextManager[object]:
         """A context in which they are in force."""
         return saved_tensors_hooks(self._pack, unpack)
 
-    def _pack(self, tensor: torch.Tensor) -> KeptHandle:
+    def _pack(self, tensor: torch.Tensor) -> Handle:
         if type(tensor) is not torch.Tensor:
             return KeptHandle(tensor)
         with torch._C._DisableTorchDispatch():
             if self._replay.is_made_anew(tensor):
                 self._count(tensor)
-            return KeptHandle(self._replay.instead(tensor))
+            if self._replay.knows(tensor) or is_parameter(tensor):
+                return KeptHandle(self._replay.instead(tensor))
+            return _ReadHandle(tensor, self._replay)
 
     def _count(self, tensor: torch.Tensor) -> None:
         if is_strided(tensor) and tensor.untyped_storage()._cdata not in self._counted:
             self._counted.add(tensor.untyped_storage()._cdata)
             self._ledger.recomputed_bytes += tensor.untyped_storage().nbytes()
+
+
+class _ReadHandle(KeptHandle):
+    """Stands for a tensor that was saved before its operator was seen: only then it is known if another stands for it.
+
+    Args:
+        tensor: what autograd saved.
+        replay: the run.
+    """
+
+    __slots__ = ("_replay",)
+
+    def __init__(self, tensor: torch.Tensor, replay: Replay) -> None:
+        super().__init__(tensor)
+        self._replay = replay
+
+    def unpack(self) -> torch.Tensor:
+        tensor = super().unpack()
+        with torch._C._DisableTorchDispatch():
+            instead: torch.Tensor = self._replay.instead(tensor)
+            return instead

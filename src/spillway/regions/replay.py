@@ -24,8 +24,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
-from spillway.capture.identity import is_parameter
+from spillway.capture.identity import is_parameter, is_wrapper
 from spillway.errors import RecomputeError
 from spillway.regions.calls import Argument, Call, Form
 from spillway.regions.generators import GeneratorState, generator_of
@@ -33,7 +34,7 @@ from spillway.regions.labels import Unseen
 from spillway.regions.mode import OperatorMode
 from spillway.regions.outside import Outside
 from spillway.regions.schema import argument, facts_of
-from spillway.regions.tensors import alias_of, split, tensors_in
+from spillway.regions.tensors import alias_of, is_strided, split, tensors_in
 from spillway.regions.trace import Trace
 from spillway.regions.values import Values
 from spillway.runtime.bytes import over
@@ -126,8 +127,8 @@ class Replay(OperatorMode):
         self._inputs = inputs
         self._values = Values()
         self._scratch: dict[int, torch.UntypedStorage] = {}
-        self._held: dict[int, torch.UntypedStorage] = {}
-        """By value, what stands for something of the first run's that was made anew."""
+        self._held: dict[int, torch.Tensor] = {}
+        """By value, what the first run read from outside, where this run finds another tensor."""
         self._own: set[int] = set()
         """Targets that were made anew, and are written themselves."""
         self._generators: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
@@ -137,9 +138,13 @@ class Replay(OperatorMode):
                 for part, value in zip(tensors_in((tensor,)), values, strict=False):
                     self._values.name(part, value)
         self._place = 0
+        self.has_inner = False
+        """Whether another region is called in this run: in the reentrant mode, what that one reads is its own."""
         self.watched: list[weakref.ref[torch.UntypedStorage]] | None = None
         """What was handed out unwritten, if somebody wants to know."""
         self.differs: str | None = None
+        self._ending: Callable[[], None] | None = None
+        """What ends the run, at its next operator."""
         self.is_over = False
         """Whether the run has ended: what its graph was given is no more asked for by the function itself."""
 
@@ -156,6 +161,10 @@ class Replay(OperatorMode):
         if facts.casts and self._trace.is_cast(self._values, args) and not self._was_counted(func, args[0]):
             return func(*args, **kwargs)
         call = self._next(func, *split(args, kwargs))
+        if self._ending is not None:
+            end, self._ending = self._ending, None
+            with _disable_current_modes():
+                end()
         act = self._acts[self._place]
         self._place += 1
         if act is Act.RUN:
@@ -166,6 +175,32 @@ class Replay(OperatorMode):
                 output = _given(call) if act is Act.GIVE else self._unwritten(call, args, kwargs)
         self._name(call, output)
         return output
+
+    def check_place(self, place: int) -> None:
+        """The run saves something, which the first run saved after so many operators."""
+        if self.differs is None and place != self._place:
+            self.differs = f"it saves a tensor after {self._place} operators, and the first run did after {place}"
+            raise Differs(self.differs)
+
+    def ends_by(self, end: Callable[[], None]) -> None:
+        """All that is wanted is there: this ends the run, by an error.
+
+        Autograd saves the inputs of an operator before the mode sees it. So the run ends at the next operator, when that
+        was compared with the first run's.
+        """
+        self._ending = end
+
+    def as_in_first(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What the first run had where this run has a tensor: itself, or what is handed in instead."""
+        if type(tensor) is not torch.Tensor:
+            return tensor
+        with torch._C._DisableTorchDispatch():
+            instead: torch.Tensor = self.instead(tensor)
+            return instead
+
+    def knows(self, tensor: torch.Tensor) -> bool:
+        """Whether an operator has read or made it."""
+        return self._values.find(tensor) is not None
 
     def _was_counted(self, func: Any, tensor: torch.Tensor) -> bool:
         """Whether a cast of an input that is a leaf here was one of an alias in the first run (FSDP2 makes such)."""
@@ -204,6 +239,8 @@ class Replay(OperatorMode):
             if outside is None or known is not None:
                 return False
             self._values.name(tensor, value)
+            if self._trace.is_cast_of_another(value, tensor):
+                return False
             if outside.is_another(tensor) and not self._may_differ(value, outside, tensor):
                 return False
         return True
@@ -213,17 +250,18 @@ class Replay(OperatorMode):
         if value in self._trace.targets:
             self._own.add(value)
             return True
-        # In the reentrant mode nothing can stand for what is read: its graph is the one that counts.
-        if outside.has_gradient or self._trace.reentrant:
+        # In the reentrant mode backward goes through the graph of this run.
+        if self._trace.reentrant and (outside.has_gradient or self.has_inner):
             raise RecomputeError(
                 f"got a re-run that reads another tensor of shape {list(tensor.shape)} where the first run read one "
                 f"that is still there, or had another content, expected the same, or its gradient would be lost; give "
                 f"it to the region as an argument (torch.func.functional_call: inside the region, with the parameters "
                 f"as arguments)"
             )
-        if outside.held is None or not _same_form(outside.held, tensor):
+        if not outside.stands_for(tensor):
             return False
-        self._held[value] = outside.held.untyped_storage()
+        assert outside.held is not None
+        self._held[value] = outside.held
         return True
 
     def _run(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -251,6 +289,8 @@ class Replay(OperatorMode):
 
     def __exit__(self, *error: Any) -> None:
         self.is_over = True
+        # It holds what holds this.
+        self._ending = None
         for generator, state in self._generators.values():
             generator.set_state(state)
         super().__exit__(*error)  # type: ignore[no-untyped-call]
@@ -261,8 +301,13 @@ class Replay(OperatorMode):
             value = self._values.find(values)
             outside = None if value is None else self._trace.outside.get(value)
             if value in self._held and (outside is None or outside.before is None):
+                held = self._held[value]
+                if not is_strided(held):
+                    return held
                 offset = int(values.storage_offset())
-                return over(self._held[value], values.dtype, offset, values.shape, values.stride())
+                return over(held.untyped_storage(), values.dtype, offset, values.shape, values.stride())
+            if self._held and is_wrapper(values):
+                self._refuse_wrapper(values)
             if value is None or value in self._own or outside is None or outside.before is None:
                 return values
             if value not in self._scratch:
@@ -276,6 +321,14 @@ class Replay(OperatorMode):
         if isinstance(values, (list, tuple)):
             return type(values)(self.instead(value) for value in values)
         return values
+
+    def _refuse_wrapper(self, wrapper: torch.Tensor) -> None:
+        """Of a tensor that is made of several, no part can be exchanged."""
+        if any(self._values.find(part) in self._held for part in tensors_in((wrapper,))):
+            raise RecomputeError(
+                f"A recomputed function reads another {type(wrapper).__name__} than in its first run. Spillway cannot "
+                f"hand in the first one. Pass it to the function as an argument."
+            )
 
     def _unwritten(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         outputs = []
@@ -313,10 +366,6 @@ class Replay(OperatorMode):
 def _same(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
     # Not a number is not equal to itself.
     return a == b or repr(a) == repr(b)
-
-
-def _same_form(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.untyped_storage().nbytes() == b.untyped_storage().nbytes() and a.dtype is b.dtype
 
 
 def _given(call: Call) -> Any:

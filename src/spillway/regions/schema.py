@@ -124,7 +124,8 @@ def _read(operator: Any) -> Facts:
     tags = set(operator.tags)
     gives_one = returned == [None] and not is_view and str(schema.returns[0].type) == "Tensor"
     return Facts(
-        ignored=operator in SAC_IGNORED_OPS,
+        # An error in a question about a tensor (prim.layout) would end the process.
+        ignored=operator in SAC_IGNORED_OPS or schema.name.startswith("prim::"),
         is_label=schema.name.startswith("profiler::"),
         casts=operator is torch.ops.aten._to_copy.default,
         writes=tuple(writes),

@@ -4,8 +4,8 @@ NOTE [ What a trace holds ]
 
 Values (see ``values.py``) that no operator of the region made come from outside: parameters, the region's inputs, what
 the function closes over. A trace holds numbers and weak references, and few tensors: outputs that are to be kept or
-offloaded, until the region has ended; the content of outside bytes before the region wrote them; and what comes from
-outside, needs no grad, and might be made anew for a re-run (from a list, from an array), with another content.
+offloaded, until the region has ended; the content of outside bytes before the region wrote them; and aliases of what
+comes from outside, since a replay may find another tensor there (``outside.py``).
 
 NOTE [ What is written outside ]
 
@@ -111,7 +111,7 @@ class Trace:
             node = tensor.grad_fn
             if node is not None and not is_input:
                 is_input = self._comes_with(node, value)
-            outside = self.outside[value] = Outside(tensor, is_input=is_input, holds=not self.reentrant)
+            outside = self.outside[value] = Outside(tensor, is_input=is_input)
             if outside.is_input or outside.has_gradient:
                 self.depends.add(value)
         return value
@@ -121,13 +121,20 @@ class Trace:
         if node._sequence_nr() >= self._first_node:
             self.values.opaque = f"a tensor of {node.name()} that no operator was seen to make"
             return True
-        if node.name() != "ToCopyBackward0":
-            return False
         # Autocast may have made it in another region.
-        leaf = leaf_of(node)
-        if leaf is not None:
-            self._sources[value] = weakref.ref(leaf.untyped_storage())
+        leaf = leaf_of(node) if node.name() == "ToCopyBackward0" else None
+        if leaf is None:
+            return False
+        self._sources[value] = weakref.ref(leaf.untyped_storage())
         return True
+
+    def is_cast_of_another(self, value: int, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is the cast of another leaf than this value was."""
+        source, node = self._sources.get(value), tensor.grad_fn
+        if source is None or node is None or node.name() != "ToCopyBackward0":
+            return False
+        leaf = leaf_of(node)
+        return leaf is not None and leaf.untyped_storage() is not source()
 
     def is_cast(self, values: Values, args: tuple[Any, ...]) -> bool:
         """Whether autocast may cast this now, and not another time. See NOTE [ Autocast's casts ]."""

@@ -1,0 +1,414 @@
+"""The Python state that a recomputed function reads and changes: attributes, containers, closures, random generators.
+
+NOTE [ Python state ]
+
+A recomputed function runs more often than in plain training. Its Python state must not show that. So
+:class:`PythonState` takes a shallow copy before the first run. Each replay starts from that copy. After the replay,
+the state from before the replay is put back.
+
+The copy has, of every module that the function is, belongs to or closes over (with all submodules):
+
+* attributes and buffers, by identity. Parameters, submodules and hooks are left out: FSDP changes them in hooks;
+* the content of lists, dictionaries, sets and deques, and attributes of plain objects, some levels deep;
+
+and the function's closure cells, the globals that its code names, and the states of the generators of ``random`` and
+NumPy. Objects of torch's own classes are never opened: they hold the state of hooks, streams and process groups.
+
+Other state (iterators, files, objects with slots) is not seen. There the checks of the replay decide: equal values, or
+a :class:`~spillway.errors.RecomputeError`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import operator
+import pickle
+import random
+import sys
+import types
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.nn import Module
+
+_DEPTH = 3
+"""How many containers and objects deep state is copied."""
+_MOST_ITEMS = 4096
+"""Items of a container that is copied."""
+_WORDS = 625 * 4
+"""Bytes of the state of a Mersenne Twister: 624 words, and a position."""
+
+_INTERNAL = frozenset((*vars(Module()), "_compiled_call_impl", "forward", "__compiled_call_impl")) - {"training"}
+"""Attributes of modules that are torch's own business."""
+
+_SIMPLE = frozenset((int, float, bool, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range))
+_OPAQUE_ROOTS = frozenset(("torch", "spillway", "builtins", "_thread", "threading", "weakref", "logging", "functools"))
+_DICTS = (dict, OrderedDict, defaultdict)
+_MISSING: Any = object()
+_ANY: Any = object()
+"""In a copy: the value of an attribute that is left as it is."""
+
+
+class _Kinds(dict[type, str]):
+    """What is done with a value, by its class."""
+
+    def __missing__(self, kind: type) -> str:
+        self[kind] = found = _kind_of(kind)
+        return found
+
+
+def _kind_of(kind: type) -> str:
+    if kind in _SIMPLE or issubclass(kind, (torch.Tensor, type, types.ModuleType)):
+        return "simple"
+    if issubclass(kind, Module):
+        return "module"
+    if kind in _DICTS:
+        return "dict"
+    if kind is list or kind is deque:
+        return "list"
+    if kind is set:
+        return "set"
+    if kind is tuple:
+        return "tuple"
+    if issubclass(kind, random.Random) or kind.__module__.partition(".")[0] == "numpy":
+        return "generator"
+    if kind is types.FunctionType:
+        return "function"
+    if kind is types.MethodType or kind is functools.partial:
+        return "bound"
+    root = kind.__module__.partition(".")[0]
+    return "simple" if root in _OPAQUE_ROOTS or not kind.__dictoffset__ else "object"
+
+
+_kinds = _Kinds()
+
+
+class PythonState:
+    """A copy of a function's Python state, taken now. See NOTE [ Python state ].
+
+    Args:
+        function: the function, method or module.
+        numpy_draws: whether the function was seen to draw from NumPy's global generator. To copy all of its state takes
+            40 us, so that otherwise its words alone are copied, without the second number of a pair of normal ones.
+    """
+
+    __slots__ = ("_attributes", "_cells", "_dicts", "_generators", "_lists", "_names", "_seen", "_sets")
+
+    def __init__(self, function: Any, *, numpy_draws: bool = False) -> None:
+        self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        """Modules' attributes, each with its copy."""
+        self._dicts: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
+        self._lists: list[tuple[Any, list[Any]]] = []
+        self._sets: list[tuple[set[Any], set[Any]]] = []
+        self._cells: list[tuple[Any, Any]] = []
+        self._names: list[tuple[dict[str, Any], str, Any]] = []
+        """Globals: the dictionary, the name, and the value."""
+        self._generators: list[tuple[Callable[[Any], object], Callable[[], Any], Any]] = []
+        """Random generators: how to set the state, how to get it, and the state."""
+        self._seen: set[int] | None = set()
+        self._add_generator(random.setstate, random.getstate)
+        numpy = sys.modules.get("numpy.random")
+        if numpy is not None:
+            self._add_generator(*(_whole(numpy) if numpy_draws else _raw(numpy)))
+        owner = getattr(function, "__self__", None)
+        self._add(owner if isinstance(owner, Module) else function, 0)
+        self._seen = None
+
+    @property
+    def numpy_draws(self) -> bool:
+        """Whether NumPy's global generator was drawn from since."""
+        return len(self._generators) > 1 and "numpy.random" in sys.modules and self._generators[1][1]() != self._generators[1][2]
+
+    @property
+    def changes(self) -> bool:
+        """Whether the state is another one now."""
+        return next(self._changed(), None) is not None
+
+    def changed_names(self) -> str:
+        """Names of attributes, globals and generators that are not what they were, for messages."""
+        names = dict.fromkeys(self._changed())
+        shown = list(names)[:4]
+        return ", ".join(shown) + (" and more" if len(names) > len(shown) else "")
+
+    @contextmanager
+    def in_force(self) -> Iterator[None]:
+        """A context that begins with the copied state, and ends with the state from before the context."""
+        before = self._again()
+        self._restore()
+        try:
+            yield
+        finally:
+            before._restore()
+
+    def histories(self) -> list[str]:
+        """Names of attributes that had a tensor which the function read, and now have one that needs gradients."""
+        return [
+            name
+            for place, copy in (*self._attributes, *self._dicts)
+            for name in _names_of_changes(place, copy, _INTERNAL)
+            if isinstance(copy.get(name), torch.Tensor) and getattr(place.get(name), "requires_grad", False)
+        ]
+
+    def release(self, is_read: Callable[[torch.Tensor], bool]) -> None:
+        """Hold no longer what was replaced in the first run and never read: a tensor of an earlier step, say."""
+        for place, copy in (*self._attributes, *self._dicts):
+            for name, value in copy.items():
+                if isinstance(value, torch.Tensor) and place.get(name, _MISSING) is not value and not is_read(value):
+                    copy[name] = _ANY
+
+    def _again(self) -> PythonState:
+        """A copy of the same places, taken now."""
+        other = PythonState.__new__(PythonState)
+        other._attributes = [(place, place.copy()) for place, _ in self._attributes]
+        other._dicts = [(place, place.copy()) for place, _ in self._dicts]
+        other._lists = [(place, list(place)) for place, _ in self._lists]
+        other._sets = [(place, place.copy()) for place, _ in self._sets]
+        other._cells = [(cell, _content(cell)) for cell, _ in self._cells]
+        other._names = [(place, name, place.get(name, _MISSING)) for place, name, _ in self._names]
+        other._generators = [(put, get, get()) for put, get, _ in self._generators]
+        other._seen = None
+        return other
+
+    # What is copied.
+
+    def _add(self, value: Any, depth: int) -> None:
+        kind = _kinds[type(value)]
+        if kind == "simple" or self._knows(value):
+            return
+        if kind == "module":
+            self._add_module(value)
+        elif depth > _DEPTH:
+            return
+        elif kind == "function":
+            self._add_function(value, depth)
+        elif kind == "bound":
+            inner = (value.__self__, value.__func__) if isinstance(value, types.MethodType) else _parts_of(value)
+            for each in inner:
+                self._add(each, depth + 1)
+        elif kind == "generator":
+            self._add_random(value)
+        elif kind == "object":
+            self._add_dict(value.__dict__, depth)
+        else:
+            self._add_container(value, kind, depth)
+
+    def _add_module(self, module: Module) -> None:
+        stack, seen = [module], self._seen
+        assert seen is not None
+        while stack:
+            each = stack.pop()
+            self._add_names(getattr(type(each), "forward", None))
+            attributes = each.__dict__
+            self._attributes.append((attributes, attributes.copy()))
+            buffers = attributes["_buffers"]
+            if buffers:
+                self._dicts.append((buffers, buffers.copy()))
+            for name, value in attributes.items():
+                if name not in _INTERNAL and _kinds[type(value)] != "simple":
+                    self._add(value, 1)
+            for child in attributes["_modules"].values():
+                if child is not None and id(child) not in seen:
+                    seen.add(id(child))
+                    stack.append(child)
+
+    def _add_function(self, function: types.FunctionType, depth: int) -> None:
+        for cell in function.__closure__ or ():
+            content = _content(cell)
+            self._cells.append((cell, content))
+            self._add(content, depth + 1)
+        for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+            self._add(value, depth + 1)
+        self._add_names(function)
+        wrapped = function.__dict__.get("__wrapped__", function.__dict__.get("_torchdynamo_orig_callable"))
+        if wrapped is not None:
+            self._add(wrapped, depth + 1)
+
+    def _add_names(self, function: Any) -> None:
+        """What a function reads and writes by names of globals. Functions and classes among them are not opened."""
+        code, names = getattr(function, "__code__", None), getattr(function, "__globals__", None)
+        if code is None or names is None or id(code) in (seen := self._seen or set()):
+            return
+        seen.add(id(code))
+        for name in _names_of_state(code, _Globals(names)):
+            value = names.get(name, _MISSING)
+            self._names.append((names, name, value))
+            self._add(value, 1)
+
+    def _add_container(self, value: Any, kind: str, depth: int) -> None:
+        if len(value) > _MOST_ITEMS:
+            return
+        if kind == "dict":
+            self._add_dict(value, depth)
+            return
+        if kind == "set":
+            self._sets.append((value, value.copy()))
+            return
+        if kind == "list":
+            self._lists.append((value, list(value)))
+        for each in value:
+            if _kinds[type(each)] != "simple":
+                self._add(each, depth + 1)
+
+    def _add_dict(self, value: dict[Any, Any], depth: int) -> None:
+        self._dicts.append((value, value.copy()))
+        for each in value.values():
+            if _kinds[type(each)] != "simple":
+                self._add(each, depth + 1)
+
+    def _add_random(self, value: Any) -> None:
+        if isinstance(value, random.Random):
+            self._add_generator(value.setstate, value.getstate)
+            return
+        bits = getattr(value, "bit_generator", getattr(value, "_bit_generator", None))
+        if bits is not None:
+            # A dictionary of numbers and arrays: its bytes can be compared.
+            self._add_generator(lambda state: setattr(bits, "state", pickle.loads(state)), lambda: pickle.dumps(bits.state))
+
+    def _add_generator(self, put: Callable[[Any], object], get: Callable[[], Any]) -> None:
+        self._generators.append((put, get, get()))
+
+    def _knows(self, value: Any) -> bool:
+        assert self._seen is not None
+        if id(value) in self._seen:
+            return True
+        self._seen.add(id(value))
+        return False
+
+    # What is compared, and put back.
+
+    def _changed(self) -> Iterator[str]:
+        for place, copy in self._attributes:
+            if not _are_the_same(place, copy):
+                yield from _names_of_changes(place, copy, _INTERNAL)
+        for place, copy in self._dicts:
+            if not _are_the_same(place, copy):
+                yield from _names_of_changes(place, copy, frozenset())
+        for items, kept in self._lists:
+            if len(items) != len(kept) or any(a is not b for a, b in zip(items, kept, strict=True)):
+                yield f"a {type(items).__name__}"
+        for members, kept_members in self._sets:
+            if members != kept_members:
+                yield "a set"
+        for cell, content in self._cells:
+            if _content(cell) is not content:
+                yield "a variable of an enclosing function"
+        for names, name, value in self._names:
+            if names.get(name, _MISSING) is not value:
+                yield name
+        for _, get, state in self._generators:
+            if get() != state:
+                yield "the state of a Python or NumPy random generator"
+
+    def _restore(self) -> None:
+        for place, copy in self._attributes:
+            if not _are_the_same(place, copy):
+                _put_back(place, copy, _INTERNAL)
+        for place, copy in self._dicts:
+            if not _are_the_same(place, copy):
+                _put_back(place, copy, frozenset())
+        for items, kept in self._lists:
+            if len(items) != len(kept) or any(a is not b for a, b in zip(items, kept, strict=True)):
+                items.clear()
+                items.extend(kept)
+        for members, kept_members in self._sets:
+            if members != kept_members:
+                members.clear()
+                members.update(kept_members)
+        for cell, content in self._cells:
+            if content is _MISSING:
+                if _content(cell) is not _MISSING:
+                    del cell.cell_contents
+            elif _content(cell) is not content:
+                cell.cell_contents = content
+        for names, name, value in self._names:
+            if value is _MISSING:
+                names.pop(name, None)
+            else:
+                names[name] = value
+        for put, get, state in self._generators:
+            if get() != state:
+                put(state)
+
+
+def _are_the_same(place: dict[Any, Any], copy: dict[Any, Any]) -> bool:
+    # By identity: tensors and arrays have no truth value when they are compared.
+    return len(place) == len(copy) and all(map(operator.is_, place.values(), copy.values()))
+
+
+
+def _names_of_changes(place: dict[Any, Any], copy: dict[Any, Any], ignored: frozenset[str]) -> Iterator[str]:
+    for name in dict.fromkeys((*copy, *place)):
+        value = copy.get(name, _MISSING)
+        if name not in ignored and value is not _ANY and place.get(name, _MISSING) is not value:
+            yield str(name)
+
+
+def _put_back(place: dict[Any, Any], copy: dict[Any, Any], ignored: frozenset[str]) -> None:
+    for name in [name for name in place if name not in copy and name not in ignored]:
+        del place[name]
+    for name, value in copy.items():
+        if name not in ignored and value is not _ANY and place.get(name, _MISSING) is not value:
+            place[name] = value
+
+
+def _parts_of(partial: functools.partial[Any]) -> tuple[Any, ...]:
+    return (partial.func, *partial.args, *partial.keywords.values())
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return _MISSING
+
+
+class _Globals:
+    """A function's globals, known by the dictionary."""
+
+    __slots__ = ("names",)
+
+    def __init__(self, names: dict[str, Any]) -> None:
+        self.names = names
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Globals) and self.names is other.names
+
+    def __hash__(self) -> int:
+        return id(self.names)
+
+
+@functools.lru_cache(maxsize=1024)
+def _names_of_state(code: types.CodeType, module: _Globals) -> tuple[str, ...]:
+    """Names of globals in a function's code that are no functions, classes or modules."""
+    found = []
+    for name in _names_in(code):
+        value = module.names.get(name, _MISSING)
+        if value is not _MISSING and not (callable(value) and not isinstance(value, Module)):
+            if not isinstance(value, types.ModuleType):
+                found.append(name)
+    return tuple(found)
+
+
+@functools.lru_cache(maxsize=1024)
+def _names_in(code: types.CodeType) -> tuple[str, ...]:
+    """Names in a function's code, and in the functions inside."""
+    inner = (name for each in code.co_consts if isinstance(each, types.CodeType) for name in _names_in(each))
+    return tuple(dict.fromkeys((*code.co_names, *inner)))
+
+
+def _whole(numpy: types.ModuleType) -> tuple[Callable[[Any], object], Callable[[], Any]]:
+    """How to set, and to get, all of the state of NumPy's global generator."""
+    return lambda state: numpy.set_state(pickle.loads(state)), lambda: pickle.dumps(numpy.get_state(legacy=False))
+
+
+def _raw(numpy: types.ModuleType) -> tuple[Callable[[Any], object], Callable[[], Any]]:
+    """The same of its words alone, which lie at an address that NumPy tells for this purpose."""
+    bits = numpy.get_bit_generator()
+    if type(bits).__name__ != "MT19937":
+        return _whole(numpy)
+    address = bits.ctypes.state_address
+    return lambda words: ctypes.memmove(address, words, _WORDS), lambda: ctypes.string_at(address, _WORDS)
