@@ -405,7 +405,7 @@ def _by_tape(
         return None
     inputs, aliases = how.choices.inputs, around is Surroundings.PASS
     said = getattr(function, "watches", None)
-    if tape.showing.is_all and not (how.watch if said is None else said):
+    if tape.is_closed and tape.showing.is_all and not (how.watch if said is None else said):
         lose = functools.partial(script.lose, key)
         label = _label(function)
         return Unwatched(

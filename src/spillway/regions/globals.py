@@ -19,7 +19,10 @@ from torch.utils._device import DeviceContext
 if TYPE_CHECKING:
     from typing import Self
 
-_PRECISIONS = (("generic", "all"), ("cuda", "matmul"), ("cuda", "conv"), ("cuda", "rnn"), ("mkldnn", "matmul"))
+_PRECISIONS = (
+    *(("generic", "all"), ("cuda", "all"), ("cuda", "matmul"), ("cuda", "conv"), ("cuda", "rnn")),
+    *(("mkldnn", "all"), ("mkldnn", "matmul"), ("mkldnn", "conv"), ("mkldnn", "rnn")),
+)
 
 
 class _Settings(tuple[Any, ...]):
@@ -63,7 +66,10 @@ class Numerics(_Settings):
         torch._C._get_cudnn_enabled,
         torch._C._get_cudnn_benchmark,
         torch._C._get_cudnn_deterministic,
-        torch._C._get_deterministic_algorithms,
+        torch._C._get_mkldnn_deterministic,
+        torch._C._get_nnpack_enabled,
+        lambda: (torch._C._get_deterministic_algorithms(), torch._C._get_deterministic_algorithms_warn_only()),
+        torch._C._get_cublas_allow_fp16_accumulation,
         torch._C._get_cublas_allow_fp16_reduced_precision_reduction,
         torch._C._get_cublas_allow_bf16_reduced_precision_reduction,
         *(partial(torch._C._get_fp32_precision_getter, *place) for place in _PRECISIONS),
@@ -73,7 +79,10 @@ class Numerics(_Settings):
         torch._C._set_cudnn_enabled,
         torch._C._set_cudnn_benchmark,
         torch._C._set_cudnn_deterministic,
-        torch._C._set_deterministic_algorithms,
+        torch._C._set_mkldnn_deterministic,
+        torch._C._set_nnpack_enabled,
+        lambda said: torch._C._set_deterministic_algorithms(said[0], warn_only=said[1]),
+        torch._C._set_cublas_allow_fp16_accumulation,
         lambda allowed: torch._C._set_cublas_allow_fp16_reduced_precision_reduction(*_listed(allowed)),
         lambda allowed: torch._C._set_cublas_allow_bf16_reduced_precision_reduction(*_listed(allowed)),
         *(partial(torch._C._set_fp32_precision_setter, *place) for place in _PRECISIONS),

@@ -40,6 +40,7 @@ from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
+from spillway.capture.dynamo import has_compiled
 from spillway.capture.handles import Handle, KeptHandle, unpack
 from spillway.capture.hooks import Pass, in_backward
 from spillway.capture.identity import is_parameter
@@ -47,6 +48,7 @@ from spillway.operators import Choices
 from spillway.records import Decision
 from spillway.regions.calls import Call
 from spillway.regions.computed import ComputedHandle, Hooks, WatchedHandle
+from spillway.regions.kernel_choice import KernelChoice
 from spillway.regions.observer import Observer
 from spillway.regions.packs import NOT_WANTED, Enough, Pack, Packs
 from spillway.regions.proofs import Proofs, fingerprint
@@ -55,7 +57,7 @@ from spillway.regions.recording import Recording
 from spillway.regions.replay import Act
 from spillway.regions.rerun import Rerun
 from spillway.regions.script import TapeKey
-from spillway.regions.tensors import aliases_of, below_modes, may_be_seed, tensors_in
+from spillway.regions.tensors import aliases_of, below_modes, is_strided, may_be_seed, tensors_in
 from spillway.regions.trace import Trace
 
 _next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
@@ -189,18 +191,21 @@ class Region:
             # What saves may change its mind about a call that has ended.
             script=() if self._choices.saved_by else self._script.calls,
         )
-        self._root = None
+        choice = None if has_compiled() else KernelChoice()
+        choosing = nullcontext() if choice is None else choice
         if self._reentrant:
-            with recording:
+            with recording, choosing:
                 output = first()
+            self._chose(choice)
             self._end(output)
             return output
         self._torch = _top_saved_tensors_default_hooks(True)
         try:
             watching = nullcontext() if self._observer is None else self._observer.watching(self._trace)
             pack = self._pack if self._observer is None else self._pack_watched
-            with saved_tensors_hooks(pack, unpack), recording, watching:
+            with saved_tensors_hooks(pack, unpack), recording, watching, choosing:
                 output = first()
+            self._chose(choice)
             self.has_inner |= recording.hides
             if self._drops_output:
                 self._save_outputs(output)
@@ -212,6 +217,12 @@ class Region:
             self._handles.clear()
             self._early.clear()
         return output
+
+    def _chose(self, choice: KernelChoice | None) -> None:
+        """See NOTE [ Kernels under a mode ]. No tape has what was run with modes off."""
+        if choice is not None and choice.results:
+            self._trace.chosen = choice.results
+            self._key = None
 
     # Hooks of the first run.
 
@@ -366,6 +377,8 @@ class Region:
     def _end(self, output: Any) -> None:
         """It is settled what runs again, and that gets what it needs handed in."""
         trace = self._trace
+        buffers = {id(buffer.untyped_storage()) for buffer in self._script.buffers(self._root) if is_strided(buffer)}
+        self._root = None
         self._rerun.gave(output)
         self._note_state()
         with torch._C._DisableTorchDispatch():
@@ -389,7 +402,18 @@ class Region:
             self._passage.flush()
         self._rerun.acts = acts
         if self._key is not None and not self.has_inner:
-            self._rerun.wants_tape(self._key, self._writes_at_once, self._choices.unused())
+            self._rerun.wants_tape(
+                self._key, self._writes_at_once, self._choices.unused(), is_closed=self._is_closed(buffers)
+            )
+
+    def _is_closed(self, buffers: set[int]) -> bool:
+        """See :attr:`~spillway.regions.tape.Tape.is_closed`."""
+        for outside in self._trace.outside.values():
+            tensor, storage = outside.tensor(), outside.storage()
+            is_known = tensor is not None and is_parameter(tensor)
+            if not (outside.is_input or is_known or (storage is not None and id(storage) in buffers)):
+                return False
+        return True
 
     def _note_state(self) -> None:
         """See NOTE [ Python state ]: calls of a function that changes some are not told apart by their tensors."""

@@ -23,7 +23,8 @@ from spillway.errors import RecomputeError
 from spillway.operators import Choices
 from spillway.records import Decision
 from spillway.regions.generators import generators_now
-from spillway.regions.globals import Globals
+from spillway.regions.globals import Globals, Numerics
+from spillway.regions.kernel_choice import choosing
 from spillway.regions.outside import refuse_written
 from spillway.regions.packs import Collected, Enough, Packs
 from spillway.regions.proofs import Proofs, same_sums, sums
@@ -76,16 +77,17 @@ class Rerun:
         self._passage = passage
         self._trial = Trial(function, trace, packs, proofs, passage)
         self._inner_backward = False
-        self._globals = Globals.now()
+        self._settings = Globals.now(), Numerics.now()
         self.wanted: list[tuple[int, int]] = []
         """What is to be computed again, and how many operators must have run for it."""
         self.acts: list[Act] = []
         """What is done with each operator of the trace."""
         self._given: list[torch.Tensor | None] = []
 
-    def wants_tape(self, key: TapeKey, at_once: bool | None, unused: Sequence[object]) -> None:
+    def wants_tape(self, key: TapeKey, at_once: bool | None, unused: Sequence[object], *, is_closed: bool) -> None:
         """Of calls that are told apart in this way, a tape may be written. These selectors decided nothing."""
         self._trial.key, self._trial.writes_at_once, self._trial.unused = key, at_once, tuple(unused)
+        self._trial.is_closed = is_closed
 
     def gave(self, output: Any) -> None:
         """The first run has returned."""
@@ -97,7 +99,7 @@ class Rerun:
         self._passage.was_recomputed = True
         # What is written again is a copy, but autograd counts on the tensor itself.
         kept = _unsafe_preserve_version_counter(self._trace.written_outside())
-        with rerunning(depth), self._globals.in_force(), kept:
+        with rerunning(depth), self._settings[0].in_force(), self._settings[1].in_force(), kept:
             return self._regraph(tensors) if self._trace.reentrant else self._collect(tensors)
 
     def _regraph(self, tensors: Sequence[torch.Tensor]) -> Any:
@@ -145,7 +147,7 @@ class Rerun:
         replay.watched = []
         output, is_enough = None, False
         try:
-            with graph.hooks(), replay:
+            with graph.hooks(), replay, choosing(self._trace):
                 output = self._function(*tensors)
         except Enough:
             is_enough = True
@@ -174,7 +176,7 @@ class Rerun:
             collected.start_anew()
         trace = Trace()
         trace.take_inputs(tensors)
-        with Recording(trace, Choices(), None, root=None, draws=False):
+        with Recording(trace, Choices(), None, root=None, draws=False), choosing(self._trace):
             output = self._unseen(tensors, collected)
         is_same = same_sums(self._given, sums_of(output))
         if collected is not None:

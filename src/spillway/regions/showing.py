@@ -17,23 +17,20 @@ from spillway.regions.steps import Saved, Spot, Step, spots_in
 from spillway.regions.tensors import is_dense
 
 _RECOMPUTE = Decision.RECOMPUTE
-_BLIND = frozenset(
+_SHOW = frozenset(
     (
-        *("sign", "sgn", "signbit", "round", "floor", "ceil", "trunc", "gt", "ge", "lt", "le", "eq", "ne", "isnan"),
-        *("isinf", "isfinite", "argmax", "argmin", "argsort", "heaviside", "bucketize", "searchsorted", "logical_and"),
-        *("logical_or", "logical_not", "logical_xor", "any", "all", "count_nonzero", "nonzero"),
-        *("relu", "relu6", "hardtanh", "hardsigmoid", "hardswish", "hardshrink", "softshrink", "threshold", "clamp"),
-        *("clamp_min", "clamp_max", "minimum", "maximum", "fmin", "fmax", "min", "max", "amin", "amax", "where"),
-        *("masked_fill", "masked_select", "cummax", "cummin", "kthvalue", "median", "mode", "max_pool2d_with_indices"),
-        *("gather", "index_select", "index", "embedding", "take", "sort", "remainder", "fmod"),
+        *("mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "linear", "matmul", "convolution", "addbmm", "embedding_dense"),
+        *("add", "sub", "rsub", "mul", "div", "neg", "exp", "expm1", "log", "log1p", "sigmoid", "log_sigmoid_forward"),
+        *("tanh", "silu", "gelu", "softplus", "erf", "sqrt", "rsqrt", "reciprocal", "sinh", "asinh", "atan"),
+        *("_to_copy", "clone", "cat", "stack", "native_dropout", "addcmul", "addcdiv", "copy"),
     )
 )
-"""Operators that give the same for much that differs."""
+"""Operators whose output differs if an operand does, but for rounding. Even functions, comparisons, norms and whatever
+else may hide a sign, a scale or an order are none of them."""
 
 
-def _is_blind(step: Step) -> bool:
-    name = step.func._schema.name.removeprefix("aten::")
-    return name in _BLIND or name.endswith("_like") or name.startswith("new_")
+def _operands(step: Step) -> list[int]:
+    return [spot.value for spot in spots_in(step.args)]
 
 
 def _is_state(step: Step, spot: Spot) -> bool:
@@ -119,6 +116,32 @@ class Showing:
         return {spot.value: step for step in steps for _, spot in step.makes}
 
     @cached_property
+    def _sources(self) -> Mapping[int, frozenset[int]]:
+        """Of values that are computed again, those of them that they hang on, and themselves."""
+        sources: dict[int, frozenset[int]] = {}
+        for place, step in enumerate(self._steps):
+            if place in self._again:
+                found = frozenset[int]().union(*(sources.get(value, frozenset()) for value in _operands(step)))
+                for made in step.made:
+                    sources[made] = found | {made}
+        return sources
+
+    def _shows(self, step: Step) -> bool:
+        """Whether what a step makes differs if any operand of it does.
+
+        Not so where two operands hang on the same value: ``h * h``, or ``h.exp() + (-h).exp()``, hide a sign.
+        """
+        if step.func._schema.name.removeprefix("aten::") not in _SHOW:
+            return False
+        seen: set[int] = set()
+        for value in _operands(step):
+            sources = self._sources.get(value, frozenset((value,)))
+            if not seen.isdisjoint(sources):
+                return False
+            seen |= sources
+        return True
+
+    @cached_property
     def compared(self) -> frozenset[int]:
         """Places of what is computed again and must have the same bits."""
         found = set()
@@ -138,14 +161,14 @@ class Showing:
         last = set()
         seen: dict[int, set[Spot]] = {}
         """Of values, what of them is compared, or goes into what is."""
-        beside, passed = set[int](), set[int]()
+        passed = set[int]()
 
         def is_shown(value: int) -> bool:
             return value in seen and (value not in made or _covers(seen[value], made[value]))
 
         for place in sorted(self.compared, reverse=True):
             spot = self._saved[place].spot
-            if spot is None or spot.value in beside or is_shown(spot.value):
+            if spot is None or is_shown(spot.value):
                 continue
             last.add(place)
             seen.setdefault(spot.value, set()).add(spot)
@@ -156,12 +179,9 @@ class Showing:
                 if step is None or value in passed or not is_shown(value):
                     continue
                 # What goes into a value by a write in place is not followed.
-                if value in written or _is_blind(step):
+                if value in written or not self._shows(step):
                     continue
                 passed.add(value)
-                if "attention" in step.func._schema.name and value != spot.value:
-                    # Of these, both are from the same numbers.
-                    beside.update(step.made)
                 for each in spots_in(step.args):
                     # Of what is written, what was read may have been another content than what is saved.
                     if each.value not in written:

@@ -88,6 +88,8 @@ class Trace:
         self.targets: set[int] = set()
         """Values that came into sight as mere targets of operators, or with such: most likely of compiled code."""
         self._first_node = _next_node()
+        self.chosen: list[tuple[Any, Any]] = []
+        """Functions of torch that ran with modes off, and their results: see ``kernel_choice.py``."""
         self.writes_outside = False
         """See NOTE [ What is written outside ]."""
 

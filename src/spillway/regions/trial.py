@@ -14,6 +14,7 @@ from spillway.errors import RecomputeError, UnsupportedError
 from spillway.regions.calls import Form
 from spillway.regions.draft import Draft
 from spillway.regions.generators import generators_now
+from spillway.regions.kernel_choice import choosing
 from spillway.regions.packs import Collected, Enough, Packs
 from spillway.regions.proofs import Proofs, fingerprint, same_bits
 from spillway.regions.regraph import Collecting
@@ -52,6 +53,8 @@ class Trial:
     """See :meth:`~spillway.regions.script.Script.wants_tape`."""
     unused: Sequence[object] = ()
     """Selectors that decided nothing."""
+    is_closed = False
+    """See :attr:`~spillway.regions.tape.Tape.is_closed`."""
 
     def __init__(self, function: Callable[..., Any], trace: Trace, packs: Packs, proofs: Proofs, passage: Pass) -> None:
         self._function = function
@@ -100,7 +103,7 @@ class Trial:
             draft = Draft.of(self._function, tensors, self._trace, self._packs)
             if draft is None or not same_bits(draft.prints, draft.played(self._trace)):
                 return None
-            return replace(draft.tape, unused=self.unused).prepared()
+            return replace(draft.tape, unused=self.unused, is_closed=self.is_closed).prepared()
         finally:
             restore()
 
@@ -178,7 +181,7 @@ class Trial:
         collected = Collected(self._packs, tell, ends=True)
         restore = generators_now(tensors)
         try:
-            with Collecting(collected, replay).hooks(), replay:
+            with Collecting(collected, replay).hooks(), replay, choosing(self._trace):
                 output = self._function(*tensors)
             collected.end(output)
         except Enough:
