@@ -258,8 +258,11 @@ def _call_region(
 
     if in_rerun():
         # A part of a region that runs again: the outer one sees to it all, and counts what is saved as before.
+        state = PythonState(function, numpy_draws=True)
+        if state.has_iterators:
+            return first()
         with nullcontext() if how.choices.inputs is None else saved_tensors_hooks(pack_kept, unpack):
-            return _checked(how, Again(function, arguments, PythonState(function), is_first=True), tensors)
+            return _checked(how, Again(function, arguments, state, is_first=True), tensors)
     session = session if session is not None else Session.default()
     session.check_open()
     see_again()
@@ -282,6 +285,12 @@ def _call_region(
     elif choices.inputs is not None and around is not Surroundings.TORCH:
         around = Surroundings.KEEP if choices.inputs is Decision.KEEP else Surroundings.PASS
     state = PythonState(function, numpy_draws=proofs.numpy_draws)
+    if state.has_iterators:
+        passage.ledger.note(
+            f"{_label(function)} has an iterator, whose state cannot be copied for a second run. Its saved tensors are "
+            f"kept, not recomputed."
+        )
+        return first()
     again = Again(function, arguments, state, reentrant=how.use_reentrant)
     key = None
     if partition is None and around is not Surroundings.TORCH and how.tape_key is not None:

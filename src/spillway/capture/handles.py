@@ -45,7 +45,7 @@ class Handle(Protocol):
 class KeptHandle:
     """Holds the tensor itself, or an alias without its history."""
 
-    __slots__ = ("__weakref__", "_version", "alias", "saved")
+    __slots__ = ("__weakref__", "_constant", "_version", "alias", "saved")
 
     def __init__(self, tensor: torch.Tensor, saved: Known | None = None) -> None:
         # A leaf that needs grad has no history and cannot get one. Any other plain tensor is held by an alias: a
@@ -53,15 +53,23 @@ class KeptHandle:
         # released. A subclass is held itself, since an alias of it may lack what only its own code knows of.
         stays_a_leaf = tensor.is_leaf and (tensor.requires_grad or type(tensor) is not torch.Tensor)
         self.alias = tensor if stays_a_leaf else tensor.detach()
-        self._version = tensor._version
+        self._constant = None
+        """A weak reference to a constant: as long as its object lives, autograd gives that one back, and so do we."""
+        if not stays_a_leaf:
+            carry_attributes(tensor, self.alias)
+            if tensor.is_leaf:
+                self._constant = weakref.ref(tensor)
+        self._version = -1 if tensor.is_inference() else tensor._version
         self.saved = saved
 
     def unpack(self) -> torch.Tensor:
-        check_version(self.alias, self._version, self.alias)
-        return self.alias
+        if self._version != -1:
+            check_version(self.alias, self._version, self.alias)
+        constant = None if self._constant is None else self._constant()
+        return self.alias if constant is None or not constant.is_leaf else constant
 
     def is_intact(self) -> bool:
-        return self.alias._version == self._version
+        return self._version == -1 or self.alias._version == self._version
 
 
 class AwayHandle:
@@ -79,6 +87,7 @@ class AwayHandle:
         self._recipe = recipe
         self._tracker = tensor.detach()
         self._tracker.data = runtime.nothing
+        carry_attributes(tensor, self._tracker)
 
     def unpack(self) -> torch.Tensor:
         if self._tracker._version != self._version:
@@ -103,6 +112,7 @@ class AwayHandle:
         tensor = self._tracker.detach()
         # A handle that has the entry's form takes the tensor as it came; any other makes its view of the storage.
         tensor.data = made if made is not None and self._recipe is saved.form else self._recipe.rebuild(storage, low)
+        carry_attributes(self._tracker, tensor)
         return tensor
 
     def is_intact(self) -> bool:
@@ -184,10 +194,19 @@ class Likeness(Protocol):
     def device(self) -> torch.device: ...
 
 
+def carry_attributes(tensor: torch.Tensor, other: torch.Tensor) -> None:
+    """Give another tensor the attributes that Python code has set on this one."""
+    if tensor.__dict__:
+        other.__dict__.update(tensor.__dict__)
+
+
 def check_version(tracker: torch.Tensor, version: int, like: Likeness | torch.Tensor) -> None:
     """Autograd's own check, in autograd's own words. See NOTE [ The check that hooks switch off ]."""
     if tracker._version != version:
-        size = like.shape if isinstance(like, torch.Tensor) else like.size
+        size: Any = like.size
+        if isinstance(like, torch.Tensor):
+            # A nested tensor has no one shape.
+            size = like._nested_tensor_size().tolist() if like.is_nested and like.layout is torch.strided else like.shape
         raise InplaceError(
             f"one of the variables needed for gradient computation has been modified by an inplace operation: "
             f"[{type_name(like.dtype, like.device)} {list(size)}] is at version {tracker._version}; expected version "

@@ -51,7 +51,7 @@ class ComputedHandle:
     def unpack(self) -> torch.Tensor:
         owner = self._tracker if self._owner is None else self._owner()
         if owner is not None:
-            check_version(owner, self._version, self._form)
+            check_version(owner, self._version, owner if self._owner is not None else self._form)
         if self.given is not None:
             given: torch.Tensor = self.given.unpack()
             return given

@@ -33,7 +33,7 @@ from spillway.capture.identity import ViewRecipe, reach
 from spillway.records import Decision
 from spillway.regions.following import Following
 from spillway.regions.generators import GeneratorState
-from spillway.regions.globals import Globals
+from spillway.regions.globals import Globals, Numerics
 from spillway.regions.inputs import hook_for
 from spillway.regions.progress import FromOutside, Progress
 from spillway.regions.tape import Base, Tape, Use
@@ -76,7 +76,7 @@ class Followed:
         self._inputs = inputs
         self._aliases = aliases
         self._rerunning = rerunning
-        self._globals = Globals.now()
+        self._settings = Globals.now(), Numerics.now()
         self._mode: Progress | None = None
         self._packed = 0
         self._lock = threading.Lock()
@@ -228,7 +228,8 @@ class Followed:
         self._passage.was_recomputed = True
         self._passage.ledger.note_unused(self._tape.unused)
         try:
-            with torch._C._DisableTorchDispatch() if mode is not None else self._rerunning(), self._globals.in_force():
+            around = torch._C._DisableTorchDispatch() if mode is not None else self._rerunning()
+            with around, self._settings[0].in_force(), self._settings[1].in_force():
                 self._tape.play(self._tape.runs(wanted, lost), partial(self._base, part[0]), self._states, self._give)
             self._passage.ledger.recomputed_bytes += storage_bytes(self._made)
         finally:

@@ -58,7 +58,8 @@ def device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
 
 def default_generator(device: torch.device) -> torch.Generator:
     """The generator that a device's operators draw from when they are given none."""
-    if device.type == "cpu":
+    if device.type in ("cpu", "meta"):
+        # Nothing is drawn on meta.
         return torch.default_generator
     index = device.index if device.index is not None else torch.get_device_module(device).current_device()
     return _generator_of_index(device.type, index)
@@ -91,7 +92,7 @@ def generators_now(tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
 
 def generators_of(devices: Iterable[torch.device]) -> list[torch.Generator]:
     """The default generators of the host and of these devices."""
-    return [default_generator(device) for device in {_CPU, *devices}]
+    return [default_generator(device) for device in {_CPU, *devices} if device.type != "meta"]
 
 
 def states_of(generators: Iterable[torch.Generator]) -> Callable[[], None]:

@@ -13,8 +13,9 @@ from typing import NoReturn
 
 import torch
 
+from spillway.capture.identity import is_parameter
 from spillway.errors import RecomputeError
-from spillway.regions.tensors import aliases_of, is_strided
+from spillway.regions.tensors import aliases_of, is_strided, tensor_without_memory
 from spillway.runtime.bytes import Bytes
 
 
@@ -26,20 +27,24 @@ class Outside:
         is_input: whether it is made anew for each run: an input, or a cast.
     """
 
-    __slots__ = ("_storage", "before", "has_gradient", "held", "is_input", "tensor", "version")
+    __slots__ = ("_object", "_storage", "before", "has_gradient", "held", "is_input", "is_parameter", "tracker", "version")
 
     def __init__(self, tensor: torch.Tensor, *, is_input: bool) -> None:
-        self.tensor: Callable[[], torch.Tensor | None] = weakref.ref(tensor)
         self.version = _version(tensor)
         self.is_input = is_input
+        self.is_parameter = is_parameter(tensor)
         self.has_gradient = tensor.requires_grad
         self._storage: Callable[[], torch.UntypedStorage | None] = _none
-        if not is_input and is_strided(tensor):
+        self._object: Callable[[], torch.Tensor | None] = _none
+        if is_strided(tensor):
             self._storage = weakref.ref(tensor.untyped_storage())
-        self.held: torch.Tensor | None = None
-        if not is_input:
-            self.held = aliases_of([tensor])[0] if self.has_gradient else tensor
+        else:
+            # No reference to plain tensors: torch.utils.swap_tensors would refuse them.
+            self._object = weakref.ref(tensor)
+        self.held: torch.Tensor | None = None if is_input else aliases_of([tensor])[0]
         """What is handed in where a replay reads another tensor."""
+        self.tracker: torch.Tensor = tensor_without_memory(tensor) if self.held is None else self.held
+        """An alias on the same counter of versions."""
         self.before: torch.Tensor | None = None
         """All bytes of the storage before the region wrote any. See NOTE [ What is written outside ]."""
 
@@ -52,10 +57,12 @@ class Outside:
 
     def is_another(self, tensor: torch.Tensor) -> bool:
         """Whether it is known not to be this one."""
+        if self.held is None:
+            return False
         storage = self._storage()
         if storage is not None:
             return not is_strided(tensor) or tensor.untyped_storage() is not storage
-        return self.held is not None and self.tensor() is not tensor
+        return self._object() is not tensor
 
     def stands_for(self, tensor: torch.Tensor) -> bool:
         """Whether what is held can be handed in where a replay reads this tensor."""
@@ -70,12 +77,14 @@ class Outside:
             tensor.storage_offset(),
         )
 
+    def let_go(self) -> None:
+        """Hold its memory no longer."""
+        if self.held is not None:
+            self.held, self.tracker = None, tensor_without_memory(self.held)
+
     def storage(self) -> torch.UntypedStorage | None:
         """Its memory, if that is alive."""
-        if not self.is_input:
-            return self._storage()
-        tensor = self.tensor()
-        return None if tensor is None else tensor.untyped_storage()
+        return self._storage()
 
     def is_dead(self) -> bool:
         """Whether its memory is gone."""
@@ -83,8 +92,7 @@ class Outside:
 
     def changed(self) -> bool:
         """Whether it was written since the region first read it, by somebody else."""
-        tensor = self.tensor() if self.held is None else self.held
-        return tensor is not None and self.before is None and _version(tensor) != self.version
+        return self.before is None and _version(self.tracker) != self.version
 
 
 def refuse_written(tensor: torch.Tensor, version: int) -> NoReturn:

@@ -77,15 +77,22 @@ class Collected:
         packs: what autograd saved in the first run.
         tell: takes the tensors, in order, when all are there.
         ends: whether the run is ended then, by :class:`Enough` (torch's own hook raises, if it ends it).
+        stops_early: whether the run ends with the last tensor that is wanted, whatever the region's options say.
         ledger: counts the bytes.
     """
 
     def __init__(
-        self, packs: Packs, tell: Callable[[torch.Tensor], Any], *, ends: bool = False, ledger: Ledger | None = None
+        self,
+        packs: Packs,
+        tell: Callable[[torch.Tensor], Any],
+        *,
+        ends: bool = False,
+        stops_early: bool = False,
+        ledger: Ledger | None = None,
     ) -> None:
         self._packs = packs.all
         self._output_leaves = packs.output_leaves
-        self._stops_early = packs.stops_early
+        self._stops_early = packs.stops_early or stops_early
         self._tell = tell
         self._ends = ends
         self._last = max((place for place, pack in enumerate(packs.all) if pack.wanted), default=-1)

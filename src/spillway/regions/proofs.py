@@ -26,7 +26,7 @@ from functools import lru_cache
 import torch
 
 from spillway.regions.script import Script
-from spillway.regions.tensors import is_dense
+from spillway.regions.tensors import has_bits, is_dense
 from spillway.runtime.bytes import over
 
 _ENOUGH_STRUCTURES = 64
@@ -61,8 +61,10 @@ class Proofs:
         self.script = Script()
         self.wrong: str | None = None
         """Why its regions are not pruned, if they must not be."""
-        self.numpy_draws = False
-        """Whether the function was seen to draw from NumPy's global generator."""
+        self.numpy_draws = True
+        """Whether the function was seen to draw from NumPy's global generator, or was not seen yet."""
+        self.takes_gradients = False
+        """Whether the function takes a gradient of what it computes: then nothing is left out when it runs again."""
         self.ranks_agreed = False
         """Whether the ranks that share its inputs were seen to have the same ones."""
 
@@ -95,6 +97,8 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor | None:
     not depend on their order.
     """
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or tensor.dtype is torch.uint8:
+        return None
+    if not has_bits(tensor):
         return None
     if tensor.numel() == 0:
         return torch.zeros((), dtype=torch.int64)
@@ -141,7 +145,7 @@ def sums(tensor: torch.Tensor) -> torch.Tensor | None:
 
     ``None`` of what has no strides.
     """
-    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or not has_bits(tensor):
         return None
     if tensor.is_neg() or tensor.is_conj() or not (tensor.is_contiguous() or is_dense(tensor.shape, tensor.stride())):
         # What has gaps is copied.

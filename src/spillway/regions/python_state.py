@@ -9,13 +9,17 @@ the state from before the replay is put back.
 The copy has, of every module that the function is, belongs to or closes over (with all submodules):
 
 * attributes and buffers, by identity. Parameters, submodules and hooks are left out: FSDP changes them in hooks;
-* the content of lists, dictionaries, sets and deques, and attributes of plain objects, some levels deep;
+* attributes of their classes;
+* the content of lists, dictionaries, sets, deques and small arrays, and attributes of plain objects, some levels deep;
 
-and the function's closure cells, the globals that its code names, and the states of the generators of ``random`` and
-NumPy. Objects of torch's own classes are never opened: they hold the state of hooks, streams and process groups.
+and the function's closure cells, the globals that its code names, and the states of random generators: those of
+``random`` and NumPy, and what objects of these kinds the function has. Objects of torch's own classes are never opened:
+they hold the state of hooks, streams and process groups.
 
-Other state (iterators, files, objects with slots) is not seen. There the checks of the replay decide: equal values, or
-a :class:`~spillway.errors.RecomputeError`.
+An iterator cannot be copied. A function that has one is not recomputed: :attr:`PythonState.has_iterators`.
+
+Other state (files, objects with slots, C extensions) is not seen. There the checks of the replay decide: equal values,
+or a :class:`~spillway.errors.RecomputeError`.
 """
 
 from __future__ import annotations
@@ -35,10 +39,12 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-_DEPTH = 3
+_DEPTH = 6
 """How many containers and objects deep state is copied."""
 _MOST_ITEMS = 4096
 """Items of a container that is copied."""
+_MOST_BYTES = 1 << 16
+"""Bytes of an array that is copied."""
 _WORDS = 625 * 4
 """Bytes of the state of a Mersenne Twister: 624 words, and a position."""
 
@@ -74,13 +80,17 @@ def _kind_of(kind: type) -> str:
         return "set"
     if kind is tuple:
         return "tuple"
-    if issubclass(kind, random.Random) or kind.__module__.partition(".")[0] == "numpy":
+    if issubclass(kind, (random.Random, torch.Generator)):
         return "generator"
+    if kind.__module__.partition(".")[0] == "numpy":
+        return "array" if kind.__name__ == "ndarray" else "generator"
     if kind is types.FunctionType:
         return "function"
     if kind is types.MethodType or kind is functools.partial:
         return "bound"
     root = kind.__module__.partition(".")[0]
+    if hasattr(kind, "__next__") and root not in ("io", "_io"):
+        return "iterator"
     return "simple" if root in _OPAQUE_ROOTS or not kind.__dictoffset__ else "object"
 
 
@@ -96,7 +106,10 @@ class PythonState:
             40 us, so that otherwise its words alone are copied, without the second number of a pair of normal ones.
     """
 
-    __slots__ = ("_attributes", "_cells", "_dicts", "_generators", "_lists", "_names", "_seen", "_sets")
+    __slots__ = (
+        *("_arrays", "_attributes", "_buffers", "_cells", "_classes", "_dicts", "_generators", "_lists", "_names"),
+        *("_seen", "_sets", "has_iterators"),
+    )
 
     def __init__(self, function: Any, *, numpy_draws: bool = False) -> None:
         self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
@@ -107,6 +120,12 @@ class PythonState:
         self._cells: list[tuple[Any, Any]] = []
         self._names: list[tuple[dict[str, Any], str, Any]] = []
         """Globals: the dictionary, the name, and the value."""
+        self._classes: list[tuple[type, dict[str, Any]]] = []
+        self._arrays: list[tuple[Any, Any]] = []
+        self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Buffers, each with an alias: ``.data`` may be given other memory."""
+        self.has_iterators = False
+        """Whether the function has state that cannot be copied."""
         self._generators: list[tuple[Callable[[Any], object], Callable[[], Any], Any]] = []
         """Random generators: how to set the state, how to get it, and the state."""
         self._seen: set[int] | None = set()
@@ -169,6 +188,10 @@ class PythonState:
         other._sets = [(place, place.copy()) for place, _ in self._sets]
         other._cells = [(cell, _content(cell)) for cell, _ in self._cells]
         other._names = [(place, name, place.get(name, _MISSING)) for place, name, _ in self._names]
+        other._classes = [(kind, _attributes_of(kind)) for kind, _ in self._classes]
+        other._arrays = [(array, array.copy()) for array, _ in self._arrays]
+        other._buffers = [(buffer, _alias_of(buffer)) for buffer, _ in self._buffers]
+        other.has_iterators = self.has_iterators
         other._generators = [(put, get, get()) for put, get, _ in self._generators]
         other._seen = None
         return other
@@ -191,6 +214,11 @@ class PythonState:
                 self._add(each, depth + 1)
         elif kind == "generator":
             self._add_random(value)
+        elif kind == "array":
+            if value.nbytes <= _MOST_BYTES:
+                self._arrays.append((value, value.copy()))
+        elif kind == "iterator":
+            self.has_iterators = True
         elif kind == "object":
             self._add_dict(value.__dict__, depth)
         else:
@@ -201,12 +229,15 @@ class PythonState:
         assert seen is not None
         while stack:
             each = stack.pop()
-            self._add_names(getattr(type(each), "forward", None))
+            self._add_class(type(each))
             attributes = each.__dict__
             self._attributes.append((attributes, attributes.copy()))
             buffers = attributes["_buffers"]
             if buffers:
                 self._dicts.append((buffers, buffers.copy()))
+                for buffer in buffers.values():
+                    if type(buffer) is torch.Tensor and buffer.layout is torch.strided:
+                        self._buffers.append((buffer, _alias_of(buffer)))
             for name, value in attributes.items():
                 if name not in _INTERNAL and _kinds[type(value)] != "simple":
                     self._add(value, 1)
@@ -214,6 +245,15 @@ class PythonState:
                 if child is not None and id(child) not in seen:
                     seen.add(id(child))
                     stack.append(child)
+
+    def _add_class(self, kind: type) -> None:
+        if self._knows(kind):
+            return
+        for base in kind.__mro__:
+            if base.__module__.partition(".")[0] in _OPAQUE_ROOTS:
+                continue
+            self._classes.append((base, _attributes_of(base)))
+            self._add_names(vars(base).get("forward"))
 
     def _add_function(self, function: types.FunctionType, depth: int) -> None:
         for cell in function.__closure__ or ():
@@ -263,6 +303,11 @@ class PythonState:
         if isinstance(value, random.Random):
             self._add_generator(value.setstate, value.getstate)
             return
+        if isinstance(value, torch.Generator):
+            if value.device.type == "cpu":
+                # A tensor of its own: as bytes, it can be compared.
+                self._add_generator(_setting(value), lambda: bytes(value.get_state().numpy()))
+            return
         bits = getattr(value, "bit_generator", getattr(value, "_bit_generator", None))
         if bits is not None:
             # A dictionary of numbers and arrays: its bytes can be compared.
@@ -287,6 +332,15 @@ class PythonState:
         for place, copy in self._dicts:
             if not _are_the_same(place, copy):
                 yield from _names_of_changes(place, copy, frozenset())
+        for kind, copy in self._classes:
+            if not _are_the_same(_attributes_of(kind), copy):
+                yield from _names_of_changes(_attributes_of(kind), copy, frozenset())
+        for array, content in self._arrays:
+            if array.tobytes() != content.tobytes():
+                yield "an array"
+        for buffer, alias in self._buffers:
+            if buffer.untyped_storage() is not alias.untyped_storage():
+                yield "the memory of a buffer"
         for items, kept in self._lists:
             if len(items) != len(kept) or any(a is not b for a, b in zip(items, kept, strict=True)):
                 yield f"a {type(items).__name__}"
@@ -310,6 +364,19 @@ class PythonState:
         for place, copy in self._dicts:
             if not _are_the_same(place, copy):
                 _put_back(place, copy, frozenset())
+        for kind, copy in self._classes:
+            now = _attributes_of(kind)
+            for name in now.keys() - copy.keys():
+                delattr(kind, name)
+            for name, value in copy.items():
+                if now.get(name, _MISSING) is not value:
+                    setattr(kind, name, value)
+        for array, content in self._arrays:
+            if array.tobytes() != content.tobytes():
+                array[...] = content
+        for buffer, alias in self._buffers:
+            if buffer.untyped_storage() is not alias.untyped_storage():
+                buffer.data = alias
         for items, kept in self._lists:
             if len(items) != len(kept) or any(a is not b for a, b in zip(items, kept, strict=True)):
                 items.clear()
@@ -353,6 +420,30 @@ def _put_back(place: dict[Any, Any], copy: dict[Any, Any], ignored: frozenset[st
     for name, value in copy.items():
         if name not in ignored and value is not _ANY and place.get(name, _MISSING) is not value:
             place[name] = value
+
+
+def _attributes_of(kind: type) -> dict[str, Any]:
+    """A class's attributes that are no methods."""
+    attributes = vars(kind)
+    return {name: attributes[name] for name in _names_of_class(kind, len(attributes)) if name in attributes}
+
+
+@functools.lru_cache(maxsize=1024)
+def _names_of_class(kind: type, count: int) -> tuple[str, ...]:
+    return tuple(
+        name
+        for name, value in vars(kind).items()
+        if not name.startswith("__") and _kinds[type(value)] not in ("function", "bound") and not hasattr(value, "__get__")
+    )
+
+
+def _alias_of(buffer: torch.Tensor) -> torch.Tensor:
+    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+        return buffer.data
+
+
+def _setting(generator: torch.Generator) -> Callable[[Any], object]:
+    return lambda state: generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
 
 def _parts_of(partial: functools.partial[Any]) -> tuple[Any, ...]:

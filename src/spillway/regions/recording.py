@@ -121,7 +121,11 @@ class Recording(OperatorMode):
                     call = self._trace.own_last()
                 call.decision, call.must = decision, must
                 # What the host or a shape hangs on is small, and may be written unseen: a copy of it is kept.
-                call.held = [alias.clone() if call.is_settled else alias for alias in aliases_of(new)]
+                call.held = [*aliases_of(new)]
+                if call.is_settled:
+                    # No operator of a region around this one.
+                    with torch._C._DisableTorchDispatch():
+                        call.held = [alias.clone() for alias in call.held]
         if self._on_call is not None:
             self._on_call(call, new)
         return output

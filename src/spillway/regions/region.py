@@ -191,7 +191,7 @@ class Region:
             # What saves may change its mind about a call that has ended.
             script=() if self._choices.saved_by else self._script.calls,
         )
-        choice = None if has_compiled() else KernelChoice()
+        choice = None if has_compiled() else KernelChoice(self._trace)
         choosing = nullcontext() if choice is None else choice
         if self._reentrant:
             with recording, choosing:
@@ -409,18 +409,18 @@ class Region:
     def _is_closed(self, buffers: set[int]) -> bool:
         """See :attr:`~spillway.regions.tape.Tape.is_closed`."""
         for outside in self._trace.outside.values():
-            tensor, storage = outside.tensor(), outside.storage()
-            is_known = tensor is not None and is_parameter(tensor)
-            if not (outside.is_input or is_known or (storage is not None and id(storage) in buffers)):
+            storage = outside.storage()
+            is_buffer = storage is not None and id(storage) in buffers
+            if not (outside.is_input or outside.is_parameter or is_buffer):
                 return False
         return True
 
     def _note_state(self) -> None:
         """See NOTE [ Python state ]: calls of a function that changes some are not told apart by their tensors."""
+        self._proofs.numpy_draws = self._state.numpy_draws
         if not self._state.changes:
             return
         self._key = None
-        self._proofs.numpy_draws |= self._state.numpy_draws
         self._passage.ledger.note(
             f"{self._label}: its forward changes Python state ({self._state.changed_names()}). Each recomputation starts "
             f"from the state before the forward, and puts the later state back."

@@ -71,6 +71,7 @@ class _Absent:
                 "got a backward through a graph that a region left behind when it ran again, expected one through the "
                 "graph of its first run; give what the region keeps in a module or a list back as an output"
             )
+        self._replay.was_asked = True
         self._replay.differs = "a backward inside of the region asks for what was not computed"
         raise Differs(self._replay.differs)
 

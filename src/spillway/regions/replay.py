@@ -131,7 +131,8 @@ class Replay(OperatorMode):
         """By value, what the first run read from outside, where this run finds another tensor."""
         self._own: set[int] = set()
         """Targets that were made anew, and are written themselves."""
-        self._generators: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
+        # By now, since the function's Python state is set back when it is called.
+        self._generators = {key: (each, each.get_state()) for key, (each, _) in trace.generators.items()}
         if trace.reentrant:
             # These are leaves here, and casts of leaves are told from casts of these.
             for tensor, values in zip(inputs, trace.inputs, strict=True):
@@ -145,6 +146,8 @@ class Replay(OperatorMode):
         self.differs: str | None = None
         self._ending: Callable[[], None] | None = None
         """What ends the run, at its next operator."""
+        self.was_asked = False
+        """Whether a gradient that is taken inside asked for something that this run does not compute."""
         self.is_over = False
         """Whether the run has ended: what its graph was given is no more asked for by the function itself."""
 

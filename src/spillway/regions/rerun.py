@@ -76,6 +76,7 @@ class Rerun:
         self._packs = packs
         self._passage = passage
         self._trial = Trial(function, trace, packs, proofs, passage)
+        self._proofs = proofs
         self._inner_backward = False
         self._settings = Globals.now(), Numerics.now()
         self.wanted: list[tuple[int, int]] = []
@@ -108,11 +109,17 @@ class Rerun:
         return self._replayed(tensors, self.acts, None)
 
     def _collect(self, tensors: Sequence[torch.Tensor]) -> Any:
-        collected = Collected(self._packs, tell_torch(), ledger=self._passage.ledger)
-        # A backward inside of the region's own first run leaves nothing to compare a later re-run with.
-        self._inner_backward |= not self._trace.complete
+        # A backward inside of the region's own first run leaves nothing to compare a later re-run with. It goes no
+        # further than that run has come: what follows would be done twice.
+        is_inside = not self._trace.complete
+        self._inner_backward |= is_inside
+        collected = Collected(
+            self._packs, tell_torch(), ends=is_inside, stops_early=is_inside, ledger=self._passage.ledger
+        )
         if self._inner_backward:
             output = self._unseen(tensors, collected)
+        elif self._proofs.takes_gradients:
+            output = self._with_gradients(tensors, collected)
         else:
             self._check()
             output = self._replayed(tensors, self._trial.trusted(tensors, self.acts), collected)
@@ -166,8 +173,23 @@ class Rerun:
                 raise Enough
             return output
         restore()
+        if replay.was_asked:
+            self._proofs.takes_gradients = True
+            return self._with_gradients(tensors, collected)
         self._passage.ledger.note(f"a region ran again whole: its re-run was not like the first ({replay.differs})")
         return self._compared(tensors, collected, replay.differs)
+
+    def _with_gradients(self, tensors: Sequence[torch.Tensor], collected: Collected | None) -> Any:
+        """Run a function that takes a gradient of its own whole, by its outputs like the first run."""
+        if collected is not None:
+            collected.start_anew()
+        output = self._unseen(tensors, collected)
+        if not same_sums(self._given, sums_of(output)):
+            raise RecomputeError(
+                "A recomputed function takes a gradient inside, and gave other outputs than in its first run. Its "
+                "gradients would be wrong. Leave what changes from run to run outside of the function."
+            )
+        return output
 
     def _compared(self, tensors: Sequence[torch.Tensor], collected: Collected | None, why: str) -> Any:
         """Run whole, which must give what the first run gave."""
@@ -213,10 +235,9 @@ class Rerun:
         runs = [call for call, act in zip(trace.calls, self.acts, strict=True) if act is Act.RUN]
         read = {value for call in runs if not call.is_only_a_view for value in call.reads} | trace.cast
         for value, outside in trace.outside.items():
-            tensor = outside.tensor()
             # Compiled code makes its buffers anew, and may have used one for several things.
-            if value in read and value not in trace.targets and tensor is not None and outside.changed():
-                refuse_written(tensor, outside.version)
+            if value in read and value not in trace.targets and outside.changed():
+                refuse_written(outside.tracker, outside.version)
 
 
 def _detached(tensor: torch.Tensor) -> torch.Tensor:

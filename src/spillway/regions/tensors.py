@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from spillway.capture.identity import is_wrapper, storage_parts
@@ -43,6 +44,19 @@ def below_modes(tensor: torch.Tensor | None = None) -> AbstractContextManager[ob
 def is_strided(tensor: torch.Tensor) -> bool:
     """Whether it has sizes and strides over one storage."""
     return tensor.layout is torch.strided and not tensor.is_nested
+
+
+def has_bits(tensor: torch.Tensor) -> bool:
+    """Whether there is a content that can be compared: not of meta and fake tensors, and subclasses without memory."""
+    if type(tensor) in PLAIN:
+        return tensor.device.type != "meta"
+    if tensor.device.type == "meta" or isinstance(tensor, FakeTensor):
+        return False
+    try:
+        return not tensor.numel() or bool(tensor.untyped_storage().data_ptr())
+    except (RuntimeError, NotImplementedError):
+        # Torch refuses to tell the address where there is none.
+        return False
 
 
 def nbytes_of(tensor: torch.Tensor) -> int:
@@ -140,6 +154,15 @@ def aliases_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         return [tensor.detach() for tensor in tensors]
 
 
+def tensor_without_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """An alias on the same counter of versions, which holds none of its memory; the tensor itself if it has no strides."""
+    (alias,) = aliases_of([tensor])
+    if is_strided(tensor) and type(tensor) in PLAIN:
+        with _no_dispatch():
+            alias.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return alias
+
+
 class Tracker:
     """Knows whether a tensor is written, and does not hold its memory."""
 
@@ -147,9 +170,7 @@ class Tracker:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._version = -1 if tensor.is_inference() else tensor._version
-        with _no_dispatch():
-            self._tensor = aliases_of([tensor])[0]
-            self._tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        self._tensor = tensor_without_memory(tensor)
 
     @property
     def was_written(self) -> bool:

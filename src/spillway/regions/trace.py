@@ -181,7 +181,7 @@ class Trace:
         for value in reads:
             outside = self.outside.get(value)
             if value >= seen and outside is not None and not (outside.is_input or outside.has_gradient):
-                outside.held = None
+                outside.let_go()
                 self.targets.add(value)
 
     def settle(self) -> None:
@@ -309,7 +309,9 @@ class Trace:
         for index, value in enumerate((output,) if call.single else output):
             if not isinstance(value, torch.Tensor):
                 # Numbers and nothing are given again as they are; anything else is only its own operator's to make.
-                plain = plain and (value is None or isinstance(value, (int, float, bool, complex)))
+                # Without autograd, a kernel may leave out what its backward would need.
+                is_left_out = value is None and self.reentrant
+                plain = plain and not is_left_out and (value is None or isinstance(value, (int, float, bool, complex)))
                 forms.append(value)
                 continue
             key = returned[index] if returned is not None and index < len(returned) else None
@@ -344,6 +346,14 @@ class Trace:
         makers = (self.makers.get(value) for value in values)
         return any(maker is not None and maker.facts.is_random for maker in makers)
 
+    def need_grad(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether any of these hangs on what needs grad, also where gradients are off."""
+        needs = {value for value, outside in self.outside.items() if outside.has_gradient}
+        for call in self.calls:
+            if not needs.isdisjoint(call.reads):
+                needs.update(call.makes, call.writes)
+        return any(self.values.find(tensor) in needs for tensor in tensors)
+
     def written_since(self) -> set[int]:
         """Values that are preserved and were written by such a name."""
         return {value for value, tracker in self._aliases if tracker.was_written}
@@ -352,8 +362,7 @@ class Trace:
         """What the region wrote and did not make, as far as it is alive."""
         if not self.writes_outside:
             return ()
-        tensors = (outside.tensor() for outside in self.outside.values() if outside.before is not None)
-        return tuple(tensor for tensor in tensors if tensor is not None)
+        return tuple(outside.tracker for outside in self.outside.values() if outside.before is not None)
 
     def written_bytes(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """The bytes of these, each with what they were before."""

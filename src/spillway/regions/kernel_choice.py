@@ -1,0 +1,89 @@
+"""Functions of torch that take another kernel under a dispatch mode.
+
+NOTE [ Kernels under a mode ]
+
+Some of torch's functions look whether a dispatch mode is active, and then take the kernel that autograd would need, also
+for tensors that need no gradient: ``max_pool1d`` gives other strides so, singular values and eigenvalues other bits. A
+recomputed function that is traced must give what it gives without the trace. So :class:`KernelChoice` runs these
+functions with Spillway's modes off. For the trace their result comes from outside. A replay is handed that result.
+
+Where somebody else's dispatch mode is active too, plain PyTorch takes the other kernel as well, and nothing is done.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_leaves
+
+from spillway.regions.mode import OperatorMode
+from spillway.regions.trace import Trace
+
+_CHOOSERS = frozenset(
+    (
+        torch.max_pool1d,
+        torch.nuclear_norm,
+        torch.norm,
+        torch.Tensor.norm,
+        torch.linalg.cond,
+        torch.linalg.eigvals,
+        torch.linalg.eigvalsh,
+        torch.linalg.matrix_norm,
+        torch.linalg.matrix_rank,
+        torch.linalg.norm,
+        torch.linalg.svdvals,
+    )
+)
+
+
+class KernelChoice(TorchFunctionMode):
+    """See NOTE [ Kernels under a mode ].
+
+    Args:
+        trace: of the first run.
+        results: the functions that were run with modes off, each with its result, in order. ``None``: this is the first
+            run, which collects them in :attr:`results`.
+    """
+
+    def __init__(self, trace: Trace, results: list[tuple[Any, Any]] | None = None) -> None:
+        super().__init__()
+        self._trace = trace
+        self._given = None if results is None else iter(results)
+        self.results: list[tuple[Any, Any]] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func not in _CHOOSERS or not self._may_choose(args, kwargs):
+            return func(*args, **kwargs)
+        if self._given is not None:
+            known, result = next(self._given, (None, None))
+            if known is func:
+                return result
+        with _disable_current_modes():
+            result = func(*args, **kwargs)
+        self.results.append((func, result))
+        return result
+
+    def _may_choose(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if kwargs.get("out") is not None or any(type(tensor) not in (torch.Tensor, torch.nn.Parameter) for tensor in tensors):
+            return False
+        if torch.is_grad_enabled():
+            needs = any(tensor.requires_grad for tensor in tensors)
+        else:
+            # In the reentrant mode, gradients are on in the replay.
+            needs = self._trace.reentrant and self._trace.need_grad(tensors)
+        if needs:
+            return False
+        return all(isinstance(mode, OperatorMode) for mode in _get_current_dispatch_mode_stack())
+
+
+def choosing(trace: Trace) -> AbstractContextManager[object]:
+    """A context for a run that is like the one of this trace."""
+    return KernelChoice(trace, trace.chosen) if trace.chosen else nullcontext()
