@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -11,6 +11,63 @@ from torch import Tensor
 
 CALLS = [0]
 """A counter of the module's. Whoever runs a program sets it to nothing before."""
+
+
+COUNTS: dict[str, int] = {}
+
+
+class Slotted:
+    """An object without a dictionary."""
+
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+def counted() -> Iterator[int]:
+    """A generator object with a counter of its own."""
+    number = 0
+    while True:
+        number += 1
+        yield number
+
+
+def bump() -> int:
+    """Counts in this module."""
+    CALLS[0] += 1
+    return CALLS[0]
+
+
+def stamp() -> None:
+    """Has a counter as an attribute."""
+
+
+stamp.count = 0  # type: ignore[attr-defined]
+
+
+def remember(seen: list[int] = []) -> int:  # noqa: B006  (on purpose)
+    """Counts in a default argument."""
+    seen.append(1)
+    return len(seen)
+
+
+def counter_in_a_closure() -> Callable[[], int]:
+    """A function that counts in a cell."""
+    count = 0
+
+    def call() -> int:
+        nonlocal count
+        count += 1
+        return count
+
+    return call
+
+
+def push(seen: list[int]) -> int:
+    """Counts in an argument."""
+    seen.append(1)
+    return len(seen)
 
 
 class Out(NamedTuple):

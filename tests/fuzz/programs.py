@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from fuzz import pieces
-from fuzz.parts import CARRIED, CHANGES, DRAWS, LAYERS, STATE, VALUES, Part
+from fuzz.parts import CARRIED, CHANGES, DRAWS, LAYERS, PLACES, STATE, VALUES, Part
 
 SIZES = [(3, 4), (6, 8), (4, 16), (16, 32)]
 
@@ -69,17 +69,34 @@ class Program:
     blocks: tuple[Block, ...]
     calls: tuple[Call, ...]
     tied: bool
+    stem: bool
     attach: str
     context: str
     loop: str
     optimizer: str
     input_grad: bool
     steps: int
+    calm: int
+    """Steps before the first with changes between forward and backward."""
 
     @classmethod
     def random(cls, seed: int) -> Program:
         """The program of a seed."""
         return _Draw(seed).program()
+
+    @property
+    def is_reentrant(self) -> bool:
+        """Whether a region is asked to be as ``torch.utils.checkpoint(use_reentrant=True)`` is."""
+        return "use_reentrant=True" in self.text()
+
+    @property
+    def sums(self) -> bool:
+        """Whether several calls may add to the gradient of one parameter in a step."""
+        nested = any(isinstance(part, Nested) for block in self.blocks for part in block.parts)
+        twice = len({call.block for call in self.calls}) < len(self.calls)
+        gated = any(call.form == "gated closure" for call in self.calls)
+        loops = ("once", "dropped", "without grad", "evaluated", "backward inside")
+        return nested or twice or gated or self.stem or self.tied or self.loop not in loops
 
     @property
     def names(self) -> frozenset[str]:
@@ -116,7 +133,7 @@ class Program:
         yield "        self.head = nn.Linear(D, 3)"
         yield ""
         yield "    def forward(self, x):"
-        yield "        h, aux = x * 1, []"
+        yield f"        h, aux = x * {'self.scale' if self.stem else '1'}, []"
         for call in self.calls:
             block = self.blocks[call.block]
             for line in _at(block, f"self.b{block.number}", "before_call"):
@@ -145,7 +162,10 @@ class Program:
             yield f"        with {', '.join(contexts)}:"
             indent = 12
         yield from _indented(forward.splitlines(), indent)
-        yield from _indented(self._lines("between"), 8)
+        between = list(self._lines("between"))
+        if between:
+            yield f"        if step >= {self.calm}:"
+            yield from _indented(between, 12)
         yield from _indented(backward.splitlines(), 8)
         yield "        got = {n: p.grad for n, p in (*model.named_parameters(), ('x', x)) if p.grad is not None}"
         yield "        optimizer.step()"
@@ -311,12 +331,12 @@ class _Draw:
         blocks = [self._block(number, []) for number in range(self.random.choice([1, 1, 2, 3]))]
         for part in special:
             where = self.random.randrange(len(blocks))
-            blocks[where] = self._with(blocks[where], part)
+            blocks[where] = self._with(blocks[where], part, last=self.random.random() < 0.4)
         if self.random.random() < 0.3:
             where = self.random.randrange(len(blocks))
             inner = replace(self._block(len(blocks) + 5, []), signature="tensor")
             if special and self.random.random() < 0.5:
-                inner = self._with(inner, self._part(self.random.choice([STATE, CARRIED, CHANGES])))
+                inner = self._with(inner, self._part(self.random.choice([STATE, PLACES, CARRIED, CHANGES])))
             nested = Nested(inner, self._number(), self.random.choice(list(NESTED)), self._options())
             blocks[where] = self._with(blocks[where], nested)
         order = [number for number in range(len(blocks)) for _ in range(self.random.choice([1, 1, 1, 2, 3]))]
@@ -327,7 +347,7 @@ class _Draw:
         if "attach" in style:
             attach, forms = self._attach(style, len(blocks)), ["plain"]
         elif style == "offload":
-            forms = ["plain", "torch's checkpoint"]
+            forms = ["plain", "plain", "torch's checkpoint"]
         elif style == "mixed":
             forms = ["plain", "module", "torch's checkpoint", "gated closure"]
         if "offload" in style and "attach" not in style or (style in ("mixed", "attach") and self.random.random() < 0.3):
@@ -336,6 +356,9 @@ class _Draw:
         calls = [
             Call(number, self._options() if shared is None else shared, self.random.choice(forms)) for number in order
         ]
+        loop = self.random.choices(list(LOOPS), [12] + [2] * (len(LOOPS) - 1))[0]
+        if "use_reentrant=True" in f"{attach}{calls}{blocks}" and loop in ("autograd.grad", "penalty"):
+            loop = "once"  # the reentrant mode cannot do either, with torch as here
         return Program(
             self.seed,
             rows,
@@ -344,18 +367,20 @@ class _Draw:
             tuple(blocks),
             tuple(calls),
             self.random.random() < 0.15,
+            self.random.random() < 0.7,
             attach,
             context,
-            self.random.choices(list(LOOPS), [12] + [2] * (len(LOOPS) - 1))[0],
+            loop,
             self.random.choice(["SGD(model.parameters(), 0.05)", "AdamW(model.parameters(), 0.01)"]),
             self.random.random() < 0.3,
             self.random.choice([3, 4, 5]),
+            self.random.choice([0, 1, 1, 2, 3]),
         )
 
     def _special(self) -> list[Part]:
         """Parts that make a program more than a function: none in half of them, seldom several."""
         count = self.random.choices([0, 1, 2, 3], [35, 45, 14, 6])[0]
-        return [self._part(self.random.choices([STATE, CARRIED, CHANGES], [3, 3, 4])[0]) for _ in range(count)]
+        return [self._part(self.random.choices([STATE, PLACES, CARRIED, CHANGES], [3, 3, 3, 4])[0]) for _ in range(count)]
 
     def _block(self, number: int, special: Sequence[Part]) -> Block:
         parts = [self._part(LAYERS)]
@@ -364,8 +389,8 @@ class _Draw:
         signature = self.random.choices(list(SIGNATURES), [14] + [1] * (len(SIGNATURES) - 1))[0]
         return Block(number, tuple(parts), signature)
 
-    def _with(self, block: Block, part: Part | Nested) -> Block:
-        where = self.random.randint(0, len(block.parts))
+    def _with(self, block: Block, part: Part | Nested, *, last: bool = False) -> Block:
+        where = len(block.parts) if last else self.random.randint(0, len(block.parts))
         return replace(block, parts=(*block.parts[:where], part, *block.parts[where:]))
 
     def _part(self, parts: Sequence[Part]) -> Part:
@@ -460,7 +485,7 @@ def smaller(program: Program) -> Iterator[Program]:
         yield replace(program, loop="once")
     if program.context:
         yield replace(program, context="")
-    for less in ({"tied": False}, {"dtype": "float32"}, {"input_grad": False}, {"optimizer": "SGD(model.parameters(), 0.05)"}, {"rows": 3, "width": 4}):
+    for less in ({"tied": False}, {"calm": 0}, {"stem": False}, {"dtype": "float32"}, {"input_grad": False}, {"optimizer": "SGD(model.parameters(), 0.05)"}, {"rows": 3, "width": 4}):
         changed = replace(program, **less)
         if changed != program:
             yield changed
