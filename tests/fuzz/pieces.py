@@ -1,0 +1,172 @@
+"""What random programs are written with, beside torch: autograd functions, hooks, and settings for a while."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+CALLS = [0]
+"""A counter of the module's. Whoever runs a program sets it to nothing before."""
+
+
+COUNTS: dict[str, int] = {}
+
+
+class Slotted:
+    """An object without a dictionary."""
+
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+def counted() -> Iterator[int]:
+    """A generator object with a counter of its own."""
+    number = 0
+    while True:
+        number += 1
+        yield number
+
+
+def bump() -> int:
+    """Counts in this module."""
+    CALLS[0] += 1
+    return CALLS[0]
+
+
+def stamp() -> None:
+    """Has a counter as an attribute."""
+
+
+stamp.count = 0  # type: ignore[attr-defined]
+
+
+def remember(seen: list[int] = []) -> int:  # noqa: B006  (on purpose)
+    """Counts in a default argument."""
+    seen.append(1)
+    return len(seen)
+
+
+def counter_in_a_closure() -> Callable[[], int]:
+    """A function that counts in a cell."""
+    count = 0
+
+    def call() -> int:
+        nonlocal count
+        count += 1
+        return count
+
+    return call
+
+
+def push(seen: list[int]) -> int:
+    """Counts in an argument."""
+    seen.append(1)
+    return len(seen)
+
+
+class Out(NamedTuple):
+    h: Tensor
+    rest: Any
+
+
+class Doubled(torch.autograd.Function):
+    """Keeps a number beside a tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor) -> Tensor:
+        ctx.save_for_backward(h)
+        ctx.scale = 2.0
+        return h * h * ctx.scale
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (h,) = ctx.saved_tensors
+        return gradient * h * (2 * ctx.scale)
+
+
+class Folded(torch.autograd.Function):
+    """Two outputs, of which one is saved."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+        first, second = h.sin() * factor, h.cos() * factor
+        ctx.save_for_backward(first, second)
+        return first, second
+
+    @staticmethod
+    def backward(ctx: Any, one: Tensor, two: Tensor) -> tuple[Tensor, None]:
+        first, second = ctx.saved_tensors
+        return one * second - two * first, None
+
+
+class Written(torch.autograd.Function):
+    """Writes its input."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor) -> Tensor:
+        h.exp_().clamp_(max=4.0)
+        ctx.mark_dirty(h)
+        ctx.save_for_backward(h)
+        return h
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (h,) = ctx.saved_tensors
+        return gradient * h * (h < 4)
+
+
+class Rounded(torch.autograd.Function):
+    """Saves nothing: a straight-through estimator."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor) -> Tensor:
+        return (h * 8).round() / 8
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.clone()
+
+
+class Counting:
+    """A forward hook that counts."""
+
+    def __init__(self, count: list[int]) -> None:
+        self.count = count
+
+    def __call__(self, *_: Any) -> None:
+        self.count[0] += 1
+
+
+@contextmanager
+def precision(name: str) -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(name)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
