@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 from torch.utils._pytree import tree_leaves
 
 from spillway.regions.mode import OperatorMode
+from spillway.regions.tensors import PLAIN
 from spillway.regions.trace import Trace
 
 _CHOOSERS = frozenset(
@@ -44,14 +45,14 @@ class KernelChoice(TorchFunctionMode):
     """See NOTE [ Kernels under a mode ].
 
     Args:
-        trace: of the first run.
+        reentrant: whether the function is recomputed in the reentrant mode.
         results: the functions that were run with modes off, each with its result, in order. ``None``: this is the first
             run, which collects them in :attr:`results`.
     """
 
-    def __init__(self, trace: Trace, results: list[tuple[Any, Any]] | None = None) -> None:
+    def __init__(self, *, reentrant: bool, results: list[tuple[Any, Any]] | None = None) -> None:
         super().__init__()
-        self._trace = trace
+        self._is_reentrant = reentrant
         self._given = None if results is None else iter(results)
         self.results: list[tuple[Any, Any]] = []
 
@@ -61,7 +62,7 @@ class KernelChoice(TorchFunctionMode):
         kwargs = kwargs or {}
         if func not in _CHOOSERS or not self._may_choose(args, kwargs):
             return func(*args, **kwargs)
-        if self._given is not None:
+        if self._given is not None and not _need_grad(args, kwargs):
             known, result = next(self._given, (None, None))
             if known is func:
                 return result
@@ -71,19 +72,22 @@ class KernelChoice(TorchFunctionMode):
         return result
 
     def _may_choose(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        if kwargs.get("out") is not None or any(type(tensor) not in (torch.Tensor, torch.nn.Parameter) for tensor in tensors):
+        if kwargs.get("out") is not None or any(type(tensor) not in PLAIN for tensor in _tensors_in(args, kwargs)):
             return False
-        if torch.is_grad_enabled():
-            needs = any(tensor.requires_grad for tensor in tensors)
-        else:
-            # In the reentrant mode, gradients are on in the replay.
-            needs = self._trace.reentrant and self._trace.need_grad(tensors)
-        if needs:
+        # In the reentrant mode the first run is without gradients, and decides which kernel gives the values.
+        if not self._is_reentrant and _need_grad(args, kwargs):
             return False
         return all(isinstance(mode, OperatorMode) for mode in _get_current_dispatch_mode_stack())
 
 
+def _tensors_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+
+
+def _need_grad(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in _tensors_in(args, kwargs))
+
+
 def choosing(trace: Trace) -> AbstractContextManager[object]:
     """A context for a run that is like the one of this trace."""
-    return KernelChoice(trace, trace.chosen) if trace.chosen else nullcontext()
+    return KernelChoice(reentrant=trace.reentrant, results=trace.chosen) if trace.chosen else nullcontext()

@@ -55,8 +55,6 @@ _SIMPLE = frozenset((int, float, bool, complex, str, bytes, type(None), torch.dt
 _OPAQUE_ROOTS = frozenset(("torch", "spillway", "builtins", "_thread", "threading", "weakref", "logging", "functools"))
 _DICTS = (dict, OrderedDict, defaultdict)
 _MISSING: Any = object()
-_ANY: Any = object()
-"""In a copy: the value of an attribute that is left as it is."""
 
 
 class _Kinds(dict[type, str]):
@@ -74,7 +72,7 @@ def _kind_of(kind: type) -> str:
         return "module"
     if kind in _DICTS:
         return "dict"
-    if kind is list or kind is deque:
+    if kind in (list, deque, bytearray):
         return "list"
     if kind is set:
         return "set"
@@ -169,15 +167,20 @@ class PythonState:
             name
             for place, copy in (*self._attributes, *self._dicts)
             for name in _names_of_changes(place, copy, _INTERNAL)
-            if isinstance(copy.get(name), torch.Tensor) and getattr(place.get(name), "requires_grad", False)
+            if _is_read_tensor(copy.get(name)) and getattr(place.get(name), "requires_grad", False)
         ]
 
     def release(self, is_read: Callable[[torch.Tensor], bool]) -> None:
-        """Hold no longer what was replaced in the first run and never read: a tensor of an earlier step, say."""
+        """Hold no longer what was replaced in the first run and whose bytes were never read: a tensor of an earlier step.
+
+        A stand-in takes its place, since the function may have asked for its shape.
+        """
         for place, copy in (*self._attributes, *self._dicts):
             for name, value in copy.items():
-                if isinstance(value, torch.Tensor) and place.get(name, _MISSING) is not value and not is_read(value):
-                    copy[name] = _ANY
+                # A subclass may say more of itself than a stand-in does.
+                is_plain = type(value) is torch.Tensor and value.layout is torch.strided
+                if is_plain and place.get(name, _MISSING) is not value and not is_read(value):
+                    copy[name] = _stand_in(value)
 
     def _again(self) -> PythonState:
         """A copy of the same places, taken now."""
@@ -409,8 +412,7 @@ def _are_the_same(place: dict[Any, Any], copy: dict[Any, Any]) -> bool:
 
 def _names_of_changes(place: dict[Any, Any], copy: dict[Any, Any], ignored: frozenset[str]) -> Iterator[str]:
     for name in dict.fromkeys((*copy, *place)):
-        value = copy.get(name, _MISSING)
-        if name not in ignored and value is not _ANY and place.get(name, _MISSING) is not value:
+        if name not in ignored and place.get(name, _MISSING) is not copy.get(name, _MISSING):
             yield str(name)
 
 
@@ -418,7 +420,7 @@ def _put_back(place: dict[Any, Any], copy: dict[Any, Any], ignored: frozenset[st
     for name in [name for name in place if name not in copy and name not in ignored]:
         del place[name]
     for name, value in copy.items():
-        if name not in ignored and value is not _ANY and place.get(name, _MISSING) is not value:
+        if name not in ignored and place.get(name, _MISSING) is not value:
             place[name] = value
 
 
@@ -444,6 +446,18 @@ def _alias_of(buffer: torch.Tensor) -> torch.Tensor:
 
 def _setting(generator: torch.Generator) -> Callable[[Any], object]:
     return lambda state: generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+
+def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same shape, type and device, with the memory of one element."""
+    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+        stand_in = torch.empty(1, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+        stand_in.__dict__["_is_stand_in"] = True
+        return stand_in
+
+
+def _is_read_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not hasattr(value, "_is_stand_in")
 
 
 def _parts_of(partial: functools.partial[Any]) -> tuple[Any, ...]:

@@ -191,7 +191,7 @@ class Region:
             # What saves may change its mind about a call that has ended.
             script=() if self._choices.saved_by else self._script.calls,
         )
-        choice = None if has_compiled() else KernelChoice(self._trace)
+        choice = None if has_compiled() else KernelChoice(reentrant=self._reentrant)
         choosing = nullcontext() if choice is None else choice
         if self._reentrant:
             with recording, choosing:

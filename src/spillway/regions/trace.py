@@ -346,14 +346,6 @@ class Trace:
         makers = (self.makers.get(value) for value in values)
         return any(maker is not None and maker.facts.is_random for maker in makers)
 
-    def need_grad(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether any of these hangs on what needs grad, also where gradients are off."""
-        needs = {value for value, outside in self.outside.items() if outside.has_gradient}
-        for call in self.calls:
-            if not needs.isdisjoint(call.reads):
-                needs.update(call.makes, call.writes)
-        return any(self.values.find(tensor) in needs for tensor in tensors)
-
     def written_since(self) -> set[int]:
         """Values that are preserved and were written by such a name."""
         return {value for value, tracker in self._aliases if tracker.was_written}
