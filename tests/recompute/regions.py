@@ -67,7 +67,7 @@ ways = pytest.mark.parametrize(
 """All choices in both modes, as options."""
 
 hides = pytest.mark.parametrize("hides", [True, False], ids=["hidden", "seen"])
-"""Whether Spillway sees the Python state of the test's function. The checks of a replay are tested with hidden state."""
+"""Whether Spillway sees the Python state of the test's function. Tests of a replay's checks hide it."""
 
 one_place = pytest.mark.parametrize("place", PLACES[-1:], ids=str, indirect=True)
 """For what does not depend on where bytes go: the adversary, which shows what nobody computed."""
@@ -134,11 +134,12 @@ class Call:
 class Regions:
     """Runs steps plainly and recomputed in one session, and compares them."""
 
+    last = HiddenAttribute(None)
+
     def __init__(self, session: spillway.Session, place: Place, adversary: AdversaryBackend | None) -> None:
         self.session = session
         self.place = place
         self.adversary = adversary
-        self.last: spillway.offload | None = None
 
     def offload(self, **options: Any) -> spillway.offload:
         self.last = spillway.offload(

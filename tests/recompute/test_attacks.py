@@ -271,9 +271,7 @@ def test_what_a_region_leaves_for_another_region_is_what_it_computed(regions: Re
 @one_place
 @hides
 @pytest.mark.parametrize("by", ["attribute", "hook", "list"])
-def test_what_a_module_notes_for_its_user_is_not_garbage_after_backward(
-    regions: Regions, by: str, hides: bool
-) -> None:
+def test_what_a_module_notes_for_its_user_is_not_garbage_after_backward(regions: Regions, by: str, hides: bool) -> None:
     """A router's loss, say, which is logged after the step."""
 
     class Notes(torch.nn.Module):
