@@ -14,6 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import spillway
 from budgets import hardware, one_step
+from recompute.regions import HiddenList
 from spillway import Decision, Plan, Session
 from spillway.planning.plan import OperatorPlan
 from steps import assert_nothing_left, failing
@@ -31,7 +32,7 @@ class Looking(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(64, 64)
-        self.seen: list[str] = []
+        self.seen = HiddenList()
         self.inside: Callable[[Tensor], object] = lambda x: None
 
     def forward(self, x: Tensor) -> Tensor:

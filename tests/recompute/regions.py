@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -65,6 +66,9 @@ ways = pytest.mark.parametrize(
 )
 """All choices in both modes, as options."""
 
+hides = pytest.mark.parametrize("hides", [True, False], ids=["hidden", "seen"])
+"""Whether Spillway sees the Python state of the test's function. Tests of a replay's checks hide it."""
+
 one_place = pytest.mark.parametrize("place", PLACES[-1:], ids=str, indirect=True)
 """For what does not depend on where bytes go: the adversary, which shows what nobody computed."""
 
@@ -75,6 +79,33 @@ few_places = pytest.mark.parametrize(
     indirect=True,
 )
 """For long matrices of what depends on it little: the adversary; by the host and the disk in ``make test-all``."""
+
+
+class HiddenList(list[Any]):
+    """A list that Spillway does not open: see NOTE [ Python state ]."""
+
+    __slots__ = ()
+
+
+class HiddenAttribute:
+    """An attribute that Spillway does not see, since its values lie in the class.
+
+    Args:
+        default: the value of objects that have set none.
+    """
+
+    __slots__ = ("_default", "_values")
+
+    def __init__(self, default: Any) -> None:
+        self._default = default
+        self._values: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+
+    def __get__(self, owner: Any, kind: type) -> Any:
+        return self if owner is None else self._values.get(owner, self._default)
+
+    def __set__(self, owner: Any, value: Any) -> None:
+        self._values[owner] = value
+
 
 Step = Callable[["Call"], Iterable[torch.Tensor]]
 
@@ -103,11 +134,12 @@ class Call:
 class Regions:
     """Runs steps plainly and recomputed in one session, and compares them."""
 
+    last = HiddenAttribute(None)
+
     def __init__(self, session: spillway.Session, place: Place, adversary: AdversaryBackend | None) -> None:
         self.session = session
         self.place = place
         self.adversary = adversary
-        self.last: spillway.offload | None = None
 
     def offload(self, **options: Any) -> spillway.offload:
         self.last = spillway.offload(

@@ -24,12 +24,15 @@ from recompute.regions import (
     PLACES,
     Block,
     Call,
+    HiddenAttribute,
+    HiddenList,
     Place,
     Regions,
     backward_place,
     choices,
     few_places,
     gradients,
+    hides,
     loss_of,
     modes,
     one_place,
@@ -53,21 +56,21 @@ def one_region(region: Callable[..., Any], *more: Any, size: tuple[int, ...] = (
     return step
 
 
-# Control flow and state that differ in the re-run: whole, or refused, and never wrong.
+# Control flow and state that differ in the re-run. Hidden state: whole, or refused, and never wrong. Seen state: right.
 
 
-class Count:
-    """Counts its calls; a fresh one for each step."""
+def counting(hides: bool = True) -> Callable[[], int]:
+    """Gives the number of its calls; a fresh one for each step."""
+    runs: list[int] = HiddenList() if hides else []
 
-    def __init__(self) -> None:
-        self.calls = 0
+    def count() -> int:
+        runs.append(1)
+        return len(runs)
 
-    def __call__(self) -> int:
-        self.calls += 1
-        return self.calls
+    return count
 
 
-CHANGING: dict[str, Callable[[torch.Tensor, Count], torch.Tensor]] = {
+CHANGING: dict[str, Callable[[torch.Tensor, Callable[[], int]], torch.Tensor]] = {
     "a number": lambda x, count: (x * count()).sin(),
     "a slice": lambda x, count: x[(start := count()) : start + 4].sin(),
     "a tensor of a number": lambda x, count: (x * torch.tensor(float(count()))).sin(),
@@ -81,50 +84,63 @@ CHANGING: dict[str, Callable[[torch.Tensor, Count], torch.Tensor]] = {
 
 @one_place
 @pytest.mark.parametrize("change", CHANGING)
+@hides
 @modes
-def test_what_differs_in_the_re_run_is_never_wrong(regions: Regions, change: str, reentrant: bool) -> None:
+def test_what_differs_in_the_re_run_is_never_wrong(regions: Regions, change: str, reentrant: bool, hides: bool) -> None:
     def step(call: Call) -> Iterator[torch.Tensor]:
-        count, x = Count(), torch.randn(8, requires_grad=True)
+        count, x = counting(hides), torch.randn(8, requires_grad=True)
         with call.context():
             loss = call(lambda x: CHANGING[change](x, count), x * 1, use_reentrant=reentrant).sum()
         loss.backward()
         yield from gradients(x)
 
-    regions.right_or_refused(step)
+    (regions.right_or_refused if hides else regions)(step)
 
 
 @one_place
-def test_branches_drawn_by_pythons_own_generator_are_never_wrong(regions: Regions) -> None:
+@hides
+def test_branches_drawn_by_pythons_own_generator_are_never_wrong(regions: Regions, hides: bool) -> None:
     def step(call: Call) -> Iterator[torch.Tensor]:
+        generator = HiddenList([random.Random(0)]) if hides else [random]
         random.seed(0)
         x = torch.randn(8, requires_grad=True)
         branches = [lambda x: x.cos().exp(), lambda x: x.tanh().sigmoid()]
         with call.context():
-            loss = sum(call(lambda x: random.choice(branches)(x), x * 1) for _ in range(6)).sum()
+            loss = sum(call(lambda x: generator[0].choice(branches)(x), x * 1) for _ in range(6)).sum()
         loss.backward()
         yield from gradients(x)
 
-    regions.right_or_refused(step)
+    (regions.right_or_refused if hides else regions)(step)
 
 
 @one_place
 @pytest.mark.parametrize("kind", [torch.Tensor, torch.nn.Parameter], ids=["tensor", "parameter"])
+@hides
 @modes
-def test_a_closure_over_the_variable_of_a_loop_is_never_wrong(regions: Regions, kind: Any, reentrant: bool) -> None:
+def test_a_closure_over_the_variable_of_a_loop_is_never_wrong(
+    regions: Regions, kind: Any, reentrant: bool, hides: bool
+) -> None:
     """By the time of the re-run it names the last weight."""
 
     def step(call: Call) -> Iterator[torch.Tensor]:
         weights = [torch.randn(8, 8) for _ in range(3)]
         weights = [torch.nn.Parameter(weight) if kind is torch.nn.Parameter else weight for weight in weights]
         x = torch.randn(4, 8, requires_grad=True)
+        last = HiddenList()
+
+        def function(x: torch.Tensor) -> torch.Tensor:
+            used = last[-1] if hides else weight
+            return (x @ used + used.sum()).sin()
+
         with call.context():
             hidden = x * 1
             for weight in weights:
-                hidden = call(lambda x: (x @ weight + weight.sum()).sin(), hidden, use_reentrant=reentrant)  # noqa: B023
+                last.append(weight)
+                hidden = call(function, hidden, use_reentrant=reentrant)
         hidden.sum().backward()
         yield from gradients(x, *(weight for weight in weights if weight.requires_grad))
 
-    regions.right_or_refused(step)
+    (regions.right_or_refused if hides else regions)(step)
 
 
 class Cached(torch.nn.Module):
@@ -143,13 +159,19 @@ class Cached(torch.nn.Module):
         return ((q @ q.t()) + self.mask).softmax(-1) @ q.sin()
 
 
+class HidingCached(Cached):
+    mask = HiddenAttribute(None)
+
+
 @pytest.mark.parametrize("norm", [False, True], ids=["cache", "cache-and-batch-norm"])
+@hides
 @ways
-def test_a_cache_that_the_first_run_fills(regions: Regions, how: Options, norm: bool) -> None:
-    """With batch norm in it, the region cannot run again whole: then it says so."""
+def test_a_cache_that_the_first_run_fills(regions: Regions, how: Options, norm: bool, hides: bool) -> None:
+    """With batch norm in it, and a hidden cache, the region cannot run again whole: then it says so."""
+    make = HidingCached if hides else Cached
 
     def step(call: Call) -> Iterator[torch.Tensor]:
-        model, leaves = Cached(norm), [torch.randn(size, 8, requires_grad=True) for size in (8, 6)]
+        model, leaves = make(norm), [torch.randn(size, 8, requires_grad=True) for size in (8, 6)]
         with call.context():
             losses = [call(model, leaf * 1, **how).sum() for leaf in leaves]
         losses[0].backward()
@@ -160,17 +182,16 @@ def test_a_cache_that_the_first_run_fills(regions: Regions, how: Options, norm: 
         yield from gradients(*leaves)
         yield from model.buffers()
 
-    if norm:
-        regions.right_or_refused(step)
-    else:
-        regions(step)
+    (regions.right_or_refused if norm and hides else regions)(step)
 
 
 @one_place
+@hides
 @modes
-def test_a_cache_in_a_function_beside_statistics(regions: Regions, reentrant: bool) -> None:
+def test_a_cache_in_a_function_beside_statistics(regions: Regions, reentrant: bool, hides: bool) -> None:
     def step(call: Call) -> Iterator[torch.Tensor]:
-        norm, cache, x = torch.nn.BatchNorm1d(8), [], torch.randn(4, 8, requires_grad=True)
+        norm, x = torch.nn.BatchNorm1d(8), torch.randn(4, 8, requires_grad=True)
+        cache: list[torch.Tensor] = HiddenList() if hides else []
 
         def region(x: torch.Tensor) -> torch.Tensor:
             if not cache:
@@ -182,17 +203,20 @@ def test_a_cache_in_a_function_beside_statistics(regions: Regions, reentrant: bo
         loss.backward()
         yield from (*gradients(x, norm), *norm.buffers())
 
-    regions.right_or_refused(step)
+    (regions.right_or_refused if hides else regions)(step)
 
 
 @one_place
+@hides
 @pytest.mark.parametrize("differs", ["operand", "constant", "made-constant", "number", "random", "generator"])
 @modes
-def test_what_differs_beside_a_cache_is_never_wrong(regions: Regions, differs: str, reentrant: bool) -> None:
+def test_what_differs_beside_a_cache_is_never_wrong(
+    regions: Regions, differs: str, reentrant: bool, hides: bool
+) -> None:
     """The first run fills a cache, so the re-run is not like it, and is run whole: then it must compute the same."""
 
     def step(call: Call) -> Iterator[torch.Tensor]:
-        count, x, generator = Count(), torch.randn(8, requires_grad=True), torch.Generator().manual_seed(3)
+        x, generator, count = torch.randn(8, requires_grad=True), torch.Generator().manual_seed(3), counting(hides)
         first, second = torch.randn(8), torch.randn(8)
 
         def region(x: torch.Tensor) -> torch.Tensor:
@@ -216,43 +240,45 @@ def test_what_differs_beside_a_cache_is_never_wrong(regions: Regions, differs: s
         loss.backward()
         yield from (*gradients(x), torch.rand(2, generator=generator))
 
-    regions.right_or_refused(step)
+    (regions.right_or_refused if hides else regions)(step)
 
 
 @one_place
-def test_what_a_region_leaves_for_another_region_is_what_it_computed(regions: Regions) -> None:
+@hides
+def test_what_a_region_leaves_for_another_region_is_what_it_computed(regions: Regions, hides: bool) -> None:
     """A re-run that leaves out what nobody wants must not leave garbage behind for those that read it elsewhere."""
 
     def step(call: Call) -> Iterator[torch.Tensor]:
-        shared: dict[str, torch.Tensor] = {}
+        shared: list[torch.Tensor] = HiddenList() if hides else []
         x = torch.randn(8, requires_grad=True)
 
         def first(x: torch.Tensor) -> torch.Tensor:
-            shared["rope"] = torch.arange(8.0).cos()
+            shared[:] = [torch.arange(8.0).cos()]
             return (x * 2).sin().exp()
 
         with call.context():
             hidden = call(first, x * 1)
-            loss = call(lambda x: (x + shared["rope"]).sin(), hidden).sum()
+            loss = call(lambda x: (x + shared[0]).sin(), hidden).sum()
         del hidden
         loss.backward(retain_graph=True)
         yield from [gradient.clone() for gradient in gradients(x)]
         loss.backward()
-        yield from (*gradients(x), shared["rope"])
+        yield from (*gradients(x), shared[0])
 
-    regions.right_or_refused(step)
+    (regions.right_or_refused if hides else regions)(step)
 
 
 @one_place
+@hides
 @pytest.mark.parametrize("by", ["attribute", "hook", "list"])
-def test_what_a_module_notes_for_its_user_is_not_garbage_after_backward(regions: Regions, by: str) -> None:
+def test_what_a_module_notes_for_its_user_is_not_garbage_after_backward(regions: Regions, by: str, hides: bool) -> None:
     """A router's loss, say, which is logged after the step."""
 
     class Notes(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.linear, self.router = torch.nn.Linear(8, 8), torch.nn.Linear(8, 2)
-            self.noted: list[torch.Tensor] = []
+            self.noted: list[torch.Tensor] = HiddenList() if hides else []
             if by == "hook":
                 self.router.register_forward_hook(lambda module, args, out: self.noted.append(out.detach()))
 
@@ -264,8 +290,11 @@ def test_what_a_module_notes_for_its_user_is_not_garbage_after_backward(regions:
                 self.noted.append(routed)
             return self.linear(x).tanh().exp()
 
+    class Hiding(Notes):
+        loss = HiddenAttribute(None)
+
     def step(call: Call) -> Iterator[torch.Tensor]:
-        model, x = Notes(), torch.randn(4, 8, requires_grad=True)
+        model, x = (Hiding if hides else Notes)(), torch.randn(4, 8, requires_grad=True)
         with call.context():
             loss = call(model, x * 1).sum()
         loss.backward()
@@ -1169,10 +1198,11 @@ def test_an_exception_in_the_re_run_reaches_the_caller(
     regions: Regions, error: type[BaseException], run_number: int, how: Options
 ) -> None:
     """The second run is the one that goes whole, the third is pruned, the fourth is used."""
-    runs = Count()
+    runs = HiddenList()
 
     def region(x: torch.Tensor) -> torch.Tensor:
-        number, x = runs(), (x * 2).sin()
+        runs.append(1)
+        number, x = len(runs), (x * 2).sin()
         if number == run_number or (number > 1 and how["use_reentrant"]):
             raise error
         return (x.exp() * x.cos()).tanh() + 1
@@ -1187,7 +1217,7 @@ def test_an_exception_in_the_re_run_reaches_the_caller(
     except error:
         pass
     else:
-        assert runs.calls < run_number, "the exception was lost"
+        assert len(runs) < run_number, "the exception was lost"
     torch.ones(1, requires_grad=True).sum().backward()
     gc.collect()
     regions.assert_nothing_left()
@@ -1406,7 +1436,7 @@ def test_a_dropped_output_is_gone_until_backward(regions: Regions, in_region: bo
     def consume(hidden: torch.Tensor) -> torch.Tensor:
         return spillway.recompute(linear, hidden, session=regions.session) if in_region else linear(hidden)
 
-    linear, storages = torch.nn.Linear(64, 64), []
+    linear, storages = torch.nn.Linear(64, 64), HiddenList()
 
     def region(x: torch.Tensor) -> torch.Tensor:
         out = x.sin() * 2

@@ -26,10 +26,12 @@ from recompute.regions import (
     CHOICES,
     Block,
     Call,
+    HiddenList,
     Regions,
     backward_place,
     choices,
     gradients,
+    hides,
     loss_of,
     modes,
     one_place,
@@ -316,11 +318,13 @@ def test_h40_h58_random_numbers_are_drawn_again_kept_or_skipped(
 
 
 @one_place
-def test_h40_a_users_generator_in_a_region_that_runs_again_whole(regions: Regions) -> None:
-    """The second run finds a cache that the first one filled, so it is not like the first."""
+@hides
+def test_h40_a_users_generator_in_a_region_that_runs_again_whole(regions: Regions, hides: bool) -> None:
+    """The second run finds a hidden cache that the first one filled, so it is not like the first."""
 
     def step(call: Call) -> Iterator[torch.Tensor]:
-        x, generator, cache = torch.randn(8, requires_grad=True), torch.Generator().manual_seed(3), []
+        x, generator = torch.randn(8, requires_grad=True), torch.Generator().manual_seed(3)
+        cache: list[torch.Tensor] = HiddenList() if hides else []
 
         def region(x: torch.Tensor) -> torch.Tensor:
             if not cache:
@@ -332,7 +336,7 @@ def test_h40_a_users_generator_in_a_region_that_runs_again_whole(regions: Region
         loss.backward()
         yield from (*gradients(x), torch.rand(4, generator=generator))
 
-    regions.right_or_refused(step)
+    (regions.right_or_refused if hides else regions)(step)
 
 
 @one_place

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import spillway
+from recompute.regions import HiddenAttribute, HiddenList
 from spillway.events import EventKind, EventList
 from spillway.operators import Planned
 from spillway.records import Decision
@@ -36,11 +37,12 @@ class Operators(TorchDispatchMode):
 class Attention(nn.Module):
     """Projections, rotary embedding, attention, a residual and an MLP; the queries are kept aside to be looked at."""
 
+    seen = HiddenAttribute(())
+
     def __init__(self) -> None:
         super().__init__()
         self.q, self.k, self.v, self.o = (nn.Linear(32, 32, bias=False) for _ in range(4))
         self.up, self.down = nn.Linear(32, 64, bias=False), nn.Linear(64, 32, bias=False)
-        self.seen: list[weakref.ref[torch.UntypedStorage]] = []
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (linear(x).unflatten(-1, (2, 16)).transpose(1, 2) for linear in (self.q, self.k, self.v))
@@ -183,7 +185,7 @@ def test_a_dropped_output_does_not_stay(session: spillway.Session, no_collector:
 
 def test_what_a_region_offloads_leaves_while_it_runs() -> None:
     events = EventList()
-    left: list[int] = []
+    left = HiddenList()
 
     def region(x: Tensor) -> Tensor:
         y = x.sin().exp().cos().exp()
@@ -201,7 +203,7 @@ def test_what_a_region_offloads_leaves_while_it_runs() -> None:
 
 def test_what_leaves_is_let_go_of_while_its_region_still_runs() -> None:
     """A region holds what it may hand to its re-run, but not what is away by then."""
-    most, again = [0], [False]
+    most, again = HiddenList([0]), [False]
 
     def six_sines(x: torch.Tensor) -> torch.Tensor:
         storages = []

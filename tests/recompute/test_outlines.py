@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import spillway
-from recompute.regions import CHOICES, Call, Regions, one_place
+from recompute.regions import CHOICES, Call, HiddenList, Regions, one_place
 from recompute.test_tapes import Block, gradients_of, leaf, tapes_of
 from spillway.errors import InplaceError, RecomputeError
 from spillway.regions import skimmed
@@ -459,7 +459,7 @@ def test_what_torch_transforms_is_not_compared_so(regions: Regions, first: bool)
 
 def test_what_leaves_is_not_held_by_the_mode(regions: Regions, calls: Calls, no_collector: None) -> None:
     how: dict[str, Any] = {"offload": ["inputs", "matmul"]}
-    made: list[weakref.ref[torch.UntypedStorage]] = []
+    made = HiddenList()
 
     def change(self: Changing, x: Tensor, hidden: Tensor) -> Tensor:
         product = self.first(hidden)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import spillway
-from recompute.regions import Regions, one_place
+from recompute.regions import HiddenList, Regions, one_place
 from recompute.test_tapes import Block, followed, gradients_of, leaf, tapes_of
 from spillway.operators import Planned, full_name
 from spillway.records import Decision
@@ -121,7 +121,7 @@ def test_a_part_that_nobody_asks_for_is_not_computed(regions: Regions) -> None:
 
 def test_what_two_parts_are_handed_is_written_meanwhile(regions: Regions) -> None:
     """Neither has it any more: both compute it again, with all that it hangs on."""
-    shown: list[Tensor] = []
+    shown = HiddenList()
 
     def function(x: Tensor) -> tuple[Tensor, Tensor]:
         y = x.sin()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import spillway
-from recompute.regions import Regions, one_place
+from recompute.regions import HiddenList, Regions, one_place
 from recompute.test_tapes import leaf, tapes_of
 from spillway.errors import RecomputeError
 from spillway.operators import Planned
@@ -92,7 +92,7 @@ def test_what_a_function_saved_before_it_failed_can_be_gone_through(regions: Reg
     fails = False
 
     def step(call: Run) -> list[Tensor]:
-        x, kept = leaf(), []
+        x, kept = leaf(), HiddenList()
 
         def function(x: Tensor) -> Tensor:
             y = x.sin()

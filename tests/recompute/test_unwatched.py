@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode_temporaril
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import spillway
-from recompute.regions import Call, Regions, one_place
+from recompute.regions import Call, HiddenAttribute, HiddenList, Regions, hides, one_place
 from recompute.test_tapes import Block, gradients_of, leaf, tapes_of
 from spillway.errors import InplaceError, RecomputeError
 from spillway.operators import Planned, full_name
@@ -118,6 +118,13 @@ class Changing(nn.Module):
         return x + self.down(functional.silu(self.up(y)))
 
 
+class Hiding(Changing):
+    """The same, where Spillway does not see it."""
+
+    scale, eps = HiddenAttribute(1.0), HiddenAttribute(1e-5)
+    table, kind = HiddenAttribute(None), HiddenAttribute(0)
+
+
 def scaled(block: Changing) -> None:
     block.scale = 1.0 + 2**-7
 
@@ -213,9 +220,10 @@ def test_of_an_operator_at_the_end_all_that_it_gave_is_compared(regions: Regions
     assert sizes == [(2, 5, 1), (2, 5, 1)]
 
 
+@hides
 @pytest.mark.parametrize("change", [scaled, another_eps, written, replaced, another_way])
 def test_what_changes_before_backward_is_told_or_is_of_no_account_where_something_is_handed_in(
-    regions: Regions, calls: Calls, change: Callable[[Changing], None]
+    regions: Regions, calls: Calls, change: Callable[[Changing], None], hides: bool
 ) -> None:
     def step(call: Callable[..., Tensor], block: Changing) -> list[Tensor]:
         x = leaf()
@@ -224,7 +232,7 @@ def test_what_changes_before_backward_is_told_or_is_of_no_account_where_somethin
         return [*torch.autograd.grad(loss, [x, *block.parameters()])]
 
     for save in ("aten::silu", "aten::mul", ["aten::mul", "aten::silu"]):
-        block = Changing()
+        block = Hiding() if hides else Changing()
         how: dict[str, Any] = {"session": regions.session, "watch": False, "save": save}
         for seed in range(2):
             gradients_of(regions, block, seed=seed, watch=False, save=save)
@@ -234,7 +242,8 @@ def test_what_changes_before_backward_is_told_or_is_of_no_account_where_somethin
             with regions.offload():
                 found = step(lambda block, x: spillway.recompute(block, x, **how), block)  # noqa: B023
         except RecomputeError:
-            pass
+            # Attributes are put back before the re-run, and what was written is not.
+            assert hides or change is written
         else:
             assert_identical(found, expected)
         assert len(calls) == 1
@@ -531,19 +540,26 @@ def test_a_number_that_changes_from_step_to_step_is_the_same_in_both_runs(region
     assert len(calls) == 4
 
 
+@hides
 @pytest.mark.parametrize("change", [scaled, another_eps, written, replaced, another_way])
 def test_what_changes_before_backward_is_told(
-    regions: Regions, calls: Calls, change: Callable[[Changing], None]
+    regions: Regions, calls: Calls, change: Callable[[Changing], None], hides: bool
 ) -> None:
-    block = Changing()
+    block = Hiding() if hides else Changing()
     known(regions, block)
+    x = leaf()
     with regions.offload():
-        loss = spillway.recompute(block, leaf() * 1, session=regions.session, watch=False).sum()
+        loss = spillway.recompute(block, x * 1, session=regions.session, watch=False).sum()
     assert len(calls) == 1
+    leaves = [x, *block.parameters()]
+    expected = torch.autograd.grad(block(x * 1).sum(), leaves)
     change(block)
     for _ in range(2):
-        with pytest.raises(RecomputeError, match="got other values when Changing ran again"):
-            loss.backward()
+        if hides or change is written:
+            with pytest.raises(RecomputeError, match=f"got other values when {type(block).__name__} ran again"):
+                loss.backward()
+        else:
+            assert_identical(torch.autograd.grad(loss, leaves, retain_graph=True), expected)
     del loss
     assert_nothing_left(regions.session)
 
@@ -621,7 +637,7 @@ def test_a_graph_may_be_gone_through_twice(regions: Regions, calls: Calls) -> No
 
 
 def test_it_holds_nothing_but_its_inputs(regions: Regions, calls: Calls) -> None:
-    made: list[weakref.ref[torch.UntypedStorage]] = []
+    made = HiddenList()
 
     def function(x: Tensor) -> Tensor:
         y = x.sin()
@@ -737,17 +753,27 @@ def test_of_a_block_it_is_little(regions: Regions) -> None:
     assert len(tape.showing.last) == 1 + 2
 
 
-def told(regions: Regions, function: Callable[..., Any], change: Callable[[], object], **how: Any) -> None:
-    """That what changes between forward and backward is an error."""
+def told(
+    regions: Regions, function: Callable[..., Any], change: Callable[[], object], *, hides: bool, **how: Any
+) -> None:
+    """That hidden state which changes between forward and backward is an error, and that other state is put back."""
     for _ in range(3):
         with regions.offload():
             out = spillway.recompute(function, leaf() * 1, session=regions.session, watch=False, **how)
         total(out).backward()
+    x = leaf()
+    torch.manual_seed(0)
     with regions.offload():
-        out = spillway.recompute(function, leaf() * 1, session=regions.session, watch=False, **how)
+        out = spillway.recompute(function, x * 1, session=regions.session, watch=False, **how)
+    torch.manual_seed(0)
+    plain = function(x * 1)
     change()
-    with pytest.raises(RecomputeError):
-        total(out).backward()
+    if hides:
+        with pytest.raises(RecomputeError):
+            total(out).backward()
+    else:
+        leaves = [x, *(function.parameters() if isinstance(function, nn.Module) else ())]
+        assert_identical(torch.autograd.grad(total(out), leaves), torch.autograd.grad(total(plain), leaves))
     del out
     # Of the error's frames.
     gc.collect()
@@ -757,12 +783,18 @@ def total(out: Any) -> Tensor:
     return out.sum() if isinstance(out, Tensor) else out[0].sum()  # type: ignore[no-any-return]
 
 
-def test_masks_are_compared(regions: Regions, calls: Calls) -> None:
-    least = [0.5]
-    told(regions, lambda x: x.masked_fill(x.detach() > least[0], 0).sum(), lambda: least.append(least.pop() / 4))
+@hides
+def test_masks_are_compared(regions: Regions, calls: Calls, hides: bool) -> None:
+    least = HiddenList([0.5]) if hides else [0.5]
+
+    def function(x: Tensor) -> Tensor:
+        return x.masked_fill(x.detach() > least[0], 0).sum()
+
+    told(regions, function, lambda: least.append(least.pop() / 4), hides=hides)
     assert calls
 
 
+@hides
 @pytest.mark.parametrize(
     "function",
     [
@@ -772,31 +804,34 @@ def test_masks_are_compared(regions: Regions, calls: Calls) -> None:
     ids=["what is given besides", "round"],
 )
 def test_what_shows_in_nothing_else_is_compared(
-    regions: Regions, calls: Calls, function: Callable[[Tensor, float], Tensor]
+    regions: Regions, calls: Calls, function: Callable[[Tensor, float], Tensor], hides: bool
 ) -> None:
-    scale = [1.0]
-    told(regions, lambda x: function(x, scale[0]), lambda: scale.insert(0, 2.0))
+    scale = HiddenList([1.0]) if hides else [1.0]
+    told(regions, lambda x: function(x, scale[0]), lambda: scale.insert(0, 2.0), hides=hides)
     assert calls
 
 
-def test_a_re_run_that_saves_less_is_told(regions: Regions, calls: Calls) -> None:
-    ends = [False]
+@hides
+def test_a_re_run_that_saves_less_is_told(regions: Regions, calls: Calls, hides: bool) -> None:
+    ends = HiddenList([False]) if hides else [False]
 
     def function(x: Tensor) -> Any:
         y = x.sin()
         # Nobody goes through the second.
         return (y.exp(), y) if ends[0] else (y.exp(), y.exp().tanh().exp())
 
-    told(regions, function, lambda: ends.insert(0, True))
+    told(regions, function, lambda: ends.insert(0, True), hides=hides)
     assert calls
 
 
-def test_parameters_in_another_order_are_told(regions: Regions, calls: Calls) -> None:
+@hides
+def test_parameters_in_another_order_are_told(regions: Regions, calls: Calls, hides: bool) -> None:
     class Experts(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             torch.manual_seed(0)
-            self.experts = [nn.Linear(16, 16, bias=False) for _ in range(2)]
+            experts = [nn.Linear(16, 16, bias=False) for _ in range(2)]
+            self.experts = HiddenList(experts) if hides else experts
             self.inner = nn.ModuleList(self.experts)
 
         def forward(self, x: Tensor) -> Tensor:
@@ -804,7 +839,7 @@ def test_parameters_in_another_order_are_told(regions: Regions, calls: Calls) ->
             return (first + second).exp()
 
     model = Experts()
-    told(regions, model, lambda: model.experts.reverse())
+    told(regions, model, lambda: model.experts.reverse(), hides=hides)
     assert calls
 
 
@@ -847,6 +882,8 @@ def test_a_buffer_that_comes_to_be_written_is_written_once(regions: Regions, cal
 
 def test_what_nobody_has_written_is_given_to_nobody(regions: Regions, calls: Calls, runs: list[bool]) -> None:
     class Keeps(nn.Module):
+        seen = HiddenAttribute(None)
+
         def __init__(self) -> None:
             super().__init__()
             torch.manual_seed(0)
@@ -873,7 +910,7 @@ def test_what_nobody_has_written_is_given_to_nobody(regions: Regions, calls: Cal
 
 def test_now_and_then_all_of_it_is_compared(regions: Regions, calls: Calls) -> None:
     gate = torch.zeros(16, requires_grad=True)
-    count = [0]
+    count = HiddenList([0])
 
     def function(x: Tensor) -> Tensor:
         count[0] += 1
@@ -893,7 +930,7 @@ def test_now_and_then_all_of_it_is_compared(regions: Regions, calls: Calls) -> N
 
 
 def test_a_re_run_knows_that_it_is_one(regions: Regions, calls: Calls) -> None:
-    ran: list[bool] = []
+    ran = HiddenList()
 
     def function(x: Tensor) -> Tensor:
         ran.append(in_rerun())
@@ -906,22 +943,29 @@ def test_a_re_run_knows_that_it_is_one(regions: Regions, calls: Calls) -> None:
     assert len(calls) == 1
 
 
-def test_where_something_new_is_saved_outputs_are_compared(regions: Regions, calls: Calls) -> None:
-    scale, more = 1.0, False
+@hides
+def test_where_something_new_is_saved_outputs_are_compared(regions: Regions, calls: Calls, hides: bool) -> None:
+    more = False
+    scale = HiddenList([1.0]) if hides else [1.0]
 
     def function(x: Tensor) -> Tensor:
         y = x.sin().exp().cos()
-        return (y * scale).tanh().sigmoid() if more else y
+        return (y * scale[0]).tanh().sigmoid() if more else y
 
     known(regions, function)
     more = True
+    x = leaf()
     with regions.offload():
-        loss = spillway.recompute(function, leaf() * 1, session=regions.session, watch=False).sum()
+        loss = spillway.recompute(function, x * 1, session=regions.session, watch=False).sum()
     assert len(calls) == 1
+    expected = torch.autograd.grad(function(x * 1).sum(), x)
     # Of what it did before, nothing hangs on it.
-    scale = 1.5
-    with pytest.raises(RecomputeError):
-        loss.backward()
+    scale[0] = 1.5
+    if hides:
+        with pytest.raises(RecomputeError):
+            loss.backward()
+    else:
+        assert_identical(torch.autograd.grad(loss, x), expected)
 
 
 def test_a_function_that_does_less_has_lost_its_tape(regions: Regions, calls: Calls) -> None:
@@ -939,7 +983,7 @@ def test_a_function_that_does_less_has_lost_its_tape(regions: Regions, calls: Ca
 
 
 def test_inputs_leave_before_the_function_has_ended(regions: Regions, calls: Calls) -> None:
-    seen: list[int] = []
+    seen = HiddenList()
 
     def function(x: Tensor) -> Tensor:
         y = x.sin().exp().cos()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from recompute.regions import Regions, one_place
+from recompute.regions import HiddenAttribute, HiddenList, Regions, hides, one_place
 from recompute.test_tapes import gradients_of, tapes_of
 from recompute.test_unwatched import told
 from spillway.capture.identity import ViewRecipe
@@ -307,12 +307,13 @@ class Thirds(nn.Module):
         return first.sin() + second.sin() + third.sin()
 
 
+@hides
 @pytest.mark.parametrize("make", [Before, Numbers, Bytes, Half, Other, Thirds])
 def test_what_changes_before_backward_is_told(
-    regions: Regions, make: Callable[[], Before | Numbers | Bytes | Half | Other | Thirds]
+    regions: Regions, make: type[Before | Numbers | Bytes | Half | Other | Thirds], hides: bool
 ) -> None:
-    function = make()
-    told(regions, function, lambda: setattr(function, "number", function.number + 4))
+    function = (type("Hiding", (make,), {"number": HiddenAttribute(make.number)}) if hides else make)()
+    told(regions, function, lambda: setattr(function, "number", function.number + 4), hides=hides)
     # What a backward that failed had not come to yet, autograd holds until the next one.
     torch.ones(1, requires_grad=True).sum().backward()
 
@@ -338,7 +339,7 @@ class Looks(nn.Module):
 class Keeps(nn.Module):
     """Keeps what it wrote, for its caller."""
 
-    last: Tensor | None = None
+    last = HiddenAttribute(None)
 
     def forward(self, x: Tensor) -> Tensor:
         product = (x @ x.mT).tanh()
@@ -416,19 +417,18 @@ def test_what_is_read_or_saved_in_equal_parts_is_seen_whole(place: object) -> No
 
 
 def test_what_no_tape_can_tell_is_seen_before_the_function_runs_for_one(regions: Regions) -> None:
-    runs = 0
+    runs = HiddenList()
 
     def block(x: Tensor) -> Tensor:
-        nonlocal runs
-        runs += 1
+        runs.append(1)
         # On a CPU, numbers are drawn into what was made for them.
         return functional.dropout((x * 2).sin(), 0.25)
 
     seen = []
     for seed in range(3):
         gradients_of(regions, block, seed=seed)
-        seen.append(runs)
-        runs = 0
+        seen.append(len(runs))
+        runs.clear()
     assert tapes_of(regions.session) == [None]
     # Forward, and again for backward; the first time, one run is compared with another.
     assert seen == [3, 2, 2]
