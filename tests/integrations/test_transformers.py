@@ -321,6 +321,7 @@ def test_what_the_trainer_does_itself_is_refused(tmp_path: Path, given: dict[str
         (None, "SpillwayCallback()"),
         ({"use_reentrant": False}, "SpillwayCallback()"),
         ({"every_n_layers": 2}, "SpillwayCallback(every=2)"),
+        ({"selective": True}, 'SpillwayCallback(policy=spillway.Recompute(save="attention"))'),
         ({"offload": True}, 'SpillwayCallback(policy=spillway.Recompute(offload="inputs"))'),
         (
             {"every_n_layers": 2, "offload": True, "use_reentrant": True},

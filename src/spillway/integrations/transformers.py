@@ -173,7 +173,8 @@ def _equivalent(args: TrainingArguments) -> str:
     )
     told = told if isinstance(told, dict) else {}
     every = told.get("every_n_layers", 1)
-    how = ['offload="inputs"'] if told.get("offload") else []
+    # The second is TRL's.
+    how = [how for name, how in (("offload", 'offload="inputs"'), ("selective", 'save="attention"')) if told.get(name)]
     how += [f"{name}={told[name]!r}" for name in _SAME_OPTIONS if name in told and told[name] != _SAME_OPTIONS[name]]
     options = [f"every={every}"] if every != 1 else []
     options += [f"policy=spillway.Recompute({', '.join(how)})"] if how else []
