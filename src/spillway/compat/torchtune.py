@@ -211,7 +211,7 @@ def get_act_offloading_ctx_manager(
 
 
 def spare_head(model: Module, heads: Sequence[str], *, warn_if_no_head: bool) -> None:
-    """What a model's output head saves stays, from now on. See NOTE [ Hooks of a head ].
+    """Keep the tensors that a model's output head saves, from now on. See NOTE [ Hooks of a head ].
 
     Args:
         model: the model, or a wrapper around it.
@@ -270,7 +270,7 @@ def _attribute(model: Module, path: str) -> Any:
 
 
 def spare(name: str, module: Module) -> None:
-    """What the module saves stays, from now on. See NOTE [ Hooks of a head ]."""
+    """Keep the tensors that a module saves, from now on. See NOTE [ Hooks of a head ]."""
     if _enter_head not in module._forward_pre_hooks.values():
         module.register_forward_pre_hook(_enter_head, prepend=True)
         module.register_forward_hook(_leave_head, always_call=True)

@@ -20,7 +20,7 @@ _HEADS = (
     *("language_model.lm_head", "final_layer_norm", "ln_f", "head"),
 )
 _LIGER = "liger"
-"""In the name of a module whose loss computes the output head itself."""
+"""A module with this in its name computes the output head within its loss."""
 
 
 class OffloadActivations(torchtune.OffloadActivations):
@@ -60,7 +60,7 @@ class OffloadActivations(torchtune.OffloadActivations):
         super().__init__(use_pin_memory, use_streams, max_fwd_stash_size, min_offload_size, tier=tier, session=session)
 
     def update_model_params(self, model: Module) -> None:
-        """Whatever autograd saves of the memory of a model's parameters stays: views, and parts of distributed ones.
+        """Keep the memory of a model's parameters on the device: also views of it, and parts of distributed parameters.
 
         Call it again after parameters got other memory.
 
@@ -102,7 +102,7 @@ def get_act_offloading_ctx_manager(
         UsageError: an argument that cannot be meant.
 
     Warns:
-        UserWarning: if no head is found. What it saves is offloaded like the rest.
+        UserWarning: if no head is found. Its saved tensors are offloaded like the rest.
 
     Example:
         >>> context = get_act_offloading_ctx_manager(model)  # doctest: +SKIP
