@@ -7,6 +7,7 @@ likes, and gives back the tensors that must be equal: losses and gradients.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 import os
 import subprocess
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import spillway
 from spillway import EventKind, EventList
@@ -29,6 +31,13 @@ from spillway.runtime.bytes import Bytes, Cells, Form
 from spillway.runtime.cpu import CpuBackend
 
 CPU = torch.device("cpu")
+
+HOOKS_OF_SELECTIVE: list[dict[str, bool]] = (
+    [{"respect_saved_tensors_hooks": False}, {"respect_saved_tensors_hooks": True}]
+    if "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters
+    else [{}]
+)
+"""Options of a selective checkpoint inside of Spillway's contexts. Since torch 2.14, one of these has to be given."""
 
 Context = Callable[..., AbstractContextManager[object]]
 Step = Callable[[Context], Iterable[torch.Tensor]]

@@ -315,6 +315,84 @@ def test_selectors_of_submodules_go_by_paths_below_the_block(session: Session, h
         assert asked == {"", "mlp.0", "mlp.1", "mlp.2"}
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("how", ["save", "offload"])
+def test_a_selector_of_operators_within_a_submodule(session: Session, how: str, reentrant: bool) -> None:
+    class Deep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.proj = nn.Linear(WIDTH, WIDTH)
+            self.mlp = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Sequential(nn.Linear(WIDTH, WIDTH)))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.mlp(self.proj(x)).sin()  # type: ignore[no-any-return]
+
+    model, x = nn.Sequential(Deep(), Deep()), small_batch(WIDTH, ROWS)
+    plain = step(model, x)
+    # Each gives 1 MiB: two products of mlp, at any depth, and none of proj; in two blocks.
+    for module, selector, outputs in (
+        ("mlp", "matmul", 2),
+        ("mlp.0", "aten::*mm", 1),
+        ("ml?", torch.ops.aten.gelu, 1),
+        ("*", "matmul", 3),
+    ):
+        policy = Recompute(**{how: spillway.within(module, selector)}, use_reentrant=reentrant)
+        with spillway.attach(model, policy=policy, session=session) as attached:
+            for _ in range(3):
+                assert step(model, x) == plain
+                stats = attached.stats()
+            kept, sent = stats.kept_bytes, stats.saved_bytes - stats.kept_bytes
+            wanted = outputs * 2 * MiB
+            if how == "offload":
+                assert sent == wanted
+                assert stats.reloaded_bytes + stats.reused_bytes == wanted
+            else:
+                # Beside these, inputs of blocks stay.
+                assert (kept - 2 * x.nbytes, sent) == (wanted, 0)
+            assert not any("decided nothing" in note for note in stats.notes)
+
+
+def test_within_is_a_function_of_a_call_too() -> None:
+    inside = spillway.within("mlp", "matmul")
+
+    def call(module: str | None, operator: Any = torch.ops.aten.mm.default) -> spillway.OperatorCall:
+        return spillway.OperatorCall(operator, module, 0, 8)
+
+    assert inside(call("mlp"))
+    assert inside(call("mlp.up"))
+    assert inside(call("mlp.experts.3.up", torch.ops.aten.addmm.default))
+    assert not inside(call("mlp.up", torch.ops.aten.gelu.default))
+    assert not inside(call("mlp2"))
+    assert not inside(call("attn.mlp"))
+    assert not inside(call(""))
+    assert not inside(call(None))
+    assert spillway.within("*.mlp", "matmul")(call("attn.mlp.up"))
+    assert inside == spillway.within("mlp", "matmul") != spillway.within("mlp", "norm")
+    assert len({inside, spillway.within("mlp", "matmul")}) == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "selector", "says"),
+    [
+        ("", "matmul", "within: got ''"),
+        (3, "matmul", "within: got 3"),
+        ("mlp", "matmull", "selector: got 'matmull'"),
+        ("mlp", "*.up", r"selector: got '\*.up'"),
+        ("mlp", "inputs", "selector: got 'inputs'"),
+        ("mlp", spillway.saved_by("matmul"), "selector: got saved_by"),
+    ],
+)
+def test_a_within_that_cannot_be_meant_is_refused(module: Any, selector: Any, says: str) -> None:
+    with pytest.raises(spillway.UsageError, match=says):
+        spillway.within(module, selector)
+
+
+def test_a_within_of_a_submodule_that_no_block_has_is_refused(session: Session) -> None:
+    policy = Recompute(save=spillway.within("upp", "matmul"))
+    with pytest.raises(spillway.UsageError, match=r"got 'upp', which no path of a module below 'layers\.0'"):
+        spillway.attach(Model(), policy=policy, session=session)
+
+
 def test_what_regions_offload_leaves_and_comes_back_in_one_pass(session: Session) -> None:
     model, x = Model(width=WIDTH), small_batch(WIDTH, ROWS)
     plain = step(model, x)

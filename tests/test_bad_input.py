@@ -223,7 +223,7 @@ TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Any]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch's own, in jvp
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own, in jvp
 @pytest.mark.parametrize("context", list(CONTEXTS))
 @pytest.mark.parametrize("transform", list(TRANSFORMS))
 def test_contexts_inside_of_torch_func_are_refused(session: Session, context: str, transform: str) -> None:
@@ -242,7 +242,7 @@ def test_contexts_inside_of_torch_func_are_refused(session: Session, context: st
     assert torch.equal(x.grad, torch.full((3,), 3.0))
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 @pytest.mark.parametrize("transform", list(TRANSFORMS))
 def test_torch_func_inside_of_an_offload_works_or_is_refused_by_name(session: Session, transform: str) -> None:
     """Hooks that are installed already when a transform begins."""

@@ -202,7 +202,9 @@ PAST = [PastGroup(name, nbytes) for name, nbytes in [("a", 10), ("b", 1), ("a", 
         ({"margin": 1}, {4, 5}),
         ({"margin": 9}, {0, 1, 2, 3, 4, 5}),
         ({"fraction": 0.0}, {0, 1, 2, 3, 4, 5}),
-        ({"fraction": 0.34}, {2, 4, 3, 5}),
+        ({"fraction": 0.34}, {3, 4, 5}),
+        ({"fraction": 0.5}, {3, 4, 5}),
+        ({"fewer_bytes": 11, "fraction": 0.5}, {2, 3, 4, 5}),
         ({"margin": 1, "fraction": 0.5}, {2, 3, 4, 5}),
         ({"fewer_bytes": 1}, {5}),
         ({"fewer_bytes": 10}, {5}),
@@ -229,19 +231,24 @@ def test_an_empty_group_stays_by_its_own_rules_alone() -> None:
     st.floats(0, 1),
     st.integers(0, 300),
 )
-def test_rules_take_groups_from_the_end_of_each_name(
-    past: list[tuple[str, int]], margin: int, fraction: float, fewer: int
-) -> None:
+def test_rules_take_groups_from_the_end(past: list[tuple[str, int]], margin: int, fraction: float, fewer: int) -> None:
     groups = [PastGroup(*each) for each in past]
-    by_name_only = spillway.Groups(margin=margin, fraction=fraction).staying(groups)
+    by_margin = spillway.Groups(margin=margin).staying(groups)
     for name in "abc":
         places = [place for place, group in enumerate(groups) if group.name == name]
-        stays = [place in by_name_only for place in places]
+        stays = [place in by_margin for place in places]
         assert stays == sorted(stays)
-        assert sum(stays) >= min(margin, len(places))
-    more = spillway.Groups(margin=margin, fraction=fraction, fewer_bytes=fewer).staying(groups)
-    assert by_name_only <= more
-    assert sum(groups[place].nbytes for place in more - by_name_only) <= fewer
+        assert sum(stays) == min(margin, len(places))
+    more = spillway.Groups(margin=margin, fewer_bytes=fewer).staying(groups)
+    assert by_margin <= more
+    assert sum(groups[place].nbytes for place in more - by_margin) <= fewer
+    share = spillway.Groups(margin=margin, fewer_bytes=fewer, fraction=fraction).staying(groups)
+    assert more <= share
+    eligible = [place for place, group in enumerate(groups) if place not in more and group.nbytes]
+    stays = [place in share for place in eligible]
+    assert stays == sorted(stays)
+    assert abs(stays.count(False) - fraction * len(eligible)) < 1
+    assert stays.count(False) >= fraction * len(eligible) - 1e-6
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,7 @@ PUBLIC = {
     "saved_by",
     "split_equals_whole",
     "summary",
+    "within",
 }
 
 # What only the command line or one feature needs, and nobody who writes `import spillway` waits for.

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from spillway.groups import Groups
     from spillway.losses.cross_entropy import cross_entropy
     from spillway.offloading import keep, keep_tensor, offload, offload_tensor
-    from spillway.operators import OperatorCall, saved_by
+    from spillway.operators import OperatorCall, saved_by, within
     from spillway.optim.optimizer import OffloadedOptimizer
     from spillway.planning.hardware import Hardware
     from spillway.planning.plan import Plan
@@ -117,6 +117,7 @@ __all__ = [
     "simulate",
     "split_equals_whole",
     "summary",
+    "within",
 ]
 
 _ROOMS = {
@@ -130,7 +131,7 @@ _ROOMS = {
     "groups": ["Groups"],
     "losses.cross_entropy": ["cross_entropy"],
     "offloading": ["keep", "keep_tensor", "offload", "offload_tensor"],
-    "operators": ["OperatorCall", "saved_by"],
+    "operators": ["OperatorCall", "saved_by", "within"],
     "optim.optimizer": ["OffloadedOptimizer"],
     "planning.hardware": ["Hardware"],
     "planning.plan": ["Plan"],

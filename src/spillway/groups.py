@@ -6,6 +6,7 @@ of groups in a pass, one for each layer, say.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -34,9 +35,10 @@ class Groups:
             shell, or several: what a module that matches saves is a group. Of the modules that match, only the
             outermost are taken. Without, the code says it: ``with spillway.group(name)``.
         margin: how many of the last groups of each name stay.
-        fraction: of each name's other groups, the first such share leaves. From 0 to 1.
         fewer_bytes: so many bytes more stay, in whole groups, the last first: for pipeline ranks that need not save as
             much as the first one. Bytes, or a size like ``"2GiB"``.
+        fraction: the share of the remaining groups of a pass that is offloaded, whatever their names: the first ones,
+            rounded up. From 0 to 1.
         in_flight: how many groups of a name may be on their way out at once, for each name or for all; compute waits
             for the oldest. ``None``: as many as the window holds.
 
@@ -86,19 +88,18 @@ class Groups:
         for place, group in enumerate(past):
             by_name.setdefault(group.name, []).append(place)
         for places in by_name.values():
-            others = places[: max(len(places) - self.margin, 0)]
-            stay.update(places[len(others) :])
-            stay.update(others[round(self.fraction * len(others)) :])
+            stay.update(places[max(len(places) - self.margin, 0) :])
+        # A group that had nothing may have something the next time: an expert that got no tokens, say.
+        eligible = [place for place, group in enumerate(past) if place not in stay and group.nbytes]
         fewer = self.fewer_bytes
         assert isinstance(fewer, int)
-        for place in reversed(range(len(past))):
-            # One that had nothing may have something the next time: an expert that got no tokens, say.
-            if place in stay or not past[place].nbytes:
-                continue
-            fewer -= past[place].nbytes
-            if fewer < 0:
-                break
-            stay.add(place)
+        while eligible and past[eligible[-1]].nbytes <= fewer:
+            fewer -= past[eligible[-1]].nbytes
+            stay.add(eligible.pop())
+        if self.fraction < 1:
+            # Rounding first: 0.07 * 100 is a little more than 7.
+            leaving = eligible[: math.ceil(round(self.fraction * len(eligible), 9))]
+            stay.update(range(leaving[-1] + 1 if leaving else 0, len(past)))
         return frozenset(stay)
 
     def over(self, passes: Sequence[Sequence[PastGroup]]) -> list[Groups]:
@@ -112,7 +113,8 @@ class Groups:
         rules: list[Groups] = []
         rest = self
         for past in passes:
-            kept = rest.staying(past) - replace(rest, fewer_bytes=0).staying(past)
+            whole = replace(rest, fraction=1.0)
+            kept = whole.staying(past) - replace(whole, fewer_bytes=0).staying(past)
             rules.append(rest)
             fewer = rest.fewer_bytes
             assert isinstance(fewer, int)

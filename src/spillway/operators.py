@@ -7,6 +7,7 @@ A *selector* names operators. It is one of
 * an operator: ``torch.ops.aten.mm.default``, all its overloads (``torch.ops.aten.mm``), or its name, with or without
   overload, as in a shell: ``"aten::mm"``, ``"aten::add.Tensor"``, ``"aten::*softmax*"``;
 * the submodule that ran it, by its path below the region's module: ``"*.q_proj"``, ``"mlp.*"``;
+* :class:`within`: both of these, operators that run inside of a submodule;
 * :class:`saved_by`: what operators save for backward, whoever computed it;
 * a predicate, called with an :class:`OperatorCall`;
 * ``"inputs"``: the inputs of the region.
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -93,6 +94,46 @@ class saved_by:  # noqa: N801  (read aloud: offload=[saved_by("attention")])
         return bool(_test_of(self.selector)(operator))
 
 
+@dataclass(frozen=True)
+class within:  # noqa: N801  (read aloud: save=within("mlp", "matmul"))
+    """Operators that run inside of a submodule: those that both arguments name.
+
+    ``save=[within("mlp", "matmul")]`` keeps what the matrix products of ``mlp`` give. Products elsewhere, and other
+    operators of ``mlp``, are recomputed. A submodule's own submodules, at any depth, are inside of it.
+
+    Args:
+        module: the submodule's path below the region's module, or a pattern of paths as in a shell: ``"mlp"``,
+            ``"*.experts"``.
+        selector: a family, or an operator.
+
+    Raises:
+        UsageError: for a path that is none, or a selector that is neither.
+
+    Example:
+        >>> how = spillway.Recompute(save=spillway.within("mlp", "matmul"), offload="attention")  # doctest: +SKIP
+    """
+
+    module: str
+    selector: Any
+    _names: Callable[[Any], bool] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.module, str) or not self.module:
+            raise UsageError(
+                f"within: got {self.module!r}, expected the path of a submodule, or a pattern of paths, like 'mlp'"
+            )
+        object.__setattr__(self, "_names", _test_of(self.selector))
+
+    def __call__(self, call: OperatorCall) -> bool:
+        """Whether the operator is one of them."""
+        return call.module is not None and self._names(call.operator) and self._has(call.module)
+
+    def _has(self, path: str) -> bool:
+        names = path.split(".")
+        outer = (".".join(names[:count]) for count in range(1, len(names) + 1))
+        return any(fnmatch.fnmatchcase(each, self.module) for each in outer)
+
+
 @dataclass(frozen=True, eq=False)
 class Planned:
     """Decisions about a region, operator by operator, as a plan makes them.
@@ -115,7 +156,7 @@ class Planned:
 
 
 _RECOMPUTE = Decision.RECOMPUTE
-Selector = str | torch._ops.OpOverload | torch._ops.OpOverloadPacket | Predicate | saved_by
+Selector = str | torch._ops.OpOverload | torch._ops.OpOverloadPacket | Predicate | within | saved_by
 
 
 @dataclass(slots=True, eq=False)
@@ -261,6 +302,8 @@ class Choices:
         elif isinstance(selector, (str, torch._ops.OperatorBase, torch._ops.OpOverloadPacket)):
             self._names.append(_Rule(selector, _test_of(selector), decision))
         elif callable(selector):
+            if isinstance(selector, within):
+                self.patterns.append(selector.module)
             # It may look at the module.
             self.wants_modules = True
             self._predicates.append(_Rule(selector, selector, decision))
@@ -333,5 +376,5 @@ def _unknown(selector: object) -> str:
     return (
         f"selector: got {selector!r}, expected one of {', '.join(map(repr, FAMILIES))} or {INPUTS!r}, an operator "
         f"(torch.ops.aten.mm, 'aten::mm'), a pattern of a submodule's path with a '.' or a '*' ('*.q_proj'), "
-        f"spillway.saved_by(...), or a predicate of an OperatorCall"
+        f"spillway.within(...), spillway.saved_by(...), or a predicate of an OperatorCall"
     )

@@ -217,6 +217,12 @@ def recompute(
         watch=watch,
     )
     if function is None:
+        if args or kwargs:
+            given = ", ".join([*map(repr, args), *kwargs])
+            raise UsageError(
+                f"recompute: got {given:.200} without a function, expected options alone; give the function first, or "
+                f"give these to the function that recompute(**options) returns for it"
+            )
         return functools.partial(_wrapped, how=how, session=session)
     if not callable(function):
         raise UsageError(f"recompute: got {function!r}, expected a function or a module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from spillway.cli.app import main
 from spillway.planning.hardware import Hardware
 from spillway.planning.planner import parse_budget
 from spillway.planning.profile import Profile
+from support import run_script
 
 LLAMA = Profile.load(Path(__file__).parents[1] / "planning" / "llama_8b_block.json")
 SMALL = replace(LLAMA, calls=LLAMA.calls[:3])
@@ -131,6 +131,6 @@ def test_help_waits_for_nothing_that_plans_or_draws() -> None:
         "heavy = ('scipy', 'plotly', 'spillway.report.facts', 'spillway.report.page', 'spillway.planning.solver')\n"
         "print([name for name in sys.modules if name.startswith(heavy)])"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "[]"
+    done = run_script(script)
+    assert done.stdout.splitlines()[-1:] == ["[]"], done.stderr
     assert "--host-budget" in done.stdout

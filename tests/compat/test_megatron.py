@@ -28,6 +28,7 @@ from spillway.compat.megatron import (
     GPUTensorPool,
     HybridDeviceOptimizer,
     OffloadTensorGroup,
+    OffloadTensorPool,
     PipelineOffloadManager,
 )
 from spillway.compat.megatron import FineGrainedActivationOffloadingInterface as Interface
@@ -37,6 +38,7 @@ from support import assert_identical, assert_nothing_left, grads
 
 ROOT = Path(__file__).parent.parent.parent
 NAMES = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act")
+NEWER_NAMES = ("fused_group_mlp", "gdp_qkv")
 ROWS, WIDTH, HEADS = 64, 32, 4
 ACTIVATION = ROWS * WIDTH
 """Elements of what goes from layer to layer."""
@@ -452,12 +454,36 @@ def test_the_summary_is_empty_before_the_first_iteration_ends_and_leaves_out_wha
     assert manager.offload_summary_total_bytes == sum(by_name.values()) > 0
 
 
-@pytest.mark.parametrize(("fraction", "leave"), [(0.0, 0), (0.5, 2), (1.0, 3)])
-def test_a_fraction_of_each_names_other_groups_leaves_of_each_chunk(here: Home, fraction: float, leave: int) -> None:
+@pytest.mark.parametrize(
+    ("fraction", "first", "second"), [(0.0, 0, 0), (0.1, 1, 1), (0.4, 3, 4), (0.5, 3, 4), (0.9, 6, 8), (1.0, 6, 8)]
+)
+def test_the_fraction_is_one_share_of_a_chunks_eligible_groups(
+    here: Home, fraction: float, first: int, second: int
+) -> None:
+    # Of the first chunk's eight groups, the last of each name stays anyway.
     iteration(here, chunks=2, layers=4, activation_offload_fraction=fraction)
-    first, second = iteration(here, chunks=2, layers=4, activation_offload_fraction=fraction)
-    assert first[::2] == [place < leave for place in range(4)]
-    assert second[::2] == [place < round(4 * fraction) for place in range(4)]
+    for _ in range(2):
+        leaving = iteration(here, chunks=2, layers=4, activation_offload_fraction=fraction)
+        assert leaving == [[place < offloaded for place in range(8)] for offloaded in (first, second)]
+
+
+def test_the_fraction_counts_names_together(here: Home) -> None:
+    def leaving(*names: str) -> list[bool]:
+        here.chunk(activation_offload_fraction=0.5)
+        x = torch.linspace(0, 1, ACTIVATION).requires_grad_() * 1
+        for name in names:
+            with Interface(True, x, name) as x:
+                x = x.sin()
+            x = Interface.group_commit(x, name)
+        found = [group.offload for group in here.current.offload_groups]
+        x.sum().backward()
+        Interface.reset()
+        return found
+
+    # A share of each name would keep one group of each.
+    names = ("moe_act", "moe_act", "moe_act", "gdp_qkv", "gdp_qkv", "gdp_qkv")
+    leaving(*names)
+    assert leaving(*names) == [True, True, False, False, False, False]
 
 
 def test_a_difference_in_bytes_stays_on_each_rank_after_the_first_in_all_chunks_together(here: Home) -> None:
@@ -725,6 +751,39 @@ def test_what_was_never_flushed_is_dropped_at_a_reset_and_keeps_its_data(anywher
     assert_identical(list(grads(leaf)), [(leaf.detach() * 2).cos() * 2])
 
 
+def test_in_the_newer_call_a_group_is_delayed_only_within_a_replay(anywhere: Home) -> None:
+    def offloads() -> int:
+        leaf = torch.linspace(0, 1, ACTIVATION, requires_grad=True)
+        commits = (
+            lambda x, name: Interface(True, x, name).group_offload(x, delay_offload=True),
+            lambda x, name: megatron.fine_grained_offloading_group_offload(x, name, delay_offload=True),
+        )
+        x, before = leaf * 1, anywhere.count(EventKind.LEAVE)
+        for commit, name in zip(commits, NEWER_NAMES, strict=True):
+            with Interface(True, x, name) as x:
+                y = x.sin()
+            x = commit(y, name)
+        losses.append((leaf, x.sum()))
+        return anywhere.count(EventKind.LEAVE) - before
+
+    losses: list[tuple[Tensor, Tensor]] = []
+    anywhere.chunk()
+    assert not anywhere.manager.in_replay
+    assert offloads() == 2
+    Interface.enter_replay()
+    assert anywhere.manager.in_replay
+    assert offloads() == 0
+    Interface.exit_replay()
+    # The flush comes after the replay.
+    Interface.flush_delayed_groups()
+    assert anywhere.count(EventKind.LEAVE) == 4
+    assert offloads() == 2
+    for leaf, loss in losses:
+        expected = torch.autograd.grad(leaf.sin().sin().sum(), leaf)
+        loss.backward()
+        assert_identical(list(grads(leaf)), list(expected))
+
+
 # M9: in flight.
 
 
@@ -925,6 +984,10 @@ def test_signatures_are_theirs() -> None:
     assert names(PipelineOffloadManager.init_model_chunk_offload_handler, 4)[1:] == chunk
     commit = ["tensor", "name", "forced_released_tensors", "delay_offload"]
     assert names(Interface.group_commit, 4) == names(megatron.fine_grained_offloading_group_commit, 4) == commit
+    assert names(megatron.fine_grained_offloading_group_offload, 4) == commit
+    assert names(Interface.reset, 1) == names(PipelineOffloadManager.reset, 2)[1:] == ["process_group"]
+    assert names(megatron.print_offload_summary_table, 3) == ["total_offload_bytes", "duplicates", "process_group"]
+    assert GPUTensorPool is OffloadTensorPool
     assert names(Interface.group_offload, 4) == ["self", commit[0], *commit[2:]]
     assert names(megatron.fine_grained_offloading_group_start, 2) == ["tensor", "name"]
     assert names(megatron.fine_grained_offloading_backward_record, 2) == ["tensor", "event"]
@@ -1057,6 +1120,36 @@ def test_records_record_their_event_and_wait_for_their_lane(tmp_path: Path, monk
         assert_identical(list(grads(leaf)), [torch.full((3,), 6.0)])
 
 
+def test_the_event_for_graphs_is_recorded_where_none_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[torch.device] = []
+
+    def make(device: torch.device) -> Noted:
+        made.append(device)
+        return Noted()
+
+    monkeypatch.setattr(megatron.manager, "make_event", make)
+    monkeypatch.setattr(megatron.manager, "make_stream", make)
+    monkeypatch.setattr(megatron.manager, "current_device", lambda: torch.device("cuda", 0))
+    with as_accelerator(tmp_path, monkeypatch) as (home, _):
+        Interface.forward_record()
+        event = Interface.cuda_graph_event()
+        assert event is Interface.cuda_graph_event() is home.manager.cuda_graph_event
+        Interface.forward_record()
+        assert event.count == 1
+        Interface.backward_record(torch.ones(3, requires_grad=True) * 2).sum().backward()
+        assert event.count == 2
+        Interface.forward_record(Noted())
+        assert event.count == 2
+        assert Interface.cuda_graph_stream() is home.manager.cuda_graph_stream
+        assert made == [torch.device("cuda", 0)] * 2
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="looks for no accelerator")
+def test_without_an_accelerator_there_is_no_stream_and_no_event_for_graphs(here: Home) -> None:
+    assert Interface.cuda_graph_stream() is None
+    assert Interface.cuda_graph_event() is None
+
+
 def forward_of_layers(
     home: Home, layers: nn.ModuleList, x: Tensor, *, on: bool = True, recorded: bool = True
 ) -> Tensor:
@@ -1138,8 +1231,13 @@ def test_in_a_process_group_the_first_rank_prints_what_all_have(
 ) -> None:
     other = spillway.StepStats(offloaded_bytes=1 << 20, groups=(spillway.GroupStats("b", offloaded_bytes=1 << 20),))
 
+    process_group = object()
+
     def gather(rows: list[Any], own: Any, group: Any) -> None:
-        rows[:] = [own, spillway.SummaryRow(1, other)]
+        assert group in (None, process_group)
+        redundant = {"b": (2, 3 << 20), "c": (0, 0)} if group is process_group else {}
+        others = redundant if isinstance(own, dict) else spillway.SummaryRow(1 - dist.get_rank(), other)
+        rows[:] = [own, others] if dist.get_rank() == 0 else [others, own]
 
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
@@ -1153,6 +1251,31 @@ def test_in_a_process_group_the_first_rank_prints_what_all_have(
             ["1", "0.00", "1.00", "1.00"],
             ["total", "2.00", "1.00", "3.00"],
         ][: 3 * (rank == 0)]
+        megatron.print_offload_summary_table({"a": 2 << 20}, {"a": (1, 1 << 20)}, process_group=process_group)
+        assert (
+            capsys.readouterr().out.splitlines()
+            == [
+                *printed,
+                "redundant copies:",
+                "rank 0, a: 1, 1.0 MiB",
+                "rank 1, b: 2, 3.0 MiB",
+            ][: 8 * (rank == 0)]
+        )
+
+
+def test_a_process_group_without_rank_0_prints_on_its_first_rank(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def gather(rows: list[Any], own: Any, group: Any) -> None:
+        rows[:] = [{}, {}] if isinstance(own, dict) else [spillway.SummaryRow(rank, None) for rank in (2, 3)]
+
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(dist, "all_gather_object", gather)
+    for rank in (2, 3):
+        monkeypatch.setattr(dist, "get_rank", lambda group=None, rank=rank: rank)
+        megatron.print_offload_summary_table({}, {}, process_group=object())
+        assert bool(capsys.readouterr().out) == (rank == 2)
 
 
 def test_a_debug_message_is_printed_on_one_rank_while_debugging(
@@ -1358,14 +1481,14 @@ EQUIVALENT = {
     *("cpu_param_groups", "gpu_param_groups", "gpu_params_map_cpu_copy", "cpu_copys_map_gpu_param"),
     *("param_to_fp32_param", "fp32_param_to_orig_param", "param_to_inner_param", "inner_param_to_orig_param"),
     *("cpu_copy_map_grad", "master_param", "decoupled_grad", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"),
-    "step",
+    *("step", "duplicate_storage_tensor_count", "duplicate_storage_bytes"),
 }
 CLASSES = (
     Interface,
     PipelineOffloadManager,
     ChunkOffloadHandler,
     OffloadTensorGroup,
-    GPUTensorPool,
+    OffloadTensorPool,
     HybridDeviceOptimizer,
 )
 
@@ -1384,7 +1507,9 @@ def test_the_page_says_of_every_name_what_it_is_here() -> None:
         Interface.backward_record,
         ChunkOffloadHandler.find_group_with_name,
         PipelineOffloadManager._begin_chunk,
-        GPUTensorPool,
+        megatron.print_offload_summary_table,
+        Interface.reset,
+        OffloadTensorPool,
         HybridDeviceOptimizer,
     ):
         names |= set(inspect.signature(function).parameters) - {"self", "newer", "options"}

@@ -406,7 +406,7 @@ def test_attaching_twice_is_an_error() -> None:
 
 
 def test_a_scripted_module_is_refused() -> None:
-    with pytest.warns(DeprecationWarning, match="torch.jit.script"):
+    with pytest.warns((DeprecationWarning, FutureWarning), match="torch.jit.script"):
         scripted = torch.jit.script(nn.Sequential(nn.Linear(32, 32), nn.ReLU()))
     failing(UnsupportedError, lambda: spillway.attach(scripted, policy=Keep()), match="scripted")
     model = nn.Sequential(scripted, nn.Linear(32, 32))
@@ -914,7 +914,7 @@ def test_an_attached_model_is_traced_by_fx_as_it_is() -> None:
     assert step(graph, x) == step(model, x)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace", "ignore::torch.jit.TracerWarning")
 def test_an_attached_model_is_traced_as_it_is() -> None:
     model, x = Model(), small_batch()
     with spillway.attach(model) as attached:

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import spillway
 from spillway import Decision, EventKind, SavedTensor
 from spillway.policies import Modules, Offload
-from support import Context, Trial, assert_nothing_left, grads, mlp
+from support import HOOKS_OF_SELECTIVE, Context, Trial, assert_nothing_left, grads, mlp
 
 reentrancy = pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
 backward_place = pytest.mark.parametrize("inside", [False, True], ids=["backward-outside", "backward-inside"])
@@ -123,7 +123,8 @@ def test_h28_with_dropout_and_autocast(trial: Trial, reentrant: bool) -> None:
     trial(step)
 
 
-def test_h28_with_selective_checkpoint(trial: Trial) -> None:
+@pytest.mark.parametrize("more", HOOKS_OF_SELECTIVE, ids=str)
+def test_h28_with_selective_checkpoint(trial: Trial, more: dict[str, bool]) -> None:
     def step(context: Context) -> Iterator[torch.Tensor]:
         block, batch = mlp(32, 64, 64, 32), torch.randn(16, 32, requires_grad=True)
         with context():
@@ -132,6 +133,7 @@ def test_h28_with_selective_checkpoint(trial: Trial) -> None:
                 batch * 2,
                 use_reentrant=False,
                 context_fn=lambda: create_selective_checkpoint_contexts([torch.ops.aten.addmm.default]),
+                **more,
             )
             loss = hidden.square().mean()
         del hidden

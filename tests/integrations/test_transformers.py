@@ -315,6 +315,68 @@ def test_what_the_trainer_does_itself_is_refused(tmp_path: Path, given: dict[str
     assert attached_to(model) is None
 
 
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        (None, "SpillwayCallback()"),
+        ({"use_reentrant": False}, "SpillwayCallback()"),
+        ({"every_n_layers": 2}, "SpillwayCallback(every=2)"),
+        ({"selective": True}, 'SpillwayCallback(policy=spillway.Recompute(save="attention"))'),
+        ({"offload": True}, 'SpillwayCallback(policy=spillway.Recompute(offload="inputs"))'),
+        (
+            {"every_n_layers": 2, "offload": True, "use_reentrant": True},
+            'SpillwayCallback(every=2, policy=spillway.Recompute(offload="inputs", use_reentrant=True))',
+        ),
+    ],
+)
+def test_the_refusal_of_checkpointing_says_what_does_the_same(
+    tmp_path: Path, told: dict[str, Any] | None, words: str
+) -> None:
+    options = arguments(tmp_path)
+    options.activation_checkpointing, options.activation_checkpointing_kwargs = True, told
+    with pytest.raises(UsageError) as refused:
+        SpillwayCallback().on_train_begin(
+            options, transformers.TrainerState(), transformers.TrainerControl(), model=llama()
+        )
+    assert f", and {words} does the same" in str(refused.value)
+
+
+@pytest.mark.skipif(
+    "every_n_layers" not in vars(transformers.PreTrainedModel)["_set_gradient_checkpointing"].__code__.co_varnames,
+    reason="this transformers checkpoints all layers",
+)
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_every_so_many_layers_are_those_of_transformers(every: int, offload: bool) -> None:
+    model, (batch, *_) = llama(num_hidden_layers=5), sentences(1)
+    tokens = batch["input_ids"].unsqueeze(0)
+
+    def step() -> list[Tensor]:
+        model.zero_grad()
+        loss = model(tokens, labels=tokens).loss
+        loss.backward()
+        return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+
+    plain = step()
+    # Their offload pins memory, which takes an accelerator.
+    model.activation_checkpointing_enable(every_n_layers=every)
+    theirs = [layer.gradient_checkpointing for layer in model.model.layers]
+    assert same(step(), plain)
+    model.activation_checkpointing_disable()
+    # The callback hands its options on to attach.
+    policy = Recompute(offload="inputs") if offload else None
+    with (
+        Session(window=0) as session,
+        spillway.attach(model, every=every, policy=policy, min_bytes=0, session=session) as attached,
+    ):
+        recomputed = {name.split(".")[2] for name in attached.blocks}
+        assert [str(place) in recomputed for place in range(5)] == theirs
+        assert same(step(), plain)
+        assert (attached.stats().offloaded_bytes > 0) == offload
+        gc.collect()
+        assert_nothing_left(session)
+
+
 def test_the_checkpointing_of_fsdp_is_refused_and_so_is_the_offloading_of_trl(tmp_path: Path) -> None:
     options = arguments(tmp_path)
     callback = SpillwayCallback()

@@ -204,7 +204,7 @@ def test_its_logits_leave_with_the_rest() -> None:
         assert torch.equal(found, plain)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit")
 def test_transforms_and_compiled_code_have_torchs_own(calls: list[int]) -> None:
     logits, target = logits_of(torch.float32).detach(), targets_of()
     gradient = torch.func.grad(lambda logits: spillway.cross_entropy(logits, target))(logits)

@@ -42,6 +42,7 @@ from recompute.regions import (
 from spillway import Decision, SavedTensor
 from spillway.policies import Modules, Offload
 from spillway.runtime.cpu import CpuBackend
+from support import HOOKS_OF_SELECTIVE
 
 Options = dict[str, Any]
 
@@ -143,7 +144,8 @@ def test_h28_a_reentrant_region_whose_inputs_need_no_gradient_in_a_region(region
     regions(step)
 
 
-def test_h28_with_selective_checkpoint_inside(regions: Regions) -> None:
+@pytest.mark.parametrize("more", HOOKS_OF_SELECTIVE, ids=str)
+def test_h28_with_selective_checkpoint_inside(regions: Regions, more: dict[str, bool]) -> None:
     def step(call: Call) -> Iterator[torch.Tensor]:
         block, x = Block(), torch.randn(3, 4, 16, requires_grad=True)
 
@@ -153,6 +155,7 @@ def test_h28_with_selective_checkpoint_inside(regions: Regions) -> None:
                 x.sin(),
                 use_reentrant=False,
                 context_fn=lambda: create_selective_checkpoint_contexts([torch.ops.aten.addmm.default]),
+                **more,
             ).cos()
 
         with call.context():

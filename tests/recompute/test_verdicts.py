@@ -3,8 +3,6 @@ answers are put in by hand, as if they had come."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from recompute.test_tapes import leaf
 from recompute.test_unwatched import Changing
 from spillway.errors import RecomputeError
 from spillway.regions.verdicts import Verdicts
+from support import run_script
 
 
 class Late:
@@ -63,8 +62,8 @@ spillway.Session.default().verdicts._sent.append(([("Block", differs)], differs[
 print("its end")
 """
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout == "its end\n"
+    done = run_script(script)
+    assert done.stdout == "its end\n", done.stderr
     assert "got other values when Block ran again" in done.stderr
 
 

@@ -348,7 +348,7 @@ def test_a_scripted_model_of_ones_own_class_trains_on(seeing: Seeing) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.second(torch.relu(self.first(x)))
 
-    with pytest.warns(DeprecationWarning, match="torch.jit.script"):
+    with pytest.warns((DeprecationWarning, FutureWarning), match="torch.jit.script"):
         model = torch.jit.script(Own())
     with pytest.raises(spillway.SpillwayError, match=r"scripted|repeats no block"):
         spillway.attach(model)
@@ -377,7 +377,7 @@ def test_where_hooks_are_disabled_a_model_trains_on(seeing: Seeing) -> None:
 
 def test_a_scripted_model_is_said() -> None:
     # TorchScript is deprecated, and says so where warnings are errors.
-    with pytest.warns(DeprecationWarning, match="torch.jit.script"):
+    with pytest.warns((DeprecationWarning, FutureWarning), match="torch.jit.script"):
         model = torch.jit.script(nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(2))))
     seen = Seeing(Asked(policy="recompute").attach)
     train(model, sgd(model), 2)

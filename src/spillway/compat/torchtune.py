@@ -1,4 +1,4 @@
-"""torchtune's ``OffloadActivations``, which torchtitan and TRL have too, over Spillway's engine.
+"""torchtune's ``OffloadActivations``, which torchtitan has too, over Spillway's engine.
 
 Names, units and the shapes of calls are translated here, and nothing else. ``docs/compat/torchtune.md`` says what
 becomes of each name, and what differs.
@@ -16,6 +16,7 @@ import logging
 import sys
 import threading
 import warnings
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any, Self
 
@@ -205,18 +206,29 @@ def get_act_offloading_ctx_manager(
         # What is saved of its local part shows no relation to it.
         if is_wrapper(parameter):
             keep_tensor(parameter, session=session)
-    found = _head_of(model)
+    spare_head(model, _HEADS, warn_if_no_head=warn_if_no_head)
+    return context
+
+
+def spare_head(model: Module, heads: Sequence[str], *, warn_if_no_head: bool) -> None:
+    """Keep the tensors that a model's output head saves, from now on. See NOTE [ Hooks of a head ].
+
+    Args:
+        model: the model, or a wrapper around it.
+        heads: names that a head may have, the likeliest first.
+        warn_if_no_head: whether to warn where there is none.
+    """
+    found = _head_of(model, heads)
     if found is not None:
-        _leave_alone(*found)
+        spare(*found)
     elif warn_if_no_head:
         warnings.warn(
             f"got {type(model).__name__}, expected a model with an output head by one of the names "
-            f"{', '.join(_HEADS)}; what its head saves is offloaded, and wanted back at once: call the head within "
+            f"{', '.join(heads)}; what its head saves is offloaded, and wanted back at once: call the head within "
             f"NoOpManager()",
             UserWarning,
-            stacklevel=2,
+            stacklevel=3,
         )
-    return context
 
 
 def _refuse_old_nf4(saved: SavedTensor) -> Decision:
@@ -235,16 +247,16 @@ def _refuse_old_nf4(saved: SavedTensor) -> Decision:
 _on_accelerators: Policy = Devices("cpu", Keep(), _refuse_old_nf4)
 
 
-def _head_of(model: Module) -> tuple[str, Module] | None:
+def _head_of(model: Module, heads: Sequence[str]) -> tuple[str, Module] | None:
     """The name and the module of a model's output head."""
-    for name in _HEADS:
+    for name in heads:
         head = _attribute(model, name)
         if isinstance(head, Module):
             return name, head
     for name in _INNER:
         inner = _attribute(model, name)
         if isinstance(inner, Module) and inner is not model:
-            found = _head_of(inner)
+            found = _head_of(inner, heads)
             if found is not None:
                 return f"{name}.{found[0]}", found[1]
     return None
@@ -257,12 +269,12 @@ def _attribute(model: Module, path: str) -> Any:
     return found
 
 
-def _leave_alone(name: str, head: Module) -> None:
-    """What the head saves stays, from now on."""
-    if _enter_head not in head._forward_pre_hooks.values():
-        head.register_forward_pre_hook(_enter_head, prepend=True)
-        head.register_forward_hook(_leave_head, always_call=True)
-        _log.debug("what %s (%s) saves is not offloaded", name, type(head).__name__)
+def spare(name: str, module: Module) -> None:
+    """Keep the tensors that a module saves, from now on. See NOTE [ Hooks of a head ]."""
+    if _enter_head not in module._forward_pre_hooks.values():
+        module.register_forward_pre_hook(_enter_head, prepend=True)
+        module.register_forward_hook(_leave_head, always_call=True)
+        _log.debug("what %s (%s) saves is not offloaded", name, type(module).__name__)
 
 
 class _Heads(threading.local):

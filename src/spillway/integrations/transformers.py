@@ -32,6 +32,8 @@ from spillway.integrations.options import AttachOptions
 
 __all__ = ["SpillwayCallback"]
 
+_SAME_OPTIONS = {"use_reentrant": False, "preserve_rng_state": True, "determinism_check": "default", "early_stop": True}
+"""Options that checkpointing and :class:`spillway.Recompute` share, with our defaults."""
 _left: weakref.WeakSet[Attached] = weakref.WeakSet()
 """What callbacks attached: they, and nobody's else, may be taken off by another callback."""
 
@@ -159,8 +161,24 @@ def _refuse(args: TrainingArguments, *, recomputes: bool) -> None:
         raise UsageError(
             f"got {' and '.join(given)} in the trainer's arguments, expected no checkpointing but Spillway's, or "
             f"blocks would be computed a third time; say gradient_checkpointing=False, which is not the default of "
-            f"TRL's trainers, or give SpillwayCallback an offload policy, which recomputes nothing"
+            f"TRL's trainers, and {_equivalent(args)} does the same, or give SpillwayCallback an offload policy, which "
+            f"recomputes nothing"
         )
+
+
+def _equivalent(args: TrainingArguments) -> str:
+    """The callback that checkpoints as the trainer was told to."""
+    told = getattr(args, "activation_checkpointing_kwargs", None) or getattr(
+        args, "gradient_checkpointing_kwargs", None
+    )
+    told = told if isinstance(told, dict) else {}
+    every = told.get("every_n_layers", 1)
+    # The second is TRL's.
+    how = [how for name, how in (("offload", 'offload="inputs"'), ("selective", 'save="attention"')) if told.get(name)]
+    how += [f"{name}={told[name]!r}" for name in _SAME_OPTIONS if name in told and told[name] != _SAME_OPTIONS[name]]
+    options = [f"every={every}"] if every != 1 else []
+    options += [f"policy=spillway.Recompute({', '.join(how)})"] if how else []
+    return f"SpillwayCallback({', '.join(options)})"
 
 
 def _put_first(callback: TrainerCallback, frame: FrameType) -> None:

@@ -20,11 +20,12 @@ from spillway.compat.megatron.interface import (
     fine_grained_offloading_enable_offload,
     fine_grained_offloading_group_commit,
     fine_grained_offloading_group_flush_delayed_groups,
+    fine_grained_offloading_group_offload,
     fine_grained_offloading_group_start,
 )
 from spillway.compat.megatron.manager import PipelineOffloadManager
 from spillway.compat.megatron.optimizer import HybridDeviceOptimizer
-from spillway.compat.megatron.pool import GPUTensorPool
+from spillway.compat.megatron.pool import GPUTensorPool, OffloadTensorPool
 from spillway.compat.megatron.table import print_offload_summary_table, rank
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "GPUTensorPool",
     "HybridDeviceOptimizer",
     "OffloadTensorGroup",
+    "OffloadTensorPool",
     "PipelineOffloadManager",
     "debug_rank",
     "fine_grained_offloading_backward_record",
@@ -43,6 +45,7 @@ __all__ = [
     "fine_grained_offloading_forward_record",
     "fine_grained_offloading_group_commit",
     "fine_grained_offloading_group_flush_delayed_groups",
+    "fine_grained_offloading_group_offload",
     "fine_grained_offloading_group_start",
     "print_offload_summary_table",
 ]

@@ -53,6 +53,22 @@ def _record(event: Any, lane: int) -> None:
     runtime.backend.wait(runtime.backend.compute(), runtime.backend.record(runtime.mover.lanes[lane]))
 
 
+def make_stream(device: torch.device) -> torch.Stream | None:
+    """A new stream of an accelerator; ``None`` on the CPU."""
+    if device.type == "cpu":
+        return None
+    stream: torch.Stream = torch.get_device_module(device).Stream(device=device)
+    return stream
+
+
+def make_event(device: torch.device) -> torch.Event | None:
+    """A new event of an accelerator; ``None`` on the CPU."""
+    if device.type == "cpu":
+        return None
+    # Only CUDA tells events apart that a graph and other streams share.
+    return torch.cuda.Event(external=True) if device.type == "cuda" else torch.Event(device)  # type: ignore[no-untyped-call]
+
+
 def current_device() -> torch.device:
     """The current accelerator, or the CPU."""
     device = torch.accelerator.current_accelerator(check_available=True)

@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from spillway.capture.groups import Group
 from spillway.compat.megatron.graphs import (
@@ -71,10 +72,10 @@ class FineGrainedActivationOffloadingInterface:
         forced_released_tensors: Iterable[torch.Tensor] | None = None,
         delay_offload: bool = False,
     ) -> _Value:
-        """Commit the group of this object: :meth:`group_commit` with its name, if ``offload``."""
+        """If ``offload``, :func:`fine_grained_offloading_group_offload` with the name of this object."""
         if not self.offload:
             return tensor
-        return fine_grained_offloading_group_commit(tensor, self.name, forced_released_tensors, delay_offload)
+        return fine_grained_offloading_group_offload(tensor, self.name, forced_released_tensors, delay_offload)
 
     @staticmethod
     def init_chunk_handler(
@@ -96,7 +97,7 @@ class FineGrainedActivationOffloadingInterface:
             newer: see above.
             options: by name: ``pp_rank``, the rank's place in the pipeline (``None``: 0);
                 ``delta_offload_bytes_across_pp_ranks``, how many bytes more stay on each rank than on the one before;
-                ``activation_offload_fraction``, the share of each chunk's groups of a name that leaves, from 0 to 1;
+                ``activation_offload_fraction``, the share of a chunk's eligible groups that is offloaded, from 0 to 1;
                 ``max_inflight_offloads``, how many groups of a name may be on their way out at once (``None``: any);
                 and, not there, ``tier``: ``"host"``, ``"disk"`` or ``"auto"``.
 
@@ -131,18 +132,42 @@ class FineGrainedActivationOffloadingInterface:
 
     @staticmethod
     def forward_record(event: Any = None) -> None:
-        """See :func:`fine_grained_offloading_forward_record`."""
-        fine_grained_offloading_forward_record(event)
+        """See :func:`fine_grained_offloading_forward_record`. ``None``: the event of :meth:`cuda_graph_event`."""
+        fine_grained_offloading_forward_record(PipelineOffloadManager.get_instance()._event_of(event))
 
     @staticmethod
     def backward_record(tensor: torch.Tensor, event: Any = None) -> torch.Tensor:
-        """See :func:`fine_grained_offloading_backward_record`."""
-        return fine_grained_offloading_backward_record(tensor, event)
+        """See :func:`fine_grained_offloading_backward_record`. ``None``: the event of :meth:`cuda_graph_event`."""
+        return fine_grained_offloading_backward_record(tensor, PipelineOffloadManager.get_instance()._event_of(event))
 
     @staticmethod
-    def reset() -> None:
-        """The iteration is over: call it between iterations."""
-        PipelineOffloadManager.get_instance().reset()
+    def cuda_graph_stream() -> Any:
+        """The stream for captured graphs: see :attr:`PipelineOffloadManager.cuda_graph_stream`."""
+        return PipelineOffloadManager.get_instance().cuda_graph_stream
+
+    @staticmethod
+    def cuda_graph_event() -> Any:
+        """The event for captured graphs: see :attr:`PipelineOffloadManager.cuda_graph_event`."""
+        return PipelineOffloadManager.get_instance().cuda_graph_event
+
+    @staticmethod
+    def enter_replay() -> None:
+        """A replay of a captured graph begins: until :meth:`exit_replay`, :meth:`group_offload` may delay groups."""
+        PipelineOffloadManager.get_instance().enter_replay()
+
+    @staticmethod
+    def exit_replay() -> None:
+        """The replay is over. Delayed groups wait for :meth:`flush_delayed_groups`."""
+        PipelineOffloadManager.get_instance().exit_replay()
+
+    @staticmethod
+    def reset(process_group: dist.ProcessGroup | None = None) -> None:
+        """The iteration is over: call it between iterations.
+
+        Args:
+            process_group: accepted, and without effect: a reset gathers nothing from other ranks.
+        """
+        PipelineOffloadManager.get_instance().reset(process_group)
 
     @staticmethod
     def reset_instance() -> None:
@@ -202,6 +227,32 @@ def fine_grained_offloading_group_commit(
     if not isinstance(tensor, tuple | list) or tensor:
         PipelineOffloadManager.get_instance()._commit(name, forced_released_tensors or (), delay_offload)
     return tensor
+
+
+def fine_grained_offloading_group_offload(
+    tensor: _Value,
+    name: str,
+    forced_released_tensors: Iterable[torch.Tensor] | None = None,
+    delay_offload: bool = False,
+) -> _Value:
+    """:func:`fine_grained_offloading_group_commit`, with the newer releases' meaning of ``delay_offload``.
+
+    Args:
+        tensor: given back as it is: a tensor, a tuple or a list.
+        name: of the group.
+        forced_released_tensors: see there.
+        delay_offload: between ``enter_replay`` and ``exit_replay``, the group is offloaded when delayed groups are
+            flushed. Elsewhere it has no effect.
+
+    Raises:
+        UsageError: for a tensor to release whose memory another one sees.
+
+    Example:
+        >>> fine_grained_offloading_group_offload((), "gdp_qkv")
+        ()
+    """
+    delay = delay_offload and PipelineOffloadManager.get_instance().in_replay
+    return fine_grained_offloading_group_commit(tensor, name, forced_released_tensors, delay)
 
 
 def fine_grained_offloading_group_flush_delayed_groups() -> None:

@@ -19,12 +19,13 @@ from types import TracebackType
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 
 from spillway.capture.groups import Group
 from spillway.chunks import Chunk, aside
 from spillway.compat.megatron.chunk import AtLeast, ChunkOffloadHandler, is_marked
-from spillway.compat.megatron.graphs import current_device
-from spillway.compat.megatron.pool import GPUTensorPool
+from spillway.compat.megatron.graphs import current_device, make_event, make_stream
+from spillway.compat.megatron.pool import OffloadTensorPool
 from spillway.errors import UsageError
 from spillway.groups import Groups
 from spillway.offloading import keep_tensor
@@ -62,7 +63,10 @@ class PipelineOffloadManager:
     def __init__(self) -> None:
         self._session = Session.default()
         self._name = f"megatron {next(self._numbers)}"
-        self._pool: GPUTensorPool | None = None
+        self._pool: OffloadTensorPool | None = None
+        self._graph_stream: torch.Stream | None = None
+        self._graph_event: torch.Event | None = None
+        self._in_replay = False
         self._entered = _Entered()
         self._rules = Groups(margin=1)
         self._summary: dict[str, int] = {}
@@ -103,11 +107,41 @@ class PipelineOffloadManager:
         return self._session.runtime(current_device()).mover.lanes[1]
 
     @property
-    def cpu_tensor_pool(self) -> GPUTensorPool:
+    def cpu_tensor_pool(self) -> OffloadTensorPool:
         """A pool of host memory, pinned where there is an accelerator, for your own tensors: chunks need none."""
         if self._pool is None:
-            self._pool = GPUTensorPool("cpu", pin_memory=torch.accelerator.is_available())
+            self._pool = OffloadTensorPool("cpu", pin_memory=torch.accelerator.is_available())
         return self._pool
+
+    @property
+    def cuda_graph_stream(self) -> torch.Stream | None:
+        """A stream of its own, on which graphs may be captured and replayed. Without an accelerator, ``None``."""
+        if self._graph_stream is None:
+            self._graph_stream = make_stream(current_device())
+        return self._graph_stream
+
+    @property
+    def cuda_graph_event(self) -> torch.Event | None:
+        """An event for graphs, which ``forward_record`` and ``backward_record`` then record.
+
+        Without an accelerator, ``None``.
+        """
+        if self._graph_event is None:
+            self._graph_event = make_event(current_device())
+        return self._graph_event
+
+    @property
+    def in_replay(self) -> bool:
+        """Whether a captured graph is being replayed."""
+        return self._in_replay
+
+    def enter_replay(self) -> None:
+        """A replay of a captured graph begins: see ``FineGrainedActivationOffloadingInterface.enter_replay``."""
+        self._in_replay = True
+
+    def exit_replay(self) -> None:
+        """The replay is over."""
+        self._in_replay = False
 
     @property
     def offload_summary_bytes(self) -> dict[str, int]:
@@ -215,8 +249,12 @@ class PipelineOffloadManager:
         """Groups that begin from now on leave again."""
         self._session.enabled = True
 
-    def reset(self) -> None:
-        """The iteration is over: its groups say which ones stay in the next. What was never flushed stays."""
+    def reset(self, process_group: dist.ProcessGroup | None = None) -> None:
+        """The iteration is over: its groups say which ones stay in the next. What was never flushed stays.
+
+        Args:
+            process_group: accepted, and without effect: a reset gathers nothing from other ranks.
+        """
         self._session.forget_groups()
         self._end_forward()
         if self._pool is not None:
@@ -241,6 +279,10 @@ class PipelineOffloadManager:
         trace: TracebackType | None = None,
     ) -> None:
         self._entered.stacks.pop().__exit__(kind, error, trace)
+
+    def _event_of(self, event: Any) -> Any:
+        """The event, or the one for graphs if it was asked for."""
+        return self._graph_event if event is None else event
 
     def _live_chunk(self) -> Chunk | None:
         chunk = None if self._forward is None else self._forward._chunk

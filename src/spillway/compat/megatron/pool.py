@@ -18,7 +18,7 @@ _COUNTS = (
 )
 
 
-class GPUTensorPool:
+class OffloadTensorPool:
     """Tensors that are handed out, given back, and handed out again, by shape and dtype. On any device.
 
     The engine's own host memory is no such pool (see ``Session.host_bytes``); this one is for your own tensors.
@@ -28,7 +28,7 @@ class GPUTensorPool:
         pin_memory: whether they are pinned, on the CPU.
 
     Example:
-        >>> pool = GPUTensorPool("cpu")
+        >>> pool = OffloadTensorPool("cpu")
         >>> first = pool.allocate((2, 3))
         >>> pool.free(first)
         >>> pool.allocate((2, 3)) is first
@@ -124,6 +124,10 @@ class GPUTensorPool:
     def clear(self) -> None:
         """Let go of all of them."""
         self._pools.clear()
+
+
+GPUTensorPool = OffloadTensorPool
+"""The name of older releases."""
 
 
 @dataclass(slots=True)
