@@ -78,6 +78,10 @@ class Draft:
             # It has run before without an error, and does again where nobody asks for a tape. Torch swaps no tensors
             # that somebody has weak references to, say.
             return None
+        except Exception:
+            # The function may have made another error of what it was told.
+            if not saving.was_asked:
+                raise
         if saving.is_held:
             # In a module, say. Somebody may go through that graph, as through one that a re-run leaves.
             with saved_tensors_hooks(_kept, unpack), Scribe(tensors, trace.calls):

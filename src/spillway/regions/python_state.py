@@ -154,12 +154,23 @@ class PythonState:
     @contextmanager
     def in_force(self) -> Iterator[None]:
         """A context that begins with the copied state, and ends with the state from before the context."""
-        before = self._again()
-        self._restore()
+        # Nothing of this is the function's own: no mode is to see it.
+        with torch._C.DisableTorchFunction():
+            before = self._again()
+            self._restore()
         try:
             yield
         finally:
-            before._restore()
+            with torch._C.DisableTorchFunction():
+                before._restore()
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Those that the copy holds: a replay finds them where they were."""
+        copies = (copy.values() for _, copy in (*self._attributes, *self._dicts, *self._classes))
+        lists = (kept for _, kept in self._lists)
+        single = ([value for _, value in self._cells], [value for *_, value in self._names])
+        for values in (*copies, *lists, *single):
+            yield from (value for value in values if isinstance(value, torch.Tensor))
 
     def histories(self) -> list[str]:
         """Names of attributes that had a tensor which the function read, and now have one that needs gradients."""
@@ -451,7 +462,7 @@ def _setting(generator: torch.Generator) -> Callable[[Any], object]:
 def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor of the same shape, type and device, with the memory of one element."""
     with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
-        stand_in = torch.empty(1, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+        stand_in = torch.empty((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
         stand_in.__dict__["_is_stand_in"] = True
         return stand_in
 

@@ -128,8 +128,8 @@ class Tape:
     outline: Outline | None = None
     """By which calls may be compared with it."""
     is_closed: bool = False
-    """Whether it reads nothing from outside but its tensors, parameters, and buffers of its module. Other tensors may be
-    replaced between a first run and a replay, and are seen only where the call is compared with the tape."""
+    """Whether it reads nothing from outside but its tensors, parameters, and what its Python state holds. Other tensors
+    may be replaced between a first run and a replay, and are seen only where the call is compared with the tape."""
 
     @cached_property
     def _others(self) -> dict[tuple[tuple[int, ...], frozenset[int]], Sequence[_Run]]:
