@@ -75,8 +75,11 @@ class Round(Tally):
 
     def expect(self, turns: Sequence[Turn]) -> None:
         """These will be queued."""
-        # Compute may have read parameters since.
-        self._ready.clear()
+        # Compute may have read and written parameters since.
+        self._ready = {
+            shared: shared.traffic.ready(turn.held.local() for turn in turns if turn.held.shared is shared)
+            for shared in {turn.held.shared for turn in turns}
+        }
         self._last = max(turns, key=lambda turn: turn.gradient.came).gradient if turns else None
 
     def queue(self, shares: Sequence[Share], *, together: bool) -> None:
@@ -84,37 +87,22 @@ class Round(Tally):
         held = [turn.held for share in shares for turn in share.turns]
         for one in held:
             one.check()
-        stale = [one for one in held if one.changed()]
-        shared = held[0].shared
-        of_devices = {one.shared for one in held}
-        ready = {each: self._ready_on(each, [one for one in stale if one.shared is each]) for each in of_devices}
-
+        shared, ready = held[0].shared, self._ready
         last, place = self._last, self._places
         self._places += 1
 
         def work() -> Event:
             if self.ahead is None and last is not None and last.is_there():
                 self.ahead = place
-            for one in stale:
-                one.take(ready[one.shared])
             for one in held:
                 one.begin_step()
             return self._step.step_together(shares, ready) if together else self._step.step(shares[0], ready[shared])
 
         end = shared.lane.run(work)
         for one in held:
-            one.in_doubt = True
             one.written()
             one.gradient.reader = one.coming = end
         self.on_host += sum(one.numel for one in held)
-
-    def _ready_on(self, shared: Shared, stale: Sequence[Held]) -> Event:
-        """What the device's lanes wait for: one event for all that is not stale."""
-        if stale:
-            return shared.traffic.ready(one.local() for one in stale)
-        if shared not in self._ready:
-            self._ready[shared] = shared.traffic.now()
-        return self._ready[shared]
 
     def end(self, shared: Iterable[Shared]) -> None:
         """Compute waits for all that was queued."""

@@ -77,7 +77,11 @@ class Shelf(ABC):
 
     @abstractmethod
     def shown(self, held: Held) -> State | None:
-        """What may be seen of a parameter's state between steps; ``None`` if there is no state."""
+        """A parameter's state, with places for tensors that lie elsewhere; ``None`` if there is none."""
+
+    @abstractmethod
+    def opened(self, held: Held) -> State:
+        """All of a parameter's state, on the host; what is written there is what the next step begins with."""
 
     @abstractmethod
     def whole(self, held: Sequence[Held]) -> list[State]:
