@@ -36,7 +36,7 @@ class DiskShelf(LoadShelf):
     def tally(self) -> Spilled:
         return Spilled()
 
-    def step(self, turns: Sequence[Turn], now: Tally, *, ahead: int | None) -> None:
+    def step(self, turns: Sequence[Turn], now: Tally, *, overlapped: bool) -> None:
         assert isinstance(now, Spilled)
         if not any(turn.gradient.factors for turn in turns):
             # Whose gradient came first is there first; else all of them have to be, and the first are wanted first.

@@ -51,10 +51,6 @@ class Snapshot:
         """When it left for the host, among all; what is being added up did before."""
         return 0 if self.raw is None else self.raw.parcel.number
 
-    def is_there(self) -> bool:
-        """Whether it has come to the host, as far as it is not being added up."""
-        return self.raw is None or (self.raw.parcel.arrived is not None and self.raw.parcel.arrived.query())
-
     def wait(self, traffic: Traffic) -> None:
         """Until all of it is on the host."""
         if self.raw is not None:

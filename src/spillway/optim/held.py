@@ -297,6 +297,9 @@ class Held:
         self.gradient.clear()
         self.gradient.sum = None
         self.pinned = self.master = None
+        for piece in self.pieces:
+            # The frames of an error that somebody keeps hold it.
+            piece.tensor.data = piece.tensor.new_empty(0)
         self.pieces = []
         self.state = {}
 

@@ -22,6 +22,7 @@ from spillway.optim.gradient import Snapshot
 from spillway.optim.held import CHUNK, Asked, Held, Piece, send_back
 from spillway.optim.kinds import for_host, step_of, written_by_step
 from spillway.optim.shared import Shared
+from spillway.optim.states import follow_first
 from spillway.runtime.backend import Event, HostLane, TaskEnd
 from spillway.runtime.labels import label
 
@@ -90,6 +91,7 @@ class HostStep:
         for turn in share.turns:
             turn.gradient.wait(held.shared.traffic)
             self._know(turn.held, share.settings)
+            follow_first([self._states[piece.tensor] for piece in turn.held.pieces])
         ends = []
         for parts in _calls(share.turns):
             if held.cut:

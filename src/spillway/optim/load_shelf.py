@@ -19,7 +19,7 @@ from spillway.optim.layout import Layout, Place, State, moves
 from spillway.optim.loads import Load, Part, formed, most_elements
 from spillway.optim.shared import Shared
 from spillway.optim.shelf import Loading, Settings, Shelf
-from spillway.optim.states import MASTER
+from spillway.optim.states import MASTER, follow_first
 from spillway.runtime.bytes import over
 
 
@@ -169,7 +169,9 @@ class LoadShelf(Shelf):
         """The loads that a step needs, by device, in the order of the turns."""
         by_load: dict[Load, dict[int, Turn]] = {}
         for turn in turns:
-            for load, index in self._parts_of(turn.held):
+            parts = self._parts_of(turn.held)
+            follow_first([load.states[index] for load, index in parts])
+            for load, index in parts:
                 by_load.setdefault(load, {})[index] = turn
         trips: dict[Shared, list[Trip]] = {}
         for load, here in by_load.items():

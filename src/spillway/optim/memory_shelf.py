@@ -45,11 +45,11 @@ class MemoryShelf(Shelf):
     def tally(self) -> Round:
         return Round(self._step)
 
-    def step(self, turns: Sequence[Turn], now: Tally, *, ahead: int | None) -> None:
+    def step(self, turns: Sequence[Turn], now: Tally, *, overlapped: bool) -> None:
         assert isinstance(now, Round)
         now.expect(turns)
         if self._kind.alone:
-            for share in in_order(turns, self._settings, ahead=ahead):
+            for share in in_order(turns, self._settings, overlapped=overlapped):
                 now.queue([share], together=False)
         elif turns:
             now.queue(by_groups(turns, self._settings), together=True)

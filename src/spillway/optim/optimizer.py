@@ -741,7 +741,7 @@ class OffloadedOptimizer(Optimizer):
             before = {one: one.coming for one in held}
             self._shelf.prepare(held)
             try:
-                self._shelf.step([Turn(one, one.gradient.snapshot()) for one in held], self._now, ahead=None)
+                self._shelf.step([Turn(one, one.gradient.snapshot()) for one in held], self._now, overlapped=False)
             finally:
                 queued = [one for one in held if one.coming is not before[one]]
                 stepped.update(queued)
@@ -778,7 +778,7 @@ class OffloadedOptimizer(Optimizer):
         turns = list(self._turns(left))
         for shared in self._shared.values():
             shared.expected = max((turn.held.gradient.count for turn in turns), default=0)
-        self._shelf.step(turns, self._now, ahead=self._last.ahead if self._overlapping and not stepped else None)
+        self._shelf.step(turns, self._now, overlapped=bool(self._overlapping))
         self._coming = stepped.union(turn.held for turn in turns)
         if not self._shelf.steps_on_device and any(turn.held.gradient.away() is None for turn in turns):
             # What stays may be written to as soon as this returns.

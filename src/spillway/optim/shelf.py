@@ -66,13 +66,13 @@ class Shelf(ABC):
         """A new one, for the next step."""
 
     @abstractmethod
-    def step(self, turns: Sequence[Turn], now: Tally, *, ahead: int | None) -> None:
+    def step(self, turns: Sequence[Turn], now: Tally, *, overlapped: bool) -> None:
         """Step parameters, or queue that.
 
         Args:
             turns: the parameters, and their gradients.
             now: counts what that costs.
-            ahead: see :func:`~spillway.optim.rounds.in_order`.
+            overlapped: whether the next forward runs meanwhile.
         """
 
     @abstractmethod

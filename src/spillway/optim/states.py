@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -165,6 +165,14 @@ def check_shapes(state: dict[Any, Any], parameter: torch.Tensor, *, fused: bool)
                 f"{key}: got a state of shape {tuple(value.shape)} for a parameter of {tuple(parameter.shape)}, "
                 f"expected the parameter's shape; load the state of the same model"
             )
+
+
+def follow_first(states: Sequence[dict[Any, Any]]) -> None:
+    """Numbers of a parameter's pieces are those of the first, which is seen, and may have been written."""
+    for name, value in states[0].items() if len(states) > 1 else ():
+        if isinstance(value, torch.Tensor) and value.ndim == 0:
+            for other in states[1:]:
+                other[name].copy_(value)
 
 
 def host_copy(key: Any, value: Any, held: Held) -> Any:

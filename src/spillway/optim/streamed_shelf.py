@@ -33,7 +33,7 @@ class StreamedShelf(LoadShelf):
     def tally(self) -> Tally:
         return Tally()
 
-    def step(self, turns: Sequence[Turn], now: Tally, *, ahead: int | None) -> None:
+    def step(self, turns: Sequence[Turn], now: Tally, *, overlapped: bool) -> None:
         trips = self._trips(turns)
         for one, some in trips.items():
             self._step_all(one, some)
