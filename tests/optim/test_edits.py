@@ -78,7 +78,8 @@ def take_anew(plain: PlainLoop) -> None:
     """What a plain loop would do after somebody wrote to its parameters."""
     with torch.no_grad():
         for master, parameter in zip(plain.masters, plain.model.parameters(), strict=True):
-            same = master.to(parameter.dtype) == parameter
+            bits = torch.int16 if parameter.itemsize == 2 else torch.int32
+            same = master.to(parameter.dtype).view(bits) == parameter.view(bits)
             master.copy_(torch.where(same, master, parameter.to(master.dtype)))
 
 
