@@ -140,6 +140,8 @@ class OffloadedOptimizer(Optimizer):
         self._state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
         self._shown: dict[torch.Tensor, Shown] = {}
         """What is in there of states that there are."""
+        self._unseen = False
+        """Whether a step has failed: what states are now is still to be shown."""
         arguments = Arguments.of(optimizer_class, device_class, defaults)
         self._given = arguments.host
         self._choices = Choices(
@@ -210,7 +212,8 @@ class OffloadedOptimizer(Optimizer):
             self._take_edits()
         if self._balance is not None:
             self._choose(self._balance)
-        with torch.no_grad(), label("optimizer step"):
+        with torch.no_grad(), label("optimizer step"), contextlib.ExitStack() as unless_stepped:
+            unless_stepped.callback(self._show_later)
             self._queue_step()
             self._device.step(self.param_groups)
             for parameter in self._device:
@@ -220,6 +223,7 @@ class OffloadedOptimizer(Optimizer):
                 if len(here) == len(self._coming):
                     stack.callback(self._finish)
                 self._arrive(here)
+            unless_stepped.pop_all()
         return loss
 
     def synchronize(self) -> None:
@@ -406,6 +410,7 @@ class OffloadedOptimizer(Optimizer):
         """
         if self._ready and not self._closed:
             self.synchronize()
+            self._show_unseen()
         return self._state
 
     @state.setter
@@ -418,6 +423,7 @@ class OffloadedOptimizer(Optimizer):
 
     def _take_edits(self) -> None:
         """States that somebody put in the place of others are what the next step begins with."""
+        self._show_unseen()
         for _group, parameter in self._parameters():
             now, shown = self._state.get(parameter), self._shown.get(parameter)
             if shown is not None and shown.is_as_shown() and now is shown:
@@ -463,10 +469,12 @@ class OffloadedOptimizer(Optimizer):
             self._begin_states()
         held = list(self._held.values())
         whole = {one.parameter: state for one, state in zip(held, self._shelf.whole(held), strict=True) if state}
-        shown = self._state
-        self._state = defaultdict(dict)
-        for parameter, state in shown.items():
-            self._state[parameter] = _as_seen(parameter, whole[parameter]) if parameter in whole else dict(state)
+        shown, parameters = self._state, [parameter for _, parameter in self._parameters()]
+        self._state = defaultdict(dict, {key: value for key, value in shown.items() if key not in self._shown})
+        for parameter in parameters:
+            state = whole.get(parameter, {}) if parameter in self._held else self._device.state_of(parameter)
+            if state:
+                self._state[parameter] = _as_seen(parameter, state)
         try:
             return super().state_dict()
         finally:
@@ -525,6 +533,15 @@ class OffloadedOptimizer(Optimizer):
     def _settings_on_device(self, parameter: torch.Tensor) -> dict[str, Any]:
         group = next(group for group in self.param_groups if any(one is parameter for one in group["params"]))
         return {name: value for name, value in group.items() if name != "params"}
+
+    def _show_later(self) -> None:
+        self._unseen = True
+
+    def _show_unseen(self) -> None:
+        if self._unseen:
+            self._unseen = False
+            for _, parameter in self._parameters():
+                self._show(parameter)
 
     def _show(self, parameter: torch.Tensor) -> None:
         """Let it be seen what a parameter's state is now."""
@@ -811,6 +828,7 @@ class OffloadedOptimizer(Optimizer):
     def _end_failed_step(self, error: type[BaseException] | None, *_: object) -> None:
         """Where one has failed, the others of its step end, too: it is told once."""
         if error is not None:
+            self._show_later()
             self._arrive(list(self._coming))
 
     def _arrive(self, held: Iterable[Held]) -> None:
