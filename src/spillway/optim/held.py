@@ -12,7 +12,8 @@ from torch.utils.hooks import RemovableHandle
 from spillway.errors import UnsupportedError, UsageError
 from spillway.optim.away import AwayGradient
 from spillway.optim.gradient import Gradient, Snapshot
-from spillway.optim.masters import Stamp, take
+from spillway.optim.masters import Stamp, flat, take
+from spillway.optim.parcels import Sent
 from spillway.optim.pinned import Pinned
 from spillway.optim.sharding import local_of
 from spillway.optim.shared import Shared
@@ -53,12 +54,10 @@ class Piece:
 
     def follow(self, values: torch.Tensor) -> None:
         """Say what the parameter says."""
-        master = self.tensor.detach()
-        master = master.as_strided((self.numel,), (1,), int(master.storage_offset()))
         if self.known:
-            take(master, values)
+            take(flat(self.tensor.detach()), values)
         else:
-            master.copy_(values)
+            flat(self.tensor.detach()).copy_(values)
         self.known = True
 
 
@@ -327,30 +326,40 @@ class Asked:
 
     def __init__(self, pieces: Sequence[tuple[Held, Piece]], after: Event) -> None:
         self._traffic = pieces[0][0].shared.traffic
-        self._whole = [(held, piece) for held, piece in pieces if not held.in_place and not held.has_master]
-        self._narrow = [(held, piece) for held, piece in pieces if held.has_master]
+        self._sent: dict[Piece, Sent] = {}
+        whole = [(held, piece) for held, piece in pieces if not held.in_place and not held.has_master]
+        narrow = [(held, piece) for held, piece in pieces if held.has_master]
         self._arrived: Event | None = None
-        if self._whole:
-            pairs = [(held.range_of(piece), memory_of(held.values_of(piece))) for held, piece in self._whole]
+        if whole:
+            pairs = [(held.range_of(piece), memory_of(held.values_of(piece))) for held, piece in whole]
             self._arrived = self._traffic.fetch_into(pairs, after)
-            for held, piece in self._whole:
+            for held, piece in whole:
                 held.copied(("in", piece.start), self._arrived)
-        self._sent = self._traffic.fetch([held.values_of(piece) for held, piece in self._narrow], after)
+        sent = self._traffic.fetch([held.values_of(piece) for held, piece in narrow], after)
+        self._sent = {piece: one for (_, piece), one in zip(narrow, sent, strict=True)}
 
-    def read(self) -> None:
-        """Wait for it; the masters say it then. For the host."""
+    def __del__(self) -> None:
+        # Where a step failed before all of it was read.
+        for sent in self._sent.values():
+            self._traffic.give_back(sent)
+
+    def read(self, pieces: Sequence[tuple[Held, Piece]]) -> None:
+        """Wait for some of it; the masters say it then. For the host."""
         try:
-            if self._arrived is not None:
-                self._arrived.synchronize()
-            for held, piece in self._whole:
-                self._traffic.backend.host_access(held.range_of(piece), write=True)
+            for held, piece in pieces:
+                if held.has_master:
+                    values = self._traffic.read(self._sent[piece])
+                elif self._arrived is not None:
+                    self._arrived.synchronize()
+                if not held.in_place:
+                    self._traffic.backend.host_access(held.range_of(piece), write=True)
+                if held.has_master:
+                    piece.follow(values)
                 piece.known = True
-            for (held, piece), sent in zip(self._narrow, self._sent, strict=True):
-                self._traffic.backend.host_access(held.range_of(piece), write=True)
-                piece.follow(self._traffic.read(sent))
         finally:
-            for sent in self._sent:
-                self._traffic.give_back(sent)
+            for _, piece in pieces:
+                if piece in self._sent:
+                    self._traffic.give_back(self._sent.pop(piece))
 
 
 def send_back(pieces: Sequence[tuple[Held, Piece]], after: Event) -> Event:

@@ -31,6 +31,9 @@ Settings = dict[str, Any]
 _WITHOUT_SCRATCH = 4
 """How many times as many elements share a call that reads gradients as they lie: calls keep Python busy."""
 
+_READ_TOGETHER = 8
+"""How many times as many elements are read from the device at once."""
+
 
 class Turn(NamedTuple):
     """A parameter whose turn it is, and its gradient."""
@@ -93,12 +96,13 @@ class HostStep:
             self._know(turn.held, share.settings)
             follow_first([self._states[piece.tensor] for piece in turn.held.pieces])
         ends = []
-        for parts in _calls(share.turns):
+        for calls in _asked_together(share.turns):
             if held.cut:
                 self._wait_for_hands()
-            asked = Asked([(turn.held, piece) for turn, piece in parts], after)
-            step = partial(self._step_parts, parts, share.settings, asked, after)
-            ends.append(self._hand(held.shared.hands, step) if held.cut else step())
+            asked = Asked([(turn.held, piece) for parts in calls for turn, piece in parts], after)
+            for parts in calls:
+                step = partial(self._step_parts, parts, share.settings, asked, after)
+                ends.append(self._hand(held.shared.hands, step) if held.cut else step())
         return held.shared.traffic.backend.all_of(ends)
 
     def _wait_for_hands(self) -> None:
@@ -133,7 +137,8 @@ class HostStep:
         """
         groups = []
         for turn in (turn for share in shares for turn in share.turns):
-            Asked([(turn.held, turn.held.pieces[0])], after[turn.held.shared]).read()
+            whole = [(turn.held, turn.held.pieces[0])]
+            Asked(whole, after[turn.held.shared]).read(whole)
         for some, settings in shares:
             for held, gradient in some:
                 self._know(held, settings)
@@ -195,7 +200,7 @@ class HostStep:
 
     def _step_parts(self, parts: Sequence[_Part], settings: Settings, asked: Asked, after: Event) -> Event:
         """Step some pieces, and queue their way back; in any thread."""
-        asked.read()
+        asked.read([(turn.held, piece) for turn, piece in parts])
         began = time.perf_counter()
         used = 0
         for (held, values), piece in parts:
@@ -284,6 +289,20 @@ def _calls(turns: Sequence[Turn]) -> Iterator[list[_Part]]:
                 together, share = [], 0.0
             together.append(_Part(turn, piece))
             share += piece.numel / most
+    if together:
+        yield together
+
+
+def _asked_together(turns: Sequence[Turn]) -> Iterator[list[list[_Part]]]:
+    """Calls whose parameters are read at once: few copies, since hands keep the lane waiting for Python."""
+    together: list[list[_Part]] = []
+    numel = 0
+    for parts in _calls(turns):
+        together.append(parts)
+        numel += sum(part.piece.numel for part in parts)
+        if numel >= _READ_TOGETHER * CHUNK:
+            yield together
+            together, numel = [], 0
     if together:
         yield together
 

@@ -14,7 +14,9 @@ were used before, miss the writes above. ``step_in_backward=True`` reads each pa
 
 from __future__ import annotations
 
+import threading
 import weakref
+from collections.abc import Iterator
 
 import torch
 
@@ -22,7 +24,7 @@ from spillway.optim.sharding import local_of
 from spillway.optim.traffic import is_dense
 
 _AT_ONCE = 1 << 22
-"""Elements: what is between two passes over them stays in the caches."""
+"""Elements that are compared at a time."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -39,20 +41,51 @@ def take(master: torch.Tensor, said: torch.Tensor) -> None:
         >>> master
         tensor([1.0010, 3.0000])
     """
-    bits = _BITS[said.dtype.itemsize]
     if master.stride() == said.stride() and is_dense(master):
-        master, said = _flat(master), _flat(said)
-    flat = master.ndim == 1
-    for start in range(0, master.numel(), _AT_ONCE if flat else max(master.numel(), 1)):
-        part, new = (one[start : start + _AT_ONCE] if flat else one for one in (master, said))
+        master, said = flat(master), flat(said)
+    for part, new in zip(_parts(master), _parts(said), strict=True):
+        if part.device.type == "cpu" and part.ndim == 1 and _says(part, new):
+            continue
+        bits = _BITS[new.dtype.itemsize]
         same = part.to(new.dtype).view(bits) == new.view(bits)
-        # On an accelerator the question would wait for the answer.
-        if part.device.type != "cpu" or not same.all():
-            torch.where(same, part, new, out=part)
+        torch.where(same, part, new, out=part)
 
 
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """A dense tensor's elements, in the order in which they lie."""
     return tensor.as_strided((tensor.numel(),), (1,), int(tensor.storage_offset()))
+
+
+class _Mine(threading.local):
+    """What each thread has for itself."""
+
+    def __init__(self) -> None:
+        self.rounded: dict[torch.dtype, torch.Tensor] = {}
+
+
+_mine = _Mine()
+
+
+def _says(master: torch.Tensor, said: torch.Tensor) -> bool:
+    """Whether a master on the host says just what its parameter says, rounded. Few calls, which hands queue for."""
+    numel, size = master.numel(), said.itemsize
+    rounded = _mine.rounded.get(said.dtype)
+    if rounded is None:
+        rounded = _mine.rounded[said.dtype] = torch.empty(_AT_ONCE, dtype=said.dtype, device="cpu")
+    if numel != _AT_ONCE:
+        rounded = rounded[:numel]
+    rounded.copy_(master)
+    bits = torch.int64 if numel * size % 8 == 0 and said.storage_offset() * size % 8 == 0 else torch.uint8
+    return torch.equal(rounded.view(bits), said.view(bits))
+
+
+def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """A flat tensor in parts; another whole."""
+    if tensor.ndim != 1 or tensor.numel() <= _AT_ONCE:
+        yield tensor
+        return
+    for start in range(0, tensor.numel(), _AT_ONCE):
+        yield tensor[start : start + _AT_ONCE]
 
 
 class Stamp:

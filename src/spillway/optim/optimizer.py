@@ -55,9 +55,9 @@ class OffloadedOptimizer(Optimizer):
     are plain tensors, they leave in ``step()``: what a ``DistributedDataParallel`` has yet to reduce may not. With
     FSDP2 and tensor parallel (``DTensor``) they leave during backward.
 
-    Between steps parameters may be written to: what is loaded, initialised or edited under ``torch.no_grad()`` is where
-    the next step starts. What is written through ``p.data`` (``p.data.clamp_()``) leaves no trace:
-    :meth:`refresh_masters` tells of it.
+    Parameters may be written to before :meth:`step` by whatever means: ``load_state_dict``, ``p.data.clamp_()``, NumPy.
+    Each step reads the parameter itself. ``optimizer.state`` has the plain optimizer's entries between steps; edits of
+    it count, too.
 
     Args:
         params: parameters, or groups of them, as for any optimizer.
@@ -443,8 +443,7 @@ class OffloadedOptimizer(Optimizer):
     def refresh_masters(self) -> None:
         """The next step takes all masters from their parameters, whatever they say.
 
-        A write that counts up a parameter's version (``copy_``, ``load_state_dict``) is noticed by itself. This is for
-        those that do not: through ``.data``, or by a kernel of your own.
+        Each step reads its parameters anyway. This drops the bits that masters have beyond them, too.
         """
         if self._early is not None:
             self._early.check_none("refresh_masters()")
@@ -457,8 +456,7 @@ class OffloadedOptimizer(Optimizer):
         """The plain optimizer's, which loads it; masters are an entry ``"master"`` of a parameter's state.
 
         The tensors are on the host, and those that are stepped: copy what is to be kept while training goes on. With
-        ``tier="disk"`` all of them are read, into memory of their own; with that, and with ``step_on="device"``,
-        ``optimizer.state`` has numbers only at other times.
+        ``tier="disk"`` all of them are read, into memory of their own.
         """
         self._check_open()
         if self._early is not None:
