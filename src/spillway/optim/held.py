@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -285,11 +285,6 @@ class Held:
         local = self.local().detach()
         return local.as_strided((piece.numel,), (1,), int(local.storage_offset()) + piece.start)
 
-    def copied(self, name: Hashable, end: Event) -> None:
-        """A copy uses the pinned memory until an event."""
-        assert self.pinned is not None
-        self.pinned.after(name, end)
-
     def give_up(self) -> None:
         """Give all memory back, and see no more gradients."""
         self.unhook()
@@ -329,14 +324,11 @@ class Asked:
         self._sent: dict[Piece, Sent] = {}
         whole = [(held, piece) for held, piece in pieces if not held.in_place and not held.has_master]
         narrow = [(held, piece) for held, piece in pieces if held.has_master]
-        self._arrived: Event | None = None
-        if whole:
-            pairs = [(held.range_of(piece), memory_of(held.values_of(piece))) for held, piece in whole]
-            self._arrived = self._traffic.fetch_into(pairs, after)
-            for held, piece in whole:
-                held.copied(("in", piece.start), self._arrived)
+        # First what there may be no memory for.
         sent = self._traffic.fetch([held.values_of(piece) for held, piece in narrow], after)
-        self._sent = {piece: one for (_, piece), one in zip(narrow, sent, strict=True)}
+        self._sent.update({piece: one for (_, piece), one in zip(narrow, sent, strict=True)})
+        pairs = [(held.range_of(piece), memory_of(held.values_of(piece))) for held, piece in whole]
+        self._arrived = self._traffic.fetch_into(pairs, after) if pairs else None
 
     def __del__(self) -> None:
         # Where a step failed before all of it was read.
@@ -368,7 +360,8 @@ def send_back(pieces: Sequence[tuple[Held, Piece]], after: Event) -> Event:
     ways = [Way(held.local(), piece.start, Cells(held.range_of(piece), held.work_dtype)) for held, piece in away]
     end = pieces[0][0].shared.traffic.receive(ways, after)
     for held, piece in away:
-        held.copied(piece.start, end)
+        assert held.pinned is not None
+        held.pinned.after(piece.start, end)
     return end
 
 
