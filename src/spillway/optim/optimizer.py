@@ -411,6 +411,8 @@ class OffloadedOptimizer(Optimizer):
         if self._ready and not self._closed:
             self.synchronize()
             self._show_unseen()
+            if self._kind.begins_with_state:
+                self._begin_states()
         return self._state
 
     @state.setter
