@@ -439,7 +439,7 @@ class AdversaryBackend(Backend):
             history.append(_Access(compute.number, compute.time - 1, 0, storage.nbytes(), True, "compute writes"))
         access = _Access(line.number, line.time, start, end, write, what)
         for earlier in history:
-            overlap = earlier.start < end and start < earlier.end and (earlier.write or write)
+            overlap = max(start, earlier.start) < min(end, earlier.end) and (earlier.write or write)
             if overlap and earlier.line != line.number and line.clock.get(earlier.line, -1) < earlier.time:
                 self._fault(f"{access.what} bytes {start} to {end}, not ordered after: {earlier.what}")
         if write:
