@@ -24,7 +24,7 @@ from spillway.attaching.refusals import (
     refuse_unmatched,
 )
 from spillway.blocks import Blocks, Named, above, find_blocks, walk
-from spillway.errors import SpillwayError, UsageError
+from spillway.errors import SpillwayError, UsageError, printable
 from spillway.groups import Groups
 from spillway.losses.own import own_losses
 from spillway.policies import Keep, Offload, Policy
@@ -355,7 +355,7 @@ class Attached:
             raise UsageError("explain: got a call before there is a plan, expected attach(model, budget=...) and steps")
         if what is None:
             losses = [f"the loss of {loss.kind} is computed in rows" for loss in self._root.losses if loss.is_in_rows]
-            return "\n".join([str(plan), *losses, *self.notes])
+            return "\n".join([str(plan), *map(printable, [*losses, *self.notes])])
         name = what if isinstance(what, str) else self._block_of(what)
         found = [block for block in plan.blocks if block.name == name]
         if not found:
@@ -365,7 +365,8 @@ class Attached:
                 f"a buffer of one"
             )
         lines = [
-            f"{each.operator} (operator {each.place}, {each.nbytes} bytes) {each.reason}" for each in found[0].operators
+            printable(f"{each.operator} (operator {each.place}, {each.nbytes} bytes) {each.reason}")
+            for each in found[0].operators
         ]
         return "\n".join([str(found[0]), *lines])
 

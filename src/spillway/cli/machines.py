@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import torch
 from rich import progress
@@ -39,7 +39,7 @@ def hardware_of(name: str | None, device: str) -> Hardware:
 
 
 def _from_file(name: str) -> Hardware:
-    if not Path(name).is_file():
+    if not os.path.lexists(name):
         raise UsageError(
             f"hardware: got {name!r}, expected one of {', '.join(PRESETS)}, or a file that Hardware.save() wrote"
         )

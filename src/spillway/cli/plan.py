@@ -45,10 +45,12 @@ def plan(
     # What plans takes a while to import, and `spillway --help` does without.
     import spillway
     from spillway.cli.machines import hardware_of, working
+    from spillway.planning.files import check_writable
     from spillway.report.facts import facts_of
     from spillway.report.text import to_text
     from spillway.runtime.host_memory import local_ranks
 
+    check_writable("--output", output)
     measured = spillway.Profile.load(profile)
     machine = hardware_of(hardware, measured.device)
     try:

@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
-from spillway.errors import SpillwayError, UsageError
+from spillway.errors import SpillwayError, UsageError, printable
+from spillway.planning.files import check_writable, write_file
 from spillway.running.asked import Asked
-from spillway.running.files import check_writable, numbered, rank_of
+from spillway.running.files import numbered, rank_of
 from spillway.running.roots import GivenUp, Root
 from spillway.running.script import Script, is_of_script
 from spillway.running.seeing import Seeing
@@ -85,7 +86,7 @@ def run_managed(script: Script, asked: Asked, files: Files, *, quiet: bool) -> N
 def _tell_at_once(given_up: GivenUp) -> None:
     """Not only at the end, which may be days later."""
     if sys.__stderr__ is not None:
-        sys.__stderr__.write(f"spillway: {given_up.kind} is not attached: {given_up.reason}\n")
+        sys.__stderr__.write(f"spillway: {printable(f'{given_up.kind} is not attached: {given_up.reason}')}\n")
 
 
 def _give_freed_back() -> None:
@@ -106,7 +107,7 @@ def _finish(process: int, seen: Seeing, files: Files, rank: int, quiet: bool) ->
     said = [] if quiet or rank else [table(outcome)]
     try:
         if files.json is not None:
-            numbered(files.json, "rank", rank).write_text(outcome.to_json(), encoding="utf-8")
+            write_file(numbered(files.json, "rank", rank), outcome.to_json(), what="--json")
         for number, root in enumerate(roots.attached):
             said += _write(root, number, files, rank)
     except (SpillwayError, OSError) as error:
@@ -122,7 +123,7 @@ def _write(root: Root, number: int, files: Files, rank: int) -> Iterator[str]:
     if files.profile is not None:
         path = numbered(numbered(files.profile, "model", number), "rank", rank)
         if root.attached.profile is None:
-            yield f"{path}: not written, since {root.kind} was not profiled: it takes three steps"
+            yield printable(f"{path}: not written, since {root.kind} was not profiled: it takes three steps")
         else:
             root.attached.profile.save(path)
     if files.report is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator
 
+from spillway.errors import printable
 from spillway.running.outcome import RootOutcome, RunOutcome
 from spillway.units import format_bytes, format_seconds
 
@@ -84,4 +85,4 @@ def _row(cells: tuple[str, ...]) -> str:
 
 def wrapped(text: str, indent: str = "") -> list[str]:
     """A sentence as lines of at most :data:`WIDEST` columns."""
-    return textwrap.wrap(text, WIDEST, subsequent_indent=indent + "  ", initial_indent=indent) or [""]
+    return textwrap.wrap(printable(text), WIDEST, subsequent_indent=indent + "  ", initial_indent=indent) or [""]
