@@ -104,7 +104,7 @@ def test_regular_files_links_to_them_and_character_devices_are_written(tmp_path:
     check_writable("--json", None)
     with pytest.raises(spillway.UsageError, match="null byte"):
         read_file("a\0b", "Plan")
-    with pytest.raises(spillway.UsageError, match="--json: got .* a folder that can be written to"):
+    with pytest.raises(spillway.UsageError, match=r"--json: got .* a folder that can be written to"):
         check_writable("--json", "absent/")
 
 
@@ -205,8 +205,10 @@ class Holder(nn.Module):
 Holder.__name__ = "Holder" + ESCAPES
 """
 )
-GIVEN_UP = NAMED + "model = nn.Linear(4, 4)\ntype(model).__name__\nclass Odd(nn.Linear): pass\n" + (
-    "Odd.__name__ += ESCAPES\nmodel = Odd(4, 4)\nmodel(torch.ones(1, 4)).sum().backward()\n"
+GIVEN_UP = (
+    NAMED
+    + "model = nn.Linear(4, 4)\ntype(model).__name__\nclass Odd(nn.Linear): pass\n"
+    + ("Odd.__name__ += ESCAPES\nmodel = Odd(4, 4)\nmodel(torch.ones(1, 4)).sum().backward()\n")
 )
 ATTACHED = NAMED + "Holder()(torch.ones(1, 32)).backward()\n"
 

@@ -8,10 +8,11 @@ from typing import Annotated
 
 import typer
 
-from spillway.cli.run import Arguments, AsModule, Target
+from spillway.cli.run import Arguments, AsModule, Target, point_out
 
 
 def bench(
+    context: typer.Context,
     target: Target,
     arguments: Arguments = None,
     module: AsModule = False,
@@ -39,6 +40,7 @@ def bench(
     check_writable("--json", json)
     script = Script(target, tuple(arguments or ()), is_module=module)
     chosen = parse_ways(ways.split(","))
+    point_out(context, target, script.arguments)
     found = run_bench(script, chosen, steps=steps, told=lambda way: typer.echo(printable(f"{way} ..."), err=True))
     typer.echo(found.to_text())
     if json is not None:

@@ -52,7 +52,7 @@ def report(
     # What plans takes a while to import, and `spillway --help` does without.
     import spillway
     from spillway.budgeting import sweep
-    from spillway.cli.machines import counting, hardware_of
+    from spillway.cli.machines import counting, hardware_of, note_of
     from spillway.errors import printable
     from spillway.planning.files import check_writable, write_file
     from spillway.report.facts import facts_of
@@ -70,14 +70,15 @@ def report(
         graph_objects()
     measured, found = spillway.Profile.load(profile), spillway.Plan.load(plan)
     machine = hardware_of(hardware, measured.device)
-    facts = facts_of(measured, found, machine, active=local_ranks())
+    notes = note_of(measured, machine, is_named=hardware is not None)
+    facts = facts_of(measured, found, machine, active=local_ranks(), notes=notes)
     if text:
         typer.echo(to_text(facts), nl=False)
     if page is not None:
         if curve:
             with counting("other budgets") as tell:
                 drawn = sweep(measured, allow=_allowed(measured, found), hardware=machine, on_point=tell)
-            facts = facts_of(measured, found, machine, active=local_ranks(), curve=drawn)
+            facts = facts_of(measured, found, machine, active=local_ranks(), notes=notes, curve=drawn)
         write_file(page, to_page(facts))
         typer.echo(printable(f"wrote {page}"), err=text)
     if trace is not None:

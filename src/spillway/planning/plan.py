@@ -145,8 +145,9 @@ class Plan:
         return sum(block.rerun_seconds for block in self.blocks)
 
     def __str__(self) -> str:
+        task = printable(self.peak_task)
         lines = [
-            f"{format_bytes(self.predicted_peak)} of {format_bytes(self.budget)}, in {printable(self.peak_task)}; a step of "
+            f"{format_bytes(self.predicted_peak)} of {format_bytes(self.budget)}, in {task}; a step of "
             f"{format_seconds(self.predicted_seconds)}: {format_bytes(self.sent_bytes)} leave, "
             f"{format_seconds(self.rerun_seconds)} are computed again, {format_seconds(self.stall_seconds)} waited for"
         ]

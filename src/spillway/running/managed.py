@@ -7,6 +7,7 @@ import ctypes
 import functools
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +17,13 @@ import torch
 
 from spillway.errors import SpillwayError, UsageError, printable
 from spillway.planning.files import check_writable, write_file
-from spillway.running.asked import Asked
+from spillway.report.figures import graph_objects
+from spillway.running.asked import Asked, UnmetError
 from spillway.running.files import numbered, rank_of
-from spillway.running.roots import GivenUp, Root
+from spillway.running.roots import GivenUp, Root, Roots
 from spillway.running.script import Script, is_of_script
 from spillway.running.seeing import Seeing
-from spillway.running.table import table
+from spillway.running.table import NOTHING_CALLED, table
 
 _MMAP_THRESHOLD = -3
 """``M_MMAP_THRESHOLD`` of glibc's ``malloc.h``."""
@@ -45,25 +47,42 @@ class Files:
             check_writable(f"--{name}", getattr(self, name))
 
 
-def run_managed(script: Script, asked: Asked, files: Files, *, quiet: bool) -> None:
+def run_managed(script: Script, asked: Asked, files: Files, *, quiet: bool, best_effort: bool = False) -> None:
     """Run a script whose models are attached as asked.
 
     What is to be told is told when the process ends: after the script's threads and its own exit handlers.
 
+    Args:
+        script: what to run.
+        asked: what to do with each model.
+        files: what to write in the end.
+        quiet: whether nothing is told.
+        best_effort: whether it is fine that nothing was done.
+
     Raises:
         UsageError: for a script that is not there, or files that cannot be written.
         BudgetError: if nothing fits a model's budget.
+        UnmetError: if the command line asked for something, and no model was treated so.
         BaseException: what the script raises.
     """
     script.check()
     files.check()
     asked.check_machine()
     rank = rank_of()
-    if files.profile is not None and (asked.is_default or asked.budget is not None) is False:
+    measures = asked.is_measured
+    if files.profile is not None and not measures:
         raise UsageError(
             "got --profile without a budget, expected --budget beside it, since without one nothing is measured; "
             "spillway profile measures alone"
         )
+    if files.report is not None:
+        if not measures:
+            raise UsageError(
+                "got --report without a budget, expected --budget beside it, since the page shows what was measured; "
+                "spillway report draws a plan from files"
+            )
+        # Before hours of training, and not after them, it is said that plotly is missing.
+        graph_objects()
     if torch.accelerator.current_accelerator() is None:
         _give_freed_back()
     seen = Seeing(asked.attach)
@@ -77,10 +96,39 @@ def run_managed(script: Script, asked: Asked, files: Files, *, quiet: bool) -> N
         if not is_of_script(error):
             atexit.unregister(finish)
         raise
+    except SystemExit as ended:
+        if ended.code:
+            raise
     roots = seen.roots
     if roots.fatal is not None:
         # The script has caught it, and went on without its model.
         raise roots.fatal
+    if not (best_effort or asked.is_default):
+        # As Python does before it ends: they may train.
+        for thread in threading.enumerate():
+            if thread is not threading.current_thread() and not thread.daemon:
+                thread.join()
+        _check_met(asked, roots, quiet=quiet)
+
+
+def _check_met(asked: Asked, roots: Roots, *, quiet: bool) -> None:
+    """That something was attached, and that a budget has a plan."""
+    attached = roots.attached
+    if attached and (asked.budget is None or any(root.attached.missing is None for root in attached)):
+        return
+    if attached:
+        missing = ", ".join(f"{root.kind} takes {root.attached.missing}" for root in attached)
+        why = f"the script ended before there was a plan ({missing})"
+    else:
+        why = f"nothing was attached: {_reasons(roots) if quiet else 'the table says why'}"
+    raise UnmetError(
+        f"{asked.option} was not met, since {why.rstrip('.')}. Give --best-effort to end with the script's exit code "
+        f"all the same."
+    )
+
+
+def _reasons(roots: Roots) -> str:
+    return "; ".join(f"{each.kind} {each.reason}" for each in roots.given_up) or NOTHING_CALLED
 
 
 def _tell_at_once(given_up: GivenUp) -> None:

@@ -83,7 +83,9 @@ class Script:
             spec = _find(name)
         code = None if spec is None else _code_of(spec)
         if spec is None or code is None:
-            raise UsageError(f"got -m {self.target!r}, expected a module with code that Python finds; there is no {name}")
+            raise UsageError(
+                f"got -m {self.target!r}, expected a module with code that Python finds; there is no {name}"
+            )
         _describe(main, spec)
         sys.argv[0] = str(spec.origin)
         return code
