@@ -260,7 +260,7 @@ Attached.report = lambda self, path, *, trace=None: Path(path).write_text(repr(s
 from spillway.cli.app import main
 main()
 """
-    arguments = ["run", "--quiet", "--policy", "keep", "--report", "page.html", "train.py", "1"]
+    arguments = ["run", "--quiet", "--budget", "3GiB", "--best-effort", "--report", "page.html", "train.py", "1"]
     done = server.run(folder.path, code, "spillway", *arguments)
     assert done.code == 0, done.err
     assert "Attached to GPT" in (folder.path / "page.html").read_text()

@@ -16,8 +16,6 @@ USAGE_CODE = 2
 """Exit code for an argument that cannot be meant, as of every Unix command."""
 FAILURE_CODE = 1
 """Exit code for what went wrong on the way."""
-UNMET_CODE = 3
-"""Exit code of ``spillway run`` for a script that ended well, and of which no model was treated as was asked."""
 
 app = typer.Typer(
     cls=LaterGroup,
@@ -96,7 +94,7 @@ def _end(error: SpillwayError, invocation: Invocation) -> NoReturn:
 
 
 def _code_of(error: SpillwayError) -> int:
-    from spillway.running.asked import UnmetError
+    from spillway.running.asked import UNMET_CODE, UnmetError
 
     if isinstance(error, UnmetError):
         return UNMET_CODE

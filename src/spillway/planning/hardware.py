@@ -139,8 +139,8 @@ class Hardware:
         if isinstance(hardware, (str, os.PathLike)) and os.path.lexists(hardware):
             return cls.load(hardware)
         raise UsageError(
-            f"hardware: got {hardware!r:.200}, expected a spillway.Hardware, one of {', '.join(PRESETS)}, a file that "
-            f"Hardware.save() wrote, or None for this machine"
+            f"hardware: got {hardware!r:.200}, expected one of {', '.join(PRESETS)}, a file that Hardware.save() "
+            f"wrote, a spillway.Hardware, or None for this machine"
         )
 
     def link(self, active: int = 1) -> Link:

@@ -24,6 +24,10 @@ _WAYS = ("budget", "policy", "ratio", "plan")
 _LIMITS = ("host_budget", "disk_budget", "allow", "hardware")
 
 
+UNMET_CODE = 3
+"""Exit code of ``spillway run`` for a script that ended well, and of which no model was treated as was asked."""
+
+
 class UnmetError(UnsupportedError):
     """A script has ended, and no model of it was treated as the command line asked."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import functools
+import logging
 import os
 import sys
 import threading
@@ -18,7 +19,7 @@ import torch
 from spillway.errors import SpillwayError, UsageError, printable
 from spillway.planning.files import check_writable, write_file
 from spillway.report.figures import graph_objects
-from spillway.running.asked import Asked, UnmetError
+from spillway.running.asked import UNMET_CODE, Asked, UnmetError
 from spillway.running.files import numbered, rank_of
 from spillway.running.roots import GivenUp, Root, Roots
 from spillway.running.script import Script, is_of_script
@@ -88,6 +89,9 @@ def run_managed(script: Script, asked: Asked, files: Files, *, quiet: bool, best
     seen = Seeing(asked.attach)
     if not quiet and rank == 0:
         seen.roots.tell = _tell_at_once
+    late = threading.Event()
+    # Exit handlers run from the last to the first: this one after what is told.
+    atexit.register(_end_late, os.getpid(), late, asked, seen.roots, quiet)
     finish = functools.partial(_finish, os.getpid(), seen, files, rank, quiet)
     atexit.register(finish)
     try:
@@ -103,25 +107,42 @@ def run_managed(script: Script, asked: Asked, files: Files, *, quiet: bool, best
     if roots.fatal is not None:
         # The script has caught it, and went on without its model.
         raise roots.fatal
-    if not (best_effort or asked.is_default):
-        # As Python does before it ends: they may train.
-        for thread in threading.enumerate():
-            if thread is not threading.current_thread() and not thread.daemon:
-                thread.join()
-        _check_met(asked, roots, quiet=quiet)
+    if best_effort or asked.is_default:
+        return
+    if any(not each.daemon for each in threading.enumerate() if each is not threading.current_thread()):
+        # They may train. Python waits for them when this function has returned.
+        late.set()
+        return
+    unmet = _unmet(asked, roots, quiet=quiet)
+    if unmet is not None:
+        raise unmet
 
 
-def _check_met(asked: Asked, roots: Roots, *, quiet: bool) -> None:
-    """That something was attached, and that a budget has a plan."""
+def _end_late(process: int, late: threading.Event, asked: Asked, roots: Roots, quiet: bool) -> None:
+    """End a process whose threads trained on after the script: an exit handler cannot set the exit code otherwise."""
+    error = _unmet(asked, roots, quiet=quiet) if late.is_set() and os.getpid() == process else None
+    if error is None:
+        return
+    if sys.__stderr__ is not None:
+        sys.__stderr__.write(f"error: {error}\n")
+    for stream in (sys.stdout, sys.stderr, sys.__stderr__):
+        if stream is not None:
+            stream.flush()
+    logging.shutdown()
+    os._exit(UNMET_CODE)
+
+
+def _unmet(asked: Asked, roots: Roots, *, quiet: bool) -> UnmetError | None:
+    """The error of a script in which nothing was attached, or no budget has a plan."""
     attached = roots.attached
     if attached and (asked.budget is None or any(root.attached.missing is None for root in attached)):
-        return
+        return None
     if attached:
         missing = ", ".join(f"{root.kind} takes {root.attached.missing}" for root in attached)
         why = f"the script ended before there was a plan ({missing})"
     else:
         why = f"nothing was attached: {_reasons(roots) if quiet else 'the table says why'}"
-    raise UnmetError(
+    return UnmetError(
         f"{asked.option} was not met, since {why.rstrip('.')}. Give --best-effort to end with the script's exit code "
         f"all the same."
     )
