@@ -133,7 +133,7 @@ def test_workers_of_a_loader_find_the_scripts_classes(folder: Folder) -> None:
     managed = folder.spillway("run", "--policy", "recompute", script.name)
     assert managed.code == 0, managed.err
     assert managed.out == "[0, 1, 2, 3]\n[4, 5, 6, 7]\n" * 2
-    assert managed.err.count("spillway") == 1
+    assert managed.err.count("spillway: ") == 1
     assert "GPT: 4 blocks, recompute" in managed.err
 
 
