@@ -272,7 +272,7 @@ def test_a_way_without_keep_is_compared_with_nothing(tmp_path: Path, monkeypatch
         (["--device", "abacus"], "device: got 'abacus'"),
         (["--data", "no/such/place"], "data: no/such/place does not exist"),
         (["--window", "12 parsecs"], "window: got '12 parsecs'"),
-        (["--json", "no/such/folder/demo.json"], "json: got no/such/folder/demo.json"),
+        (["--json", "no/such/folder/demo.json"], "json: got 'no/such/folder/demo.json'"),
         (["--steps", "0"], "--steps"),
         (["--budget", "12 parsecs"], "budget: got '12 parsecs'"),
         (["--budget", "600MiB"], "budget: got '600MiB' with the ways keep, expected planned among them"),

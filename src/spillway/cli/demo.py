@@ -18,6 +18,7 @@ from spillway.demo.records import DemoError, Outcome, Report, Row, Settings, mak
 from spillway.demo.runner import MALLOC, WayProcess
 from spillway.demo.ways import WAYS, Planned, parse_ways, ways_for
 from spillway.errors import UsageError
+from spillway.planning.files import check_writable, write_file
 from spillway.profiling.machine import known_hardware
 from spillway.units import parse_bytes
 
@@ -85,7 +86,7 @@ def demo(
         **numbers,
     )
     settings.check()
-    _check_writable(json)
+    check_writable("--json", json)
 
     console = Console()
     console = console if console.is_terminal else Console(width=max(console.width, _NARROWEST))
@@ -99,7 +100,7 @@ def demo(
     for line in comparison(report):
         console.print(line, highlight=False)
     if json is not None:
-        json.write_text(report.to_json(), encoding="utf-8")
+        write_file(json, report.to_json(), what="--json")
     unequal = [row.way for row in report.rows if row.identical is False]
     if unequal:
         raise DemoError(f"{', '.join(unequal)}: loss or gradients are not bit for bit those of keep; this is a bug")
@@ -210,9 +211,3 @@ def _know_hardware(device: torch.device, console: Console) -> None:
         told.append(part)
 
     known_hardware(device, on_part=tell)
-
-
-def _check_writable(path: Path | None) -> None:
-    # Asked before minutes of training rather than after.
-    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-        raise UsageError(f"json: got {path}, expected the name of a file in a folder that exists")
