@@ -53,6 +53,9 @@ class Meter(ABC):
     def lag(self, seconds: float) -> None:  # noqa: B027
         """Have the device do nothing for about so long: what it is given then waits."""
 
+    def close(self) -> None:  # noqa: B027
+        """Nothing is measured any more."""
+
 
 def allocated(device: torch.device) -> tuple[int, int, int]:
     """Bytes allocated on an accelerator, the most since that was set back, and all that were ever given out.

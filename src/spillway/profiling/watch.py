@@ -309,6 +309,7 @@ class Watch:
     def close(self) -> None:
         """Hooks that have not been called never are, and nothing is measured any more."""
         self._closed = True
+        self._meter.close()
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
