@@ -204,7 +204,7 @@ class Planned(Way):
 _ANY = 1 << 60
 """A budget that everything is within."""
 
-_UNSTEADY = 256 << 20
+_UNSTEADY = 64 << 20
 """Bytes. See NOTE [ A budget for the demo ]."""
 
 
