@@ -338,7 +338,8 @@ def test_text_that_is_too_short_is_refused_by_name(
 def test_a_child_that_fails_is_one_sentence_with_its_last_words_and_exit_code_1(tmp_path: Path) -> None:
     # A module that cannot be imported stands for whatever may be broken in a child.
     (tmp_path / "sitecustomize.py").write_text(
-        "import sys\nif 'spillway.demo.worker' in ' '.join(sys.orig_argv):\n    sys.modules['spillway.demo.text'] = None\n"
+        "import sys\nif 'spillway.demo.worker' in ' '.join(sys.orig_argv):\n"
+        "    sys.modules['spillway.demo.text'] = None\n"
     )
     path = os.pathsep.join([str(tmp_path), str(SOURCE)])
     done = spillway("demo", "--ways", "keep", *TINY, PYTHONPATH=path)

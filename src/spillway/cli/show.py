@@ -67,7 +67,7 @@ class Progress:
 def comparison(report: Report) -> Iterator[RenderableType]:
     """The table of the ways, and what its columns mean."""
     settings = report.settings
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)
     for heading in _HEADINGS:
         table.add_column(heading, justify="left" if heading == "way" else "right", vertical="bottom", no_wrap=True)
     reference = next((row for row in report.rows if row.way == "keep"), None)
