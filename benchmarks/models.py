@@ -12,10 +12,10 @@ recompute    ``attach(model, policy=Recompute())``: each block is recomputed, no
 at-peak      ``attach(model, budget=<checkpoint's peak>)``
 half-way     ``attach(model, budget=<mean of keep's and checkpoint's peaks>)``
 
-A step is forward, backward, ``optimizer.step()`` and ``zero_grad()``. *ms* is the median of ``--steps`` steps, each between
-two synchronizations, with the range. *of keep* divides by keep's median in the same process. *peak* is
-``max_memory_allocated`` over one step. ``losses`` are those of the first steps from one seed: they must be keep's, bit for
-bit, in every way. ``search`` is the number of steps, and seconds, until the plan is active.
+A step is forward, backward, ``optimizer.step()`` and ``zero_grad()``. *ms* is the median of ``--steps`` steps, each
+between two synchronizations, with the range. *of keep* divides by keep's median in the same process. *peak* is
+``max_memory_allocated`` over one step. The losses of the first steps, from one seed, must be keep's in every way, bit
+for bit. ``search`` is the number of steps, and seconds, until the plan is active.
 """
 
 from __future__ import annotations
@@ -214,7 +214,11 @@ class Recurrent(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm, self.gru, self.mix = nn.LayerNorm(width), nn.GRU(width, width, batch_first=True), nn.Linear(width, width)
+        self.norm, self.gru, self.mix = (
+            nn.LayerNorm(width),
+            nn.GRU(width, width, batch_first=True),
+            nn.Linear(width, width),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.mix(functional.gelu(self.gru(self.norm(x))[0]))
@@ -264,9 +268,7 @@ class Way:
             for block in self.family.blocks:
                 block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
         elif way == "recompute":
-            self.attached = spillway.attach(
-                self.family.model, policy=spillway.Recompute(), blocks=self._names()
-            )
+            self.attached = spillway.attach(self.family.model, policy=spillway.Recompute(), blocks=self._names())
         elif way in ("at-peak", "half-way"):
             budget = peaks["checkpoint"] if way == "at-peak" else (peaks["checkpoint"] + peaks["keep"]) // 2
             self.attached = spillway.attach(self.family.model, budget=budget)

@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from spillway.profiling import meter
+from allocations import count_exactly
 from spillway.profiling.machine import known_hardware
 from steps import MiB
 
@@ -138,7 +138,7 @@ def test_a_longer_sequence_fits_where_a_plain_one_did(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # What a process has beside a step is the same each time.
-    monkeypatch.setattr(meter, "_resident", lambda: 16 * MiB)
+    count_exactly(monkeypatch, lambda: 16 * MiB)
     known_hardware("cpu", seconds=0.2)
     sizes = ("--least", "256", "--most", "1024", "--piece", "128", "--words", "64", "--width", "64", "--layers", "2")
     lines = run("long_sequence", capsys, *sizes)

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 import spillway
+from allocations import count_exactly
 from budgets import NAMED, attached_to, budget_of, hardware, one_step, search
 from spillway import Session, UsageError
-from spillway.profiling import meter
 from steps import MiB
 
 pytest.importorskip("plotly", reason="the page is drawn by plotly")
@@ -20,7 +20,7 @@ pytest.importorskip("plotly", reason="the page is drawn by plotly")
 @pytest.fixture(autouse=True)
 def resident(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a process has beside a step is the same in all of them."""
-    monkeypatch.setattr(meter, "_resident", lambda: 16 * MiB)
+    count_exactly(monkeypatch, lambda: 16 * MiB)
 
 
 @pytest.fixture

@@ -381,8 +381,8 @@ class Again:
             names = self._state.histories() if self._reentrant else ()
         if names:
             raise RecomputeError(
-                f"A function recomputed with use_reentrant=True keeps a tensor with a history in {', '.join(names)}. The "
-                f"reentrant mode loses the gradient that goes through it. Use use_reentrant=False."
+                f"A function recomputed with use_reentrant=True keeps a tensor with a history in {', '.join(names)}. "
+                f"The reentrant mode loses the gradient that goes through it. Use use_reentrant=False."
             )
         return output
 

@@ -1,4 +1,7 @@
-"""Both runs of a recomputed function are on one Python state: see NOTE [ Python state ] in ``regions/python_state.py``."""
+"""Both runs of a recomputed function are on one Python state.
+
+See NOTE [ Python state ] in ``regions/python_state.py``.
+"""
 
 from __future__ import annotations
 
@@ -252,7 +255,7 @@ def test_carried_state_with_a_history(regions: Regions) -> None:
 
     for how in ({}, {"watch": False}, {"save": "matmul"}, {"offload": "pointwise"}, {"early_stop": False}):
         regions(step, **how)
-    with pytest.raises((spillway.RecomputeError, RuntimeError), match="use_reentrant=False|a second time"):
+    with pytest.raises((spillway.RecomputeError, RuntimeError), match=r"use_reentrant=False|a second time"):
         regions(step, use_reentrant=True)
     # The engine keeps what an interrupted backward held, until the next one.
     torch.ones(1, requires_grad=True).sum().backward()
@@ -267,7 +270,7 @@ def test_state_outside_of_modules(regions: Regions, where: str) -> None:
         box, linear = [0], nn.Linear(8, 8)
         _BOX[0] = 0
 
-        def function(x: Tensor, default: list[int] = [0]) -> Tensor:  # noqa: B006, B023
+        def function(x: Tensor, default: list[int] = [0]) -> Tensor:  # noqa: B006
             each = {"closure": box, "global": _BOX, "default": default}[where]  # noqa: B023
             each[0] += 1
             return torch.tanh(linear(x)) / each[0]  # noqa: B023
@@ -372,9 +375,14 @@ def test_a_state_is_put_back_where_the_function_fails(regions: Regions) -> None:
     box = Box()
     state = PythonState(lambda: box.value)
     box.value = 2
-    with pytest.raises(ZeroDivisionError), state.in_force():
-        assert box.value == 1
-        box.value = 3
-        _ = 1 / 0
+
+    def fail() -> None:
+        with state.in_force():
+            assert box.value == 1
+            box.value = 3
+            _ = 1 / 0
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
     assert box.value == 2
     assert state.changes

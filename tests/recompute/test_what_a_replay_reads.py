@@ -1,4 +1,4 @@
-"""A replay reads what the first run read, whatever is there by then; and is seen to do the same up to its last tensor."""
+"""A replay reads what the first run read, whatever is there by then, and is compared up to its last tensor."""
 
 from __future__ import annotations
 
@@ -116,7 +116,9 @@ def test_the_operator_of_the_last_saved_tensor_is_compared(regions: Regions, how
         for forwards in (1, 2, 3):
             runs, linear = HiddenList(), nn.Linear(8, 8)
 
-            def function(x: Tensor, runs: HiddenList = runs, linear: nn.Linear = linear, limit: int = forwards) -> Tensor:
+            def function(
+                x: Tensor, runs: HiddenList = runs, linear: nn.Linear = linear, limit: int = forwards
+            ) -> Tensor:
                 runs.append(1)
                 return getattr(linear(x).abs(), first if len(runs) <= limit else second)()  # noqa: B023
 

@@ -68,7 +68,7 @@ from spillway.planning.planner import parse_budget
 from spillway.planning.profile import Profile
 from spillway.profiling.compile import queues
 from spillway.profiling.lead import without_lead
-from spillway.profiling.meter import allocated
+from spillway.profiling.meter import DeviceMemory
 from spillway.profiling.slowness import Slowness
 from spillway.profiling.watch import Watch, Watched
 from spillway.session import Session
@@ -173,6 +173,7 @@ class Pilot(Watcher):
         known: Callable[[], Known] | None = None,
     ) -> None:
         super().__init__(device, session)
+        self._memory = DeviceMemory(device)
         self._survey = Survey(model, device, min_bytes=min_bytes, tell=known)
         self._share = budget if isinstance(budget, float) else None
         self._budget = budget if isinstance(budget, int) else None
@@ -299,11 +300,11 @@ class Pilot(Watcher):
                 self._note(f"inputs of {format_bytes(nbytes)} came where there had been {format_bytes(self._inputs)}")
                 self._outgrow(nbytes)
             self._inputs = nbytes
-        if looks:
-            self._look_at_level()
-        if self._device.type == "cpu" and self.plan is not None:
+        if self._device.type == "cpu":
             # What came back lay in memory that is kept for more of it. As long as nothing does, that is activations'.
             self._used_session.trim(self._device)
+        if looks:
+            self._look_at_level()
         if self.stage in (Stage.WEIGHING, Stage.MEASURING):
             calls_of(self._blocks, self._used_session)
         if self.stage is Stage.WEIGHING:
@@ -728,15 +729,14 @@ class Pilot(Watcher):
         return Watch(self._device, self._carried, times_host=True, lag=lag, lead=self._lead)
 
     def _level(self) -> int:
-        """Bytes that are allocated, now, without those on their way. Of a CPU it takes long to tell."""
-        return 0 if self._device.type == "cpu" else allocated(self._device)[0] - self._carried()
+        """Bytes that are there now, without those on their way."""
+        return self._memory.level() - self._carried()
 
     def _peak(self) -> int:
-        return 0 if self._device.type == "cpu" else allocated(self._device)[1]
+        return self._memory.peak()
 
     def _reset_peak(self) -> None:
-        if self._device.type != "cpu":
-            torch.accelerator.reset_peak_memory_stats(self._device)
+        self._memory.reset_peak()
 
     def note_once(self, what: str) -> None:
         """Say something of the search, or of what is held, if it was not said yet."""

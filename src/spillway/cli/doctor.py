@@ -165,6 +165,8 @@ def _machine(facts: Facts, hardware: Hardware | None) -> Iterator[tuple[str, str
         how = "direct" if spill.direct else "through the page cache"
         yield "spills to", f"{_text(spill.directory)} ({spill.kind}, {how}), {format_bytes(spill.free)} free"
     yield "torch", f"{facts.torch}{'' if facts.built_for is None else f', {facts.built_for}'}; {facts.system}"
+    if device.type == "cpu":
+        yield "malloc", escape(facts.malloc)
     if hardware is None:
         return
     link = hardware.link()

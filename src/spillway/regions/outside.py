@@ -1,8 +1,8 @@
 """Bytes that a recomputed function reads and did not make.
 
 A replay must read what the first run read. So an alias of each such tensor is held until backward, without its history:
-backward goes through the graph of the first run. Where the replay reads another tensor (an attribute was replaced, a mask
-was made anew), the held one is handed in.
+backward goes through the graph of the first run. Where the replay reads another tensor (an attribute was replaced, a
+mask was made again), the held one is handed in.
 """
 
 from __future__ import annotations
@@ -74,7 +74,9 @@ class Outside:
         if held is None or held.dtype is not tensor.dtype or held.device != tensor.device:
             return False
         if not is_strided(held) or not is_strided(tensor):
-            return held.layout is tensor.layout and not (held.is_nested or tensor.is_nested) and held.shape == tensor.shape
+            return (
+                held.layout is tensor.layout and not (held.is_nested or tensor.is_nested) and held.shape == tensor.shape
+            )
         return (held.shape, held.stride(), held.storage_offset()) == (
             tensor.shape,
             tensor.stride(),
@@ -84,7 +86,8 @@ class Outside:
     def let_go(self) -> None:
         """Hold its memory no longer."""
         if self.held is not None:
-            self.held, self.tracker = None, tensor_without_memory(self.held)
+            self.tracker = tensor_without_memory(self.held)
+            self.held = None
 
     def storage(self) -> torch.UntypedStorage | None:
         """Its memory, if that is alive."""

@@ -401,9 +401,7 @@ class Region:
             self._passage.flush()
         self._rerun.acts = acts
         if self._key is not None and not self.has_inner:
-            self._rerun.wants_tape(
-                self._key, self._writes_at_once, self._choices.unused(), is_closed=self._is_closed()
-            )
+            self._rerun.wants_tape(self._key, self._writes_at_once, self._choices.unused(), is_closed=self._is_closed())
 
     def _is_closed(self) -> bool:
         """See :attr:`~spillway.regions.tape.Tape.is_closed`."""
@@ -421,8 +419,8 @@ class Region:
             return
         self._key = None
         self._passage.ledger.note(
-            f"{self._label}: its forward changes Python state ({self._state.changed_names()}). Each recomputation starts "
-            f"from the state before the forward, and puts the later state back."
+            f"{self._label}: its forward changes Python state ({self._state.changed_names()}). Each recomputation "
+            f"starts from the state before the forward, and puts the later state back."
         )
         find = self._trace.values.find
         self._state.release(lambda tensor: find(tensor) is not None)

@@ -155,7 +155,9 @@ class Tape:
             else each._replace(decision=decisions[each.spot.value])
             for each in self.saved
         ]
-        return Tape(steps, saved, self.inputs, self.count, self.saved_after, outline=self.outline, is_closed=self.is_closed)
+        return Tape(
+            steps, saved, self.inputs, self.count, self.saved_after, outline=self.outline, is_closed=self.is_closed
+        )
 
     def prepared(self) -> Tape:
         """This tape, of which all that calls ask is worked out: the first of them is not to take longer."""

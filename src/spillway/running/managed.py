@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import ctypes
 import functools
 import logging
 import os
@@ -25,10 +24,7 @@ from spillway.running.roots import GivenUp, Root, Roots
 from spillway.running.script import Script, is_of_script
 from spillway.running.seeing import Seeing
 from spillway.running.table import NOTHING_CALLED, table
-
-_MMAP_THRESHOLD = -3
-"""``M_MMAP_THRESHOLD`` of glibc's ``malloc.h``."""
-_LARGE = 1 << 16
+from spillway.runtime.malloc import set_malloc
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +81,8 @@ def run_managed(script: Script, asked: Asked, files: Files, *, quiet: bool, best
         # Before hours of training, and not after them, it is said that plotly is missing.
         graph_objects()
     if torch.accelerator.current_accelerator() is None:
-        _give_freed_back()
+        # Before the script makes a model.
+        set_malloc()
     seen = Seeing(asked.attach)
     if not quiet and rank == 0:
         seen.roots.tell = _tell_at_once
@@ -156,16 +153,6 @@ def _tell_at_once(given_up: GivenUp) -> None:
     """Not only at the end, which may be days later."""
     if sys.__stderr__ is not None:
         sys.__stderr__.write(f"spillway: {printable(f'{given_up.kind} is not attached: {given_up.reason}')}\n")
-
-
-def _give_freed_back() -> None:
-    """Let glibc map large blocks on their own, which go back to the system when they are freed.
-
-    On a CPU the bytes of a step are the process's resident ones, and a heap with holes has many that nobody uses.
-    """
-    option = getattr(ctypes.CDLL(None), "mallopt", None)
-    if option is not None:
-        option(_MMAP_THRESHOLD, _LARGE)
 
 
 def _finish(process: int, seen: Seeing, files: Files, rank: int, quiet: bool) -> None:
