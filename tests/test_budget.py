@@ -35,6 +35,7 @@ from spillway.integrations.options import AttachOptions
 from spillway.planning.planner import parse_budget
 from spillway.planning.scaling import enlarged
 from spillway.profiling import meter
+from spillway.regions import script
 from spillway.regions.script import Script, TapeKey
 from spillway.regions.tape import Tape
 from spillway.runtime.resident import resident_bytes
@@ -52,8 +53,14 @@ each_stage = pytest.mark.parametrize("stage", STAGES)
 
 
 @pytest.fixture(autouse=True)
+<<<<<<< HEAD
 def _exact(monkeypatch: pytest.MonkeyPatch) -> None:
     count_exactly(monkeypatch, resident_bytes)
+=======
+def compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which calls are compared, and so have a little more memory, hangs on how many functions there were before."""
+    monkeypatch.setattr(script, "_numbers", itertools.count())
+>>>>>>> w-silent
 
 
 @pytest.fixture(autouse=True)
