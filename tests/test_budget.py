@@ -53,14 +53,14 @@ each_stage = pytest.mark.parametrize("stage", STAGES)
 
 
 @pytest.fixture(autouse=True)
-<<<<<<< HEAD
 def _exact(monkeypatch: pytest.MonkeyPatch) -> None:
     count_exactly(monkeypatch, resident_bytes)
-=======
+
+
+@pytest.fixture(autouse=True)
 def compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which calls are compared, and so have a little more memory, hangs on how many functions there were before."""
     monkeypatch.setattr(script, "_numbers", itertools.count())
->>>>>>> w-silent
 
 
 @pytest.fixture(autouse=True)
