@@ -429,6 +429,8 @@ class AdversaryBackend(Backend):
         self._access(compute, memory, write=True, what="compute had it before")
 
     def _access(self, line: _Line, memory: Bytes, *, write: bool, what: str) -> None:
+        if not memory.nbytes:
+            return
         storage = memory.storage
         history = self._history.setdefault(storage, [])
         start = memory.start + self._starts.get(storage, 0)
@@ -439,7 +441,7 @@ class AdversaryBackend(Backend):
             history.append(_Access(compute.number, compute.time - 1, 0, storage.nbytes(), True, "compute writes"))
         access = _Access(line.number, line.time, start, end, write, what)
         for earlier in history:
-            overlap = max(start, earlier.start) < min(end, earlier.end) and (earlier.write or write)
+            overlap = earlier.start < end and start < earlier.end and (earlier.write or write)
             if overlap and earlier.line != line.number and line.clock.get(earlier.line, -1) < earlier.time:
                 self._fault(f"{access.what} bytes {start} to {end}, not ordered after: {earlier.what}")
         if write:

@@ -108,6 +108,9 @@ WRITES: list[Write] = [
     of_one_element,
 ]
 
+ALWAYS = {clamp, other_data, by_numpy, swapped, an_average_that_was_here}
+MARKED = [pytest.param(write, id=write.__name__, marks=() if write in ALWAYS else pytest.mark.long) for write in WRITES]
+
 WAYS: dict[str, dict[str, Any]] = {
     "host": {},
     "half": {"fraction": 0.5},
@@ -163,7 +166,7 @@ TYPES = pytest.mark.parametrize(
 
 @TYPES
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.replace(" ", "-"))
-@pytest.mark.parametrize("write", WRITES, ids=lambda write: write.__name__)
+@pytest.mark.parametrize("write", MARKED)
 def test_a_write_is_where_the_next_step_starts(
     write: Write, way: str, dtype: torch.dtype, session: spillway.Session
 ) -> None:
@@ -313,7 +316,9 @@ def cleared(ours: dict[str, Any], plain: dict[str, Any]) -> None:
             del state[name]
 
 
-@pytest.mark.parametrize("pieces", [64, 1 << 22], ids=["pieces", "whole"])
+@pytest.mark.parametrize(
+    "pieces", [pytest.param(64, id="pieces"), pytest.param(1 << 22, id="whole", marks=pytest.mark.long)]
+)
 @TYPES
 @pytest.mark.parametrize("way", SEEN, ids=lambda way: way.replace(" ", "-"))
 @pytest.mark.parametrize("edit", [zeroed, other_steps, replaced, updated, cleared], ids=lambda edit: edit.__name__)
