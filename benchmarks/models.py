@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -285,6 +286,14 @@ class Way:
         self.optimizer.zero_grad()
         return loss.detach()
 
+    def losses(self) -> list[Tensor]:
+        """Those of the first steps, by kernels that add up in one order."""
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            return [self.step() for _ in range(COMPARED)]
+        finally:
+            torch.use_deterministic_algorithms(False)
+
     def synchronize(self) -> None:
         if self.cuda:
             torch.cuda.synchronize()
@@ -329,7 +338,7 @@ def measure(name: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         row: dict[str, Any] = {"model": name, "way": way}
         try:
             training = Way(name, way, peaks, options)
-            found = [training.step() for _ in range(COMPARED)]
+            found = training.losses()
             losses = losses or [loss.item() for loss in found]
             row["same_losses"] = [loss.item() for loss in found] == losses
             if training.attached is not None and way != "recompute":
@@ -381,7 +390,8 @@ def main() -> None:
     for name in options.models:
         words = ["--child", name, "--steps", str(options.steps), "--device", options.device, "--ways", *options.ways]
         command = [sys.executable, "-W", "ignore", __file__, *words, *(["--tiny"] if options.tiny else [])]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        environment = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", **os.environ}
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
             assert process.stdout is not None
             for said in process.stdout:
                 if said.startswith("row: "):

@@ -113,7 +113,7 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor | None:
         words = dense.view(_INTEGERS[min(piece.element_size(), 4)])
         if words.numel() > places.numel():
             places = torch.empty(words.numel(), dtype=torch.int64, device=tensor.device)
-        here = torch.arange(start, start + words.numel(), out=places[: words.numel()])
+        here = torch.arange(start, start + words.numel(), device=places.device, out=places[: words.numel()])
         total += here.mul_(_ODD).add_(_SHIFT).bitwise_or_(1).mul_(words).sum()
         start += words.numel()
     return total

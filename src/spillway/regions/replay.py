@@ -40,6 +40,9 @@ from spillway.regions.values import Values
 from spillway.runtime.bytes import over
 
 
+_next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
+
+
 class Act(enum.IntEnum):
     """What a re-run does with an operator. An integer, since the hash of any other enum is a function of Python's."""
 
@@ -144,6 +147,8 @@ class Replay(OperatorMode):
         self.watched: list[weakref.ref[torch.UntypedStorage]] | None = None
         """What was handed out unwritten, if somebody wants to know."""
         self.differs: str | None = None
+        self._node = 0
+        """The number of the next node of autograd's, when the last operator had run."""
         self._ending: Callable[[], None] | None = None
         """What ends the run, at its next operator."""
         self.was_asked = False
@@ -177,6 +182,7 @@ class Replay(OperatorMode):
             with torch._C._DisableTorchDispatch():
                 output = _given(call) if act is Act.GIVE else self._unwritten(call, args, kwargs)
         self._name(call, output)
+        self._node = _next_node()
         return output
 
     def check_place(self, place: int) -> None:
@@ -188,10 +194,14 @@ class Replay(OperatorMode):
     def ends_by(self, end: Callable[[], None]) -> None:
         """All that is wanted is there: this ends the run, by an error.
 
-        Autograd saves the inputs of an operator before the mode sees it. So the run ends at the next operator, when
-        that was compared with the first run's.
+        Autograd saves the inputs of an operator before the mode sees it. Then the run ends at the next operator, when
+        that was compared with the first run's. An operator saves its own output under the number of its own node.
         """
-        self._ending = end
+        if _next_node() == self._node:
+            with _disable_current_modes():
+                end()
+        else:
+            self._ending = end
 
     def as_in_first(self, tensor: torch.Tensor) -> torch.Tensor:
         """What the first run had where this run has a tensor: itself, or what is handed in instead."""
