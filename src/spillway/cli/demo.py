@@ -23,7 +23,7 @@ from spillway.profiling.machine import known_hardware
 from spillway.runtime.malloc import malloc_setting
 from spillway.units import parse_bytes
 
-_CPU_SHAPE = {"layers": 8, "width": 256, "sequence": 512, "batch": 16, "steps": 11}
+_CPU_SHAPE = {"layers": 8, "width": 256, "sequence": 512, "batch": 8, "steps": 11}
 _ACCELERATOR_SHAPE = {"layers": 8, "width": 512, "sequence": 2048, "batch": 16, "steps": 40}
 
 _START_SECONDS = 8.0
