@@ -129,8 +129,9 @@ class ExactMeter(Meter):
         self._listener = Listener()
 
     def mark(self) -> None:
-        if self._listener.hears():
-            self._instants.append((self._listener.mark(), time.perf_counter()))
+        # Of another thread nothing is heard: that is no change since the instant before.
+        number = self._listener.mark() if self._listener.hears() else self._instants[-1][0]
+        self._instants.append((number, time.perf_counter()))
 
     def finish(self) -> list[Reading]:
         self._listener.close()
