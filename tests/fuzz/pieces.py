@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 CALLS = [0]
 """A counter of the module's. Whoever runs a program sets it to nothing before."""
@@ -68,6 +70,56 @@ def push(seen: list[int]) -> int:
     """Counts in an argument."""
     seen.append(1)
     return len(seen)
+
+
+class Hidden(list[Any]):
+    """A list that Spillway does not open."""
+
+    __slots__ = ()
+
+
+class Hollow(torch.Tensor):
+    """A wrapper without memory, which does not say of what it is made."""
+
+    inner: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Hollow:
+        wrapper = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+        wrapper.inner = inner
+        return wrapper
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map_only(Hollow, lambda each: each.inner, (args, kwargs or {}))
+        return tree_map_only(torch.Tensor, Hollow, func(*args, **kwargs))
+
+
+class _Linear(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, width)
+
+    def forward(self, h: Tensor) -> Tensor:
+        return torch.sin(torch.tanh(self.up(h)) * 2)
+
+
+def _tanh(h: Tensor) -> Tensor:
+    return torch.tanh(h).sin() * 2 + h
+
+
+def _scripted(what: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return torch.jit.script(what)
+
+
+def scripted_linear(width: int) -> Any:
+    """A scripted module."""
+    return _scripted(_Linear(width))
+
+
+scripted = _scripted(_tanh)
 
 
 class Out(NamedTuple):
