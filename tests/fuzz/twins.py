@@ -140,12 +140,15 @@ class _Limits:
         errors: list[str] = []
         if "swapped tensors" in program.names:
             # Torch swaps no tensor that has a weak reference, and a tape has one from the third call on.
-            errors.append("Cannot swap t1 because it has weakref associated with it")
+            errors.append("because it has weakref associated with it")
         if "strided nested tensor" in program.names:
             # Torch's own checkpoint cannot, either.
             errors.append("NestedTensorImpl doesn't support sizes")
         if program.is_reentrant:
             errors += ["Trying to backward through the graph a second time", "incompatible with .grad()"]
+            if program.device == "meta":
+                # In backward, torch's own reentrant mode runs without the torch.device around.
+                errors.append("is not on the expected device meta")
         return cls(program.is_reentrant and program.sums, tuple(errors))
 
 
