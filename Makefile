@@ -8,7 +8,6 @@ ARGS ?=
 
 VENV := .venv
 READY := $(VENV)/.ready
-DOCS_READY := $(VENV)/.docs-ready
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 PYTEST := $(BIN)/python -m pytest --timeout=900
@@ -34,11 +33,7 @@ setup: $(READY)  ## make .venv with the package, its tests' and its developers' 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) torch
-	$(PIP) --editable '.[report,trainers,test,dev]'
-	touch $@
-
-$(DOCS_READY): $(READY)
-	$(PIP) --editable '.[docs]'
+	$(PIP) --editable '.[report,trainers,quantized,browser,docs,test,dev]'
 	touch $@
 
 demo: $(READY)  ## train a small GPT each way and compare time, memory and gradients (ARGS="--steps 4")
@@ -67,7 +62,7 @@ bench: $(DIRECT_NEEDS)  ## the benchmarks
 	@for script in benchmarks/[a-z]*.py; do echo "== $$script"; $(DIRECT) $$script $(ARGS) || exit 1; done
 
 # Not --quiet, which hides warnings from --strict, too.
-docs: $(DOCS_READY)  ## the documentation, into build/docs
+docs: $(READY)  ## the documentation, into build/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo "build/docs/index.html"
 

@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             ours = train(model, tokens=options.tokens, steps=options.steps)
             stats = attached.stats()
             if options.budget is not None:
-                print(attached.explain() if attached.plan is not None else "there is no plan yet: give more steps")
+                print(attached.explain())
     print(
         f"{len(attached.blocks)} layers, {attached.blocks[0]} to {attached.blocks[-1]}: in the last step "
         f"{stats.offloaded_bytes / 2**20:.1f} MiB left and {stats.recomputed_bytes / 2**20:.1f} MiB were computed again"

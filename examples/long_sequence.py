@@ -131,7 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         how = {"plan": spillway.plan(spillway.profile(model, tokens), budget=budget)}
     with spillway.attach(model, **how) as attached:
         ours = train(model, tokens, options.steps)
-        print(attached.explain() if attached.plan is not None else "there is no plan yet: give more steps")
+        print(attached.explain())
     if not options.alone:
         same = all(map(torch.equal, ours, train(*make(length), options.steps)))
         print(f"stage: {attached.stage}; losses and weights are {'equal, bit for bit' if same else 'DIFFERENT'}")

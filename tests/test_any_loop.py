@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import spillway
+from allocations import count_exactly
 from budgets import KINDS, Kind, attached_to, budget_of, hardware
 from spillway import Session
-from spillway.profiling import meter
 from steps import MiB, assert_nothing_left
 from support import FailsInBackward
 
@@ -188,7 +188,7 @@ NAMES = [name for name in NAMES if name not in ("loss", "update", "trained", "ru
 @pytest.fixture
 def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Session]:
     # What a process has beside a step is the same in all of them.
-    monkeypatch.setattr(meter, "_resident", lambda: 16 * MiB)
+    count_exactly(monkeypatch, lambda: 16 * MiB)
     with Session(spill_directory=tmp_path) as session:
         yield session
         assert_nothing_left(session)

@@ -18,8 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import spillway
 from spillway import Recompute, Session, UsageError
 from spillway.attaching import attached_to
+from spillway.attaching.attached import NAMED
 from spillway.blocks import find_blocks, signature
+from spillway.integrations.options import AttachOptions
 from spillway.policies import Keep, Offload
+from spillway.running.asked import POLICIES
 from steps import Block, KiB, MiB, Residual, Result, assert_no_hook, assert_nothing_left, failing, small_batch, step
 
 ROWS, WIDTH = 2048, 128
@@ -513,7 +516,7 @@ def test_an_offload_policy_has_no_regions_to_count(options: dict[str, Any]) -> N
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"policy": "full"}, "policy: got 'full', expected a spillway.Recompute"),
+        ({"policy": "full"}, "policy: got 'full', expected one of offload, recompute, keep, a spillway.Recompute"),
         ({"policy": Recompute}, "policy: got <class .*, expected a spillway.Recompute"),
         ({"every": 0}, "every: got 0, expected a whole number of at least 1"),
         ({"every": True}, "every: got True"),
@@ -804,3 +807,81 @@ def test_a_model_says_what_is_attached_to_it_and_how_often_it_was_called(session
     gone = weakref.ref(attached)
     del attached
     assert gone() is None
+
+
+# The same words as on the command line
+
+
+@pytest.mark.parametrize(("word", "policy"), [("recompute", Recompute()), ("offload", Offload()), ("keep", Keep())])
+def test_a_policy_may_be_named(word: str, policy: Any, session: Session) -> None:
+    batch = torch.randn(ROWS, WIDTH)
+    found = []
+    for each in (word, policy):
+        model = Model(width=WIDTH)
+        with spillway.attach(model, policy=each, session=session) as attached:
+            results = [step(model, batch) for _ in range(2)]
+            stats = attached.stats()
+        found.append((results, stats.saved_bytes, stats.kept_bytes, stats.offloaded_bytes, stats.recomputed_bytes))
+    assert found[0] == found[1]
+    options = AttachOptions({"policy": word})
+    assert options.recomputes == (word == "recompute")
+    assert set(POLICIES) == set(NAMED)
+
+
+def test_a_policy_that_there_is_not_is_refused_at_once() -> None:
+    for call in (lambda: spillway.attach(Model(), policy="offloads"), lambda: AttachOptions({"policy": "offloads"})):
+        failing(UsageError, call, match="policy: got 'offloads', expected one of offload, recompute, keep")
+
+
+def test_without_a_budget_there_is_no_plan_and_explain_says_so() -> None:
+    with spillway.attach(Model()) as attached:
+        assert attached.explain() == "no plan: attach() was given neither a budget nor a plan"
+        assert (attached.budget, attached.missing) == (None, None)
+        failing(UsageError, lambda: attached.explain("layers.0"), match="before there is a plan .no plan: attach")
+
+
+# Torch's own layers
+
+
+class Recurrent(nn.Module):
+    """Recurrent layers one after the other, or one of them."""
+
+    def __init__(self, make: Callable[[], nn.Module], count: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers, self.head = nn.ModuleList(make() for _ in range(count)), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            x = x[0] if isinstance(x, tuple) else x
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+LAYERS = [
+    pytest.param(lambda: nn.GRU(8, 8, batch_first=True), "GRU", id="GRU"),
+    pytest.param(lambda: nn.LSTM(8, 8, 2, dropout=0.1), "LSTM", id="LSTM"),
+    pytest.param(lambda: nn.RNN(8, 8), "RNN", id="RNN"),
+    pytest.param(lambda: nn.TransformerEncoderLayer(8, 2, 16), "TransformerEncoderLayer", id="encoder"),
+]
+
+
+@pytest.mark.parametrize(("make", "name"), LAYERS)
+@pytest.mark.parametrize("options", [{}, {"policy": "offload"}, {"policy": Recompute(save="matmul")}], ids=str)
+def test_stacks_of_torchs_own_layers_are_blocks(make: Any, name: str, options: Any, session: Session) -> None:
+    def results(model: nn.Module) -> list[Result]:
+        torch.manual_seed(1)
+        return [step(model, torch.randn(4, 5, 8, generator=torch.Generator().manual_seed(2))) for _ in range(3)]
+
+    model = Recurrent(make, 3)
+    assert [block.name for block in find_blocks(model)] == ["layers.0", "layers.1", "layers.2"]
+    expected = results(Recurrent(make, 3))
+    with spillway.attach(model, min_bytes=0, session=session, **options):
+        assert results(model) == expected
+
+
+@pytest.mark.parametrize(("make", "name"), [*LAYERS, pytest.param(lambda: nn.GRUCell(8, 8), "GRUCell", id="cell")])
+def test_one_of_torchs_own_layers_is_named_as_users_would_name_it(make: Any, name: str) -> None:
+    model = Recurrent(make, 1)
+    failing(UsageError, lambda: spillway.attach(model), match=f"blocks=nn.{name} takes each {name}")
+    assert [block.name for block in find_blocks(model, getattr(nn, name))] == ["layers.0"]

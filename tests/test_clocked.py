@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import spillway
+from allocations import count_exactly
 from clocked import ClockedBackend, scaled
 from integrations.test_planned_stages import Stage, one_forward_one_backward
 from integrations.test_planned_stages import steps as step_by_step
@@ -226,7 +227,7 @@ def clocked(monkeypatch: pytest.MonkeyPatch) -> ClockedBackend:
     clock = SimpleNamespace(perf_counter=lambda: backend.clock.now)
     for module in (meter, probe):
         monkeypatch.setattr(module, "time", clock)
-    monkeypatch.setattr(meter, "_resident", lambda: STATIC)
+    count_exactly(monkeypatch, lambda: STATIC)
     return backend
 
 

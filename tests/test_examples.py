@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from spillway.profiling import meter
+from allocations import count_exactly
 from spillway.profiling.machine import known_hardware
 from steps import MiB
 
@@ -138,13 +138,13 @@ def test_a_longer_sequence_fits_where_a_plain_one_did(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # What a process has beside a step is the same each time.
-    monkeypatch.setattr(meter, "_resident", lambda: 16 * MiB)
+    count_exactly(monkeypatch, lambda: 16 * MiB)
     known_hardware("cpu", seconds=0.2)
     sizes = ("--least", "256", "--most", "1024", "--piece", "128", "--words", "64", "--width", "64", "--layers", "2")
     lines = run("long_sequence", capsys, *sizes)
     plain = re.fullmatch(r"a plain step of 512 tokens takes ([\d.]+) MiB, which is the budget", lines[0])
     longest = re.fullmatch(r"the longest sequence, of up to 1024 tokens, has (\d+)", lines[1])
-    planned = re.match(r"([\d.]+) MiB of ([\d.]+) MiB, in ", lines[2])
+    planned = re.match(r"([\d.]+) MiB of ([\d.]+) MiB, in ", lines[3])
     assert plain is not None and longest is not None and planned is not None, lines
     assert int(longest[1]) > 512
     assert float(planned[1]) <= float(planned[2]) == float(plain[1])

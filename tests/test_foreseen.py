@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import spillway
+from allocations import count_exactly
 from budgets import WIDTH, Attention, budget_of, hardware, one_step, stack
 from spillway import Hardware, Session
 from spillway.planning.plan import OperatorPlan
@@ -69,7 +70,7 @@ def test_the_peak_is_foreseen_where_parts_share_what_they_are_handed(
     seed: int, by: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """0: nothing leaves."""
-    monkeypatch.setattr(meter, "_resident", lambda: 16 * MiB)
+    count_exactly(monkeypatch, lambda: 16 * MiB)
     torch.manual_seed(0)
     model = stack(Wide, 4, nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 8)).to(torch.bfloat16)
     batch = torch.randn(16, 128, WIDTH, dtype=torch.bfloat16)
@@ -104,7 +105,7 @@ def test_the_peak_is_foreseen_where_parts_share_what_they_are_handed(
 @pytest.mark.parametrize("told", [True, False])
 def test_where_there_is_no_tape_all_of_a_block_is_there_at_once(told: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan knows it, and foresees the peak of the one and the other."""
-    monkeypatch.setattr(meter, "_resident", lambda: 16 * MiB)
+    count_exactly(monkeypatch, lambda: 16 * MiB)
     if not told:
         monkeypatch.setattr(scribe, "OWN", frozenset())
     torch.manual_seed(0)
@@ -138,7 +139,7 @@ def test_where_there_is_no_tape_all_of_a_block_is_there_at_once(told: bool, monk
 @pytest.mark.parametrize("window", ["3MiB", "64MiB"])
 def test_what_the_blocks_were_called_with_is_no_bytes_of_the_head(window: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a narrow window it is let go of while the call holds it still."""
-    monkeypatch.setattr(meter, "_resident", lambda: 16 * MiB)
+    count_exactly(monkeypatch, lambda: 16 * MiB)
     torch.manual_seed(0)
     model = Whole().to(torch.bfloat16)
     model.head.float()

@@ -12,13 +12,19 @@ import torch
 from torch import Tensor, nn
 
 import spillway
+from allocations import count_exactly
 from budgets import NAMED, attached_to, hardware, one_step, search
 from spillway import BudgetError, Session, UnsupportedError, UsageError, sizes
 from spillway.planning.planner import aim_at
-from spillway.profiling import meter
 from spillway.recomputing import Recompute
+from spillway.runtime.resident import resident_bytes
 from steps import Block, MiB, assert_nothing_left, failing, small_model
 from support import run_script
+
+
+@pytest.fixture(autouse=True)
+def _exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    count_exactly(monkeypatch, resident_bytes)
 
 
 @pytest.fixture
@@ -188,16 +194,6 @@ def test_models_of_other_forms_are_profiled_and_trained(
         assert attached.stage == "holding"
 
 
-def test_what_malloc_keeps_of_freed_memory_is_not_counted() -> None:
-    before = meter._resident()
-    # Below what is mapped on its own; the last one pins the heap's end.
-    freed = [torch.ones(2**14) for _ in range(2000)]
-    pin = [torch.ones(2**10) for _ in range(64)]
-    assert meter._resident() - before > 100 * MiB
-    del freed
-    assert meter._resident() - before < 32 * MiB
-
-
 @pytest.mark.parametrize(
     ("call", "error", "says"),
     [
@@ -258,7 +254,7 @@ def test_arguments_of_a_budget_that_cannot_be_meant_are_errors_at_once(options: 
 
 
 def test_the_longest_batch_fits_and_a_longer_one_does_not(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meter, "_resident", lambda: 16 * MiB)
+    count_exactly(monkeypatch, lambda: 16 * MiB)
     model = small_model(width=64)
     ran: list[int] = []
 
@@ -284,7 +280,7 @@ def test_the_longest_batch_fits_and_a_longer_one_does_not(session: Session, monk
 def test_where_a_step_is_over_the_budget_another_plan_is_made_for_less(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(meter, "_resident", lambda: 16 * MiB)
+    count_exactly(monkeypatch, lambda: 16 * MiB)
     model = small_model(width=64)
     budgets: list[int] = []
 
@@ -313,7 +309,7 @@ def test_where_a_step_is_over_the_budget_another_plan_is_made_for_less(
 def test_what_steps_took_more_than_foreseen_is_known_of_other_sizes(
     session: Session, monkeypatch: pytest.MonkeyPatch, share: float
 ) -> None:
-    monkeypatch.setattr(meter, "_resident", lambda: 16 * MiB)
+    count_exactly(monkeypatch, lambda: 16 * MiB)
     model = small_model(width=64)
     ran: list[int] = []
 

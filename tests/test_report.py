@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 import spillway
+from allocations import count_exactly
 from budgets import NAMED, attached_to, budget_of, hardware, one_step, search
 from spillway import Session, UsageError
-from spillway.profiling import meter
 from steps import MiB
 
 pytest.importorskip("plotly", reason="the page is drawn by plotly")
@@ -20,7 +20,7 @@ pytest.importorskip("plotly", reason="the page is drawn by plotly")
 @pytest.fixture(autouse=True)
 def resident(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a process has beside a step is the same in all of them."""
-    monkeypatch.setattr(meter, "_resident", lambda: 16 * MiB)
+    count_exactly(monkeypatch, lambda: 16 * MiB)
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def test_a_report_is_of_the_plan_and_of_the_step_that_was_measured(session: Sess
     events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
     ends = [event["ts"] + event["dur"] for event in events if event["ph"] == "X" and event["tid"] == 1]
     assert max(ends) == pytest.approx(plan.predicted_seconds * 1e6)
-    with pytest.raises(UsageError, match=r"path: got .*expected a file that can be written"):
+    with pytest.raises(UsageError, match=r"path: got .*expected the name of a file in a folder"):
         attached.report(tmp_path / "gone" / "plan.html")
 
 

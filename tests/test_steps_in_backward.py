@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import spillway
+from allocations import count_exactly
 from spillway import Recompute, Session
 from spillway.policies import Keep, Offload
-from spillway.profiling import meter
 from steps import MiB, assert_no_hook, assert_nothing_left, small_model
 from test_budget import hardware
 
@@ -65,7 +65,7 @@ WAYS: dict[str, Callable[[], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_it_is_that_of_plain_pytorch_in_every_bit(session: Session, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meter, "_resident", lambda: 16 * MiB)
+    count_exactly(monkeypatch, lambda: 16 * MiB)
     plain, ours = small_model(4, WIDTH), small_model(4, WIDTH)
     steps_in_backward(plain)
     steps_in_backward(ours)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spillway.errors import SizeError
-from spillway.units import format_bytes, format_seconds, parse_bytes, parse_share
+from spillway.units import format_bytes, format_seconds, parse_bytes, parse_share, read_budget
 
 
 @pytest.mark.parametrize(
@@ -29,6 +29,9 @@ from spillway.units import format_bytes, format_seconds, parse_bytes, parse_shar
         (".5KiB", 512),
         ("1_000_000", 1_000_000),
         ("0.3B", 1),
+        ("40G", 40 * 2**30),
+        ("1.5k", 1536),
+        ("2 T", 2 * 2**40),
     ],
 )
 def test_a_size_means_what_the_standard_says(size: int | str, nbytes: int) -> None:
@@ -88,6 +91,14 @@ def test_seconds_for_people(seconds: float, text: str) -> None:
 def test_a_share_is_a_float_and_bytes_are_an_int(size: int | str, share: float) -> None:
     assert parse_share(size) == share
     assert type(parse_share(size)) is type(share)
+
+
+@pytest.mark.parametrize(
+    ("budget", "read"), [("60%", 0.6), (0.6, 0.6), ("0.6", 0.6), ("40G", 40 * 2**30), (7, 7), ("7", 7), (1.0, 1.0)]
+)
+def test_a_budget_is_a_share_or_bytes(budget: float | str, read: float) -> None:
+    assert read_budget(budget) == read
+    assert type(read_budget(budget)) is type(read)
 
 
 @pytest.mark.parametrize("size", ["%", "-1%", "1 %%", "x%", 0.4, None, "1e1%"])

@@ -14,7 +14,8 @@ Modules of one class, two of which are siblings with parameters of the same name
 that class count, then, and not only those two: the first block of a stage or of a stack often has a parameter more. Of
 all such classes the one that owns most is taken, and whatever other owns at least a quarter as much (an encoder beside
 a decoder); of two classes of which one is inside of the other, the outer one (a block, and not its experts). Layers of
-``torch.nn`` without parts (``Linear``) are nobody's blocks.
+``torch.nn`` without parts (``Linear``) are nobody's blocks, but for recurrent ones (``GRU``), each of which is a stack
+of steps.
 """
 
 from __future__ import annotations
@@ -37,6 +38,11 @@ Predicate = Callable[[str, Module], bool]
 Selector = type[Module] | str | Predicate
 Blocks = Selector | Sequence[Selector]
 
+_BUILT_IN: set[type[Module]] = {
+    *(torch.nn.RNN, torch.nn.LSTM, torch.nn.GRU, torch.nn.RNNCell, torch.nn.LSTMCell, torch.nn.GRUCell),
+    *(torch.nn.TransformerEncoderLayer, torch.nn.TransformerDecoderLayer, torch.nn.MultiheadAttention),
+}
+"""Layers of torch's that are large enough to be blocks."""
 _OTHERS = 4
 _SHOWN = 8
 
@@ -220,13 +226,23 @@ def _kinds(modules: list[Named]) -> list[Hashable]:
     kinds: dict[Hashable, None] = {}
     for each in _once(modules):
         module = uncompiled(each.module)
-        if not module._modules and type(module).__module__.startswith("torch.nn"):
+        if _is_simple(module):
             continue
         key = each.name.rpartition(".")[0], signature(each.module)
         if key in alike:
             kinds[_kind(each.module)] = None
         alike.add(key)
     return list(kinds)
+
+
+def _is_simple(module: Module) -> bool:
+    """Whether it is a layer of ``torch.nn`` that a block is made of."""
+    is_torchs = type(module).__module__.startswith("torch.nn")
+    return is_torchs and not module._modules and not isinstance(module, torch.nn.RNNBase)
+
+
+def _is_recurrent(module: Module) -> bool:
+    return isinstance(module, (torch.nn.RNNBase, torch.nn.RNNCellBase))
 
 
 def _kind(module: Module) -> Hashable:
@@ -272,9 +288,15 @@ def _meant(modules: list[Named], selector: Any) -> str:
 
 def _candidates(modules: list[Named]) -> str:
     """Some of what could have been meant: the modules with parts that own most."""
-    whole = [each for each in _once(modules) if each.module._modules] or _once(modules)
+    whole = [each for each in _once(modules) if each.module._modules or _is_recurrent(each.module)] or _once(modules)
     if not whole:
         return "the model has no modules below it: spillway.recompute(model, ...) recomputes the whole of it"
     most = sorted(whole, key=lambda each: -_owned([each]))[:_SHOWN]
     names = ", ".join(str(each) for each in whole if each in most)
-    return f"there are {names}{' and others' if len(whole) > len(most) else ''}"
+    return f"there are {names}{' and others' if len(whole) > len(most) else ''}{built_in(each.module for each in most)}"
+
+
+def built_in(modules: Iterable[Module]) -> str:
+    """The part of a message that says how to name torch's own layers as blocks: users have not written their class."""
+    names = sorted(kind.__name__ for kind in {type(module) for module in modules} & _BUILT_IN)
+    return "".join(f"; blocks=nn.{name} takes each {name}" for name in names)

@@ -68,8 +68,8 @@ def profile(
             mean of its squares if that is no scalar.
         blocks: which modules are blocks, as for :func:`spillway.attach`.
         session: ``None``: the default one.
-        hardware: what the target can do, or a name: ``"h200"``, ``"h100"``, ``"a100"``, ``"rtx4090"``. ``None``: the
-            step is measured where the model is.
+        hardware: what the target can do; a name: ``"h200"``, ``"h100"``, ``"a100"``, ``"rtx4090"``; or a file of
+            :meth:`Hardware.save`. ``None``: the step is measured where the model is.
         device: with hardware: the target's type, ``"cuda"`` or ``"cpu"``. ``None``: ``"cuda"``.
         attention: with hardware: which of torch's kernels of attention is tried first on a CUDA device: ``"flash"``,
             ``"cudnn"``, ``"efficient"`` or ``"math"``. ``None``: as torch does on it.
@@ -96,7 +96,7 @@ def profile(
     if not model.training:
         raise UsageError("model: got one in evaluation mode, expected one in training mode; call model.train()")
     if hardware is not None:
-        target = Target.of(_known(hardware), device, attention, optimizer)
+        target = Target.of(Hardware.of(hardware), device, attention, optimizer)
         found = rehearse(model, batch, lambda model, batch: scalar_of(call(model, batch), loss), blocks, target)
         if found is None:
             raise _without_backward(model, 1)
@@ -145,8 +145,8 @@ def plan(
         disk_budget: bytes of disk. ``None``: any.
         allow: what may be done, of ``"keep"``, ``"host"``, ``"disk"`` and ``"recompute"``. ``None``: all but
             ``"disk"`` for an accelerator, all but ``"host"`` for the CPU.
-        hardware: what the machine can do, or a name: ``"h200"``, ``"h100"``, ``"a100"``, ``"rtx4090"``. ``None``: this
-            machine, as it was measured.
+        hardware: what the machine can do; a name: ``"h200"``, ``"h100"``, ``"a100"``, ``"rtx4090"``; or a file of
+            :meth:`Hardware.save`. ``None``: this machine, as it was measured.
         window: bytes that may be on their way at once, at most. ``None``: what is best, about 512 MiB.
 
     Raises:
@@ -253,7 +253,7 @@ def _without_backward(model: Module, steps: int) -> UnsupportedError:
 def hardware_of(hardware: Hardware | str | None, device: torch.device) -> Hardware:
     """What is meant, or what was measured of this machine."""
     if hardware is not None:
-        return _known(hardware)
+        return Hardware.of(hardware)
     here = torch.accelerator.current_accelerator()
     if device.type != "cpu" and (here is None or here.type != device.type):
         raise UsageError(
@@ -261,14 +261,6 @@ def hardware_of(hardware: Hardware | str | None, device: torch.device) -> Hardwa
             f"give hardware='h100', or what the profile was made for"
         )
     return known_hardware(device)
-
-
-def _known(hardware: Hardware | str) -> Hardware:
-    if isinstance(hardware, str):
-        return Hardware.named(hardware)
-    if not isinstance(hardware, Hardware):
-        raise UsageError(f"hardware: got {hardware!r:.200}, expected a spillway.Hardware, a name like 'h200', or None")
-    return hardware
 
 
 def _check_profile(profile: object) -> None:

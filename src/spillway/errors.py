@@ -29,8 +29,26 @@ from __future__ import annotations
 import functools
 
 
+def printable(text: str) -> str:
+    r"""A text in which characters that a terminal obeys, or does not show, stand as Python writes them.
+
+    Names of modules, files and groups come from others: an escape sequence in one could repaint the terminal.
+
+    Example:
+        >>> printable("layers.\x1b[2J0")
+        'layers.\\x1b[2J0'
+    """
+    return text if text.isprintable() else "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
+
+
 class SpillwayError(Exception):
-    """The root: ``except spillway.SpillwayError`` catches what Spillway raises on purpose, and nothing else."""
+    """The root: ``except spillway.SpillwayError`` catches what Spillway raises on purpose, and nothing else.
+
+    As text it has no characters that a terminal obeys, but for the ends of its lines: see :func:`printable`.
+    """
+
+    def __str__(self) -> str:
+        return "\n".join(map(printable, super().__str__().split("\n")))
 
 
 class UsageError(SpillwayError, ValueError):

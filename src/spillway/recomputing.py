@@ -381,8 +381,8 @@ class Again:
             names = self._state.histories() if self._reentrant else ()
         if names:
             raise RecomputeError(
-                f"A function recomputed with use_reentrant=True keeps a tensor with a history in {', '.join(names)}. The "
-                f"reentrant mode loses the gradient that goes through it. Use use_reentrant=False."
+                f"A function recomputed with use_reentrant=True keeps a tensor with a history in {', '.join(names)}. "
+                f"The reentrant mode loses the gradient that goes through it. Use use_reentrant=False."
             )
         return output
 
@@ -542,10 +542,21 @@ def _checked(how: Recompute, run: Callable[..., Any], tensors: list[torch.Tensor
     def run_flat(*tensors: torch.Tensor) -> tuple[Any, ...]:
         leaves, spec = tree_flatten(run(*tensors))
         specs[:] = [spec]
-        return tuple(leaves)
+        return tuple(_with_a_gradient(leaves) if torch.is_grad_enabled() else leaves)
 
     leaves = checkpoint(run_flat, *tensors, use_reentrant=True, preserve_rng_state=how.preserve_rng_state)
     return tree_unflatten(list(leaves), specs[0])
+
+
+def _with_a_gradient(leaves: list[Any]) -> list[Any]:
+    """Outputs of a reentrant re-run: where none needs a gradient, one gets an end of its own. Torch refuses none."""
+    tensors = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    if any(leaves[place].requires_grad for place in tensors):
+        return leaves
+    for place in tensors:
+        if leaves[place].is_floating_point() or leaves[place].is_complex():
+            leaves[place] = leaves[place].detach().requires_grad_()
+    return leaves
 
 
 def _without_input_grads(

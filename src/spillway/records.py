@@ -131,6 +131,8 @@ class StepStats:
     since the peak was last reset."""
     notes: tuple[str, ...] = ()
     """What was done otherwise than asked, and why: a tier that was full, a device where nothing is to be gained."""
+    malloc: str = ""
+    """How the C library's ``malloc`` is set, where the session works in CPU memory; empty elsewhere."""
     groups: tuple[GroupStats, ...] = ()
     """What was saved in groups, by their names, in the order in which they came."""
 
@@ -151,7 +153,7 @@ class StepStats:
             elif field.name == "groups":
                 total["groups"] = _groups_together(group for groups in values for group in groups)
             else:
-                total[field.name] = max(values, default=0) if field.name in _OF_SESSION else sum(values)
+                total[field.name] = max(values, default=field.default) if field.name in _OF_SESSION else sum(values)
         return cls(**total)
 
 
@@ -179,7 +181,7 @@ class OptimizerStats:
     """Bytes of state written there."""
 
 
-_OF_SESSION = {"host_bytes", "disk_bytes", "peak_bytes"}
+_OF_SESSION = {"host_bytes", "disk_bytes", "peak_bytes", "malloc"}
 
 
 def _groups_together(groups: Iterable[GroupStats]) -> tuple[GroupStats, ...]:

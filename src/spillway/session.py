@@ -260,6 +260,7 @@ class Session:
             back_stall_seconds=back,
             peak_bytes=self.peak_bytes,
             notes=tuple(ledger.notes),
+            malloc=next((runtime.backend.malloc for runtime in self._runtimes.values() if runtime.backend.malloc), ""),
             groups=groups,
         )
 

@@ -429,6 +429,8 @@ class AdversaryBackend(Backend):
         self._access(compute, memory, write=True, what="compute had it before")
 
     def _access(self, line: _Line, memory: Bytes, *, write: bool, what: str) -> None:
+        if not memory.nbytes:
+            return
         storage = memory.storage
         history = self._history.setdefault(storage, [])
         start = memory.start + self._starts.get(storage, 0)

@@ -1,7 +1,8 @@
 """Bytes and seconds, to and from what people write.
 
 ``parse_bytes("24GiB") == 24 * 2**30`` and ``format_bytes(24 * 2**30) == "24.0 GiB"``. Both families of units are
-understood, and mean what the standard says: ``GiB`` is 2**30 bytes, ``GB`` is 10**9.
+understood, and mean what the standard says: ``GiB`` is 2**30 bytes, ``GB`` is 10**9. A letter alone, ``"24G"``, is the
+binary unit, as Slurm, Docker and ``ls -h`` have it.
 """
 
 from __future__ import annotations
@@ -14,18 +15,22 @@ from spillway.errors import SizeError
 _UNITS = {"b": 1}
 for _power, _letter in enumerate("kmgtp", start=1):
     _UNITS[_letter + "b"] = 1000**_power
-    _UNITS[_letter + "ib"] = 1024**_power
+    _UNITS[_letter + "ib"] = _UNITS[_letter] = 1024**_power
 
 _SIZE = re.compile(r"\s*(\d+(?:_\d+)*(?:\.\d*)?|\.\d+)\s*([a-z]*)\s*", re.IGNORECASE)
 _SHARE = re.compile(r"\s*(\d+(?:\.\d*)?)\s*%\s*")
+_MOST_SHARE = 10.0
+"""Of what a step needs that keeps everything. A larger one was meant as something else."""
+_FRACTION = re.compile(r"\s*(\d+\.\d*|\.\d+)\s*")
+"""A number that is no whole one, with no unit."""
 
 
 def parse_bytes(size: int | str, *, what: str = "size") -> int:
     """A size as a number of bytes.
 
     Args:
-        size: bytes as an ``int``, or a number with a unit: ``"512"``, ``"1.5 GiB"``, ``"200MB"``. A fraction of a
-            byte is rounded up.
+        size: bytes as an ``int``, or a number with a unit: ``"512"``, ``"1.5 GiB"``, ``"200MB"``, ``"24G"``. A
+            fraction of a byte is rounded up.
         what: the name of the argument, for the message.
 
     Raises:
@@ -43,8 +48,8 @@ def parse_bytes(size: int | str, *, what: str = "size") -> int:
     factor = _UNITS.get((match[2] or "b").lower()) if match else None
     if match is None or factor is None:
         raise SizeError(
-            f"{what}: got {size!r}, expected bytes as an int or a number with a unit ({', '.join(sorted(_UNITS))}); "
-            f'write it like "512MiB" or "24GB"'
+            f"{what}: got {size!r}, expected bytes as an int or a number with a unit (B, kB, KiB, K, and so on to "
+            f'P); write it like "512MiB" or "24GB"'
         )
     return math.ceil(float(match[1].replace("_", "")) * factor)
 
@@ -65,6 +70,33 @@ def parse_share(size: int | str, *, what: str = "size") -> int | float:
     """
     share = _SHARE.fullmatch(size) if isinstance(size, str) else None
     return parse_bytes(size, what=what) if share is None else float(share[1]) / 100
+
+
+def read_budget(budget: int | float | str, *, what: str = "budget") -> int | float:
+    """A budget as bytes, an int, or as a share of what a step needs that keeps everything, a float.
+
+    Args:
+        budget: bytes or a size, as :func:`parse_bytes` has them; or a share: a float, ``"50%"`` or ``"0.5"``.
+        what: the name of the argument, for the message.
+
+    Raises:
+        SizeError: for anything else, and for a float above 10: bytes are whole numbers.
+
+    Example:
+        >>> read_budget("60%"), read_budget("2K")
+        (0.6, 2048)
+    """
+    share = budget
+    if isinstance(share, str):
+        share = float(share) if _FRACTION.fullmatch(share) else parse_share(share, what=what)
+    if not isinstance(share, float):
+        return parse_bytes(share, what=what)
+    if not 0 <= share <= _MOST_SHARE:
+        raise SizeError(
+            f"{what}: got {budget!r}, expected a share between 0 and {_MOST_SHARE:.0f} of what a step needs that keeps "
+            f"everything, or bytes as an int"
+        )
+    return share
 
 
 def format_bytes(nbytes: float) -> str:

@@ -219,9 +219,9 @@ def ended_here(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int | str | 
         (["run", "--policy", "keep", "--allow", "keep", "absent.py"], "got --allow beside --policy"),
         (["run", "--budget", "1GiB", "--allow", "keeps", "absent.py"], "allow: got"),
         (["run", "--plan", "absent.json", "absent.py"], "absent.json"),
-        (["run", "--policy", "keep", "--json", "absent/out.json", __file__], "--json: got absent/out.json"),
+        (["run", "--policy", "keep", "--json", "absent/out.json", __file__], "--json: got 'absent/out.json'"),
         (["run", "--policy", "keep", "--profile", "out.json", __file__], "got --profile without a budget"),
-        (["profile", "-o", "absent/out.json", __file__], "-o: got absent/out.json"),
+        (["profile", "-o", "absent/out.json", __file__], "-o: got 'absent/out.json'"),
         (["bench", "--ways", "keeps", "absent.py"], "--ways: got 'keeps'"),
         (["bench", "--ways", ",", "absent.py"], "--ways: got none"),
         (["bench", "--steps", "2", __file__], "--steps: got 2"),
@@ -260,7 +260,7 @@ Attached.report = lambda self, path, *, trace=None: Path(path).write_text(repr(s
 from spillway.cli.app import main
 main()
 """
-    arguments = ["run", "--quiet", "--policy", "keep", "--report", "page.html", "train.py", "1"]
+    arguments = ["run", "--quiet", "--budget", "3GiB", "--best-effort", "--report", "page.html", "train.py", "1"]
     done = server.run(folder.path, code, "spillway", *arguments)
     assert done.code == 0, done.err
     assert "Attached to GPT" in (folder.path / "page.html").read_text()

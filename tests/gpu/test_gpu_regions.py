@@ -18,6 +18,7 @@ import spillway
 from operator_bench import IGNORED, first_dtype, name_of
 from recompute.models import HOWS, MODELS, plainly, recomputed, steps
 from recompute.region_bench import RegionBench, few_samples
+from recompute.regions import HiddenAttribute
 from spillway.errors import RecomputeError
 from spillway.regions.trial import Trial
 from spillway.regions.unwatched import Unwatched
@@ -115,11 +116,12 @@ def test_late_copies_change_no_bit(late_session: spillway.Session, name: str, ho
 
 
 class Scaled(nn.Module):
+    # Spillway would put back what it sees.
+    scale, calls = HiddenAttribute(1.0), HiddenAttribute(0)
+
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 64)
-        self.scale = 1.0
-        self.calls = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1

@@ -207,6 +207,33 @@ def test_h65_copies_for_other_devices_are_refused() -> None:
     failing(UnsupportedError, lambda: spillway.attach(nn.DataParallel(Model())), match="DistributedDataParallel")
 
 
+@pytest.mark.parametrize("wrap", [nn.DataParallel, lambda model: nn.Sequential(nn.DataParallel(nn.Sequential(model)))])
+@pytest.mark.parametrize("policy", [None, Offload()], ids=["regions", "offload"])
+def test_h65_dataparallel_around_what_is_attached_is_refused_on_any_number_of_devices(wrap: Any, policy: Any) -> None:
+    model, x = Model(), small_batch()
+    expected = Model()(x)
+    with spillway.attach(model, policy=policy):
+        wrapped = wrap(model)
+        failing(UnsupportedError, lambda: wrapped(x), match="by torch.nn.DataParallel, .*DistributedDataParallel")
+        assert_no_hook()
+        with torch.no_grad():
+            assert torch.equal(wrapped(x), expected)
+        assert torch.equal(model(x), expected)
+    assert torch.equal(wrapped(x), expected)
+
+
+def test_h65_blocks_that_are_checkpointed_after_attaching_are_refused() -> None:
+    from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrappers
+
+    model, x = Model(), small_batch()
+    with spillway.attach(model) as attached:
+        names = attached.blocks
+        blocks = [model.get_submodule(name) for name in names]
+        wrappers.apply_activation_checkpointing(model, check_fn=lambda module: any(module is each for each in blocks))
+        failing(UsageError, lambda: model(x), match=f"'{names[0]}' .CheckpointWrapper., which checkpoints already")
+        assert_no_hook()
+
+
 def replica_of(model: nn.Module) -> nn.Module:
     """A replica as ``DataParallel`` makes it, by copying dictionaries, with weights twice as large."""
     replica = model._replicate_for_data_parallel()

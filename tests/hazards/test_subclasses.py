@@ -204,7 +204,7 @@ def test_h24_a_subclass_that_says_nothing_of_itself_stays(trial: Trial) -> None:
 def test_h24_torchao(trial: Trial, kind: str) -> None:
     pytest.importorskip("torchao")
     if kind == "nf4":
-        nf4 = pytest.importorskip("torchao.dtypes.nf4tensor")
+        nf4 = pytest.importorskip("torchao.quantization.quantize_.workflows.nf4.nf4_tensor")
 
         def step(context: Context) -> Iterator[torch.Tensor]:
             leaf = torch.randn(4, 256, requires_grad=True)

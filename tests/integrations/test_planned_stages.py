@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import spillway
+from allocations import count_exactly
 from integrations.test_pipelining import Plan as Schedule
 from integrations.test_pipelining import rank, session_at, train
 from runtime.scenarios import adversary_session
 from spillway.attaching.ranks import RankPilot
 from spillway.integrations.pipelining import OffloadedStages, offload_stages
-from spillway.profiling import meter
 from support import assert_nothing_left
 
 pytestmark = [
@@ -221,7 +221,7 @@ def test_peaks_are_foreseen_and_budgets_are_kept_to(
 ) -> None:
     """Of a step that keeps everything, and of a share of what that has beyond what is there anyway."""
     # What a process has beside a step, weights included, is the same.
-    monkeypatch.setattr(meter, "_resident", lambda: STATIC)
+    count_exactly(monkeypatch, lambda: STATIC)
     # Of more chunks one after the other, each would have an input that nobody saw come.
     turns = one_forward_one_backward(most + 2 if most > 1 else 1, most, count)
     peaks: list[int] = []
@@ -280,7 +280,7 @@ def test_larger_inputs_and_more_chunks_are_planned_for_anew(tmp_path: Path) -> N
 def test_of_several_orders_of_turns_the_one_that_needs_the_most_is_planned_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(meter, "_resident", lambda: STATIC)
+    count_exactly(monkeypatch, lambda: STATIC)
     few, many = one_forward_one_backward(4, 2), one_forward_one_backward(4, 4)
     with session_at(tmp_path) as session:
         stages = [Stage(width=WIDE)]
@@ -328,7 +328,7 @@ def test_a_stage_that_is_frozen_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_where_later_chunks_are_larger_they_are_planned_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meter, "_resident", lambda: STATIC)
+    count_exactly(monkeypatch, lambda: STATIC)
     turns = one_forward_one_backward(3, 3)
     peaks = []
     for first in (ROWS, ROWS // 4):
@@ -364,7 +364,7 @@ def test_steps_in_threads_of_their_own_train_as_ever(tmp_path: Path) -> None:
 
 
 def test_an_evaluation_is_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meter, "_resident", lambda: STATIC)
+    count_exactly(monkeypatch, lambda: STATIC)
     turns = one_forward_one_backward(2, 1)
     with session_at(tmp_path) as session:
         stage = Stage(width=WIDE)
@@ -383,7 +383,7 @@ def test_an_evaluation_is_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_refused_back_off_names_the_budget_and_leaves_the_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(meter, "_resident", lambda: STATIC)
+    count_exactly(monkeypatch, lambda: STATIC)
     turns = one_forward_one_backward(3, 2)
     budget = STATIC + (16 << 20)
     with session_at(tmp_path) as session:

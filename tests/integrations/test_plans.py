@@ -13,11 +13,11 @@ from torch import nn
 from torch.nn import functional
 
 import spillway
+from allocations import count_exactly
 from integrations.ranks import World
 from integrations.training import TOKENS, WIDTH, Block, Collectives, Model, local
 from spillway import BudgetError, Hardware, UnsupportedError
 from spillway.attaching.peers import Peers, peers_of
-from spillway.profiling import meter
 from support import assert_nothing_left
 
 pytestmark = [
@@ -68,7 +68,7 @@ def steps(module: nn.Module, rows: int, count: int) -> tuple[list[torch.Tensor],
 
 def budget_case(wrap: str, rows: tuple[int, int], attaches_first: bool) -> tuple[str, int]:
     """Gives the plan as JSON, and bytes that leave or are computed again."""
-    meter._resident = lambda: 0
+    count_exactly(pytest.MonkeyPatch(), lambda: 0)
     mine = rows[dist.get_rank()]
     torch.manual_seed(0)
     expected, said = steps(WRAPS[wrap](Model()), mine, STEPS)
@@ -111,7 +111,7 @@ def test_ranks_that_share_nothing_find_their_own(world: World) -> None:
 
 
 def too_small_case() -> None:
-    meter._resident = lambda: 0
+    count_exactly(pytest.MonkeyPatch(), lambda: 0)
     model = nn.parallel.DistributedDataParallel(Model())
     with spillway.Session() as session:
         how = {"hardware": Hardware.named("h200"), "session": session}
@@ -125,7 +125,7 @@ def test_a_budget_that_nothing_fits_is_an_error_on_each_rank(world: World) -> No
 
 def uneven_case() -> str:
     """One rank calls the model more often, without the other ones: within ``no_sync``, and without the wrapper."""
-    meter._resident = lambda: 0
+    count_exactly(pytest.MonkeyPatch(), lambda: 0)
     torch.manual_seed(0)
     model = Model()
     module = nn.parallel.DistributedDataParallel(model)

@@ -17,7 +17,7 @@ class Written(Carrier):
     """Writes down what it is asked."""
 
     def __init__(self, sizes: list[int]) -> None:
-        self.trips = [Trip(Load([]), {}, set(), {}) for _ in sizes]
+        self.trips = [Trip(Load([]), {}, {}) for _ in sizes]
         self.sizes = dict(zip(self.trips, sizes, strict=True))
         self.events: list[str] = []
         self.fails: dict[str, Exception] = {}

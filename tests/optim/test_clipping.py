@@ -8,6 +8,7 @@ import torch
 import spillway
 from optim.plain_loop import NARROW, pair, windows
 from optim.support import batches
+from spillway.optim.held import Held
 
 
 @NARROW
@@ -76,18 +77,32 @@ def test_a_norm_after_gradients_were_multiplied_with_a_power_of_two(
     both.optimizer.close()
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="the norm was taken before the gradient left, and is multiplied as a whole: the last bit of it may differ",
-)
-def test_a_norm_after_gradients_were_multiplied_with_any_number(cpu_session: spillway.Session) -> None:
-    both = pair(torch.bfloat16, cpu_session, lr=1e-2)
+@pytest.mark.parametrize("factor", [0.37, torch.tensor(0.37)], ids=["number", "tensor"])
+@pytest.mark.parametrize("order", [1.0, 2.0, float("inf")])
+def test_a_norm_after_gradients_were_multiplied_with_any_number(
+    factor: float | torch.Tensor, order: float, session: spillway.Session
+) -> None:
+    both = pair(torch.bfloat16, session, lr=1e-2)
     for batch in batches(8, torch.bfloat16):
         both.backward(batch)
         for gradient in both.gradients():
-            gradient.mul_(torch.tensor(0.37))
-        both.assert_same_norm(1e-3)
+            gradient.mul_(factor)
+        both.assert_same_norm(1e-3, norm_type=order)
         both.step()
         both.zero_grad()
+        both.assert_same()
+    both.optimizer.close()
+
+
+def test_each_gradient_is_read_once_for_a_norm(cpu_session: spillway.Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    both = pair(torch.bfloat16, cpu_session, lr=1e-2)
+    read: list[object] = []
+    whole = Held.whole
+    monkeypatch.setattr(Held, "whole", lambda held, values: (read.append(held), whole(held, values))[1])
+    for batch in batches(2, torch.bfloat16):
+        both.backward(batch)
+    for gradient in both.gradients():
+        gradient.mul_(0.37)
+    both.assert_same_norm(1e-3)
+    assert len(read) == len(set(read)) == len(list(both.model.parameters()))
     both.optimizer.close()

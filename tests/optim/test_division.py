@@ -12,11 +12,11 @@ import pytest
 import torch
 
 import spillway
+from allocations import count_exactly
 from optim.support import batches, loss_of, wide
 from spillway import OffloadedOptimizer, UsageError
 from spillway.attaching import pilot
 from spillway.planning.profile import OptimizerProfile
-from spillway.profiling import meter
 
 PARTS = [1.0, 0.4, 0.0, 0.7, 1.0, 0.2]
 
@@ -220,7 +220,7 @@ def test_moving_to_and_fro_leaves_no_hook_and_no_finalizer(session: spillway.Ses
 def test_a_plan_says_the_fraction_and_training_has_the_bits_of_none(
     budget: str, fraction: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(meter, "_resident", lambda: 16 << 20)
+    count_exactly(monkeypatch, lambda: 16 << 20)
     hardware = spillway.Hardware.named("h200")
 
     def make(model: torch.nn.Module, session: spillway.Session | None) -> OffloadedOptimizer:

@@ -13,6 +13,7 @@ import spillway
 from spillway import OffloadedOptimizer
 from spillway.optim.away import AwayGradient
 from spillway.optim.held import CHUNK
+from spillway.testing import AdversaryBackend
 
 PAGE = Path(__file__).parents[2] / "docs" / "optimizer.md"
 ELEMENTS = 1 << 20
@@ -47,12 +48,12 @@ def test_the_table_has_a_row_for_every_kind() -> None:
 
 @pytest.mark.parametrize(("kind", "held", "accumulates", "expected"), ROWS)
 def test_a_parameter_takes_the_bytes_that_the_page_says(
-    kind: str, held: bool, accumulates: bool, expected: tuple[int, int, int]
+    kind: str, held: bool, accumulates: bool, expected: tuple[int, int, int], adversary: AdversaryBackend
 ) -> None:
     dtype, master = KINDS[kind]
     parameter = torch.nn.Parameter(torch.ones(ELEMENTS, dtype=dtype))
-    # Nothing is on its way when it is looked at.
-    with spillway.Session(window=0) as session:
+    # As on a device; and nothing is on its way when it is looked at.
+    with spillway.Session(window=0, backend=adversary.serve) as session:
         optimizer = OffloadedOptimizer(
             [parameter], torch.optim.AdamW, fraction=float(held), master_dtype=master, session=session
         )

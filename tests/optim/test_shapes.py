@@ -182,3 +182,50 @@ def test_gradients_of_a_type_of_their_own(grad_dtype: torch.dtype, session: spil
             plain.copy_(master)
         assert same_bits(ours, plain)
     optimizer.close()
+
+
+NEIGHBOURS: dict[str, list[Make]] = {
+    "an empty one after a complex one": [SHAPES["complex"], lambda: torch.zeros(0)],
+    "an empty one before another": [lambda: torch.zeros(2, 0), SHAPES["transposed"]],
+    "an empty one of another type": [lambda: torch.ones(3, dtype=torch.float64), lambda: torch.zeros(0, 4)],
+    "empty ones alone": [lambda: torch.zeros(0), lambda: torch.zeros(0, dtype=torch.complex128)],
+    "a complex empty one": [SHAPES["of no dimensions"], lambda: torch.zeros(0, dtype=torch.complex64)],
+    "numbers of all types": [
+        SHAPES["of no dimensions"],
+        SHAPES["complex, of no dimensions"],
+        lambda: torch.tensor(1.0, dtype=torch.float64),
+    ],
+    "sizes that end between lines": [
+        lambda: torch.ones(5, dtype=torch.float64),
+        lambda: torch.ones(3, dtype=torch.complex128),
+        lambda: torch.ones(7),
+        lambda: torch.zeros(3, 0),
+        lambda: torch.ones(1),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    "way",
+    [{}, {"tier": "disk"}, {"step_on": "device"}, {"fraction": 0.0}, {"step_in_backward": True}],
+    ids=["host", "disk", "streamed", "device", "in-backward"],
+)
+@pytest.mark.parametrize("name", NEIGHBOURS, ids=lambda name: name.replace(" ", "-").replace(",", ""))
+@pytest.mark.parametrize("optimizer_class", [torch.optim.RMSprop, torch.optim.NAdam], ids=lambda one: one.__name__)
+def test_parameters_beside_each_other(
+    optimizer_class: type[Optimizer], name: str, way: dict[str, Any], session: spillway.Session
+) -> None:
+    ours, plain = ([Parameter(make()) for make in NEIGHBOURS[name]] for _ in range(2))
+    optimizer = OffloadedOptimizer(ours, optimizer_class, lr=0.1, foreach=False, session=session, **way)
+    reference = optimizer_class(plain, lr=0.1, foreach=False)  # type: ignore[call-arg]
+    for _ in range(3):
+        for parameters, one in ((ours, optimizer), (plain, reference)):
+            torch.stack([(each * each).abs().sum().double() for each in parameters]).sum().backward()  # type: ignore[no-untyped-call]
+            one.step()
+            one.zero_grad()
+        assert all(same_bits(one, other) for one, other in zip(ours, plain, strict=True))
+        optimizer.load_state_dict(optimizer.state_dict())
+    assert_same_state(optimizer.state_dict(), reference.state_dict())
+    for one, other in zip(ours, plain, strict=True):
+        assert all(same_bits(optimizer.state[one][key], value) for key, value in reference.state[other].items())
+    optimizer.close()

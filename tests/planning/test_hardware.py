@@ -144,7 +144,7 @@ def test_a_file_is_read_again(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_is_said_so(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"expected a file that Hardware\.save"):
         Hardware.load(tmp_path / "absent.json")
-    with pytest.raises(UsageError, match="expected a file that can be written"):
+    with pytest.raises(UsageError, match="expected the name of a file in a folder that can be written to"):
         H200.save(tmp_path / "no folder" / "machine.json")
 
 

@@ -156,7 +156,7 @@ def test_files_are_read_as_they_were_written_and_missed_where_there_is_none(
         type(record).load(path)
     with pytest.raises(UsageError, match=r"path: got .*gone.*expected a file that"):
         type(record).load(tmp_path / "gone")
-    with pytest.raises(UsageError, match=r"path: got .*expected a file that can be written"):
+    with pytest.raises(UsageError, match=r"path: got .*expected the name of a file in a folder"):
         record.save(tmp_path / "gone" / "record.json")
 
 

@@ -12,12 +12,11 @@ import torch
 from torch import Tensor, nn
 
 import spillway
+from allocations import ExactMeter, count_exactly
 from budgets import Attention, hardware
 from spillway.planning.programs import ANY_RATES, plan_of, problem_of
 from spillway.planning.solver import solve
 from spillway.planning.treatment import treat
-from spillway.profiling import meter
-from spillway.profiling.meter import meter_of
 from spillway.records import Decision
 
 WIDTH, ROWS, LAYERS = 256, 128, 6
@@ -90,7 +89,7 @@ def loss_of(output: Tensor) -> Tensor:
 
 def peak_of(model: nn.Module, x: Tensor) -> int:
     """Most bytes in a step, beyond those when it begins."""
-    measured = meter_of(torch.device("cpu"))
+    measured = ExactMeter(RESIDENT)
     measured.mark()
     loss_of(model(x)).backward()
     model.zero_grad()
@@ -105,7 +104,7 @@ def peak_of(model: nn.Module, x: Tensor) -> int:
 def test_peaks_under_autocast_are_foretold(
     where: str, classes: int, session: spillway.Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(meter, "_resident", lambda: RESIDENT)
+    count_exactly(monkeypatch, lambda: RESIDENT)
     torch.manual_seed(0)
     model, x = Model(where, classes), torch.randn(2, ROWS, WIDTH)
     profile = replace(spillway.profile(model, x, loss=loss_of, session=session), min_bytes=0)
@@ -128,7 +127,7 @@ def test_casts_of_a_block_that_runs_again_as_a_whole_come_with_all_of_it(
     session: spillway.Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Backward asks for a cast before anything else that is made again."""
-    monkeypatch.setattr(meter, "_resident", lambda: RESIDENT)
+    count_exactly(monkeypatch, lambda: RESIDENT)
     torch.manual_seed(0)
     model, x = Model("model and loss", 4, Untold), torch.randn(2, ROWS, WIDTH)
     profile = replace(spillway.profile(model, x, loss=loss_of, session=session), min_bytes=0)
@@ -150,7 +149,7 @@ def test_casts_of_a_block_that_runs_again_as_a_whole_come_with_all_of_it(
 def test_casts_of_a_context_around_forward_and_backward_count_once(
     session: spillway.Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(meter, "_resident", lambda: RESIDENT)
+    count_exactly(monkeypatch, lambda: RESIDENT)
     torch.manual_seed(0)
     model, x = Model("model and loss", 4), torch.randn(2, ROWS, WIDTH)
 
@@ -201,7 +200,7 @@ def test_what_all_blocks_are_given_is_not_taken_for_casts(
     session: spillway.Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It leaves with the first of them, which then leaves less behind than the others."""
-    monkeypatch.setattr(meter, "_resident", lambda: RESIDENT)
+    count_exactly(monkeypatch, lambda: RESIDENT)
     torch.manual_seed(0)
     profile = spillway.profile(Crossing(), torch.randn(2, ROWS, WIDTH), loss=loss_of, session=session)
     assert [kind.cached_bytes for kind in profile.kinds] == [CASTS + WIDTH * WIDTH * 2]

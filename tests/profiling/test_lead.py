@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 import spillway
+from allocations import ExactMeter
 from spillway.planning.profile import Profile
 from spillway.profiling.lead import lead_of, seconds_after
-from spillway.profiling.meter import CpuMeter, Reading
+from spillway.profiling.meter import Reading
 from spillway.profiling.watch import Place, Watched
 
 LAG = 100.0
@@ -103,7 +104,7 @@ def test_of_a_pass_that_was_not_timed_nothing_is_known() -> None:
     assert lead_of(weighed, weighed) == 0
 
 
-class Lagging(CpuMeter):
+class Lagging(ExactMeter):
     """A device that is slower than its host by what it is made to lag."""
 
     asked: ClassVar[list[float]] = []
@@ -123,7 +124,7 @@ class Lagging(CpuMeter):
 def _lags(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU is such a device."""
     monkeypatch.setattr(Lagging, "asked", [])
-    monkeypatch.setattr("spillway.profiling.watch.meter_of", lambda _: Lagging())
+    monkeypatch.setattr("spillway.profiling.watch.meter_of", lambda _: Lagging(0))
     for place in ("spillway.profiling.compile.queues", "spillway.attaching.pilot.queues"):
         monkeypatch.setattr(place, lambda _: True)
 

@@ -18,11 +18,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import spillway
+from allocations import Listener, count_exactly
 from budgets import NAMED, Kind, budget_of
 from spillway import Hardware, Profile, Session
 from spillway.planning.profile import BlockProfile
-from spillway.profiling import meter
-from spillway.profiling.allocations import Listener
 from spillway.profiling.fakes import FakeDevice
 from spillway.profiling.kernels import kernels_of
 from steps import Block, assert_nothing_left
@@ -236,7 +235,7 @@ def plain_peak(model: nn.Module, batch: Tensor) -> int:
 def test_a_profile_for_the_cpu_is_the_one_that_is_measured_there(
     kind: Kind, session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(meter, "_resident", lambda: 0)
+    count_exactly(monkeypatch, lambda: 0)
     model, batch = kind.model(), kind.batch()
     ours = spillway.profile(model, batch, loss=loss, hardware="h200", device="cpu")
     theirs = spillway.profile(model, batch, loss=loss, session=session)

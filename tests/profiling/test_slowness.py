@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import spillway
+from allocations import count_exactly
 from budgets import NAMED, attached_to, budget_of, one_step, search
 from spillway import Session
 from spillway.attaching import contest
@@ -107,7 +108,7 @@ def test_where_the_host_is_timed_a_pass_begins_on_an_idle_device(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits: list[int] = []
-    monkeypatch.setattr(meter.CpuMeter, "wait", lambda self: waits.append(1))
+    monkeypatch.setattr(meter.Meter, "wait", lambda self: waits.append(1))
     kind = NAMED["mlp"]
     model, batch = kind.model(), kind.batch()
     with attached_to(model, "8GiB", session) as attached:
@@ -186,7 +187,7 @@ def test_for_a_slow_host_a_plan_is_made_once_more_and_another_if_it_is_slow_agai
 ) -> None:
     looks = itertools.count()
     monkeypatch.setattr(Session, "is_growing", property(lambda self: next(looks) < growing))
-    monkeypatch.setattr(meter, "_resident", lambda: 16 * MiB)
+    count_exactly(monkeypatch, lambda: 16 * MiB)
     monkeypatch.setattr(compiling, "queues", lambda device: True)
     monkeypatch.setattr(compiling, "_host", _paced)
     monkeypatch.setattr(contest, "_seconds_of", lambda watched: 1.0)
@@ -221,7 +222,7 @@ def test_for_a_slow_host_a_plan_is_made_once_more_and_another_if_it_is_slow_agai
 def test_of_two_plans_the_faster_one_is_held(
     seconds: list[float], slow: int, over: bool, says: str, session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(meter, "_resident", lambda: 16 * MiB)
+    count_exactly(monkeypatch, lambda: 16 * MiB)
     monkeypatch.setattr(compiling, "queues", lambda device: True)
     seen = itertools.chain([5.0] * slow, itertools.repeat(1.0))
     monkeypatch.setattr(Slowness, "of", classmethod(lambda cls, profile, plan, watched: cls(*[next(seen)] * 2)))

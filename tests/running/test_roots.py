@@ -546,7 +546,7 @@ def test_without_an_option_an_accelerator_has_a_budget_and_a_cpu_offloads(monkey
     assert Asked().budget_on(torch.device("cpu")) is None
     treated = Asked().attach(net())
     treated.attached.remove()
-    assert (treated.way, treated.budget) == ("offload", None)
+    assert (treated.way, treated.attached.budget) == ("offload", None)
 
 
 def test_the_steady_step_of_an_optimizer_looks_at_no_parameter(seeing: Seeing, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,6 @@
 cannot be attached to.
 """
 
-from spillway.attaching.attached import Attached, attach, attached_to
+from spillway.attaching.attached import Attached, attach, attached_to, policy_named
 
-__all__ = ["Attached", "attach", "attached_to"]
+__all__ = ["Attached", "attach", "attached_to", "policy_named"]

@@ -24,13 +24,14 @@ from spillway.attaching.refusals import (
     refuse_unmatched,
 )
 from spillway.blocks import Blocks, Named, above, find_blocks, walk
-from spillway.errors import SpillwayError, UsageError
+from spillway.errors import SpillwayError, UsageError, printable
 from spillway.groups import Groups
 from spillway.losses.own import own_losses
 from spillway.policies import Keep, Offload, Policy
 from spillway.recomputing import Recompute
 from spillway.records import StepStats
 from spillway.session import Session
+from spillway.units import format_bytes
 
 if TYPE_CHECKING:
     from spillway.attaching.pilot import Measured, Pilot
@@ -43,16 +44,16 @@ if TYPE_CHECKING:
 def attach(
     model: Module,
     *,
-    policy: Recompute | Policy | None = None,
+    policy: Recompute | Policy | str | None = None,
     blocks: Blocks | None = None,
     groups: Groups | Mapping[str, str | Sequence[str]] | None = None,
     every: int = 1,
     first: int | None = None,
     keep_last: int = 0,
     min_bytes: int | str | None = None,
-    budget: int | str | None = None,
+    budget: int | float | str | None = None,
     plan: Plan | None = None,
-    hardware: Hardware | None = None,
+    hardware: Hardware | str | None = None,
     host_budget: int | str | None = None,
     disk_budget: int | str | None = None,
     allow: Collection[str] | None = None,
@@ -76,7 +77,8 @@ def attach(
         model: a module whose call is a step's forward.
         policy: a :class:`~spillway.Recompute`, with the options of each region; ``None``: ``Recompute()``, which
             computes everything again. Or an offload policy (:mod:`spillway.policies`): then there are no regions, and
-            a :class:`~spillway.offload` context with this policy around each call of the model.
+            a :class:`~spillway.offload` context with this policy around each call of the model. Or the name of one, as
+            the command line has it: ``"recompute"``, ``"offload"``, ``"keep"``.
         blocks: which modules are blocks: a class or a tuple of them; a pattern of dotted names as in a shell
             (``"layers.*"``, ``"*.mlp"``), whose ``*`` matches dots; a predicate ``(name, module) -> bool``; or a list
             of such. Of what a class or a pattern matches, only the outermost modules are taken: ``"layers.*"`` takes
@@ -93,11 +95,11 @@ def attach(
             a size like ``"4MiB"``. ``None``: 1 MiB, as with :class:`~spillway.offload`. Where a call of the model is
             inside of such a context, regions go by that one's.
         budget: bytes that a step may have allocated on the device at most, parameters, gradients and optimizer state
-            included, or a size like ``"40GiB"``: then it is decided for each block and operator what stays, what leaves
-            and what is computed again. The first steps are measured, a plan is made, applied, and checked against a
-            real step. ``docs/planning.md`` tells how.
+            included, or a size like ``"40GiB"``, or a share like ``"60%"``, as for :func:`spillway.plan`: then it
+            is decided for each block and operator what stays, what leaves and what is computed again. The first steps
+            are measured, a plan is made, applied, and checked against a real step. ``docs/planning.md`` tells how.
         plan: a plan that was made before, by :func:`spillway.plan`, instead.
-        hardware: what the machine can do. ``None``: as it was measured on it, once.
+        hardware: what the machine can do, as for :func:`spillway.plan`. ``None``: as it was measured on it, once.
         host_budget: with a budget: bytes of host memory that what leaves may take. ``None``: what the session may have.
         disk_budget: with a budget: bytes of disk. ``None``: any.
         allow: with a budget: what may be done, of ``"keep"``, ``"host"``, ``"disk"`` and ``"recompute"``. ``None``: all
@@ -123,6 +125,8 @@ def attach(
         >>> attached.remove()  # doctest: +SKIP
     """
     _check_arguments(model, session, every=every, first=first, keep_last=keep_last)
+    if isinstance(policy, str):
+        policy = policy_named(policy)
     if budget is not None or plan is not None:
         _check_planned(policy, groups, plan, budget, every=every, first=first, keep_last=keep_last)
     elif any(each is not None for each in (hardware, host_budget, disk_budget, allow, optimizer)):
@@ -180,6 +184,24 @@ def attach(
         attached.follow(pilot)
     _take(attached, root)
     return attached
+
+
+NAMED: dict[str, Callable[[], Recompute | Policy]] = {"offload": Offload, "recompute": Recompute, "keep": Keep}
+"""Policies by the names that :func:`attach`, the command line and callbacks take."""
+
+
+def policy_named(name: str) -> Recompute | Policy:
+    """The policy of a name.
+
+    Raises:
+        UsageError: for a name that there is not.
+    """
+    if name not in NAMED:
+        raise UsageError(
+            f"policy: got {name!r}, expected one of {', '.join(NAMED)}, a spillway.Recompute(...), or an offload "
+            f"policy such as spillway.policies.Ratio(0.5)"
+        )
+    return NAMED[name]()
 
 
 def _check_arguments(model: object, session: object, *, every: object, first: object, keep_last: object) -> None:
@@ -329,6 +351,16 @@ class Attached:
         return None if self._root.pilot is None else self._root.pilot.stage.value
 
     @property
+    def budget(self) -> int | None:
+        """Bytes that a step may have; ``None`` without a budget, and while a share of one is not yet measured."""
+        return None if self._root.pilot is None else self._root.pilot.budget
+
+    @property
+    def missing(self) -> str | None:
+        """What a plan still needs, in words; ``None``: there is one, or no budget."""
+        return None if self._root.pilot is None else self._root.pilot.missing or None
+
+    @property
     def measured(self) -> Measured | None:
         """What the step took in which the plan was checked; ``None`` before."""
         return None if self._root.pilot is None else self._root.pilot.measured
@@ -342,20 +374,22 @@ class Attached:
         """Why what is done is done.
 
         Args:
-            what: a block, by its name or itself; or a module, a parameter or a buffer of one. ``None``: the whole plan.
+            what: a block, by its name or itself; or a module, a parameter or a buffer of one. ``None``: where the
+                search for a plan is, and the whole plan, or what it still needs.
 
         Raises:
-            UsageError: where there is no plan, or no such block.
+            UsageError: for a block where there is no plan, or no such block.
 
         Example:
             >>> print(attached.explain(model.layers[3]))  # doctest: +SKIP
         """
         plan = self.plan
-        if plan is None:
-            raise UsageError("explain: got a call before there is a plan, expected attach(model, budget=...) and steps")
         if what is None:
             losses = [f"the loss of {loss.kind} is computed in rows" for loss in self._root.losses if loss.is_in_rows]
-            return "\n".join([str(plan), *losses, *self.notes])
+            plans = [] if plan is None else [str(plan)]
+            return "\n".join([self._state(), *plans, *map(printable, [*losses, *self.notes])])
+        if plan is None:
+            raise UsageError(f"explain: got a call before there is a plan ({self._state()}), expected one after it")
         name = what if isinstance(what, str) else self._block_of(what)
         found = [block for block in plan.blocks if block.name == name]
         if not found:
@@ -365,7 +399,8 @@ class Attached:
                 f"a buffer of one"
             )
         lines = [
-            f"{each.operator} (operator {each.place}, {each.nbytes} bytes) {each.reason}" for each in found[0].operators
+            printable(f"{each.operator} (operator {each.place}, {each.nbytes} bytes) {each.reason}")
+            for each in found[0].operators
         ]
         return "\n".join([str(found[0]), *lines])
 
@@ -439,8 +474,28 @@ class Attached:
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
 
+    def _state(self) -> str:
+        """Stage, budget and peak in one line, and what a plan still needs."""
+        if self._root.pilot is None:
+            return "no plan: attach() was given neither a budget nor a plan"
+        parts = [f"stage {self.stage!r}"]
+        if self.budget is not None:
+            parts.append(f"budget {format_bytes(self.budget)}")
+        if self.missing is not None:
+            parts.append(f"no plan yet: it takes {self.missing}")
+        elif self.plan is not None:
+            parts.append(f"predicted peak {format_bytes(self.plan.predicted_peak)}")
+            if self.measured is not None:
+                parts.append(f"measured peak {format_bytes(self.measured.peak_bytes)}")
+        return ", ".join(parts)
+
     def __repr__(self) -> str:
         names = self.blocks
         shown = ", ".join(names[:2] + (("...", names[-1]) if len(names) > 3 else names[2:]))
-        what = f"{len(names)} blocks recomputed: {shown}" if names else f"policy {self._policy!r}"
-        return f"<spillway.Attached to {self._root.kind}, {'removed' if self._removed else what}>"
+        if self._removed:
+            what = "removed"
+        elif self._root.pilot is not None:
+            what = f"{len(names)} blocks: {shown}; {self._state()}"
+        else:
+            what = f"{len(names)} blocks recomputed: {shown}" if names else f"policy {self._policy!r}"
+        return printable(f"<spillway.Attached to {self._root.kind}, {what}>")

@@ -29,14 +29,14 @@ from spillway.profiling.machine import known_hardware
 from spillway.profiling.statics import Known, known_bytes
 from spillway.runtime.host_memory import local_ranks
 from spillway.session import MIN_BYTES, Session
-from spillway.units import parse_bytes
+from spillway.units import parse_bytes, read_budget
 
 
 @dataclass(frozen=True)
 class Limits:
     """What a plan has to keep to, as the user says it."""
 
-    budget: int | str | None = None
+    budget: int | float | str | None = None
     host_budget: int | str | None = None
     disk_budget: int | str | None = None
     allow: Collection[str] | None = None
@@ -65,7 +65,7 @@ def pilot_of(
     model: Module,
     limits: Limits,
     plan: Plan | None,
-    hardware: Hardware | None,
+    hardware: Hardware | str | None,
     session: Session | None,
     min_bytes: int | str | None,
     optimizer: Divided | None = None,
@@ -76,12 +76,16 @@ def pilot_of(
         UsageError: for limits that cannot be meant.
     """
     device = device_of(model)
-    _check(limits, hardware)
-    budget = None if limits.budget is None else parse_bytes(limits.budget, what="budget")
+    _check(limits)
+    budget = None if limits.budget is None else read_budget(limits.budget)
     least = parse_bytes(MIN_BYTES if min_bytes is None else min_bytes, what="min_bytes")
 
     # Measured at most once on a machine, and not in the middle of a step.
-    known = hardware if hardware is not None or plan is not None else known_hardware(device)
+    known: Hardware | None = None
+    if hardware is not None:
+        known = Hardware.of(hardware)
+    elif plan is None:
+        known = known_hardware(device)
 
     used = session if session is not None else Session.default()
     window = used.runtime(device).mover.window
@@ -146,7 +150,10 @@ def stage_pilot_of(index: int, model: Module, session: Session | None, min_bytes
 
 
 def rank_pilot_of(
-    stages: Sequence[tuple[StagePilot, Module]], limits: Limits, hardware: Hardware | None, session: Session | None
+    stages: Sequence[tuple[StagePilot, Module]],
+    limits: Limits,
+    hardware: Hardware | str | None,
+    session: Session | None,
 ) -> RankPilot:
     """A pilot for all stages that a rank has.
 
@@ -154,7 +161,13 @@ def rank_pilot_of(
         UsageError: for limits that cannot be meant, and for stages on several devices.
     """
     assert limits.budget is not None
-    _check(limits, hardware)
+    _check(limits)
+    budget = read_budget(limits.budget)
+    if isinstance(budget, float):
+        raise UsageError(
+            f"budget: got {limits.budget!r} for the stages of a pipeline, expected bytes, since several stages share "
+            f'them and no profile has them all; write it like "40GiB"'
+        )
     devices = {device_of(module) for _, module in stages}
     if len(devices) > 1:
         raise UsageError(f"stages: got some on {sorted(map(str, devices))}, expected one device, which has one budget")
@@ -162,11 +175,11 @@ def rank_pilot_of(
     used = session if session is not None else Session.default()
     given = None if limits.host_budget is None else parse_bytes(limits.host_budget, what="host_budget")
     disk = None if limits.disk_budget is None else parse_bytes(limits.disk_budget, what="disk_budget")
-    lanes = Lanes(known_hardware(device) if hardware is None else hardware, local_ranks())
+    lanes = Lanes(known_hardware(device) if hardware is None else Hardware.of(hardware), local_ranks())
     # Now, before any plan claims another one.
     window = used.runtime(device).mover.window
     planner = _StagePlanner(used, device, lanes, window, given, disk, allowed(device, limits.allow))
-    return RankPilot(stages, device, parse_bytes(limits.budget, what="budget"), planner)
+    return RankPilot(stages, device, budget, planner)
 
 
 @dataclass(frozen=True)
@@ -201,7 +214,7 @@ class _StagePlanner:
         return simulate_stages(stages, plans, turns, self.lanes, static_bytes=static).peak_bytes
 
 
-def _check(limits: Limits, hardware: object) -> None:
+def _check(limits: Limits) -> None:
     """Now, and not only when the first steps were measured."""
     for what in ("host_budget", "disk_budget"):
         given = getattr(limits, what)
@@ -209,10 +222,6 @@ def _check(limits: Limits, hardware: object) -> None:
             parse_bytes(given, what=what)
     if limits.allow is not None:
         check_allow(limits.allow)
-    if hardware is not None and not isinstance(hardware, Hardware):
-        raise UsageError(
-            f"hardware: got {hardware!r:.200}, expected a spillway.Hardware, such as Hardware.named('h200'), or None"
-        )
 
 
 def profiling_pilot(model: Module, session: Session | None, optimizer: torch.optim.Optimizer | None = None) -> Pilot:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from torch.nn import Module
 from spillway.attaching.block import RegionCall
 from spillway.attaching.caches import Caches
 from spillway.attaching.call import PLACE, REFUSALS, ModuleCall
-from spillway.attaching.refusals import refuse_own_flags
+from spillway.attaching.refusals import refuse_checkpointing, refuse_copier, refuse_own_flags
 from spillway.blocks import Named
 from spillway.capture.order import Memory
 from spillway.errors import UsageError
@@ -53,6 +54,10 @@ class ModelCall(ModuleCall):
         self._caches = Caches(model)
         taken = {call.name for call in (self, *blocks)}
         self._around = [(each.name, weakref.ref(each.module)) for each in around if each.name not in taken]
+        self._slots = [
+            (call, weakref.ref(_parent_of(model, call.name)), call.name.rpartition(".")[2]) for call in blocks
+        ]
+        """Where each block is, for as long as nothing is put around it."""
         self._here = _Here()
         self.pilot: Pilot | None = None
         """Who finds a plan."""
@@ -82,6 +87,7 @@ class ModelCall(ModuleCall):
     def _begin(self, stack: ExitStack, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """All that can be refused before the model runs."""
         self._check()
+        refuse_copier(sys._getframe(2), Named("", module))
         if self.pilot is not None:
             self.pilot.begin(module, args, kwargs)
         self.passes += 1
@@ -128,6 +134,20 @@ class ModelCall(ModuleCall):
                 )
             if self._recomputes:
                 refuse_own_flags(name, module)
+        if self._recomputes:
+            self._check_wrappers()
+
+    def _check_wrappers(self) -> None:
+        """That no block was wrapped in what checkpoints it."""
+        for call, reference, key in self._slots:
+            parent = reference()
+            found = None if parent is None else parent._modules.get(key)
+            if found is not None and found is not call.module():
+                refuse_checkpointing([Named(call.name, found)])
+
+
+def _parent_of(model: Module, name: str) -> Module:
+    return model.get_submodule(name.rpartition(".")[0])
 
 
 class ModelPass(offload):

@@ -64,10 +64,11 @@ from spillway.attaching.treating import LEAST, calls_of, told_of, treat_by, trea
 from spillway.attaching.watcher import Watcher
 from spillway.errors import BudgetError, UsageError
 from spillway.planning.plan import Plan
+from spillway.planning.planner import parse_budget
 from spillway.planning.profile import Profile
 from spillway.profiling.compile import queues
 from spillway.profiling.lead import without_lead
-from spillway.profiling.meter import allocated
+from spillway.profiling.meter import DeviceMemory
 from spillway.profiling.slowness import Slowness
 from spillway.profiling.watch import Watch, Watched
 from spillway.session import Session
@@ -107,7 +108,9 @@ class Stage(enum.Enum):
     HOLDING = "holding"
 
 
-_SEEKING = (Stage.TRACING, Stage.WEIGHING, Stage.MEASURING)
+_CALLS_LEFT = {Stage.TRACING: 3, Stage.WEIGHING: 2, Stage.MEASURING: 1}
+"""Of the model, after the one that the stage is of: the last makes the plan."""
+_SEEKING = tuple(_CALLS_LEFT)
 """Before there is a profile."""
 _WRITES_TAPES = {Stage.TRACING: True, Stage.TRYING: True, Stage.HOLDING: None}
 _LAG = 0.1
@@ -144,7 +147,8 @@ class Pilot(Watcher):
         device: where it computes.
         session: ``None``: the default one.
         min_bytes: what is smaller does not leave.
-        budget: bytes that may be allocated on the device. ``None``: profile, and plan nothing, and ask nobody.
+        budget: bytes that may be allocated on the device, or a share as a float, as for :func:`spillway.plan`, of each
+            profile that is measured. ``None``: profile, and plan nothing, and ask nobody.
         planner: makes the plan of a profile within a budget, for some ranks.
         plan: a plan that there is already: it is held, and nothing is measured.
         optimizer: whose fraction on the host the plan says.
@@ -160,7 +164,7 @@ class Pilot(Watcher):
         session: Session | None,
         *,
         min_bytes: int,
-        budget: int | None,
+        budget: int | float | None,
         planner: Callable[[Profile, int, Peers], Plan] | None,
         plan: Plan | None = None,
         optimizer: Divided | None = None,
@@ -169,8 +173,10 @@ class Pilot(Watcher):
         known: Callable[[], Known] | None = None,
     ) -> None:
         super().__init__(device, session)
+        self._memory = DeviceMemory(device)
         self._survey = Survey(model, device, min_bytes=min_bytes, tell=known)
-        self._budget = budget
+        self._share = budget if isinstance(budget, float) else None
+        self._budget = budget if isinstance(budget, int) else None
         self._planner = planner
         self._optimizer = optimizer
         self._waited = 0
@@ -199,7 +205,7 @@ class Pilot(Watcher):
         """Times checked steps of the plan, within the budget."""
         self._rival: _Rival | None = None
         """The plan before, while one is checked that knows of the host."""
-        self._aim = None if budget is None else Aim(budget)
+        self._aim = None if self._budget is None else Aim(self._budget)
         self._inputs = 0
         """Bytes of the largest inputs that the plan is for."""
         self._seen = 0
@@ -217,6 +223,23 @@ class Pilot(Watcher):
         """How often blocks were told to do as a plan says."""
         self.measured: Measured | None = None
         self.notes: list[str] = []
+
+    @property
+    def budget(self) -> int | None:
+        """Bytes that a step may have; ``None``: none was asked for, or it is a share of what is not yet measured."""
+        return self.plan.budget if self._is_given and self.plan is not None else self._budget
+
+    @property
+    def missing(self) -> str:
+        """What a plan still needs; empty: there is one for what was measured last."""
+        if self._is_given or self.stage not in _CALLS_LEFT:
+            return ""
+        if self._idle:
+            return f"a backward pass through the blocks: the last {self._idle} calls of the model had none"
+        if self._waited:
+            return "two steps of the optimizer that attach() was given"
+        calls = _CALLS_LEFT[self.stage] + (self._peers is None)
+        return f"{calls} more call{'s' if calls > 1 else ''} of the model in training, after a backward pass each"
 
     @property
     def is_plain(self) -> bool:
@@ -277,11 +300,11 @@ class Pilot(Watcher):
                 self._note(f"inputs of {format_bytes(nbytes)} came where there had been {format_bytes(self._inputs)}")
                 self._outgrow(nbytes)
             self._inputs = nbytes
-        if looks:
-            self._look_at_level()
-        if self._device.type == "cpu" and self.plan is not None:
+        if self._device.type == "cpu":
             # What came back lay in memory that is kept for more of it. As long as nothing does, that is activations'.
             self._used_session.trim(self._device)
+        if looks:
+            self._look_at_level()
         if self.stage in (Stage.WEIGHING, Stage.MEASURING):
             calls_of(self._blocks, self._used_session)
         if self.stage is Stage.WEIGHING:
@@ -363,6 +386,9 @@ class Pilot(Watcher):
         elif self.stage is Stage.MEASURING:
             self.profile = shared_profile(self._peers.share("profile", lambda: self._compiled(watched)))
             self._measured_profile = self.profile
+            if self._share is not None:
+                self._budget = parse_budget(self._share, self.profile)
+                self._aim = Aim(self._budget)
             # They have all that they saw; the profile says it shorter.
             self._probes.clear()
             self._replan_for_largest()
@@ -703,15 +729,14 @@ class Pilot(Watcher):
         return Watch(self._device, self._carried, times_host=True, lag=lag, lead=self._lead)
 
     def _level(self) -> int:
-        """Bytes that are allocated, now, without those on their way. Of a CPU it takes long to tell."""
-        return 0 if self._device.type == "cpu" else allocated(self._device)[0] - self._carried()
+        """Bytes that are there now, without those on their way."""
+        return self._memory.level() - self._carried()
 
     def _peak(self) -> int:
-        return 0 if self._device.type == "cpu" else allocated(self._device)[1]
+        return self._memory.peak()
 
     def _reset_peak(self) -> None:
-        if self._device.type != "cpu":
-            torch.accelerator.reset_peak_memory_stats(self._device)
+        self._memory.reset_peak()
 
     def note_once(self, what: str) -> None:
         """Say something of the search, or of what is held, if it was not said yet."""

@@ -37,7 +37,7 @@ from spillway.errors import BudgetError
 from spillway.planning.plan import Plan
 from spillway.planning.stages import StageProfile
 from spillway.planning.tasks import Turn
-from spillway.profiling.meter import Meter, allocated, meter_of
+from spillway.profiling.meter import DeviceMemory
 from spillway.units import format_bytes
 
 _MOST_ORDERS = 8
@@ -89,7 +89,7 @@ class RankPilot:
         """How often there were plans because of another order."""
         self._static = 0
         """Bytes that were there when plans were made."""
-        self._meter: Meter | None = None
+        self._memory = DeviceMemory(device)
         self._tried = 0
         self._seen: int | None = None
         """Most bytes in the step, up to when each chunk had its backward."""
@@ -138,7 +138,6 @@ class RankPilot:
 
     def drop(self) -> None:
         """Nothing is measured any more."""
-        self._close_meter()
         self._turns.clear()
         for pilot in self.stages:
             pilot.drop()
@@ -251,33 +250,19 @@ class RankPilot:
         return [turn._replace(part=places.index(turn.part)) for turn in turns if turn.part in places]
 
     def _replan(self, turns: list[Turn]) -> None:
-        self._close_meter()
-        static = self._level()
+        static = self._memory.level()
         plans = self._planner.plans(self._profiled(), self._of_stages(turns), static, self._aim.nbytes)
         self._order, self._accepted, self._static = turns, [], static
         for pilot, plan in zip(self._stages, plans, strict=True):
             pilot.hold(plan)
         self.stage = Stage.TRYING
 
-    def _level(self) -> int:
-        """Bytes that are there now."""
-        if self._device.type != "cpu":
-            return allocated(self._device)[0]
-        meter = meter_of(self._device)
-        meter.mark()
-        readings = meter.finish()
-        meter.close()
-        assert readings is not None
-        return readings[0].level
-
     def _hold(self) -> None:
-        if self._device.type == "cpu":
-            return
         peak = self._peak()
         before, self._tried = self._tried, sum(pilot.tried for pilot in self.stages)
-        if allocated(self._device)[1] > self._budget:
+        if self._memory.peak() > self._budget:
             # Whatever it was, the next step is not to blame.
-            torch.accelerator.reset_peak_memory_stats(self._device)
+            self._memory.reset_peak()
         # Calls of a size that had not come before run again whole, and are tried: that says nothing of the plan.
         if self._tried == before:
             self._compare(peak)
@@ -292,7 +277,6 @@ class RankPilot:
             # The profile will be enlarged.
             return
         self._note(f"inputs of {format_bytes(now)} came where there had been {format_bytes(before)}")
-        self._close_meter()
         self._aim.reset()
         if now > MOST_GROWTH * pilot.measured_inputs:
             self._seek()
@@ -307,41 +291,18 @@ class RankPilot:
             pilot.seek()
 
     def _begin_check(self) -> None:
-        self._close_meter()
         self._seen = None
-        if self._device.type == "cpu":
-            self._meter = meter_of(self._device)
-            self._meter.mark()
-        else:
-            torch.accelerator.reset_peak_memory_stats(self._device)
+        self._memory.reset_peak()
 
     def _see_peak(self) -> None:
         """A backward has ended. What comes after a step's last one, as an evaluation, is not the step's."""
-        if self._device.type != "cpu":
-            if self._is_whole(self._turns):
-                self._seen = allocated(self._device)[1]
-        elif self._meter is not None and len(self._turns) >= len(self._order):
-            self._seen = self._read()
-
-    def _read(self) -> int | None:
-        """What the meter has seen, which ends with it; ``None``: that is not known, as of steps in several threads."""
-        meter, self._meter = self._meter, None
-        if meter is None:
-            return None
-        meter.mark()
-        readings = meter.finish()
-        meter.close()
-        return None if readings is None else max(reading.peak for reading in readings)
+        if self._is_whole(self._turns):
+            self._seen = self._memory.peak()
 
     def _peak(self) -> int | None:
         """Most bytes since the check began, if that is known."""
         found, self._seen = self._seen, None
-        return self._read() if found is None else found
-
-    def _close_meter(self) -> None:
-        if self._meter is not None:
-            self._meter.close()
-        self._meter = None
+        return found
 
     def _note(self, what: str) -> None:
         if what not in self.notes:

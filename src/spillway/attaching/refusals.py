@@ -6,6 +6,7 @@ import fnmatch
 import inspect
 import sys
 from collections.abc import Iterable, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ CHECKPOINTING_FLAGS = ("gradient_checkpointing", "grad_checkpointing")
 """Attributes that are true of a module that checkpoints itself: in transformers and diffusers, and in timm."""
 
 _SHOWN = 8
+_COPIER = torch.nn.DataParallel.forward.__code__
 
 
 def refuse_attached(modules: Iterable[Named]) -> None:
@@ -39,6 +41,23 @@ def refuse_copies(modules: Iterable[Named]) -> None:
                 f"got {each}, to whose replicas on other devices nothing is attached, expected one device in each "
                 f"process; use torch.nn.parallel.DistributedDataParallel"
             )
+
+
+def refuse_copier(frame: FrameType | None, named: Named) -> None:
+    """Raise :class:`~spillway.errors.UnsupportedError` for a call that ``DataParallel`` makes, on however many devices.
+
+    Args:
+        frame: of the call.
+        named: the module that is called, which is attached.
+    """
+    while frame is not None:
+        if frame.f_code is _COPIER:
+            raise UnsupportedError(
+                f"got a call of {named}, which is attached, by torch.nn.DataParallel, to whose replicas on other "
+                f"devices nothing is attached, expected one device in each process; use "
+                f"torch.nn.parallel.DistributedDataParallel"
+            )
+        frame = frame.f_back
 
 
 def refuse_checkpointing(modules: Iterable[Named]) -> None:

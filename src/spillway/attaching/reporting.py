@@ -22,7 +22,10 @@ def write_report(
 ) -> None:
     """What :meth:`spillway.Attached.report` writes; its arguments, and who found the plan."""
     if pilot is None or pilot.plan is None:
-        raise UsageError("report: got a call before there is a plan, expected attach(model, budget=...) and steps")
+        missing = "" if pilot is None else f" (it takes {pilot.missing})"
+        raise UsageError(
+            f"report: got a call before there is a plan{missing}, expected attach(model, budget=...) and steps"
+        )
     if pilot.profile is None or pilot.hardware is None or pilot.sweep is None:
         raise UsageError(
             "report: got a plan that was given, of whose step nothing was measured, expected attach(model, "

@@ -206,7 +206,9 @@ def check_version(tracker: torch.Tensor, version: int, like: Likeness | torch.Te
         size: Any = like.size
         if isinstance(like, torch.Tensor):
             # A nested tensor has no one shape.
-            size = like._nested_tensor_size().tolist() if like.is_nested and like.layout is torch.strided else like.shape
+            size = (
+                like._nested_tensor_size().tolist() if like.is_nested and like.layout is torch.strided else like.shape
+            )
         raise InplaceError(
             f"one of the variables needed for gradient computation has been modified by an inplace operation: "
             f"[{type_name(like.dtype, like.device)} {list(size)}] is at version {tracker._version}; expected version "

@@ -60,7 +60,7 @@ def version() -> None:
 def main() -> None:
     """Run the command line and exit: 0, 2 for an argument that cannot be meant, 1 for what went wrong on the way.
 
-    Of ``spillway run``, the exit code is the script's.
+    Of ``spillway run``, the exit code is the script's, but 3 where that is 0 and nothing was done as asked.
     """
     invocation = Invocation()
     try:
@@ -90,4 +90,12 @@ def _end(error: SpillwayError, invocation: Invocation) -> NoReturn:
     from rich.markup import escape
 
     Console(stderr=True).print(f"[red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
-    sys.exit(USAGE_CODE if isinstance(error, UsageError) else FAILURE_CODE)
+    sys.exit(_code_of(error))
+
+
+def _code_of(error: SpillwayError) -> int:
+    from spillway.running.asked import UNMET_CODE, UnmetError
+
+    if isinstance(error, UnmetError):
+        return UNMET_CODE
+    return USAGE_CODE if isinstance(error, UsageError) else FAILURE_CODE

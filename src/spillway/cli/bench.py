@@ -8,10 +8,11 @@ from typing import Annotated
 
 import typer
 
-from spillway.cli.run import Arguments, AsModule, Target
+from spillway.cli.run import Arguments, AsModule, Target, point_out
 
 
 def bench(
+    context: typer.Context,
     target: Target,
     arguments: Arguments = None,
     module: AsModule = False,
@@ -25,9 +26,9 @@ def bench(
 
     Each process ends after so many optimizer steps. Losses are not compared: nobody knows which number is one.
     """
-    from spillway.errors import UsageError
+    from spillway.errors import UsageError, printable
+    from spillway.planning.files import check_writable, write_file
     from spillway.running.bench import run_bench
-    from spillway.running.files import check_writable
     from spillway.running.script import Script
     from spillway.running.ways import parse_ways
 
@@ -39,9 +40,10 @@ def bench(
     check_writable("--json", json)
     script = Script(target, tuple(arguments or ()), is_module=module)
     chosen = parse_ways(ways.split(","))
-    found = run_bench(script, chosen, steps=steps, told=lambda way: typer.echo(f"{way} ...", err=True))
+    point_out(context, target, script.arguments)
+    found = run_bench(script, chosen, steps=steps, told=lambda way: typer.echo(printable(f"{way} ..."), err=True))
     typer.echo(found.to_text())
     if json is not None:
-        json.write_text(found.to_json(), encoding="utf-8")
+        write_file(json, found.to_json(), what="--json")
     if all(row.answer.error for row in found.rows):
         raise typer.Exit(1)

@@ -15,20 +15,22 @@ from rich.console import Console
 from spillway.cli.show import Progress, comparison
 from spillway.demo.machine import describe_hardware, describe_versions
 from spillway.demo.records import DemoError, Outcome, Report, Row, Settings, make_row
-from spillway.demo.runner import MALLOC, WayProcess
+from spillway.demo.runner import WayProcess
 from spillway.demo.ways import WAYS, Planned, parse_ways, ways_for
 from spillway.errors import UsageError
+from spillway.planning.files import check_writable, write_file
 from spillway.profiling.machine import known_hardware
+from spillway.runtime.malloc import malloc_setting
 from spillway.units import parse_bytes
 
-_CPU_SHAPE = {"layers": 8, "width": 384, "sequence": 512, "batch": 16, "steps": 8}
+_CPU_SHAPE = {"layers": 8, "width": 256, "sequence": 512, "batch": 16, "steps": 11}
 _ACCELERATOR_SHAPE = {"layers": 8, "width": 512, "sequence": 2048, "batch": 16, "steps": 40}
 
 _START_SECONDS = 8.0
 """What one way needs beside its steps: imports, text, hashes."""
 
-_NARROWEST = 100
-"""Columns that the table is given where no terminal says how many there are."""
+_MOST_MORE = 16
+"""Steps beyond ``--steps`` that a way may take to find its plan."""
 
 Count = Annotated[int | None, typer.Option(min=1, show_default="by device")]
 
@@ -85,10 +87,9 @@ def demo(
         **numbers,
     )
     settings.check()
-    _check_writable(json)
+    check_writable("--json", json)
 
     console = Console()
-    console = console if console.is_terminal else Console(width=max(console.width, _NARROWEST))
     all_at_once = where.type == "cpu" if in_turn is None else in_turn
     if all_at_once and Planned.name in names:
         _know_hardware(where, console)
@@ -99,7 +100,7 @@ def demo(
     for line in comparison(report):
         console.print(line, highlight=False)
     if json is not None:
-        json.write_text(report.to_json(), encoding="utf-8")
+        write_file(json, report.to_json(), what="--json")
     unequal = [row.way for row in report.rows if row.identical is False]
     if unequal:
         raise DemoError(f"{', '.join(unequal)}: loss or gradients are not bit for bit those of keep; this is a bug")
@@ -130,14 +131,19 @@ def _run_in_turn(
         for process in processes:
             progress.show(process.way, process.started())
         fewest = max(WAYS[name].fewest_steps for name in names)
+        settled = dict.fromkeys(names, 0)
         begin = time.perf_counter()
-        for index in range(steps):
+        for index in range(steps + _MOST_MORE):
             # Another round after this one would take until then, if it takes as long as those before did.
             done = index + 1
             end = (time.perf_counter() - begin) / max(index, 1) * (done + 1)
-            last = done == steps or (limit is not None and done >= fewest and end > limit)
+            is_late = limit is not None and done >= fewest and end > limit
+            are_settled = all(settled[name] >= WAYS[name].fewest_settled for name in names)
+            last = done == steps + _MOST_MORE or ((done >= steps or is_late) and are_settled)
             for process in processes:
-                progress.show(process.way, process.step(last=last))
+                step = process.step(last=last)
+                settled[process.way] += step.settled
+                progress.show(process.way, step)
             if last:
                 break
         outcomes = {process.way: process.outcome() for process in processes}
@@ -155,7 +161,7 @@ def _report(outcomes: dict[str, Outcome], settings: Settings) -> Report:
         hardware=describe_hardware(device),
         versions=describe_versions(),
         settings=settings_of_all,
-        environment=MALLOC,
+        malloc=malloc_setting() if device.type == "cpu" else "",
     )
 
 
@@ -210,9 +216,3 @@ def _know_hardware(device: torch.device, console: Console) -> None:
         told.append(part)
 
     known_hardware(device, on_part=tell)
-
-
-def _check_writable(path: Path | None) -> None:
-    # Asked before minutes of training rather than after.
-    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-        raise UsageError(f"json: got {path}, expected the name of a file in a folder that exists")

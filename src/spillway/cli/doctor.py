@@ -19,7 +19,7 @@ from rich.table import Table
 
 from spillway.doctor.facts import Facts, read_facts
 from spillway.doctor.findings import Finding, Severity, findings
-from spillway.errors import BackendError, TierError, UsageError
+from spillway.errors import BackendError, TierError, UsageError, printable
 from spillway.planning.hardware import Hardware
 from spillway.profiling.machine import known_hardware
 from spillway.runtime.which_device import which_device
@@ -81,7 +81,7 @@ def shown(facts: Facts, hardware: Hardware | None, found: tuple[Finding, ...]) -
         yield _table(
             (
                 f"[{_COLOURS[finding.severity]}]{finding.severity.value}[/]",
-                f"{escape(finding.found)}\n{escape(finding.means)}\n[bold]{escape(finding.do)}[/]",
+                f"{_text(finding.found)}\n{_text(finding.means)}\n[bold]{_text(finding.do)}[/]",
             )
             for finding in found
         )
@@ -157,14 +157,16 @@ def _table(rows: Iterable[tuple[str, str]]) -> Table:
 
 def _machine(facts: Facts, hardware: Hardware | None) -> Iterator[tuple[str, str]]:
     device, memory, spill = facts.device, facts.memory, facts.spill
-    of_device = f"{escape(device.name)} ({device.type}), {format_bytes(device.nbytes or memory.limit)}"
+    of_device = f"{_text(device.name)} ({device.type}), {format_bytes(device.nbytes or memory.limit)}"
     yield "device", of_device if device.count < 2 else f"{of_device}, one of {device.count}"
     limit = "" if memory.limit >= memory.machine else f" of the machine's {format_bytes(memory.machine)}"
     yield "host memory", f"{format_bytes(memory.limit)}{limit}, {format_bytes(memory.available)} free"
     if spill.directory is not None:
         how = "direct" if spill.direct else "through the page cache"
-        yield "spills to", f"{escape(spill.directory)} ({spill.kind}, {how}), {format_bytes(spill.free)} free"
+        yield "spills to", f"{_text(spill.directory)} ({spill.kind}, {how}), {format_bytes(spill.free)} free"
     yield "torch", f"{facts.torch}{'' if facts.built_for is None else f', {facts.built_for}'}; {facts.system}"
+    if device.type == "cpu":
+        yield "malloc", escape(facts.malloc)
     if hardware is None:
         return
     link = hardware.link()
@@ -178,6 +180,10 @@ def _machine(facts: Facts, hardware: Hardware | None) -> Iterator[tuple[str, str
     if hardware.disk_write is not None and hardware.disk_read is not None:
         yield "disk", f"{_rate(hardware.disk_write)} written, {_rate(hardware.disk_read)} read"
     yield "measured", hardware.date.isoformat()
+
+
+def _text(text: str) -> str:
+    return escape(printable(text))
 
 
 def _rate(rate: float) -> str:

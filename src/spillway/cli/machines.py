@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import torch
 from rich import progress
@@ -12,6 +11,7 @@ from rich.console import Console
 
 from spillway.errors import BackendError, UsageError
 from spillway.planning.hardware import PRESETS, Hardware
+from spillway.planning.profile import Profile
 from spillway.profiling.machine import known_hardware
 
 
@@ -27,7 +27,7 @@ def hardware_of(name: str | None, device: str) -> Hardware:
         UsageError: for a name that is neither; for a device that is not here, and no name.
     """
     if name is not None:
-        return Hardware.named(name) if name in PRESETS else _from_file(name)
+        return Hardware.of(name)
     try:
         with working("measuring this machine, once") as tell:
             return known_hardware(torch.device(device), on_part=lambda part: tell(f"measuring {part}"))
@@ -38,12 +38,21 @@ def hardware_of(name: str | None, device: str) -> Hardware:
         ) from error
 
 
-def _from_file(name: str) -> Hardware:
-    if not Path(name).is_file():
-        raise UsageError(
-            f"hardware: got {name!r}, expected one of {', '.join(PRESETS)}, or a file that Hardware.save() wrote"
-        )
-    return Hardware.load(name)
+def note_of(profile: Profile, hardware: Hardware, *, is_named: bool) -> tuple[str, ...]:
+    """What has to be said of a plan whose times are of one machine, and whose bandwidths of another.
+
+    Args:
+        profile: of a step.
+        hardware: that is planned for.
+        is_named: whether the user named it.
+    """
+    is_cpu = torch.device(profile.device).type == "cpu"
+    if not is_named or not is_cpu or hardware.source.startswith("measured on cpu"):
+        return ()
+    return (
+        f"the times of operators are this profile's, which a CPU took; only the bandwidths are those of "
+        f"{hardware.name}. For its times, profile with spillway.profile(model, batch, hardware=...)",
+    )
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from spillway.errors import BudgetError
+from spillway.errors import BudgetError, printable
 from spillway.units import format_bytes
 
 
@@ -44,11 +44,13 @@ def plan(
     """Plan a step within a budget, and say what is kept, sent away and computed again."""
     # What plans takes a while to import, and `spillway --help` does without.
     import spillway
-    from spillway.cli.machines import hardware_of, working
+    from spillway.cli.machines import hardware_of, note_of, working
+    from spillway.planning.files import check_writable
     from spillway.report.facts import facts_of
     from spillway.report.text import to_text
     from spillway.runtime.host_memory import local_ranks
 
+    check_writable("--output", output)
     measured = spillway.Profile.load(profile)
     machine = hardware_of(hardware, measured.device)
     try:
@@ -74,7 +76,10 @@ def plan(
         ) from error
     if output is not None:
         found.save(output)
+    notes = note_of(measured, machine, is_named=hardware is not None)
     if as_json:
+        for note in notes:
+            typer.echo(f"note: {printable(note)}", err=True)
         typer.echo(found.to_json())
     else:
-        typer.echo(to_text(facts_of(measured, found, machine, active=local_ranks())), nl=False)
+        typer.echo(to_text(facts_of(measured, found, machine, active=local_ranks(), notes=notes)), nl=False)

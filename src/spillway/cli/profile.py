@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from spillway.cli.run import Arguments, AsModule, Target
+from spillway.cli.run import Arguments, AsModule, Target, point_out
 
 
 def profile(
@@ -28,4 +28,5 @@ def profile(
     from spillway.running.script import Script
 
     script = Script(target, tuple(arguments or ()), is_module=module)
+    point_out(context, target, script.arguments)
     context.ensure_object(Invocation).job = lambda: run_profiled(script, out, steps=steps)

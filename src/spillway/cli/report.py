@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Annotated
 import torch
 import typer
 
-from spillway.errors import UsageError
-
 if TYPE_CHECKING:
     from spillway.planning.plan import Plan
     from spillway.planning.profile import Profile
@@ -54,8 +52,9 @@ def report(
     # What plans takes a while to import, and `spillway --help` does without.
     import spillway
     from spillway.budgeting import sweep
-    from spillway.cli.machines import counting, hardware_of
-    from spillway.planning.files import write_file
+    from spillway.cli.machines import counting, hardware_of, note_of
+    from spillway.errors import printable
+    from spillway.planning.files import check_writable, write_file
     from spillway.report.facts import facts_of
     from spillway.report.figures import graph_objects
     from spillway.report.page import to_page
@@ -64,26 +63,27 @@ def report(
     from spillway.runtime.host_memory import local_ranks
 
     page = output if output is not None or text else Path("report.html")
-    for file in (page, trace):
-        _check_writable(file)
+    check_writable("--output", page)
+    check_writable("--trace", trace)
     if page is not None:
         # Before what takes long, and not after it.
         graph_objects()
     measured, found = spillway.Profile.load(profile), spillway.Plan.load(plan)
     machine = hardware_of(hardware, measured.device)
-    facts = facts_of(measured, found, machine, active=local_ranks())
+    notes = note_of(measured, machine, is_named=hardware is not None)
+    facts = facts_of(measured, found, machine, active=local_ranks(), notes=notes)
     if text:
         typer.echo(to_text(facts), nl=False)
     if page is not None:
         if curve:
             with counting("other budgets") as tell:
                 drawn = sweep(measured, allow=_allowed(measured, found), hardware=machine, on_point=tell)
-            facts = facts_of(measured, found, machine, active=local_ranks(), curve=drawn)
+            facts = facts_of(measured, found, machine, active=local_ranks(), notes=notes, curve=drawn)
         write_file(page, to_page(facts))
-        typer.echo(f"wrote {page}", err=text)
+        typer.echo(printable(f"wrote {page}"), err=text)
     if trace is not None:
         write_file(trace, to_trace(facts))
-        typer.echo(f"wrote {trace}", err=text)
+        typer.echo(printable(f"wrote {trace}"), err=text)
     if page is not None and (show is Open.YES or (show is Open.AUTO and _has_screen())):
         webbrowser.open(page.absolute().as_uri())
 
@@ -101,8 +101,3 @@ def _has_screen() -> bool:
         return False
     # Elsewhere a browser of the terminal's would take it over.
     return sys.platform in ("darwin", "win32") or any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY"))
-
-
-def _check_writable(path: Path | None) -> None:
-    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-        raise UsageError(f"output: got {str(path)!r}, expected the name of a file in a folder that exists")

@@ -67,7 +67,7 @@ class Progress:
 def comparison(report: Report) -> Iterator[RenderableType]:
     """The table of the ways, and what its columns mean."""
     settings = report.settings
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)
     for heading in _HEADINGS:
         table.add_column(heading, justify="left" if heading == "way" else "right", vertical="bottom", no_wrap=True)
     reference = next((row for row in report.rows if row.way == "keep"), None)
@@ -82,9 +82,10 @@ def comparison(report: Report) -> Iterator[RenderableType]:
         f"{settings['steps']} steps."
     )
     yield (
-        f"peak: {report.rows[0].peak_source}. activation peak: above what was held just before the first step; "
-        "gradients and optimizer state are in it. step: median of all but the first. moved: bytes that left in one "
-        "step. identical: every loss, and all gradients of the first and last step, bit for bit those of keep."
+        f"peak: {report.rows[0].peak_source}. activations: the peak above what was held just before the first "
+        "step; gradients and optimizer state are in it. step: median of all but the first, of planned those with its "
+        "plan. moved: bytes that left in one step. identical: every loss, and all gradients of the first and last "
+        "step, bit for bit those of keep."
     )
     yield from (row.note for row in report.rows if row.note)
     for row in report.rows:
@@ -96,9 +97,9 @@ _HEADINGS = (
     "way",
     "step\ntime",
     "of\nkeep",
-    "tokens\nper s",
+    "\ntok/s",
     "\npeak",
-    "activation\npeak",
+    "activa-\ntions",
     "of\nkeep",
     "\nmoved",
     "\nloss",
@@ -111,7 +112,7 @@ def _cells(row: Row, reference: Row | None) -> list[str]:
         row.way,
         format_seconds(row.step_seconds),
         _share(row.step_seconds, reference.step_seconds if reference else 0),
-        f"{row.tokens_per_second:,.0f}",
+        _thousands(row.tokens_per_second),
         format_bytes(row.peak_bytes),
         format_bytes(row.activation_peak_bytes),
         _share(row.activation_peak_bytes, reference.activation_peak_bytes if reference else 0),
@@ -123,3 +124,9 @@ def _cells(row: Row, reference: Row | None) -> list[str]:
 
 def _share(part: float, whole: float) -> str:
     return f"{part / whole:.0%}" if whole > 0 else "-"
+
+
+def _thousands(number: float) -> str:
+    if number < 1000:
+        return f"{number:.0f}"
+    return f"{number / 1000:.1f}k" if number < 100_000 else f"{number / 1000:,.0f}k"

@@ -87,6 +87,8 @@ class Step:
     """From 0."""
     loss: float
     seconds: float
+    settled: bool = True
+    """Whether all later steps are done as this one was."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +110,10 @@ class Outcome:
     losses: list[float]
     fingerprint: str
     """SHA-256 of the exact bytes of every loss and of all gradients of the first and of the last step."""
+    counted_steps: int = 0
+    """Steps that ``step_seconds`` is the median of."""
+    budget_bytes: int | None = None
+    """The budget, of a way that has one."""
     note: str = ""
     """A sentence for below the table."""
 
@@ -165,6 +171,8 @@ class Row:
     baseline_bytes: int
     peak_source: str
     fingerprint: str
+    counted_steps: int = 0
+    budget_bytes: int | None = None
     note: str = ""
 
 
@@ -188,8 +196,8 @@ class Report:
     versions: dict[str, str]
     settings: dict[str, str | int | float | None]
     """Of the training, the same for every way."""
-    environment: dict[str, str]
-    """What every child was given beyond the parent's own environment."""
+    malloc: str
+    """How the C library's ``malloc`` is set in every child on the CPU; empty on an accelerator."""
 
     def to_json(self) -> str:
         """The report as JSON, with the names of its fields."""

@@ -15,15 +15,6 @@ from typing import TypeVar
 from spillway.demo.records import DemoError, Order, Outcome, Refused, Settings, Started, Step, decode
 from spillway.errors import UsageError
 
-MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(2**20), "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-"""How glibc's malloc is set in every child, for every way alike.
-
-Left alone, malloc raises its mmap threshold to 32 MiB as a program frees large blocks; from then on tensors lie in its
-heap, where what is freed between two living blocks stays resident: what a process holds then says little of what the
-training needs. With a fixed threshold every tensor of 1 MiB or more is a mapping of its own that goes when it is freed,
-in huge pages (the second setting), so that this costs no time. Other C libraries ignore both.
-"""
-
 _PATIENCE = 5.0
 
 _M = TypeVar("_M", Started, Step, Outcome)
@@ -31,7 +22,7 @@ _M = TypeVar("_M", Started, Step, Outcome)
 
 def child_environment() -> dict[str, str]:
     """This process's environment with what every child is given; what the user has set is left alone."""
-    return {**MALLOC, "CUBLAS_WORKSPACE_CONFIG": ":4096:8", **os.environ}
+    return {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", **os.environ}
 
 
 class WayProcess:

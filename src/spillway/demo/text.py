@@ -53,6 +53,8 @@ def _files(path: Path | None) -> Iterator[Path]:
     if path is not None and not path.exists():
         raise UsageError(f"data: {path} does not exist; give a file or folder with --data")
     if path is not None and not path.is_dir():
+        if not path.is_file():
+            raise UsageError(f"data: got {path}, which is no regular file; give a file or folder with --data")
         yield path
         return
     root = path or Path(sysconfig.get_path("stdlib"))

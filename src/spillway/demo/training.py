@@ -20,6 +20,7 @@ from spillway.demo.model import GPT
 from spillway.demo.records import HEAD_WIDTH, Message, Order, Outcome, Settings, Started, Step
 from spillway.demo.text import Batches, load_text
 from spillway.demo.ways import WAYS, Way
+from spillway.runtime.malloc import set_malloc
 
 
 def train(settings: Settings, say: Callable[[Message], None], hear: Callable[[], Order]) -> None:
@@ -32,6 +33,9 @@ def train(settings: Settings, say: Callable[[Message], None], hear: Callable[[],
     """
     settings.check()
     device = torch.device(settings.device)
+    if device.type == "cpu":
+        # For every way alike: its peak is then that of the training.
+        set_malloc()
     _make_deterministic(device)
     text = load_text(None if settings.data is None else Path(settings.data))
     batches = Batches(text, batch=settings.batch, sequence=settings.sequence, seed=settings.seed, device=device)
@@ -43,7 +47,8 @@ def train(settings: Settings, say: Callable[[Message], None], hear: Callable[[],
     say(Started(parameters=_count_parameters(way.model), text_bytes=len(text)))
 
     losses, seconds, fingerprint, settled = _run_steps(way, batches, say, hear)
-    middle = typical_seconds(seconds, settled)
+    counted = counted_seconds(seconds, settled)
+    middle = statistics.median(counted)
     say(
         Outcome(
             step_seconds=middle,
@@ -55,13 +60,15 @@ def train(settings: Settings, say: Callable[[Message], None], hear: Callable[[],
             moved_bytes=way.moved_bytes(),
             losses=losses,
             fingerprint=fingerprint,
+            counted_steps=len(counted),
+            budget_bytes=way.budget_bytes(),
             note=way.note(),
         )
     )
 
 
-def typical_seconds(seconds: list[float], settled: list[bool]) -> float:
-    """The median over the steps that were done as all later ones are, but for the first of them.
+def counted_seconds(seconds: list[float], settled: list[bool]) -> list[float]:
+    """Those of the steps that were done as all later ones are, but for the first of them.
 
     That makes pools and caches, or takes leave of what has watched the steps before. If there is none, all steps count,
     but for the first.
@@ -71,7 +78,7 @@ def typical_seconds(seconds: list[float], settled: list[bool]) -> float:
         settled: of each step, whether it was done as all later ones are.
     """
     steady = [each for each, is_settled in zip(seconds, settled, strict=True) if is_settled]
-    return statistics.median(steady[1:] or steady or seconds[1:] or seconds)
+    return steady[1:] or steady or seconds[1:] or seconds
 
 
 def _run_steps(
@@ -94,7 +101,7 @@ def _run_steps(
         fingerprint.add([loss])
         if last or len(losses) == 1:
             fingerprint.add(way.gradients())
-        say(Step(index=len(losses) - 1, loss=losses[-1], seconds=seconds[-1]))
+        say(Step(index=len(losses) - 1, loss=losses[-1], seconds=seconds[-1], settled=settled[-1]))
     return losses, seconds, fingerprint.text(), settled
 
 

@@ -31,6 +31,8 @@ class Way:
     """Whether it runs on the CPU unasked."""
     fewest_steps: ClassVar[int] = 3
     """Fewer say nothing of it: one to warm up, two to measure."""
+    fewest_settled: ClassVar[int] = 2
+    """Before the last one, steps that are done as all later ones are."""
     not_compared: ClassVar[str] = ""
     """Why its losses on an accelerator are not compared with those of ``keep``; empty where they are."""
 
@@ -77,6 +79,10 @@ class Way:
     def checked_peak(self) -> int:
         """The peak, in bytes, that it has measured itself, for whoever it took the allocator's from."""
         return 0
+
+    def budget_bytes(self) -> int | None:
+        """The budget; ``None``: it has none."""
+        return None
 
     def note(self) -> str:
         """A sentence for below the table; empty: there is nothing to say."""
@@ -129,8 +135,9 @@ class Planned(Way):
     name = "planned"
     summary = "spillway.attach(budget=...): what stays, leaves and is computed again is planned"
     cost = 1.3
-    # Four find the plan, one takes leave of what watched them, one is measured.
-    fewest_steps = 7
+    # Five find the plan as a rule, one takes leave of what watched them, five are measured.
+    fewest_steps = 11
+    fewest_settled = 6
 
     budget: int
     """Bytes."""
@@ -163,6 +170,10 @@ class Planned(Way):
         measured = self._attached.measured
         return 0 if measured is None or self.is_settled() else measured.peak_bytes
 
+    def budget_bytes(self) -> int | None:
+        """The budget."""
+        return self.budget
+
     def note(self) -> str:
         """The budget, and what the plan does."""
         told = f"{self.name}: a budget of {format_bytes(self.budget)}"
@@ -193,7 +204,7 @@ class Planned(Way):
 _ANY = 1 << 60
 """A budget that everything is within."""
 
-_UNSTEADY = 256 << 20
+_UNSTEADY = 64 << 20
 """Bytes. See NOTE [ A budget for the demo ]."""
 
 

@@ -19,6 +19,7 @@ from spillway.runtime.device import backend_for
 from spillway.runtime.device_name import device_name
 from spillway.runtime.disk import SpillFile
 from spillway.runtime.host_memory import local_ranks, memory_limit
+from spillway.runtime.malloc import malloc_setting
 from spillway.runtime.spill_directory import mount_of
 from spillway.runtime.system_calls import SystemCalls
 
@@ -102,6 +103,8 @@ class Facts:
     device: Device
     memory: Memory
     spill: Spill
+    malloc: str = ""
+    """How the C library's ``malloc`` is set where Spillway works in CPU memory."""
 
 
 def read_facts(
@@ -124,6 +127,7 @@ def read_facts(
         device=_device(device),
         memory=_memory(),
         spill=_spill(spill_directory),
+        malloc=malloc_setting(),
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.nn import Module
 
-from spillway.attaching import Attached, attach
+from spillway.attaching import Attached, attach, policy_named
 from spillway.blocks import perhaps
 from spillway.errors import UsageError
 from spillway.recomputing import Recompute
@@ -33,11 +33,15 @@ class AttachOptions:
                     f"got {name}={self.options[name]!r:.200}, expected options of spillway.attach: "
                     f"{perhaps(name, _KNOWN)}there are {', '.join(_KNOWN)}"
                 )
+        if isinstance(self.options.get("policy"), str):
+            policy_named(self.options["policy"])
 
     @property
     def recomputes(self) -> bool:
         """Whether blocks are made regions, which must not be checkpointed a second time."""
         policy = self.options.get("policy")
+        if isinstance(policy, str):
+            policy = policy_named(policy)
         return isinstance(policy, Recompute) if policy is not None else self.options.get("groups") is None
 
     def attach(self, model: Module) -> Attached:

@@ -76,7 +76,7 @@ def offload_stages(
     recompute: Recompute | None = None,
     blocks: Blocks | None = None,
     budget: int | str | None = None,
-    hardware: Hardware | None = None,
+    hardware: Hardware | str | None = None,
     host_budget: int | str | None = None,
     disk_budget: int | str | None = None,
     allow: Collection[str] | None = None,
@@ -112,7 +112,7 @@ def offload_stages(
             leaves and what is computed again, the same for all chunks. Say it once for all stages of the rank. The
             first steps are measured, and a plan is made for the order in which the schedule has its turns:
             ``docs/pipelining.md``.
-        hardware: with a budget: what the machine can do. ``None``: as it was measured on it, once.
+        hardware: with a budget: what the machine can do, as for :func:`spillway.plan`. ``None``: as it was measured.
         host_budget: with a budget: bytes of host memory. ``None``: what the session may have.
         disk_budget: with a budget: bytes of disk. ``None``: any.
         allow: with a budget: what may be done, as :func:`spillway.attach` has it.
@@ -198,7 +198,7 @@ def _planned(
     min_bytes: int | str | None,
     session: Session | None,
     *,
-    hardware: Hardware | None,
+    hardware: Hardware | str | None,
     **limits: Any,
 ) -> OffloadedStages:
     """Stages within a budget."""

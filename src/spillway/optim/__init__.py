@@ -10,10 +10,11 @@ Backward: a gradient is accumulated -> its bytes go out behind an event on the c
 ``p.grad`` becomes an :class:`~spillway.optim.away.AwayGradient`, a tensor whose bytes are on the host. What comes to it
 later is added there. Clipping and scaling are noted, and done when the step reads the gradient.
 
-``step()``: the *host lane*, one thread, takes the parameters in turn, waits for the gradient of each, and gives its
-pieces to *hands*, a few threads. Of each piece: cast the gradient into scratch and multiply it there, let the
-optimizer's own class step the piece of the master, which is pinned, queue its way to the device, where it becomes the
-parameter's type. Meanwhile the others' gradients come, and parameters go. The compute stream waits for them before
+``step()``: the *host lane*, one thread, takes the parameters in turn, waits for the gradient of each, queues a copy of
+the parameter to the host (see NOTE [ The parameter is the truth ] in ``masters.py``), and gives its pieces to *hands*,
+a few threads. Of each piece: let the master follow the parameter, cast the gradient into scratch and multiply it there,
+let the optimizer's own class step the piece of the master, which is pinned, queue its way to the device, where it
+becomes the parameter's type. Meanwhile other parameters come and go. The compute stream waits for them before
 ``step()`` returns, or, where a model was given to :meth:`OffloadedOptimizer.overlap_forward`, each block for its own
 when it is next called. With ``step_in_backward`` the same begins when a gradient has come (``early.py``).
 

@@ -28,14 +28,12 @@ class Trip:
     Args:
         load: the load.
         turns: of the parts that are stepped, by their numbers.
-        stale: the numbers of those whose parameter somebody wrote to, or of which no master is known.
         settings: of their group.
     """
 
-    def __init__(self, load: Load, turns: Mapping[int, Turn], stale: set[int], settings: Mapping[str, Any]) -> None:
+    def __init__(self, load: Load, turns: Mapping[int, Turn], settings: Mapping[str, Any]) -> None:
         self.load = load
         self.turns = turns
-        self.stale = stale
         self.settings = settings
         self.memory: Bytes | None = None
         """Where its bytes are while it is here."""
@@ -120,6 +118,9 @@ class Carrier(ABC):
     @abstractmethod
     def host_states(self, load: Load) -> list[State]:
         """All states of a load, in host memory; for the caller's thread while nothing is under way."""
+
+    def opened(self, load: Load, index: int, state: State) -> None:  # noqa: B027  (they see where it lies)
+        """Somebody may write to a parameter's state, which :meth:`host_states` gave."""
 
     @abstractmethod
     def write(self, load: Load, states: list[State], layout: Layout, place: Any) -> None:

@@ -87,7 +87,7 @@ class DeviceCarrier(Carrier):
         if goal is not None:
             trip.room = self.memory(goal.nbytes)
         nbytes = _lines(state) + sum(_lines(each.nbytes) for each in gradients)
-        if nbytes == 0:
+        if not state and not gradients:
             return
         memory = trip.memory = self.memory(nbytes)
         # Compute has waited for all that lies between steps to be there.

@@ -9,7 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from spillway.optim.kinds import step_of, written_by_step
-from spillway.optim.masters import Stamp, take
+from spillway.optim.masters import take
 from spillway.optim.sharding import local_of
 from spillway.optim.states import MASTER, device_copy
 
@@ -30,7 +30,6 @@ class DevicePart:
         self._step = step_of(optimizer_class)
         self._inner: Optimizer | None = None
         self._masters: dict[torch.Tensor, torch.nn.Parameter] = {}
-        self._stamps: dict[torch.Tensor, Stamp] = {}
         self._work: dict[torch.Tensor, tuple[int, torch.dtype]] = {}
 
     def __contains__(self, parameter: torch.Tensor) -> bool:
@@ -77,7 +76,6 @@ class DevicePart:
             for parameter, master in self._masters.items():
                 if master.grad is not None:
                     parameter.copy_(master)
-                    self._stamps[parameter] = Stamp(parameter)
                     master.grad = None
 
     def state_of(self, parameter: torch.Tensor) -> dict[Any, Any]:
@@ -119,7 +117,6 @@ class DevicePart:
         """Each master is what its parameter says."""
         for parameter, master in self._masters.items():
             master.copy_(parameter)
-            self._stamps[parameter] = Stamp(parameter)
 
     def close(self) -> None:
         """Give masters and state back."""
@@ -133,7 +130,6 @@ class DevicePart:
 
     def _forget_master(self, parameter: torch.Tensor) -> None:
         master = self._masters.pop(parameter, None)
-        self._stamps.pop(parameter, None)
         if master is not None and self._inner is not None:
             self._inner.state.pop(master, None)
 
@@ -154,7 +150,7 @@ class DevicePart:
         master = self._masters.get(parameter)
         if master is None:
             master = self._masters[parameter] = torch.nn.Parameter(parameter.detach().to(dtype), requires_grad=False)
-        elif (stamp := self._stamps.get(parameter)) is None or not stamp.holds(parameter):
+        else:
             take(local_of(master), local_of(parameter).detach())
         return master
 

@@ -11,7 +11,7 @@ import torch
 
 from spillway.errors import SessionError, TierError
 from spillway.optim.belt import Carrier, Trip
-from spillway.optim.layout import Layout, State
+from spillway.optim.layout import Layout, Place, State
 from spillway.optim.loads import Load
 from spillway.optim.traffic import Traffic
 from spillway.runtime.arena import Block, pages
@@ -53,7 +53,7 @@ def _give_back(file: SpillFile, extents: Sequence[Extent]) -> None:
 class DiskCarrier(Carrier):
     """Brings loads from the spill file to blocks of the arena.
 
-    What parameters are comes from the device, where there is no master, or somebody wrote to the parameter.
+    What parameters are comes from the device: see NOTE [ The parameter is the truth ].
 
     Args:
         traffic: of the device.
@@ -72,7 +72,7 @@ class DiskCarrier(Carrier):
         goal = trip.goal()
         total = pages(trip.load.layout.nbytes) if trip.load.is_away else 0
         total += 0 if goal is None else pages(goal.nbytes)
-        return total + sum(pages(trip.load.parts[index].nbytes) for index in _asked(trip))
+        return total + sum(pages(trip.load.parts[index].nbytes) for index in trip.turns)
 
     def reserve(self, load: Load, layout: Layout) -> DiskPlace:
         return DiskPlace(self._file, layout.nbytes)
@@ -82,9 +82,8 @@ class DiskCarrier(Carrier):
         assert trip.ready is not None
         with contextlib.ExitStack() as unless_queued:
             unless_queued.callback(self.drop, trip)
-            for index in _asked(trip):
-                part = load.parts[index]
-                trip.values[index] = self._traffic.fetch(part.of(part.held.local()), trip.ready)
+            values = [load.parts[index].of(load.parts[index].held.local()) for index in trip.turns]
+            trip.values = dict(zip(trip.turns, self._traffic.fetch(values, trip.ready), strict=True))
             goal = trip.goal()
             if goal is not None:
                 trip.room = self.memory(goal.nbytes)
@@ -150,6 +149,14 @@ class DiskCarrier(Carrier):
         self._each(load.place, memory, self._file.read, write=True).synchronize()
         return load.opened(memory)
 
+    def opened(self, load: Load, index: int, state: State) -> None:
+        # What came of the file is a copy: the next step has it from there.
+        part = load.parts[index]
+        load.states[index] = {
+            name: part.of(state[name]) if isinstance(value, Place) else value
+            for name, value in load.states[index].items()
+        }
+
     def write(self, load: Load, states: list[State], layout: Layout, place: DiskPlace) -> None:
         if not layout.places:
             return
@@ -179,11 +186,6 @@ class DiskCarrier(Carrier):
 
             moves.append(self._backend.run(task))
         return Several(moves)
-
-
-def _asked(trip: Trip) -> list[int]:
-    """The parts of which the device is to say what they are."""
-    return [index for index in trip.turns if index in trip.stale or not trip.load.parts[index].held.has_master]
 
 
 def _pages(nbytes: int) -> Bytes:

@@ -36,7 +36,7 @@ class DiskShelf(LoadShelf):
     def tally(self) -> Spilled:
         return Spilled()
 
-    def step(self, turns: Sequence[Turn], now: Tally, *, ahead: int | None) -> None:
+    def step(self, turns: Sequence[Turn], now: Tally, *, overlapped: bool) -> None:
         assert isinstance(now, Spilled)
         if not any(turn.gradient.factors for turn in turns):
             # Whose gradient came first is there first; else all of them have to be, and the first are wanted first.
@@ -55,7 +55,6 @@ class DiskShelf(LoadShelf):
             now.closing.append(one.lane.run(belt.settle))
         for turn in turns:
             held = turn.held
-            held.in_doubt = True
             held.written()
             held.coming = held.shared.traffic.backend.all_of(ends[held])
             held.gradient.reader = held.shared.lane.run(_nothing)
@@ -104,20 +103,16 @@ class DiskShelf(LoadShelf):
     def _parameter(self, trip: Trip, index: int, traffic: Traffic) -> torch.nn.Parameter:
         """What is stepped for a part, with its gradient."""
         part = trip.load.parts[index]
-        sent = trip.values.get(index)
-        values = None if sent is None else traffic.read(sent).as_strided(*part.form)
+        sent = trip.values[index]
+        values = traffic.read(sent).as_strided(*part.form)
         if part.held.has_master:
             stepped = trip.states[index].get(MASTER)
             if stepped is None:
-                assert values is not None
                 stepped = values.to(part.held.work_dtype)
-            elif values is not None:
+            else:
                 take(stepped, values)
-            if sent is not None:
-                traffic.give_back(trip.values.pop(index))
+            traffic.give_back(trip.values.pop(index))
         else:
-            assert sent is not None
-            assert values is not None
             stepped = values
             traffic.backend.host_access(sent.memory, write=True)
         parameter = torch.nn.Parameter(stepped, requires_grad=False)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import weakref
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -51,16 +51,22 @@ class Snapshot:
         """When it left for the host, among all; what is being added up did before."""
         return 0 if self.raw is None else self.raw.parcel.number
 
-    def is_there(self) -> bool:
-        """Whether it has come to the host, as far as it is not being added up."""
-        return self.raw is None or (self.raw.parcel.arrived is not None and self.raw.parcel.arrived.query())
-
     def wait(self, traffic: Traffic) -> None:
         """Until all of it is on the host."""
         if self.raw is not None:
             self.read(traffic)
         for factor in self.factors:
             factor.value()
+
+
+class _Measured(NamedTuple):
+    """A norm that the host takes."""
+
+    done: Event
+    found: list[float]
+    """It, once that is done."""
+    factors: tuple[Factor, ...]
+    """What the gradient is multiplied with in it."""
 
 
 class Owner(Counted, Protocol):
@@ -102,8 +108,8 @@ class Gradient:
     """How many came."""
     sealed: bool = False
     """Whether its parameter was stepped by it: nothing may be done to it before ``step`` is called."""
-    _measured: dict[float, tuple[Event, list[float]]] = field(default_factory=dict)
-    """Norms that the host took, or is about to, with the factors of then."""
+    _measured: dict[float, _Measured] = field(default_factory=dict)
+    """Norms that the host took, or is about to."""
     _away: weakref.ref[AwayGradient] | None = None
 
     def __post_init__(self) -> None:
@@ -220,22 +226,22 @@ class Gradient:
         self.shared.check()
         if order > 0:
             self.shared.norms.add(order)
-        norm = self.norms.get(order)
-        if norm is not None:
+        if self._was_taken(order):
+            norm = self.norms[order]
             for factor in self.factors:
                 norm = factor.of_norm(norm)
             return norm
-        if self.factors or order not in self._measured:
+        if not self._is_measured(order):
             # Who asks for one norm asks for all: the hands take the others meanwhile.
             for gradient in self.shared.gradients():
                 gradient.measure(order)
-        done, found = self._measured[order]
-        done.synchronize()
-        return torch.tensor(found[0], dtype=_real(self.held.work_dtype), device=self.held.local().device)
+        measured = self._measured[order]
+        measured.done.synchronize()
+        return torch.tensor(measured.found[0], dtype=_real(self.held.work_dtype), device=self.held.local().device)
 
     def measure(self, order: float) -> None:
         """Have the host take its norm, if it has come, and is not known."""
-        known = order in self.norms or (order in self._measured and not self.factors)
+        known = self._was_taken(order) or self._is_measured(order)
         if known or not (self.raw is not None or self.summed):
             return
         values, shared, held = self.snapshot(), self.shared, self.held
@@ -249,7 +255,14 @@ class Gradient:
             return shared.hands.run(measure)
 
         self.reader = shared.lane.run(when_there)
-        self._measured = {**({} if values.factors else self._measured), order: (self.reader, found)}
+        self._measured[order] = _Measured(self.reader, found, values.factors)
+
+    def _was_taken(self, order: float) -> bool:
+        """Whether the norm that was taken on the device says what its own is, to the last bit."""
+        return order in self.norms and all(order == math.inf or factor.is_power_of_two() for factor in self.factors)
+
+    def _is_measured(self, order: float) -> bool:
+        return order in self._measured and self._measured[order].factors == tuple(self.factors)
 
     def has_nonfinite(self) -> torch.Tensor:
         """1 if an element is infinite or no number, else 0; on the device."""

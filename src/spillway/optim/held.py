@@ -12,13 +12,14 @@ from torch.utils.hooks import RemovableHandle
 from spillway.errors import UnsupportedError, UsageError
 from spillway.optim.away import AwayGradient
 from spillway.optim.gradient import Gradient, Snapshot
-from spillway.optim.masters import Stamp, take
+from spillway.optim.masters import Stamp, flat, take
+from spillway.optim.parcels import Sent
 from spillway.optim.pinned import Pinned
 from spillway.optim.sharding import local_of
 from spillway.optim.shared import Shared
-from spillway.optim.traffic import Way, is_dense
+from spillway.optim.traffic import Way, is_dense, memory_of
 from spillway.runtime.backend import Event
-from spillway.runtime.bytes import Cells, over
+from spillway.runtime.bytes import Bytes, Cells, over
 from spillway.runtime.cpu import anonymous_pages
 
 CHUNK = 1 << 22
@@ -40,16 +41,24 @@ class Piece:
         tensor: over the master's memory.
     """
 
-    __slots__ = ("flat", "numel", "parts", "start", "tensor")
+    __slots__ = ("known", "numel", "parts", "start", "tensor")
 
     def __init__(self, start: int, tensor: torch.nn.Parameter) -> None:
         self.start = start
         self.numel = tensor.numel()
         self.tensor = tensor
-        self.flat = tensor.detach().as_strided((self.numel,), (1,))
-        """The same, in the order in which its elements lie."""
+        self.known = False
+        """Whether it was ever written."""
         self.parts: dict[Any, Any] = {}
         """Of its state, what is part of the whole parameter's."""
+
+    def follow(self, values: torch.Tensor) -> None:
+        """Say what the parameter says."""
+        if self.known:
+            take(flat(self.tensor.detach()), values)
+        else:
+            flat(self.tensor.detach()).copy_(values)
+        self.known = True
 
 
 class Held:
@@ -85,13 +94,11 @@ class Held:
         self.numel = local.numel()
         self.cut = cut
         self.gradient = Gradient(self, shared)
+        self.in_place = False
+        """Whether the step works on the parameter's own memory, which the master then is."""
         self.master: torch.Tensor | None = None
         """In the parameter's shape and strides."""
         self.pieces: list[Piece] = []
-        self.known = False
-        """Whether the master was ever written."""
-        self.in_doubt = False
-        """Whether a step was begun and not ended: parameter and master may say what they please."""
         self._stamp: Stamp | None = None
         self.state: dict[Any, Any] = {}
         """As the plain optimizer would have it, over the pieces' own."""
@@ -106,6 +113,11 @@ class Held:
     def has_master(self) -> bool:
         """Whether the master is of another type than the parameter."""
         return self.work_dtype != self._known[2]
+
+    @property
+    def known(self) -> bool:
+        """Whether all of the master was ever written."""
+        return bool(self.pieces) and all(piece.known for piece in self.pieces)
 
     @property
     def form(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -161,26 +173,13 @@ class Held:
         shape, strides, *_ = self._known
         return self.shared.traffic.backend.empty(_Form(shape, strides, dtype))
 
-    def changed(self) -> bool:
-        """Whether somebody wrote to the parameter, as far as can be told."""
-        return self.in_doubt or self._stamp is None or not self._stamp.holds(self.parameter)
-
     def is_as_written(self) -> bool:
-        """Whether nobody wrote to the parameter since a step was queued for it, as far as can be told."""
+        """Whether nobody wrote to the parameter since a step was queued for it, as far as its versions tell."""
         return self._stamp is not None and self._stamp.holds(self.parameter)
-
-    def doubt(self) -> None:
-        """Whether the master says what the parameter says is to be seen."""
-        self._stamp = None
 
     def refresh(self) -> None:
         """The next step takes the master from the parameter, whatever both say."""
-        self.doubt()
-
-        def forget() -> None:
-            self.known = False
-
-        self.shared.lane.run(forget)
+        self.shared.lane.run(self.forget_master)
 
     def written(self) -> None:
         """The parameter is to be what the master says, when what is queued is done."""
@@ -204,56 +203,50 @@ class Held:
             return torch.empty(self.numel, dtype=dtype, device="cpu")
         return anonymous_pages(nbytes, huge=True).view(dtype)
 
-    def make_master(self) -> torch.Tensor:
-        """Memory for the master, and its pieces."""
-        assert self.master is None
+    def make_master(self) -> None:
+        """Memory for the master, and its pieces; or pieces of the parameter itself, wherever it is now."""
         shape, strides, *_ = self._known
-        self.pinned = Pinned(self.shared.traffic.arena, self.numel * self.work_dtype.itemsize)
-        self.pinned.synchronize()
-        # Who has it in a state dictionary keeps the memory, too.
-        storage = self.pinned.alias().untyped_storage()
-        self.master = over(storage, self.work_dtype, 0, shape, strides)
+        if self.in_place:
+            local = self.local()
+            if self.master is not None and self.master.data_ptr() == local.data_ptr():
+                return
+            storage, start = local.untyped_storage(), int(local.storage_offset())
+        elif self.master is None:
+            self.pinned = Pinned(self.shared.traffic.arena, self.numel * self.work_dtype.itemsize)
+            self.pinned.synchronize()
+            # Who has it in a state dictionary keeps the memory, too.
+            storage, start = self.pinned.alias().untyped_storage(), 0
+        else:
+            return
+        # Not an alias of the parameter: what a step writes would count up its version from another thread.
+        self.master = over(storage, self.work_dtype, start, shape, strides)
         if self.cut and self.numel > CHUNK:
             parts = [(start, self.flat_master()[start : start + CHUNK]) for start in range(0, self.numel, CHUNK)]
         else:
             parts = [(0, self.master)]
-        self.pieces = [Piece(start, torch.nn.Parameter(part, requires_grad=False)) for start, part in parts]
-        return self.master
+        if self.pieces:
+            # States are those of the pieces: these stay.
+            for piece, (_, part) in zip(self.pieces, parts, strict=True):
+                piece.tensor.data = part
+        else:
+            self.pieces = [Piece(start, torch.nn.Parameter(part, requires_grad=False)) for start, part in parts]
 
     def flat_master(self) -> torch.Tensor:
         """The master in the order in which its elements lie."""
         assert self.master is not None
-        return self.master.as_strided((self.numel,), (1,))
-
-    def take(self, after: Event) -> None:
-        """The master is what the parameter is after an event; unless it says the same, more exactly."""
-        traffic = self.shared.traffic
-        if self.master is None:
-            self.make_master()
-        sent = traffic.fetch(self.local(), after)
-        values = traffic.read(sent)
-        master = self.flat_master()
-        self._touch(write=True)
-        for start in range(0, self.numel, CHUNK):
-            part, new = master[start : start + CHUNK], values[start : start + CHUNK]
-            if self.known and self.has_master:
-                take(part, new)
-            else:
-                part.copy_(new)
-        self.known = True
-        traffic.give_back(sent)
+        return self.master.as_strided((self.numel,), (1,), int(self.master.storage_offset()))
 
     def put_master(self, master: torch.Tensor) -> None:
-        """The master is this, if the parameter says the same at the next step."""
+        """The master is this, as far as the parameter says the same at the next step."""
         self.begin_step()
         self.flat_master().copy_(master.as_strided((self.numel,), (1,)))
-        self.known = True
-        self._stamp = None
+        for piece in self.pieces:
+            piece.known = True
 
     def forget_master(self) -> None:
         """The master is to be what the parameter is at the next step, and no more exact."""
-        self.known = False
-        self._stamp = None
+        for piece in self.pieces:
+            piece.known = False
 
     def whole(self, values: Snapshot) -> torch.Tensor:
         """The gradient in the type of the step, with its factors, in the parameter's shape."""
@@ -276,9 +269,21 @@ class Held:
 
     def begin_step(self) -> None:
         """The master is about to be written."""
+        self.make_master()
         if self.pinned is not None:
             self.pinned.synchronize()
         self._touch(write=True)
+
+    def range_of(self, piece: Piece) -> Bytes:
+        """Where a piece of the master lies in pinned memory."""
+        assert self.pinned is not None
+        size = self.work_dtype.itemsize
+        return self.pinned.range(piece.start * size, piece.numel * size)
+
+    def values_of(self, piece: Piece) -> torch.Tensor:
+        """The parameter's own elements, of a piece."""
+        local = self.local().detach()
+        return local.as_strided((piece.numel,), (1,), int(local.storage_offset()) + piece.start)
 
     def give_up(self) -> None:
         """Give all memory back, and see no more gradients."""
@@ -286,6 +291,9 @@ class Held:
         self.gradient.clear()
         self.gradient.sum = None
         self.pinned = self.master = None
+        for piece in self.pieces:
+            # The frames of an error that somebody keeps hold it.
+            piece.tensor.data = piece.tensor.new_empty(0)
         self.pieces = []
         self.state = {}
 
@@ -301,16 +309,57 @@ class Held:
             self.shared.traffic.backend.host_access(self.pinned.block, write=write)
 
 
+class Asked:
+    """What the parameters of some pieces of one device are, on its way to the host.
+
+    See NOTE [ The parameter is the truth ].
+
+    Args:
+        pieces: whose masters are about to be written.
+        after: what the parameters wait for.
+    """
+
+    def __init__(self, pieces: Sequence[tuple[Held, Piece]], after: Event) -> None:
+        self._traffic = pieces[0][0].shared.traffic
+        self._sent: dict[Piece, Sent] = {}
+        whole = [(held, piece) for held, piece in pieces if not held.in_place and not held.has_master]
+        narrow = [(held, piece) for held, piece in pieces if held.has_master]
+        # First what there may be no memory for.
+        sent = self._traffic.fetch([held.values_of(piece) for held, piece in narrow], after)
+        self._sent.update({piece: one for (_, piece), one in zip(narrow, sent, strict=True)})
+        pairs = [(held.range_of(piece), memory_of(held.values_of(piece))) for held, piece in whole]
+        self._arrived = self._traffic.fetch_into(pairs, after) if pairs else None
+
+    def __del__(self) -> None:
+        # Where a step failed before all of it was read.
+        for sent in self._sent.values():
+            self._traffic.give_back(sent)
+
+    def read(self, pieces: Sequence[tuple[Held, Piece]]) -> None:
+        """Wait for some of it; the masters say it then. For the host."""
+        try:
+            for held, piece in pieces:
+                if held.has_master:
+                    values = self._traffic.read(self._sent[piece])
+                elif self._arrived is not None:
+                    self._arrived.synchronize()
+                if not held.in_place:
+                    self._traffic.backend.host_access(held.range_of(piece), write=True)
+                if held.has_master:
+                    piece.follow(values)
+                piece.known = True
+        finally:
+            for _, piece in pieces:
+                if piece in self._sent:
+                    self._traffic.give_back(self._sent.pop(piece))
+
+
 def send_back(pieces: Sequence[tuple[Held, Piece]], after: Event) -> Event:
     """Queue the ways of pieces to their device, which makes them of the parameters' type; the end of them."""
-    ways = []
-    for held, piece in pieces:
-        assert held.pinned is not None
-        size = held.work_dtype.itemsize
-        memory = held.pinned.range(piece.start * size, piece.numel * size)
-        ways.append(Way(held.local(), piece.start, Cells(memory, held.work_dtype)))
+    away = [(held, piece) for held, piece in pieces if not held.in_place]
+    ways = [Way(held.local(), piece.start, Cells(held.range_of(piece), held.work_dtype)) for held, piece in away]
     end = pieces[0][0].shared.traffic.receive(ways, after)
-    for held, piece in pieces:
+    for held, piece in away:
         assert held.pinned is not None
         held.pinned.after(piece.start, end)
     return end

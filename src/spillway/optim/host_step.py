@@ -19,9 +19,10 @@ import torch
 from torch.optim import Optimizer
 
 from spillway.optim.gradient import Snapshot
-from spillway.optim.held import CHUNK, Held, Piece, send_back
+from spillway.optim.held import CHUNK, Asked, Held, Piece, send_back
 from spillway.optim.kinds import for_host, step_of, written_by_step
 from spillway.optim.shared import Shared
+from spillway.optim.states import follow_first
 from spillway.runtime.backend import Event, HostLane, TaskEnd
 from spillway.runtime.labels import label
 
@@ -29,6 +30,9 @@ Settings = dict[str, Any]
 
 _WITHOUT_SCRATCH = 4
 """How many times as many elements share a call that reads gradients as they lie: calls keep Python busy."""
+
+_READ_TOGETHER = 8
+"""How many times as many elements are read from the device at once."""
 
 
 class Turn(NamedTuple):
@@ -80,8 +84,8 @@ class HostStep:
         """Step parameters, and queue their way back.
 
         Args:
-            share: parameters that have a master, and their gradients.
-            after: when the device may be written.
+            share: parameters whose step has begun, and their gradients.
+            after: when the device may be read and written.
 
         Returns:
             The end of their ways back.
@@ -90,12 +94,24 @@ class HostStep:
         for turn in share.turns:
             turn.gradient.wait(held.shared.traffic)
             self._know(turn.held, share.settings)
-        steps = [partial(self._step_parts, parts, share.settings, after) for parts in _calls(share.turns)]
-        ends = [self._hand(held.shared.hands, step) if held.cut else step() for step in steps]
+            follow_first([self._states[piece.tensor] for piece in turn.held.pieces])
+        ends = []
+        for calls in _asked_together(share.turns):
+            if held.cut:
+                self._wait_for_hands()
+            asked = Asked([(turn.held, piece) for parts in calls for turn, piece in parts], after)
+            for parts in calls:
+                step = partial(self._step_parts, parts, share.settings, asked, after)
+                ends.append(self._hand(held.shared.hands, step) if held.cut else step())
         return held.shared.traffic.backend.all_of(ends)
 
+    def _wait_for_hands(self) -> None:
+        """Until few calls are before the next one: memory for what parameters are is bounded so."""
+        while self._unfinished >= 2 * self._hands:
+            self._given_out.popleft().finish()
+
     def _hand(self, hands: HostLane, step: Callable[[], Event]) -> Event:
-        """Give the hands one more, when few are before it: what is decided later can be decided better."""
+        """Give the hands one more."""
 
         def work() -> Event:
             try:
@@ -104,8 +120,6 @@ class HostStep:
                 with self._lock:
                     self._unfinished -= 1
 
-        while self._unfinished >= 2 * self._hands:
-            self._given_out.popleft().finish()
         end = hands.run(work)
         with self._lock:
             self._unfinished += 1
@@ -119,9 +133,12 @@ class HostStep:
 
         Args:
             shares: parameters of any device.
-            after: when each device may be written.
+            after: when each device may be read and written.
         """
         groups = []
+        for turn in (turn for share in shares for turn in share.turns):
+            whole = [(turn.held, turn.held.pieces[0])]
+            Asked(whole, after[turn.held.shared]).read(whole)
         for some, settings in shares:
             for held, gradient in some:
                 self._know(held, settings)
@@ -181,8 +198,9 @@ class HostStep:
             for piece in held.pieces:
                 self._gather(held, piece)
 
-    def _step_parts(self, parts: Sequence[_Part], settings: Settings, after: Event) -> Event:
+    def _step_parts(self, parts: Sequence[_Part], settings: Settings, asked: Asked, after: Event) -> Event:
         """Step some pieces, and queue their way back; in any thread."""
+        asked.read([(turn.held, piece) for turn, piece in parts])
         began = time.perf_counter()
         used = 0
         for (held, values), piece in parts:
@@ -271,6 +289,20 @@ def _calls(turns: Sequence[Turn]) -> Iterator[list[_Part]]:
                 together, share = [], 0.0
             together.append(_Part(turn, piece))
             share += piece.numel / most
+    if together:
+        yield together
+
+
+def _asked_together(turns: Sequence[Turn]) -> Iterator[list[list[_Part]]]:
+    """Calls whose parameters are read at once: few copies, since hands keep the lane waiting for Python."""
+    together: list[list[_Part]] = []
+    numel = 0
+    for parts in _calls(turns):
+        together.append(parts)
+        numel += sum(part.piece.numel for part in parts)
+        if numel >= _READ_TOGETHER * CHUNK:
+            yield together
+            together, numel = [], 0
     if together:
         yield together
 

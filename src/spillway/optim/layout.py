@@ -70,5 +70,5 @@ class Layout:
 
 
 def moves(value: object) -> TypeGuard[torch.Tensor]:
-    """Whether a value of a state lies elsewhere between steps. Numbers do not, in tensors or not."""
-    return isinstance(value, torch.Tensor) and value.ndim > 0
+    """Whether a value of a state lies elsewhere between steps. Numbers do not, nor tensors without elements."""
+    return isinstance(value, torch.Tensor) and value.ndim > 0 and value.numel() > 0

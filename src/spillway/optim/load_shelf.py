@@ -19,7 +19,7 @@ from spillway.optim.layout import Layout, Place, State, moves
 from spillway.optim.loads import Load, Part, formed, most_elements
 from spillway.optim.shared import Shared
 from spillway.optim.shelf import Loading, Settings, Shelf
-from spillway.optim.states import MASTER
+from spillway.optim.states import MASTER, follow_first
 from spillway.runtime.bytes import over
 
 
@@ -50,9 +50,13 @@ class LoadShelf(Shelf):
 
     def shown(self, held: Held) -> State | None:
         states = [load.states[index] for load, index in self._parts_of(held)]
-        if not states or not states[0]:
-            return None
-        return {name: value for name, value in states[0].items() if not isinstance(value, Place)}
+        return dict(states[0]) if states and states[0] else None
+
+    def opened(self, held: Held) -> State:
+        (state,) = self.whole([held])
+        for load, index in self._parts_of(held):
+            self._carrier(held.shared).opened(load, index, state)
+        return state
 
     def prepare(self, held: Iterable[Held]) -> None:
         self._form()
@@ -114,7 +118,6 @@ class LoadShelf(Shelf):
             self.put([Loading(one, self._inner.begun(like, self._settings(one)))])
 
     def refresh(self, held: Held) -> None:
-        held.doubt()
         for load, index in self._parts_of(held):
             load.states[index].pop(MASTER, None)
 
@@ -166,13 +169,14 @@ class LoadShelf(Shelf):
         """The loads that a step needs, by device, in the order of the turns."""
         by_load: dict[Load, dict[int, Turn]] = {}
         for turn in turns:
-            for load, index in self._parts_of(turn.held):
+            parts = self._parts_of(turn.held)
+            follow_first([load.states[index] for load, index in parts])
+            for load, index in parts:
                 by_load.setdefault(load, {})[index] = turn
         trips: dict[Shared, list[Trip]] = {}
         for load, here in by_load.items():
             first = load.parts[0].held
-            stale = {index for index, turn in here.items() if turn.held.changed() or MASTER not in load.states[index]}
-            trips.setdefault(first.shared, []).append(Trip(load, here, stale, self._settings(first)))
+            trips.setdefault(first.shared, []).append(Trip(load, here, self._settings(first)))
         return trips
 
     def _expected(self, load: Load, index: int, settings: Mapping[str, Any]) -> State:
@@ -262,7 +266,6 @@ class LoadShelf(Shelf):
         load.shut(states, layout, place)
         for index in loaded:
             load.begun[index] = bool(_without_master(states[index]))
-            load.parts[index].held.doubt()
 
 
 def _without_master(state: State) -> State:

@@ -36,7 +36,8 @@ class MemoryShelf(Shelf):
         self._settings = settings
 
     def add(self, held: Held) -> None:
-        """Its memory is made when it is first stepped."""
+        """Its memory is made when it is first stepped; on the CPU it may be the parameter's own."""
+        held.in_place = held.shared.traffic.backend.direct_disk and not held.has_master
 
     def prepare(self, held: Iterable[Held]) -> None:
         """Nothing is told in advance."""
@@ -44,11 +45,11 @@ class MemoryShelf(Shelf):
     def tally(self) -> Round:
         return Round(self._step)
 
-    def step(self, turns: Sequence[Turn], now: Tally, *, ahead: int | None) -> None:
+    def step(self, turns: Sequence[Turn], now: Tally, *, overlapped: bool) -> None:
         assert isinstance(now, Round)
         now.expect(turns)
         if self._kind.alone:
-            for share in in_order(turns, self._settings, ahead=ahead):
+            for share in in_order(turns, self._settings, overlapped=overlapped):
                 now.queue([share], together=False)
         elif turns:
             now.queue(by_groups(turns, self._settings), together=True)
@@ -59,6 +60,9 @@ class MemoryShelf(Shelf):
             state[MASTER] = held.master
         return state or None
 
+    def opened(self, held: Held) -> State:
+        return self.shown(held) or {}
+
     def whole(self, held: Sequence[Held]) -> list[State]:
         return [self.shown(one) or {} for one in held]
 
@@ -66,7 +70,7 @@ class MemoryShelf(Shelf):
         for held, state in loading:
             fresh = {key: host_copy(key, value, held) for key, value in state.items()}
             master = fresh.pop(MASTER, None)
-            if held.master is None and (fresh or master is not None):
+            if fresh or master is not None:
                 held.make_master()
             if held.has_master and master is not None:
                 held.put_master(master)
@@ -79,8 +83,7 @@ class MemoryShelf(Shelf):
 
     def begin(self, held: Sequence[Held]) -> None:
         for one in held:
-            if one.master is None:
-                one.make_master()
+            one.make_master()
             self._step.begin_state(one, self._settings(one))
 
     def refresh(self, held: Held) -> None:

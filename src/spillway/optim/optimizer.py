@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -22,12 +23,13 @@ from spillway.optim.forward import ForwardOverlap
 from spillway.optim.held import Held
 from spillway.optim.host_step import Turn
 from spillway.optim.kinds import Arguments, Kind, check_parameters, for_host, on_host
+from spillway.optim.layout import State
 from spillway.optim.placement import counted, held_beyond, held_of
 from spillway.optim.sharding import is_distributed, like, local_of, many_processes, put_local
 from spillway.optim.shared import Shared
 from spillway.optim.shelf import Loading
 from spillway.optim.shelves import make_shelf
-from spillway.optim.states import Hook, Saved, check_shapes
+from spillway.optim.states import Hook, Saved, Shown, check_shapes
 from spillway.optim.threads import begin_with, hands_of
 from spillway.optim.traffic import Traffic
 from spillway.records import OptimizerStats
@@ -53,9 +55,9 @@ class OffloadedOptimizer(Optimizer):
     are plain tensors, they leave in ``step()``: what a ``DistributedDataParallel`` has yet to reduce may not. With
     FSDP2 and tensor parallel (``DTensor``) they leave during backward.
 
-    Between steps parameters may be written to: what is loaded, initialised or edited under ``torch.no_grad()`` is where
-    the next step starts. What is written through ``p.data`` (``p.data.clamp_()``) leaves no trace:
-    :meth:`refresh_masters` tells of it.
+    Parameters may be written to before :meth:`step` by whatever means: ``load_state_dict``, ``p.data.clamp_()``, NumPy.
+    Each step reads the parameter itself. ``optimizer.state`` has the plain optimizer's entries between steps; edits of
+    it count, too.
 
     Args:
         params: parameters, or groups of them, as for any optimizer.
@@ -135,6 +137,11 @@ class OffloadedOptimizer(Optimizer):
         self._class = optimizer_class
         self._ready = False
         self._closed = False
+        self._state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
+        self._shown: dict[torch.Tensor, Shown] = {}
+        """What is in there of states that there are."""
+        self._unseen = False
+        """Whether a step has failed: what states are now is still to be shown."""
         arguments = Arguments.of(optimizer_class, device_class, defaults)
         self._given = arguments.host
         self._choices = Choices(
@@ -202,18 +209,21 @@ class OffloadedOptimizer(Optimizer):
                 loss = closure()
         if self._early is None or not self._early.begun:
             self.synchronize()
+            self._take_edits()
         if self._balance is not None:
             self._choose(self._balance)
-        with torch.no_grad(), label("optimizer step"):
+        with torch.no_grad(), label("optimizer step"), contextlib.ExitStack() as unless_stepped:
+            unless_stepped.callback(self._show_later)
             self._queue_step()
             self._device.step(self.param_groups)
             for parameter in self._device:
-                self._show(parameter, self._device.state_of(parameter) or None)
+                self._show(parameter)
             here = [one for one in self._coming if not self._is_overlapped(one.parameter)]
             with contextlib.ExitStack() as stack:
                 if len(here) == len(self._coming):
                     stack.callback(self._finish)
                 self._arrive(here)
+            unless_stepped.pop_all()
         return loss
 
     def synchronize(self) -> None:
@@ -291,7 +301,8 @@ class OffloadedOptimizer(Optimizer):
         # The last of these first, and all of them whatever goes wrong in one.
         with contextlib.ExitStack() as stack:
             stack.callback(self._device.close)
-            stack.callback(self.state.clear)
+            stack.callback(self._shown.clear)
+            stack.callback(self._state.clear)
             stack.callback(self._held.clear)
             stack.callback(self._shelf.close)
             for shared in self._shared.values():
@@ -355,6 +366,7 @@ class OffloadedOptimizer(Optimizer):
         if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 <= fraction <= 1:
             raise UsageError(f"fraction: got {fraction!r}, expected a number from 0 (none on the host) to 1 (all)")
         self.synchronize()
+        self._take_edits()
         for shared in self._shared.values():
             # What was queued of masters is done.
             shared.lane.run(_nothing).finish()
@@ -390,11 +402,50 @@ class OffloadedOptimizer(Optimizer):
 
     # State.
 
+    @property
+    def state(self) -> defaultdict[torch.Tensor, Any]:
+        """Of each parameter, as the plain optimizer has it; with its master. Waits for the last step.
+
+        What lies on disk comes to host memory when a value of it is asked for, and is there until the next step.
+        """
+        if self._ready and not self._closed:
+            self.synchronize()
+            self._show_unseen()
+            if self._kind.begins_with_state:
+                self._begin_states()
+        return self._state
+
+    @state.setter
+    def state(self, state: defaultdict[torch.Tensor, Any]) -> None:
+        self._state = state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({name: value for name, value in state.items() if name != "state"})
+        self._state = state["state"]
+
+    def _take_edits(self) -> None:
+        """States that somebody put in the place of others are what the next step begins with."""
+        self._show_unseen()
+        for _group, parameter in self._parameters():
+            now, shown = self._state.get(parameter), self._shown.get(parameter)
+            if shown is not None and shown.is_as_shown() and now is shown:
+                continue
+            if shown is None and not now:
+                continue
+            self.synchronize()
+            state = dict(now or {})
+            check_shapes(state, parameter, fused=bool(self._kind.fused))
+            held = self._held.get(parameter)
+            if held is None:
+                self._device.put_state(parameter, state, self._settings_on_device(parameter))
+            else:
+                self._shelf.put([Loading(held, state)])
+            self._show(parameter)
+
     def refresh_masters(self) -> None:
         """The next step takes all masters from their parameters, whatever they say.
 
-        A write that counts up a parameter's version (``copy_``, ``load_state_dict``) is noticed by itself. This is for
-        those that do not: through ``.data``, or by a kernel of your own.
+        Each step reads its parameters anyway. This drops the bits that masters have beyond them, too.
         """
         if self._early is not None:
             self._early.check_none("refresh_masters()")
@@ -407,23 +458,27 @@ class OffloadedOptimizer(Optimizer):
         """The plain optimizer's, which loads it; masters are an entry ``"master"`` of a parameter's state.
 
         The tensors are on the host, and those that are stepped: copy what is to be kept while training goes on. With
-        ``tier="disk"`` all of them are read, into memory of their own; with that, and with ``step_on="device"``,
-        ``optimizer.state`` has numbers only at other times.
+        ``tier="disk"`` all of them are read, into memory of their own.
         """
         self._check_open()
         if self._early is not None:
             self._early.check_none("state_dict()")
         self.synchronize()
+        self._take_edits()
         if self._kind.begins_with_state:
             self._begin_states()
         held = list(self._held.values())
-        for one, state in zip(held, self._shelf.whole(held), strict=True):
-            self._show(one.parameter, state or None)
+        whole = {one.parameter: state for one, state in zip(held, self._shelf.whole(held), strict=True) if state}
+        shown, parameters = self._state, [parameter for _, parameter in self._parameters()]
+        self._state = defaultdict(dict, {key: value for key, value in shown.items() if key not in self._shown})
+        for parameter in parameters:
+            state = whole.get(parameter, {}) if parameter in self._held else self._device.state_of(parameter)
+            if state:
+                self._state[parameter] = _as_seen(parameter, state)
         try:
             return super().state_dict()
         finally:
-            for one in held:
-                self._show(one.parameter, self._shelf.shown(one))
+            self._state = shown
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state, of this class or of the plain one; nothing goes by way of the device.
@@ -458,40 +513,59 @@ class OffloadedOptimizer(Optimizer):
                 held = self._held.get(parameter)
                 if held is None:
                     self._device.put_state(parameter, state, self._settings_on_device(parameter))
-                    self._show(parameter, self._device.state_of(parameter) or None)
                 else:
                     held.check()
                     loading.append(Loading(held, state))
             self._shelf.put(loading)
-            for loaded in loading:
-                self._show(loaded.held.parameter, self._shelf.shown(loaded.held))
+            for _group, parameter in self._parameters():
+                self._show(parameter)
 
         return put
 
     def _begin_states(self) -> None:
-        new = [parameter for _, parameter in self._parameters() if parameter not in self.state]
+        new = [parameter for _, parameter in self._parameters() if parameter not in self._shown]
         self._shelf.begin([self._held[parameter] for parameter in new if parameter in self._held])
         for parameter in new:
-            held = self._held.get(parameter)
-            if held is None:
+            if parameter not in self._held:
                 self._device.begin_state(parameter, self._settings_on_device(parameter))
-                self._show(parameter, self._device.state_of(parameter) or None)
-            else:
-                self._show(parameter, self._shelf.shown(held))
+            self._show(parameter)
 
     def _settings_on_device(self, parameter: torch.Tensor) -> dict[str, Any]:
         group = next(group for group in self.param_groups if any(one is parameter for one in group["params"]))
         return {name: value for name, value in group.items() if name != "params"}
 
-    def _show(self, parameter: torch.Tensor, state: dict[Any, Any] | None) -> None:
-        if state is not None:
-            shape = local_of(parameter).shape
-            self.state[parameter] = {
-                key: like(value, parameter)
-                if isinstance(value, torch.Tensor) and value.shape == shape and value.ndim > 0
-                else value
-                for key, value in state.items()
-            }
+    def _show_later(self) -> None:
+        self._unseen = True
+
+    def _show_unseen(self) -> None:
+        if self._unseen:
+            self._unseen = False
+            for _, parameter in self._parameters():
+                self._show(parameter)
+
+    def _show(self, parameter: torch.Tensor) -> None:
+        """Let it be seen what a parameter's state is now."""
+        held = self._held.get(parameter)
+        state = self._device.state_of(parameter) if held is None else self._shelf.shown(held)
+        if not state:
+            self._shown.pop(parameter, None)
+            self._state.pop(parameter, None)
+            return
+        me = weakref.ref(self)
+
+        def fetch() -> State:
+            optimizer = me()
+            if optimizer is None or held is None or optimizer._held.get(parameter) is not held:
+                raise UsageError(
+                    "got a state of an OffloadedOptimizer that is closed, or of a parameter whose state has moved, "
+                    "expected one that is there; ask for optimizer.state[parameter] again, and close() last"
+                )
+            optimizer.synchronize()
+            return _as_seen(parameter, optimizer._shelf.opened(held))
+
+        shown = self._shown.setdefault(parameter, Shown())
+        shown.show(_as_seen(parameter, state), fetch)
+        self._state[parameter] = shown
 
     # Where parameters are.
 
@@ -600,7 +674,7 @@ class OffloadedOptimizer(Optimizer):
             self._shelf.put([Loading(held, self._device.state_of(parameter))])
             undo.pop_all()
         self._device.discard(parameter)
-        self._show(parameter, self._shelf.shown(held))
+        self._show(parameter)
 
     def _move_to_device(self, held: Held) -> None:
         (state,), parameter = self._shelf.whole([held]), held.parameter
@@ -611,8 +685,7 @@ class OffloadedOptimizer(Optimizer):
             undo.pop_all()
         self._bring_back(held)
         self._let_go(held)
-        self.state.pop(parameter, None)
-        self._show(parameter, self._device.state_of(parameter) or None)
+        self._show(parameter)
 
     def _let_go(self, held: Held) -> None:
         """It is not stepped on the host any more."""
@@ -669,6 +742,8 @@ class OffloadedOptimizer(Optimizer):
             return
         if is_distributed(held.parameter) or not many_processes():
             if self._early is not None:
+                if not self._early.begun:
+                    self._take_edits()
                 self._early.check(held)
             self._take_gradient(held, gradient)
             if self._early is not None:
@@ -683,7 +758,7 @@ class OffloadedOptimizer(Optimizer):
             before = {one: one.coming for one in held}
             self._shelf.prepare(held)
             try:
-                self._shelf.step([Turn(one, one.gradient.snapshot()) for one in held], self._now, ahead=None)
+                self._shelf.step([Turn(one, one.gradient.snapshot()) for one in held], self._now, overlapped=False)
             finally:
                 queued = [one for one in held if one.coming is not before[one]]
                 stepped.update(queued)
@@ -720,7 +795,7 @@ class OffloadedOptimizer(Optimizer):
         turns = list(self._turns(left))
         for shared in self._shared.values():
             shared.expected = max((turn.held.gradient.count for turn in turns), default=0)
-        self._shelf.step(turns, self._now, ahead=self._last.ahead if self._overlapping and not stepped else None)
+        self._shelf.step(turns, self._now, overlapped=bool(self._overlapping))
         self._coming = stepped.union(turn.held for turn in turns)
         if not self._shelf.steps_on_device and any(turn.held.gradient.away() is None for turn in turns):
             # What stays may be written to as soon as this returns.
@@ -753,6 +828,7 @@ class OffloadedOptimizer(Optimizer):
     def _end_failed_step(self, error: type[BaseException] | None, *_: object) -> None:
         """Where one has failed, the others of its step end, too: it is told once."""
         if error is not None:
+            self._show_later()
             self._arrive(list(self._coming))
 
     def _arrive(self, held: Iterable[Held]) -> None:
@@ -769,13 +845,23 @@ class OffloadedOptimizer(Optimizer):
             for event, shared in reversed(waits):
                 stack.callback(shared.traffic.wait, event)
         for one in arriving:
-            one.in_doubt = False
-            self._show(one.parameter, self._shelf.shown(one))
+            self._show(one.parameter)
         if arriving and not self._coming:
             for index, written in self._shelf.written().items():
                 self.param_groups[index].update(written)
             self._now.end(self._shared.values())
             self._older, self._last, self._now = self._last, self._now, self._shelf.tally()
+
+
+def _as_seen(parameter: torch.Tensor, state: State) -> State:
+    """A state whose tensors are distributed as the parameter is."""
+    shape = local_of(parameter).shape
+    return {
+        key: like(value, parameter)
+        if isinstance(value, torch.Tensor) and value.shape == shape and value.ndim > 0
+        else value
+        for key, value in state.items()
+    }
 
 
 def _nothing() -> None:

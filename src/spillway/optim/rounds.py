@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from spillway.optim.gradient import Snapshot
 from spillway.optim.held import CHUNK, Held
 from spillway.optim.host_step import HostStep, Settings, Share, Turn
 from spillway.optim.shared import Shared
@@ -27,24 +26,18 @@ def shares(turns: Sequence[Turn], settings: Callable[[Held], Settings]) -> Itera
         yield Share(together, settings(together[0].held))
 
 
-def in_order(turns: Sequence[Turn], settings: Callable[[Held], Settings], *, ahead: int | None) -> list[Share]:
-    """Shares, in an order that keeps the host busy, and has those ready first that the next forward wants first.
+def in_order(turns: Sequence[Turn], settings: Callable[[Held], Settings], *, overlapped: bool) -> list[Share]:
+    """Shares, in the order in which their gradients come, or in that in which the next forward wants them.
 
     Args:
         turns: in the order of the model.
         settings: of a parameter's group.
-        ahead: how many can be stepped before all gradients are there. These are those whose gradients come first; all
-            others keep the order of the model. ``None``: all in the order in which their gradients come.
+        overlapped: whether the next forward runs meanwhile.
     """
-    if any(turn.gradient.factors for turn in turns):
-        # A factor is known when all gradients are there.
-        return list(shares(turns, settings))
-    coming = list(shares(sorted(turns, key=lambda turn: turn.gradient.came), settings))
-    if ahead is None:
-        return coming
-    first = coming[:ahead]
-    stepped = {turn.held for share in first for turn in share.turns}
-    return [*first, *shares([turn for turn in turns if turn.held not in stepped], settings)]
+    if not overlapped and not any(turn.gradient.factors for turn in turns):
+        turns = sorted(turns, key=lambda turn: turn.gradient.came)
+    # A factor is known when all gradients are there.
+    return list(shares(turns, settings))
 
 
 def by_groups(turns: Sequence[Turn], settings: Callable[[Held], Settings]) -> list[Share]:
@@ -70,51 +63,32 @@ class Round(Tally):
         super().__init__()
         self._step = step
         self._ready: dict[Shared, Event] = {}
-        self._places = 0
-        self._last: Snapshot | None = None
 
     def expect(self, turns: Sequence[Turn]) -> None:
         """These will be queued."""
-        # Compute may have read parameters since.
-        self._ready.clear()
-        self._last = max(turns, key=lambda turn: turn.gradient.came).gradient if turns else None
+        # Compute may have read and written parameters since.
+        self._ready = {
+            shared: shared.traffic.ready(turn.held.local() for turn in turns if turn.held.shared is shared)
+            for shared in {turn.held.shared for turn in turns}
+        }
 
     def queue(self, shares: Sequence[Share], *, together: bool) -> None:
         """Have them stepped, all in one call if ``together``."""
         held = [turn.held for share in shares for turn in share.turns]
         for one in held:
             one.check()
-        stale = [one for one in held if one.changed()]
-        shared = held[0].shared
-        of_devices = {one.shared for one in held}
-        ready = {each: self._ready_on(each, [one for one in stale if one.shared is each]) for each in of_devices}
-
-        last, place = self._last, self._places
-        self._places += 1
+        shared, ready = held[0].shared, self._ready
 
         def work() -> Event:
-            if self.ahead is None and last is not None and last.is_there():
-                self.ahead = place
-            for one in stale:
-                one.take(ready[one.shared])
             for one in held:
                 one.begin_step()
             return self._step.step_together(shares, ready) if together else self._step.step(shares[0], ready[shared])
 
         end = shared.lane.run(work)
         for one in held:
-            one.in_doubt = True
             one.written()
             one.gradient.reader = one.coming = end
         self.on_host += sum(one.numel for one in held)
-
-    def _ready_on(self, shared: Shared, stale: Sequence[Held]) -> Event:
-        """What the device's lanes wait for: one event for all that is not stale."""
-        if stale:
-            return shared.traffic.ready(one.local() for one in stale)
-        if shared not in self._ready:
-            self._ready[shared] = shared.traffic.now()
-        return self._ready[shared]
 
     def end(self, shared: Iterable[Shared]) -> None:
         """Compute waits for all that was queued."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from collections import deque
@@ -36,6 +37,7 @@ class Factor:
         self._sent = sent
         self._traffic = traffic
         self._value: torch.Tensor | float | None = value if sent is None else None
+        self._is_power: bool | None = None
         # Who clears a gradient that was multiplied, never asks for the number.
         self._release: weakref.finalize[Any, Any] | None = None
         if sent is not None:
@@ -62,6 +64,12 @@ class Factor:
     def apply_there(self, tensor: torch.Tensor) -> None:
         """Multiply what is on the device, as compute."""
         getattr(tensor, self.operation)(self.given)
+
+    def is_power_of_two(self) -> bool:
+        """Whether the product with it has the same digits; waits for it."""
+        if self._is_power is None:
+            self._is_power = math.frexp(abs(float(self.given)))[0] == 0.5
+        return self._is_power
 
     def of_norm(self, norm: torch.Tensor) -> torch.Tensor:
         """The norm of what it was applied to."""

@@ -66,18 +66,22 @@ class Shelf(ABC):
         """A new one, for the next step."""
 
     @abstractmethod
-    def step(self, turns: Sequence[Turn], now: Tally, *, ahead: int | None) -> None:
+    def step(self, turns: Sequence[Turn], now: Tally, *, overlapped: bool) -> None:
         """Step parameters, or queue that.
 
         Args:
             turns: the parameters, and their gradients.
             now: counts what that costs.
-            ahead: see :func:`~spillway.optim.rounds.in_order`.
+            overlapped: whether the next forward runs meanwhile.
         """
 
     @abstractmethod
     def shown(self, held: Held) -> State | None:
-        """What may be seen of a parameter's state between steps; ``None`` if there is no state."""
+        """A parameter's state, with places for tensors that lie elsewhere; ``None`` if there is none."""
+
+    @abstractmethod
+    def opened(self, held: Held) -> State:
+        """All of a parameter's state, on the host; what is written there is what the next step begins with."""
 
     @abstractmethod
     def whole(self, held: Sequence[Held]) -> list[State]:

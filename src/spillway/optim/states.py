@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from spillway.errors import UsageError
 from spillway.optim.held import Held
+from spillway.optim.layout import Place
 from spillway.optim.sharding import local_of
 
 MASTER = "master"
@@ -43,6 +45,97 @@ class Saved:
         return [self._states.get(number, {}) for number in self._numbers]
 
 
+class Shown(dict[Any, Any]):
+    """A parameter's state, as it is seen between steps: ``optimizer.state[parameter]``.
+
+    A tensor that lies elsewhere comes when a value is asked for, and all of the parameter's come with it. What is
+    written into a tensor, or put in its place, is what the next step begins with. Python's own dictionary reads values
+    past ``__getitem__``, so whatever reads one has a method here.
+    """
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._as_shown: dict[Any, Any] = {}
+        self._fetch: Callable[[], Mapping[Any, Any]] | None = None
+
+    def show(self, state: Mapping[Any, Any], fetch: Callable[[], Mapping[Any, Any]]) -> None:
+        """This is the state now.
+
+        Args:
+            state: with a :class:`~spillway.optim.layout.Place` for each tensor that lies elsewhere.
+            fetch: gives all of it.
+        """
+        self.clear()
+        self.update(state)
+        self._as_shown = dict(state)
+        self._fetch = fetch
+
+    def is_as_shown(self) -> bool:
+        """Whether no value was put in the place of another."""
+        shown = self._as_shown
+        return len(self) == len(shown) and all(super(Shown, self).get(name) is shown[name] for name in shown)
+
+    def _have_all(self) -> None:
+        if self._fetch is not None and any(isinstance(value, Place) for value in super().values()):
+            for name, value in self._fetch().items():
+                if isinstance(super().get(name), Place):
+                    self[name] = self._as_shown[name] = value
+
+    def __getitem__(self, name: Any) -> Any:
+        if isinstance(super().__getitem__(name), Place):
+            self._have_all()
+        return super().__getitem__(name)
+
+    def get(self, name: Any, default: Any = None) -> Any:
+        return self[name] if super().__contains__(name) else default
+
+    def values(self) -> Any:
+        self._have_all()
+        return super().values()
+
+    def items(self) -> Any:
+        self._have_all()
+        return super().items()
+
+    def pop(self, *given: Any) -> Any:
+        self._have_all()
+        return super().pop(*given)
+
+    def popitem(self) -> Any:
+        self._have_all()
+        return super().popitem()
+
+    def setdefault(self, name: Any, default: Any = None) -> Any:
+        self._have_all()
+        return super().setdefault(name, default)
+
+    def copy(self) -> dict[Any, Any]:
+        return dict(self)
+
+    def __iter__(self) -> Iterator[Any]:
+        return super().__iter__()
+
+    __hash__ = None
+
+    def __eq__(self, other: object) -> bool:
+        return dict(self) == other
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __or__(self, other: Any) -> Any:
+        return dict(self) | other
+
+    def __ror__(self, other: Any) -> Any:
+        return other | dict(self)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return dict, (dict(self),)
+
+
 class Hook:
     """A handle that can be closed."""
 
@@ -72,6 +165,14 @@ def check_shapes(state: dict[Any, Any], parameter: torch.Tensor, *, fused: bool)
                 f"{key}: got a state of shape {tuple(value.shape)} for a parameter of {tuple(parameter.shape)}, "
                 f"expected the parameter's shape; load the state of the same model"
             )
+
+
+def follow_first(states: Sequence[dict[Any, Any]]) -> None:
+    """Numbers of a parameter's pieces are those of the first, which is seen, and may have been written."""
+    for name, value in states[0].items() if len(states) > 1 else ():
+        if isinstance(value, torch.Tensor) and value.ndim == 0:
+            for other in states[1:]:
+                other[name].copy_(value)
 
 
 def host_copy(key: Any, value: Any, held: Held) -> Any:

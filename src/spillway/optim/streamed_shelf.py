@@ -33,10 +33,8 @@ class StreamedShelf(LoadShelf):
     def tally(self) -> Tally:
         return Tally()
 
-    def step(self, turns: Sequence[Turn], now: Tally, *, ahead: int | None) -> None:
+    def step(self, turns: Sequence[Turn], now: Tally, *, overlapped: bool) -> None:
         trips = self._trips(turns)
-        for turn in turns:
-            turn.held.in_doubt = True
         for one, some in trips.items():
             self._step_all(one, some)
         for turn in turns:
@@ -92,7 +90,7 @@ class StreamedShelf(LoadShelf):
             master = trip.states[index].get(MASTER)
             if master is None:
                 master = values.to(part.held.work_dtype)
-            elif index in trip.stale:
+            else:
                 take(master, values)
             stepped = master
         parameter = torch.nn.Parameter(stepped, requires_grad=False)

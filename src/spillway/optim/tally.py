@@ -29,8 +29,6 @@ class Tally:
         """Of the spill file."""
         self.written_bytes = 0
         """Likewise."""
-        self.ahead: int | None = None
-        """How many shares were stepped before all gradients were there."""
 
     def finish(self) -> None:
         """Wait until all that was stepped is in its place; raises what went wrong with that."""

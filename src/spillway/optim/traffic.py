@@ -109,14 +109,26 @@ class Traffic:
             with self._lock:
                 self._dispatch_open()
 
-    def fetch(self, tensor: torch.Tensor, after: Event) -> Sent:
-        """Copy a tensor that stays, once ``after`` is reached; from the host lane."""
+    def fetch(self, tensors: Sequence[torch.Tensor], after: Event) -> list[Sent]:
+        """Copy tensors that stay, once ``after`` is reached; from the host lane."""
         parcel = Parcel(self._out)
-        sent = Sent(parcel, parcel.add(memory_of(tensor)), tensor)
+        sent = [Sent(parcel, parcel.add(memory_of(tensor)), tensor) for tensor in tensors]
+        if sent:
+            with self._lock:
+                self.backend.wait(self._out, after)
+                self._copy_out(parcel)
+                self.sent_bytes += sum(one.nbytes for one in sent)
+        return sent
+
+    def fetch_into(self, pairs: Sequence[tuple[Bytes, Bytes]], after: Event) -> Event:
+        """Copy bytes of tensors that stay into pinned memory, once ``after`` is reached; from the host lane."""
         with self._lock:
             self.backend.wait(self._out, after)
-            self._copy_out(parcel)
-        return sent
+            for target, source in pairs:
+                if source.nbytes:
+                    self.backend.copy(self._out, target, source)
+                    self.sent_bytes += source.nbytes
+            return self.backend.record(self._out)
 
     def read(self, sent: Sent) -> torch.Tensor:
         """What was sent, flat, when it is there; for the host."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -59,29 +60,77 @@ def read_json(adapter: TypeAdapter[Any], text: str | bytes, what: str, schema: i
 
 
 def read_file(path: str | os.PathLike[str], what: str) -> bytes:
-    """What is in a file.
+    """What is in a regular file. Reading anything else may block for ever: a FIFO that no process writes to.
 
     Raises:
         UsageError: if there is no such file.
     """
     try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise UsageError(f"path: got {_kind_of(path)}, expected a regular file that {what}.save() wrote")
         return Path(path).read_bytes()
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise UsageError(
             f"path: got {os.fspath(path)!r} ({error}), expected a file that {what}.save() wrote"
         ) from error
 
 
-def write_file(path: str | os.PathLike[str], text: str) -> None:
+def write_file(path: str | os.PathLike[str], text: str, *, what: str = "path") -> None:
     """Write a file.
+
+    Args:
+        path: of the file.
+        text: what it will hold.
+        what: the name of the argument, for the message.
+
+    Raises:
+        UsageError: if there can be no such file: see :func:`check_writable`.
+    """
+    check_writable(what, path)
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{what}: got {os.fspath(path)!r} ({error}), expected a file that can be written") from error
+
+
+def check_writable(what: str, path: str | os.PathLike[str] | None) -> None:
+    """Check, before hours of training and not after them, that a file can be written.
+
+    A regular file, a new name in a folder, and a character device (``/dev/null``, a terminal) can. Writing to a FIFO
+    may block for ever. A link is checked by the file that it names.
+
+    Args:
+        what: the name of the argument, for the message.
+        path: of the file. ``None``: no file is written.
 
     Raises:
         UsageError: if there can be no such file.
     """
+    if path is None:
+        return
+    real = os.path.realpath(path)
     try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"path: got {os.fspath(path)!r} ({error}), expected a file that can be written") from error
+        mode = os.stat(real).st_mode
+    except FileNotFoundError:
+        folder = os.path.dirname(real)
+        if os.path.basename(path) and os.path.isdir(folder) and os.access(folder, os.W_OK):
+            return
+        raise UsageError(
+            f"{what}: got {os.fspath(path)!r}, expected the name of a file in a folder that can be written to"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{what}: got {os.fspath(path)!r} ({error}), expected a file that can be written") from error
+    if not (stat.S_ISREG(mode) or stat.S_ISCHR(mode)):
+        raise UsageError(f"{what}: got {_kind_of(path)}, expected the name of a regular file")
+    if not os.access(real, os.W_OK):
+        raise UsageError(f"{what}: got {os.fspath(path)!r}, which is read-only, expected a file that can be written")
+
+
+def _kind_of(path: str | os.PathLike[str]) -> str:
+    """A path that is there and no regular file, for messages."""
+    mode = os.stat(path).st_mode
+    kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
+    return f"{os.fspath(path)!r}, which is {kinds.get(stat.S_IFMT(mode), 'a device')}"
 
 
 class _Version(BaseModel, extra="ignore", strict=True):

@@ -125,6 +125,24 @@ class Hardware:
             )
         return PRESETS[name.lower()]
 
+    @classmethod
+    def of(cls, hardware: object) -> Hardware:
+        """What a user means by ``hardware=``: a record, the name of a kind of device, or a file of :meth:`save`.
+
+        Raises:
+            UsageError: for anything else.
+        """
+        if isinstance(hardware, Hardware):
+            return hardware
+        if isinstance(hardware, str) and hardware.lower() in PRESETS:
+            return cls.named(hardware)
+        if isinstance(hardware, (str, os.PathLike)) and os.path.lexists(hardware):
+            return cls.load(hardware)
+        raise UsageError(
+            f"hardware: got {hardware!r:.200}, expected one of {', '.join(PRESETS)}, a file that Hardware.save() "
+            f"wrote, a spillway.Hardware, or None for this machine"
+        )
+
     def link(self, active: int = 1) -> Link:
         """What each device has while ``active`` of them copy: measured for as many or the next more, else the last.
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import ConfigDict, Field, TypeAdapter
 
+from spillway.errors import printable
 from spillway.planning.files import STRICT, Count, Seconds, read_file, read_json, write_file
 from spillway.planning.profile import Again, BlockProfile
 from spillway.planning.tasks import Option, Phase
@@ -60,12 +61,13 @@ class BlockPlan:
     """Whether its operators are looked at: not if all is computed again, and the host would be late."""
 
     def __str__(self) -> str:
+        name = printable(self.name)
         if self.plain:
-            return f"{self.name}: keeps all of its {format_bytes(self.kept_bytes)}"
+            return f"{name}: keeps all of its {format_bytes(self.kept_bytes)}"
         again = f"{format_seconds(self.rerun_seconds)} again" if self.recomputes else "nothing again"
         again += "" if self.watched else ", unwatched"
         return (
-            f"{self.name}: keeps {format_bytes(self.kept_bytes)}, sends away {format_bytes(self.sent_bytes)}, computes "
+            f"{name}: keeps {format_bytes(self.kept_bytes)}, sends away {format_bytes(self.sent_bytes)}, computes "
             f"{again}"
         )
 
@@ -143,8 +145,9 @@ class Plan:
         return sum(block.rerun_seconds for block in self.blocks)
 
     def __str__(self) -> str:
+        task = printable(self.peak_task)
         lines = [
-            f"{format_bytes(self.predicted_peak)} of {format_bytes(self.budget)}, in {self.peak_task}; a step of "
+            f"{format_bytes(self.predicted_peak)} of {format_bytes(self.budget)}, in {task}; a step of "
             f"{format_seconds(self.predicted_seconds)}: {format_bytes(self.sent_bytes)} leave, "
             f"{format_seconds(self.rerun_seconds)} are computed again, {format_seconds(self.stall_seconds)} waited for"
         ]

@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import contextlib
 import math
-import re
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from spillway.errors import BudgetError, SizeError
+from spillway.errors import BudgetError
 from spillway.planning.hardware import Hardware
 from spillway.planning.menu import ALL
 from spillway.planning.plan import Plan
@@ -37,15 +36,11 @@ from spillway.planning.windows import (
     usable_rates,
     windows_of,
 )
-from spillway.units import parse_bytes, parse_share
+from spillway.units import parse_bytes, read_budget
 
 _PARTS = 4
 """Of an optimizer, so many parts are on the host or not."""
 _MOST_SLACK = 64 << 20
-_MOST_SHARE = 10.0
-"""Of what a step needs that keeps everything. A larger one was meant as something else."""
-_FRACTION = re.compile(r"\s*(\d+\.\d*|\.\d+)\s*")
-"""A number that is no whole one, with no unit."""
 
 
 def aim_at(budget: int) -> int:
@@ -217,15 +212,8 @@ def parse_budget(budget: int | float | str, profile: Profile) -> int:
         >>> parse_budget("50%", profile) == parse_budget(0.5, profile)  # doctest: +SKIP
         True
     """
-    share = budget
-    if isinstance(share, str):
-        share = float(share) if _FRACTION.fullmatch(share) else parse_share(share, what="budget")
-    if not isinstance(share, float):
-        return parse_bytes(share, what="budget")
-    if not 0 <= share <= _MOST_SHARE:
-        raise SizeError(
-            f"budget: got {budget!r}, expected a share between 0 and {_MOST_SHARE:.0f} of what a step needs that keeps "
-            f"everything, or bytes as an int"
-        )
+    share = read_budget(budget)
+    if isinstance(share, int):
+        return share
     most = simulate_program(kept_program(profile), ANY_RATES).peak_bytes
     return profile.static_bytes + math.ceil(share * (most - profile.static_bytes))

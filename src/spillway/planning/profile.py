@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Self
 
 from pydantic import ConfigDict, TypeAdapter
 
+from spillway.errors import printable
 from spillway.planning.files import STRICT, Count, Seconds, is_none, read_file, read_json, write_file
 from spillway.units import format_bytes
 
@@ -314,7 +315,7 @@ class Profile:
     def __str__(self) -> str:
         kinds = f"{len(self.kinds)} kind{'s' if len(self.kinds) > 1 else ''}"
         return (
-            f"{self.model} on {self.device}: {len(self.calls)} blocks of {kinds} save "
+            f"{printable(f'{self.model} on {self.device}')}: {len(self.calls)} blocks of {kinds} save "
             f"{format_bytes(self.saved_bytes)}, beside {format_bytes(self.static_bytes)} that are always there"
         )
 

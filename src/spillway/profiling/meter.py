@@ -4,22 +4,20 @@ NOTE [ Instants of a program ]
 
 An accelerator's allocator gives and takes memory when the host asks, far ahead of the device: so its counters, read
 between two operators, say what the program holds there, and no synchronisation is needed. Times are the device's, by
-events. The CPU has no such counters: there, each allocation of the thread is written down (``allocations.py``), and
-instants among them. What is allocated when a step begins is then told by the resident bytes of the process, once what
-``malloc`` keeps of freed memory is given back: a step would take that first, and it can be as much as all the rest.
+events. The CPU has no such counters. There, the resident bytes of the process are read, and the kernel's mark of the
+most (``resident.py``): a budget on a CPU is of these. ``malloc`` is set so that a freed tensor's bytes are not resident
+any more (``malloc.py``). Tensors below its threshold are seen in part.
 """
 
 from __future__ import annotations
 
-import ctypes
 import time
 from abc import ABC, abstractmethod
 from typing import NamedTuple
 
-import psutil
 import torch
 
-from spillway.profiling.allocations import Listener
+from spillway.runtime.resident import Resident, ResidentPeak, resident_bytes
 
 _CYCLES = 1.5e9
 """Of an accelerator, in a second, about."""
@@ -35,7 +33,7 @@ class Reading(NamedTuple):
     peak: int
     """Most bytes that were since the instant before."""
     made: int
-    """Bytes that were given out since the instant before, whatever was taken back."""
+    """Bytes that were given out since the instant before, whatever was taken back; of a CPU, without what was."""
 
 
 class Meter(ABC):
@@ -46,12 +44,8 @@ class Meter(ABC):
         """This is an instant."""
 
     @abstractmethod
-    def finish(self) -> list[Reading] | None:
-        """What was measured at the instants, in their order; ``None`` if some cannot be told. Waits for the device."""
-
-    def hears(self) -> bool:
-        """Whether an instant of the calling thread can be told."""
-        return True
+    def finish(self) -> list[Reading]:
+        """What was measured at the instants, in their order. Waits for the device."""
 
     def wait(self) -> None:  # noqa: B027
         """Until the device has nothing to do."""
@@ -60,7 +54,7 @@ class Meter(ABC):
         """Have the device do nothing for about so long: what it is given then waits."""
 
     def close(self) -> None:  # noqa: B027
-        """Nobody wants to know any more."""
+        """Nothing is measured any more."""
 
 
 def allocated(device: torch.device) -> tuple[int, int, int]:
@@ -71,6 +65,33 @@ def allocated(device: torch.device) -> tuple[int, int, int]:
     index = device.index if device.index is not None else torch.accelerator.current_device_index()
     bytes_of_all = torch._C._accelerator_getDeviceStats(index)["allocated_bytes"]["all"]
     return bytes_of_all["current"], bytes_of_all["peak"], bytes_of_all["allocated"]
+
+
+class DeviceMemory:
+    """Bytes of a device that count for a budget: those allocated; on the CPU, the process's resident ones.
+
+    Args:
+        device: which.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._resident = ResidentPeak() if device.type == "cpu" else None
+
+    def level(self) -> int:
+        """Now."""
+        return allocated(self._device)[0] if self._resident is None else resident_bytes()
+
+    def peak(self) -> int:
+        """The most, since the peak was reset."""
+        return allocated(self._device)[1] if self._resident is None else self._resident.most()
+
+    def reset_peak(self) -> None:
+        """Forget the peak."""
+        if self._resident is None:
+            torch.accelerator.reset_peak_memory_stats(self._device)
+        else:
+            self._resident.restart()
 
 
 def meter_of(device: torch.device) -> Meter:
@@ -114,44 +135,21 @@ class AcceleratorMeter(Meter):
 
 
 class CpuMeter(Meter):
-    """See NOTE [ Instants of a program ]."""
+    """See NOTE [ Instants of a program ]. Restarts the peak at each instant."""
 
     def __init__(self) -> None:
-        self._resident = _resident()
-        self._instants: list[tuple[int, float]] = []
-        self._listener = Listener()
+        self._peak = ResidentPeak()
+        self._instants: list[tuple[float, Resident]] = []
 
     def mark(self) -> None:
-        self._instants.append((self._listener.mark(), time.perf_counter()))
+        self._instants.append((time.perf_counter(), self._peak.restart()))
 
-    def finish(self) -> list[Reading] | None:
-        self._listener.close()
-        changes, places = self._listener.changes, self._listener.marks
-        if any(number not in places for number, _ in self._instants):
-            return None
+    def finish(self) -> list[Reading]:
+        if not self._instants:
+            return []
+        first, (before, _) = self._instants[0]
         readings: list[Reading] = []
-        level, place = self._resident, 0
-        for number, seconds in self._instants:
-            end, peak, made = places[number], level, 0
-            for nbytes in changes[place:end]:
-                level += nbytes
-                peak = max(peak, level)
-                made += max(nbytes, 0)
-            place = end
-            readings.append(Reading(seconds - self._instants[0][1], level, peak, made))
+        for seconds, (level, peak) in self._instants:
+            readings.append(Reading(seconds - first, level, peak, max(level - before, 0)))
+            before = level
         return readings
-
-    def hears(self) -> bool:
-        return self._listener.hears()
-
-    def close(self) -> None:
-        self._listener.close()
-
-
-def _resident() -> int:
-    """Bytes of the process that are in use."""
-    # Of glibc. Others keep less.
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
-    return psutil.Process().memory_info().rss

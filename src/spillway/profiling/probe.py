@@ -173,10 +173,10 @@ class Probe:
 
     def _may_leave(self, trace: Trace, number: int) -> bool:
         outside = trace.outside[number]
-        tensor = outside.tensor()
+        tensor = outside.tracker
         # A leaf is somebody's own, who holds it anyway.
-        ours = tensor is not None and tensor.device == self._device and not (tensor.is_leaf and tensor.requires_grad)
-        return tensor is not None and ours and tensor.is_floating_point()
+        is_ours = tensor.device == self._device and not (outside.is_leaf and outside.has_gradient)
+        return is_ours and not outside.is_dead() and tensor.is_floating_point()
 
     # For the watch.
 

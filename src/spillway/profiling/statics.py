@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -48,7 +48,8 @@ def known_bytes(model: Module, device: torch.device, optimizer: torch.optim.Opti
 
 
 def _tensors(state: object) -> Iterator[torch.Tensor]:
-    values = state.values() if isinstance(state, Mapping) else ()
+    # Not by its own values(): an optimizer's state that lies elsewhere would come for that.
+    values = dict.values(state) if isinstance(state, dict) else ()
     yield from (value for value in values if isinstance(value, torch.Tensor))
 
 

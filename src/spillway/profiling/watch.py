@@ -280,17 +280,15 @@ class Watch:
 
     def moves(self, begins: bool) -> None:
         """The mover begins its work, or has ended it. See NOTE [ What is on its way ]."""
-        if not self._closed and self._meter.hears():
+        if not self._closed:
             self._mark("moving" if begins else "moved", self._moves)
             self._moves += not begins
 
-    def finish(self) -> Watched | None:
-        """The step has ended; ``None`` if not all of it was seen. Waits for the device."""
+    def finish(self) -> Watched:
+        """The step has ended. Waits for the device."""
         self._mark("done", 0)
         found = self._meter.finish()
         self.close()
-        if found is None:
-            return None
         readings = dict(zip(self._order, found, strict=True))
         # Of an instant that came twice, the last counts, and the peak is that of both.
         order = list(dict.fromkeys(reversed(self._order)))[::-1]
@@ -319,21 +317,21 @@ class Watch:
     def _released(self, key: int, _: weakref.ref[object]) -> None:
         """An operator's backward has ended: autograd lets go of what it has saved for it."""
         del self._given[key]
-        if not self._closed and self._meter.hears():
+        if not self._closed:
             self._mark("released", self._releases)
             self._releases += 1
 
     def _let_go(self, key: int, nbytes: int, _: weakref.ref[object]) -> None:
         """A backward's own code holds no more what it was given. It is still counted: it is about to be taken back."""
         del self._given[key]
-        if not self._closed and self._meter.hears():
+        if not self._closed:
             self._mark("let go", len(self._freed))
             self._freed.append(nbytes)
 
     def _is_uncast(self, key: int, nbytes: int, _: weakref.ref[torch.UntypedStorage]) -> None:
         """A cast is about to be taken back."""
         del self._casts[key]
-        if not self._closed and self._meter.hears():
+        if not self._closed:
             self._mark("uncast", len(self._uncast))
             self._uncast.append(nbytes)
 

@@ -74,6 +74,10 @@ class Draft:
             hooks = saved_tensors_hooks(saving.pack, _Nothing.unpack)
             with hooks, peeks, nullcontext() if outlining is None else outlining, scribe:
                 function(*tensors)
+        except RuntimeError:
+            # It has run before without an error, and does again where nobody asks for a tape. Torch swaps no tensors
+            # that somebody has weak references to, say.
+            return None
         except Exception:
             # The function may have made another error of what it was told.
             if not saving.was_asked:

@@ -2,10 +2,10 @@
 
 NOTE [ Kernels under a mode ]
 
-Some of torch's functions look whether a dispatch mode is active, and then take the kernel that autograd would need, also
-for tensors that need no gradient: ``max_pool1d`` gives other strides so, singular values and eigenvalues other bits. A
-recomputed function that is traced must give what it gives without the trace. So :class:`KernelChoice` runs these
-functions with Spillway's modes off. For the trace their result comes from outside. A replay is handed that result.
+Some of torch's functions look whether a dispatch mode is active. Then they take the kernel that autograd would need,
+also for tensors that need no gradient: ``max_pool1d`` gives other strides, singular values and eigenvalues have other
+bits. A recomputed function that is traced must give what it gives without the trace. So :class:`KernelChoice` runs
+these functions with Spillway's modes off. For the trace, their result comes from outside. A replay is handed it.
 
 Where somebody else's dispatch mode is active too, plain PyTorch takes the other kernel as well, and nothing is done.
 """

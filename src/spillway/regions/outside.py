@@ -1,8 +1,8 @@
 """Bytes that a recomputed function reads and did not make.
 
 A replay must read what the first run read. So an alias of each such tensor is held until backward, without its history:
-backward goes through the graph of the first run. Where the replay reads another tensor (an attribute was replaced, a mask
-was made anew), the held one is handed in.
+backward goes through the graph of the first run. Where the replay reads another tensor (an attribute was replaced, a
+mask was made again), the held one is handed in.
 """
 
 from __future__ import annotations
@@ -27,13 +27,17 @@ class Outside:
         is_input: whether it is made anew for each run: an input, or a cast.
     """
 
-    __slots__ = ("_object", "_storage", "before", "has_gradient", "held", "is_input", "is_parameter", "tracker", "version")
+    __slots__ = (
+        *("_object", "_storage", "before", "has_gradient", "held", "is_input", "is_leaf", "is_parameter", "tracker"),
+        *("version",),
+    )
 
     def __init__(self, tensor: torch.Tensor, *, is_input: bool) -> None:
         self.version = _version(tensor)
         self.is_input = is_input
         self.is_parameter = is_parameter(tensor)
         self.has_gradient = tensor.requires_grad
+        self.is_leaf = tensor.is_leaf
         self._storage: Callable[[], torch.UntypedStorage | None] = _none
         self._object: Callable[[], torch.Tensor | None] = _none
         if is_strided(tensor):
@@ -57,12 +61,12 @@ class Outside:
 
     def is_another(self, tensor: torch.Tensor) -> bool:
         """Whether it is known not to be this one."""
-        if self.held is None:
+        if self.is_input:
             return False
         storage = self._storage()
         if storage is not None:
             return not is_strided(tensor) or tensor.untyped_storage() is not storage
-        return self._object() is not tensor
+        return self.held is not None and self._object() is not tensor
 
     def stands_for(self, tensor: torch.Tensor) -> bool:
         """Whether what is held can be handed in where a replay reads this tensor."""
@@ -70,7 +74,9 @@ class Outside:
         if held is None or held.dtype is not tensor.dtype or held.device != tensor.device:
             return False
         if not is_strided(held) or not is_strided(tensor):
-            return held.layout is tensor.layout and not (held.is_nested or tensor.is_nested) and held.shape == tensor.shape
+            return (
+                held.layout is tensor.layout and not (held.is_nested or tensor.is_nested) and held.shape == tensor.shape
+            )
         return (held.shape, held.stride(), held.storage_offset()) == (
             tensor.shape,
             tensor.stride(),
@@ -80,7 +86,8 @@ class Outside:
     def let_go(self) -> None:
         """Hold its memory no longer."""
         if self.held is not None:
-            self.held, self.tracker = None, tensor_without_memory(self.held)
+            self.tracker = tensor_without_memory(self.held)
+            self.held = None
 
     def storage(self) -> torch.UntypedStorage | None:
         """Its memory, if that is alive."""

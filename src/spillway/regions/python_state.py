@@ -138,7 +138,11 @@ class PythonState:
     @property
     def numpy_draws(self) -> bool:
         """Whether NumPy's global generator was drawn from since."""
-        return len(self._generators) > 1 and "numpy.random" in sys.modules and self._generators[1][1]() != self._generators[1][2]
+        return (
+            len(self._generators) > 1
+            and "numpy.random" in sys.modules
+            and self._generators[1][1]() != self._generators[1][2]
+        )
 
     @property
     def changes(self) -> bool:
@@ -154,12 +158,23 @@ class PythonState:
     @contextmanager
     def in_force(self) -> Iterator[None]:
         """A context that begins with the copied state, and ends with the state from before the context."""
-        before = self._again()
-        self._restore()
+        # Nothing of this is the function's own: no mode is to see it.
+        with torch._C.DisableTorchFunction():
+            before = self._again()
+            self._restore()
         try:
             yield
         finally:
-            before._restore()
+            with torch._C.DisableTorchFunction():
+                before._restore()
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Those that the copy holds: a replay finds them where they were."""
+        copies = (copy.values() for _, copy in (*self._attributes, *self._dicts, *self._classes))
+        lists = (kept for _, kept in self._lists)
+        single = ([value for _, value in self._cells], [value for *_, value in self._names])
+        for values in (*copies, *lists, *single):
+            yield from (value for value in values if isinstance(value, torch.Tensor))
 
     def histories(self) -> list[str]:
         """Names of attributes that had a tensor which the function read, and now have one that needs gradients."""
@@ -171,9 +186,9 @@ class PythonState:
         ]
 
     def release(self, is_read: Callable[[torch.Tensor], bool]) -> None:
-        """Hold no longer what was replaced in the first run and whose bytes were never read: a tensor of an earlier step.
+        """Hold no longer a tensor that was replaced in the first run, and whose bytes were never read.
 
-        A stand-in takes its place, since the function may have asked for its shape.
+        It may be of an earlier step. A stand-in takes its place, since the function may have asked for its shape.
         """
         for place, copy in (*self._attributes, *self._dicts):
             for name, value in copy.items():
@@ -314,7 +329,9 @@ class PythonState:
         bits = getattr(value, "bit_generator", getattr(value, "_bit_generator", None))
         if bits is not None:
             # A dictionary of numbers and arrays: its bytes can be compared.
-            self._add_generator(lambda state: setattr(bits, "state", pickle.loads(state)), lambda: pickle.dumps(bits.state))
+            self._add_generator(
+                lambda state: setattr(bits, "state", pickle.loads(state)), lambda: pickle.dumps(bits.state)
+            )
 
     def _add_generator(self, put: Callable[[Any], object], get: Callable[[], Any]) -> None:
         self._generators.append((put, get, get()))
@@ -409,7 +426,6 @@ def _are_the_same(place: dict[Any, Any], copy: dict[Any, Any]) -> bool:
     return len(place) == len(copy) and all(map(operator.is_, place.values(), copy.values()))
 
 
-
 def _names_of_changes(place: dict[Any, Any], copy: dict[Any, Any], ignored: frozenset[str]) -> Iterator[str]:
     for name in dict.fromkeys((*copy, *place)):
         if name not in ignored and place.get(name, _MISSING) is not copy.get(name, _MISSING):
@@ -435,7 +451,9 @@ def _names_of_class(kind: type, count: int) -> tuple[str, ...]:
     return tuple(
         name
         for name, value in vars(kind).items()
-        if not name.startswith("__") and _kinds[type(value)] not in ("function", "bound") and not hasattr(value, "__get__")
+        if not name.startswith("__")
+        and _kinds[type(value)] not in ("function", "bound")
+        and not hasattr(value, "__get__")
     )
 
 
@@ -451,7 +469,7 @@ def _setting(generator: torch.Generator) -> Callable[[Any], object]:
 def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor of the same shape, type and device, with the memory of one element."""
     with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
-        stand_in = torch.empty(1, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+        stand_in = torch.empty((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
         stand_in.__dict__["_is_stand_in"] = True
         return stand_in
 
@@ -492,9 +510,9 @@ def _names_of_state(code: types.CodeType, module: _Globals) -> tuple[str, ...]:
     found = []
     for name in _names_in(code):
         value = module.names.get(name, _MISSING)
-        if value is not _MISSING and not (callable(value) and not isinstance(value, Module)):
-            if not isinstance(value, types.ModuleType):
-                found.append(name)
+        is_code = isinstance(value, types.ModuleType) or (callable(value) and not isinstance(value, Module))
+        if value is not _MISSING and not is_code:
+            found.append(name)
     return tuple(found)
 
 

@@ -121,11 +121,12 @@ class Recording(OperatorMode):
                     call = self._trace.own_last()
                 call.decision, call.must = decision, must
                 # What the host or a shape hangs on is small, and may be written unseen: a copy of it is kept.
-                call.held = [*aliases_of(new)]
+                aliases = aliases_of(new)
                 if call.is_settled:
                     # No operator of a region around this one.
                     with torch._C._DisableTorchDispatch():
-                        call.held = [alias.clone() for alias in call.held]
+                        aliases = [alias.clone() for alias in aliases]
+                call.held = [*aliases]
         if self._on_call is not None:
             self._on_call(call, new)
         return output

@@ -377,7 +377,6 @@ class Region:
     def _end(self, output: Any) -> None:
         """It is settled what runs again, and that gets what it needs handed in."""
         trace = self._trace
-        buffers = {id(buffer.untyped_storage()) for buffer in self._script.buffers(self._root) if is_strided(buffer)}
         self._root = None
         self._rerun.gave(output)
         self._note_state()
@@ -402,16 +401,14 @@ class Region:
             self._passage.flush()
         self._rerun.acts = acts
         if self._key is not None and not self.has_inner:
-            self._rerun.wants_tape(
-                self._key, self._writes_at_once, self._choices.unused(), is_closed=self._is_closed(buffers)
-            )
+            self._rerun.wants_tape(self._key, self._writes_at_once, self._choices.unused(), is_closed=self._is_closed())
 
-    def _is_closed(self, buffers: set[int]) -> bool:
+    def _is_closed(self) -> bool:
         """See :attr:`~spillway.regions.tape.Tape.is_closed`."""
+        held = {id(tensor.untyped_storage()) for tensor in self._state.tensors() if is_strided(tensor)}
         for outside in self._trace.outside.values():
             storage = outside.storage()
-            is_buffer = storage is not None and id(storage) in buffers
-            if not (outside.is_input or outside.is_parameter or is_buffer):
+            if not (outside.is_input or outside.is_parameter or (storage is not None and id(storage) in held)):
                 return False
         return True
 
@@ -422,8 +419,8 @@ class Region:
             return
         self._key = None
         self._passage.ledger.note(
-            f"{self._label}: its forward changes Python state ({self._state.changed_names()}). Each recomputation starts "
-            f"from the state before the forward, and puts the later state back."
+            f"{self._label}: its forward changes Python state ({self._state.changed_names()}). Each recomputation "
+            f"starts from the state before the forward, and puts the later state back."
         )
         find = self._trace.values.find
         self._state.release(lambda tensor: find(tensor) is not None)

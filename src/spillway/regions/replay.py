@@ -188,8 +188,8 @@ class Replay(OperatorMode):
     def ends_by(self, end: Callable[[], None]) -> None:
         """All that is wanted is there: this ends the run, by an error.
 
-        Autograd saves the inputs of an operator before the mode sees it. So the run ends at the next operator, when that
-        was compared with the first run's.
+        Autograd saves the inputs of an operator before the mode sees it. So the run ends at the next operator, when
+        that was compared with the first run's.
         """
         self._ending = end
 

@@ -19,7 +19,19 @@ from spillway.regions.tensors import is_dense
 _RECOMPUTE = Decision.RECOMPUTE
 _SHOW = frozenset(
     (
-        *("mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "linear", "matmul", "convolution", "addbmm", "embedding_dense"),
+        *(
+            "mm",
+            "addmm",
+            "bmm",
+            "baddbmm",
+            "addmv",
+            "mv",
+            "linear",
+            "matmul",
+            "convolution",
+            "addbmm",
+            "embedding_dense",
+        ),
         *("add", "sub", "rsub", "mul", "div", "neg", "exp", "expm1", "log", "log1p", "sigmoid", "log_sigmoid_forward"),
         *("tanh", "silu", "gelu", "softplus", "erf", "sqrt", "rsqrt", "reciprocal", "sinh", "asinh", "atan"),
         *("_to_copy", "clone", "cat", "stack", "native_dropout", "addcmul", "addcdiv", "copy"),

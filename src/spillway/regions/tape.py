@@ -128,8 +128,8 @@ class Tape:
     outline: Outline | None = None
     """By which calls may be compared with it."""
     is_closed: bool = False
-    """Whether it reads nothing from outside but its tensors, parameters, and buffers of its module. Other tensors may be
-    replaced between a first run and a replay, and are seen only where the call is compared with the tape."""
+    """Whether it reads nothing from outside but its tensors, parameters, and what its Python state holds. Other tensors
+    may be replaced between a first run and a replay, and are seen only where the call is compared with the tape."""
 
     @cached_property
     def _others(self) -> dict[tuple[tuple[int, ...], frozenset[int]], Sequence[_Run]]:
@@ -155,7 +155,9 @@ class Tape:
             else each._replace(decision=decisions[each.spot.value])
             for each in self.saved
         ]
-        return Tape(steps, saved, self.inputs, self.count, self.saved_after, outline=self.outline, is_closed=self.is_closed)
+        return Tape(
+            steps, saved, self.inputs, self.count, self.saved_after, outline=self.outline, is_closed=self.is_closed
+        )
 
     def prepared(self) -> Tape:
         """This tape, of which all that calls ask is worked out: the first of them is not to take longer."""

@@ -155,7 +155,7 @@ def aliases_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def tensor_without_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """An alias on the same counter of versions, which holds none of its memory; the tensor itself if it has no strides."""
+    """An alias on the same counter of versions, which holds none of its memory, if it has strides."""
     (alias,) = aliases_of([tensor])
     if is_strided(tensor) and type(tensor) in PLAIN:
         with _no_dispatch():

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-from spillway.errors import UsageError
+from spillway.errors import UsageError, printable
 from spillway.planning.curve import Point
 from spillway.planning.tasks import Phase
 from spillway.planning.timeline import Lane, Span
@@ -254,4 +254,4 @@ def _short(value: float) -> float:
 
 def _safe(name: str) -> str:
     # Plotly understands some of HTML, and what it shows here was in a file.
-    return html.escape(name, quote=False)
+    return html.escape(printable(name), quote=False)

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import html
 import json
 from collections.abc import Iterable, Iterator
-from html import escape
 from importlib import resources
 from string import Template
 
+from spillway.errors import printable
 from spillway.report.facts import Facts
 from spillway.report.figures import curve_figure, graph_objects, lanes_figure, memory_figure
 from spillway.report.rows import OperatorRow, Row
@@ -42,8 +43,8 @@ def to_page(facts: Facts) -> str:
     plan = facts.plan
     return Template(_asset("page.html")).substitute(
         policy=_policy(plotly, script),
-        title=f"A plan for {escape(plan.model)}",
-        subtitle=escape(
+        title=f"A plan for {_text(plan.model)}",
+        subtitle=_text(
             f"{len(facts.rows)} blocks on {plan.device}, within {format_bytes(plan.budget)}; rates of {facts.hardware}"
         ),
         style=_asset("page.css"),
@@ -103,17 +104,21 @@ def _data(facts: Facts) -> str:
     return text.replace("<", "\\u003c")
 
 
+def _text(text: str) -> str:
+    return html.escape(printable(text))
+
+
 def _term(name: str, value: str) -> str:
-    return f"<dt>{escape(name.capitalize())}</dt><dd>{escape(value)}</dd>"
+    return f"<dt>{_text(name.capitalize())}</dt><dd>{_text(value)}</dd>"
 
 
 def _paragraphs(sentences: Iterable[str]) -> str:
-    return "\n".join(f"<p>{escape(each)}</p>" for each in sentences)
+    return "\n".join(f"<p>{_text(each)}</p>" for each in sentences)
 
 
 def _list(heading: str, items: Iterable[str]) -> str:
-    lines = "\n".join(f"<li>{escape(each)}</li>" for each in items)
-    return f"<h3>{escape(heading)}</h3>\n<ul>\n{lines}\n</ul>" if lines else ""
+    lines = "\n".join(f"<li>{_text(each)}</li>" for each in items)
+    return f"<h3>{_text(heading)}</h3>\n<ul>\n{lines}\n</ul>" if lines else ""
 
 
 def _waits(facts: Facts) -> str:
@@ -127,8 +132,8 @@ def _compared(facts: Facts) -> str:
     if not facts.compared:
         return ""
     rows = "\n".join(
-        f'<tr><th scope="row">{escape(what.capitalize())}</th>'
-        + "".join(f'<td class="number">{escape(each)}</td>' for each in figures)
+        f'<tr><th scope="row">{_text(what.capitalize())}</th>'
+        + "".join(f'<td class="number">{_text(each)}</td>' for each in figures)
         + "</tr>"
         for what, *figures in facts.compared
     )
@@ -149,12 +154,12 @@ def _heading(name: str, number: bool) -> str:
 def _block(row: Row, place: int, templates: dict[tuple[OperatorRow, ...], str]) -> str:
     """A block's row. Equal blocks share what opens."""
     template = templates.setdefault(row.operators, f"operators-{len(templates)}")
-    name = escape(row.name)
+    name = _text(row.name)
     cells = (
         _cell(row.decision, row.decision),
         *(_cell(format_bytes(nbytes), nbytes) for nbytes in (row.kept_bytes, row.sent_bytes, row.recomputed_bytes)),
         _cell(format_seconds(row.rerun_seconds), row.rerun_seconds),
-        f'<td class="reason" data-value="{escape(row.reason)}">{escape(row.reason)}</td>',
+        f'<td class="reason" data-value="{_text(row.reason)}">{_text(row.reason)}</td>',
     )
     return (
         f'<tbody><tr><th scope="row" data-value="{name}"><button type="button" aria-expanded="false" '
@@ -164,7 +169,7 @@ def _block(row: Row, place: int, templates: dict[tuple[OperatorRow, ...], str]) 
 
 def _cell(text: str, value: float | str) -> str:
     kind = "" if isinstance(value, str) else ' class="number"'
-    return f'<td{kind} data-value="{escape(str(value))}">{escape(text)}</td>'
+    return f'<td{kind} data-value="{_text(str(value))}">{_text(text)}</td>'
 
 
 def _template(name: str, operators: tuple[OperatorRow, ...]) -> str:
@@ -191,7 +196,7 @@ def _operators(operators: tuple[OperatorRow, ...]) -> str:
 def _operator_rows(operators: Iterable[OperatorRow]) -> Iterator[str]:
     for each in operators:
         yield (
-            f"<tr><td>{each.place} <code>{escape(each.operator)}</code></td><td>{escape(each.decision)}</td>"
+            f"<tr><td>{each.place} <code>{_text(each.operator)}</code></td><td>{_text(each.decision)}</td>"
             f'<td class="number">{format_bytes(each.nbytes)}</td><td class="number">{format_seconds(each.seconds)}</td>'
-            f"<td>{escape(each.reason)}</td></tr>"
+            f"<td>{_text(each.reason)}</td></tr>"
         )

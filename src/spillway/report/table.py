@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TextIO
 
-from spillway.errors import UsageError
+from spillway.errors import UsageError, printable
 from spillway.records import StepStats
 
 _MIB = 2**20
@@ -180,5 +180,9 @@ def _width(cells: Sequence[str]) -> int:
 
 
 def cut(text: str, width: int) -> str:
-    """A text with no more than so many characters, of which the last ones say so if there were more."""
+    """A text with no more than so many characters, of which the last ones say so if there were more.
+
+    Characters that a terminal obeys are escaped first: see :func:`~spillway.errors.printable`.
+    """
+    text = printable(text)
     return text if len(text) <= width else text[: width - 3] + "..."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator
 
+from spillway.errors import printable
 from spillway.report.facts import Facts, grouped
 from spillway.report.table import aligned, cut
 from spillway.units import format_bytes, format_seconds
@@ -23,7 +24,7 @@ def to_text(facts: Facts, *, width: int = WIDTH) -> str:
         facts: of a plan.
         width: characters of a line, at least 60. Long names are cut.
     """
-    return "\n".join(_lines(facts, width)) + "\n"
+    return "".join(f"{printable(line)}\n" for line in _lines(facts, width))
 
 
 def _lines(facts: Facts, width: int) -> Iterator[str]:

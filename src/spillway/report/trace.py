@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from spillway.errors import printable
 from spillway.planning.timeline import Lane
 from spillway.report.facts import WAITS, Facts
 
@@ -34,7 +35,7 @@ def to_trace(facts: Facts) -> str:
 
 
 def _named(facts: Facts) -> Iterator[dict[str, Any]]:
-    yield _meta("process_name", None, name=f"{facts.plan.model} on {facts.hardware}, simulated")
+    yield _meta("process_name", None, name=printable(f"{facts.plan.model} on {facts.hardware}, simulated"))
     for lane, name in _NAMES.items():
         yield _meta("thread_name", lane, name=name)
         yield _meta("thread_sort_index", lane, sort_index=_THREADS[lane])
@@ -48,7 +49,7 @@ def _meta(kind: str, lane: Lane | None, **args: object) -> dict[str, Any]:
 def _spans(facts: Facts) -> Iterator[dict[str, Any]]:
     for span in facts.timeline.spans:
         if span.reason:
-            category, args = "wait", {"task": span.name, "waits": WAITS[span.reason]}
+            category, args = "wait", {"task": printable(span.name), "waits": WAITS[span.reason]}
         elif span.lane is Lane.COMPUTE:
             category, args = facts.phases[span.name].value, {}
         else:
@@ -57,7 +58,7 @@ def _spans(facts: Facts) -> Iterator[dict[str, Any]]:
             "ph": "X",
             "pid": _PROCESS,
             "tid": _THREADS[span.lane],
-            "name": f"wait: {span.reason}" if span.reason else span.name,
+            "name": f"wait: {span.reason}" if span.reason else printable(span.name),
             "cat": category,
             "ts": span.start * _MICRO,
             "dur": (span.end - span.start) * _MICRO,

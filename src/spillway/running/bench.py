@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from spillway.demo.runner import child_environment
-from spillway.errors import UsageError
+from spillway.errors import UsageError, printable
 from spillway.running.measured import ANSWER, ORDER, Answer, Order
 from spillway.running.script import Script
 from spillway.running.table import wrapped
@@ -125,7 +125,7 @@ def _cells(row: Row, plain: Row | None) -> list[str]:
     bytes_of_plain = None if plain is None else plain.answer.peak_bytes
     peak = row.answer.peak_bytes
     return [
-        row.way,
+        printable(row.way),
         *("-" if each is None else format_seconds(each) for each in (row.median, low, high)),
         _share(row.median, reference),
         "-" if peak is None else format_bytes(peak),

@@ -38,12 +38,3 @@ def numbered(path: Path, what: str, number: int) -> Path:
         'plan.rank1.json'
     """
     return path.with_name(f"{path.stem}.{what}{number}{path.suffix}") if number else path
-
-
-def check_writable(option: str, path: Path | None) -> None:
-    """Raise :class:`~spillway.errors.UsageError` if there can be no such file: before hours of training, not after."""
-    if path is None:
-        return
-    folder = path.absolute().parent
-    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise UsageError(f"{option}: got {path}, expected the name of a file in a folder that can be written to")

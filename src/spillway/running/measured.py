@@ -24,6 +24,7 @@ from spillway.running.outcome import RunOutcome
 from spillway.running.script import Ended, Script
 from spillway.running.seeing import Seeing
 from spillway.running.ways import Way
+from spillway.runtime.malloc import set_malloc
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +97,9 @@ class Stopwatch:
 def measure(order: Order) -> Answer:
     """Run the script. What it raises goes on."""
     asked = order.way.asked
+    if torch.accelerator.current_accelerator() is None:
+        # For every way alike, before the script makes a model.
+        set_malloc()
     stopwatch = Stopwatch(order)
 
     def treat(model: Module) -> Treated:

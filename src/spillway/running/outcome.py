@@ -29,6 +29,8 @@ class RootOutcome:
     stage: str | None
     """Where the search for a plan was in the end."""
     budget: int | None
+    missing: str | None
+    """What a plan still needed in the end."""
     predicted_peak: int | None
     peak: int
     """Of the step in which the plan was checked, or else of the whole process so far."""
@@ -94,7 +96,8 @@ def _of_root(root: Root) -> RootOutcome:
         blocks=root.blocks,
         way=root.treated.way,
         stage=attached.stage,
-        budget=plan.budget if plan is not None and root.treated.budget is None else root.treated.budget,
+        budget=attached.budget,
+        missing=attached.missing,
         predicted_peak=None if plan is None else plan.predicted_peak,
         peak=stats.peak_bytes if measured is None else measured.peak_bytes,
         predicted_seconds=None if plan is None else plan.predicted_seconds,

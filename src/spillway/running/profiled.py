@@ -11,10 +11,11 @@ from torch.nn import Module
 from spillway.attaching import attach
 from spillway.attaching.budgeted import device_of
 from spillway.attaching.pilot import Pilot
-from spillway.errors import UnsupportedError
+from spillway.errors import UnsupportedError, printable
+from spillway.planning.files import check_writable
 from spillway.planning.profile import Profile
 from spillway.running.asked import Treated
-from spillway.running.files import check_writable, numbered, rank_of
+from spillway.running.files import numbered, rank_of
 from spillway.running.script import Ended, Script
 from spillway.running.seeing import Seeing
 from spillway.running.table import wrapped
@@ -75,7 +76,7 @@ def run_profiled(script: Script, path: Path, *, steps: int) -> Profile:
         )
     found[0].save(numbered(path, "rank", rank))
     if not rank and sys.__stderr__ is not None:
-        sys.__stderr__.write("\n".join(["", *summary(found[0]), f"written to {path}", ""]))
+        sys.__stderr__.write("\n".join(["", *summary(found[0]), printable(f"written to {path}"), ""]))
     return found[0]
 
 

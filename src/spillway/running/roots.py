@@ -34,7 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from spillway.attaching import Attached
 from spillway.attaching.call import PLACE, ModuleCall, is_attached, is_compiled_around, is_traced
-from spillway.blocks import find_blocks, is_compiled
+from spillway.blocks import built_in, find_blocks, is_compiled
 from spillway.capture.hooks import in_backward
 from spillway.errors import BudgetError, SpillwayError, UsageError
 from spillway.running.asked import Treated
@@ -192,7 +192,7 @@ class Roots:
         tries, why = (0, "") if known is None or known.module() is not model else (known.tries, known.why)
         blocks = _count_blocks(model)
         if not blocks:
-            self.give_up(model, NO_BLOCKS)
+            self.give_up(model, f"{NO_BLOCKS}{built_in(model.modules())}")
             return self._know(module, Seen.OWNED)
         try:
             treated = self._attach(model)

@@ -42,7 +42,13 @@ class Script:
 
     def check(self) -> None:
         """Raise :class:`~spillway.errors.UsageError` if there is no such file."""
-        if not self.is_module and not Path(self.target).exists():
+        if self.is_module:
+            if not all(self.target.split(".")):
+                raise UsageError(
+                    f"got -m {self.target!r}, expected the full name of a module, such as 'package.module'; for a file "
+                    f"leave out -m"
+                )
+        elif not Path(self.target).exists():
             raise UsageError(
                 f"got the script {self.target!r}, expected a file that is there; of a module say -m {self.target}"
             )
@@ -77,7 +83,9 @@ class Script:
             spec = _find(name)
         code = None if spec is None else _code_of(spec)
         if spec is None or code is None:
-            raise UsageError(f"got -m {self.target}, expected a module with code that Python finds; there is no {name}")
+            raise UsageError(
+                f"got -m {self.target!r}, expected a module with code that Python finds; there is no {name}"
+            )
         _describe(main, spec)
         sys.argv[0] = str(spec.origin)
         return code
@@ -96,8 +104,12 @@ class Script:
         path = os.path.abspath(self.target)
         _put_first(os.path.dirname(os.path.realpath(self.target)))
         main.__dict__.update(__file__=path, __cached__=None, __loader__=SourceFileLoader("__main__", path))
-        with io.open_code(path) as file:
-            return compile(file.read(), path, "exec", dont_inherit=True)
+        try:
+            with io.open_code(path) as file:
+                source = file.read()
+        except OSError as error:
+            raise UsageError(f"got the script {self.target!r} ({error}), expected a file that can be read") from error
+        return compile(source, path, "exec", dont_inherit=True)
 
 
 _kept: list[ModuleType] = []
@@ -111,6 +123,9 @@ def _put_first(folder: str) -> None:
 
 
 def _find(name: str) -> ModuleSpec | None:
+    if name in sys.modules and getattr(sys.modules[name], "__spec__", None) is None:
+        # Python's own search fails for such a module: __main__ is one.
+        return None
     try:
         return importlib.util.find_spec(name)
     except ModuleNotFoundError as error:

@@ -5,11 +5,17 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator
 
+from spillway.errors import printable
 from spillway.running.outcome import RootOutcome, RunOutcome
 from spillway.units import format_bytes, format_seconds
 
 WIDEST = 80
 """Columns, as every terminal has them."""
+NOTHING_CALLED = (
+    "No module was called as model(...) in training with gradients on, in this process. Spillway does not see child "
+    "processes: start each of them with spillway run, as torchrun does."
+)
+"""Why nothing was attached, where there is no other reason."""
 _HEADINGS = ("", "peak", "step", "stall", "kept", "sent", "recomputed")
 _COLUMN = 11
 
@@ -31,17 +37,15 @@ def _lines(outcome: RunOutcome) -> Iterator[str]:
         yield from wrapped(f"{_counted(each.kind, each.count)} not attached: {each.reason}", "  ")
     if not outcome.roots and not outcome.not_attached:
         yield ""
-        yield from wrapped(
-            "No module was called in training with gradients on, in this process; what processes that it starts do is "
-            "not seen: start each of them with spillway run, as torchrun does.",
-            "",
-        )
+        yield from wrapped(NOTHING_CALLED)
 
 
 def _of_root(root: RootOutcome, seconds: float | None) -> Iterator[str]:
     budget = "" if root.budget is None else f" of {format_bytes(root.budget)}"
     stage = "" if root.stage is None else f", {root.stage}"
     yield from wrapped(f"{root.kind}: {root.blocks} blocks, {root.way}{budget}{stage}", "  ")
+    if root.missing is not None:
+        yield from wrapped(f"no plan yet: it takes {root.missing}", "  ")
     yield _row(_HEADINGS)
     stats = root.stats
     if root.predicted_seconds is not None and root.predicted_peak is not None:
@@ -84,4 +88,4 @@ def _row(cells: tuple[str, ...]) -> str:
 
 def wrapped(text: str, indent: str = "") -> list[str]:
     """A sentence as lines of at most :data:`WIDEST` columns."""
-    return textwrap.wrap(text, WIDEST, subsequent_indent=indent + "  ", initial_indent=indent) or [""]
+    return textwrap.wrap(printable(text), WIDEST, subsequent_indent=indent + "  ", initial_indent=indent) or [""]

@@ -84,6 +84,8 @@ class Backend(ABC):
 
     alignment: int
     """Every address that the device's allocator gives for a storage is a multiple of this."""
+    malloc: str = ""
+    """How the C library's ``malloc`` is set, if it allocates the device's memory."""
 
     @abstractmethod
     def compute(self) -> Lane:

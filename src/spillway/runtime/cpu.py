@@ -17,6 +17,8 @@ import torch
 from spillway.errors import SessionError
 from spillway.runtime.backend import Backend, Event, HostLane, Lane, Task
 from spillway.runtime.bytes import Bytes, Cells, Form
+from spillway.runtime.malloc import set_malloc
+from spillway.runtime.resident import ResidentPeak
 from spillway.runtime.tasks import HostTasks, be_in_task, chained
 
 
@@ -150,6 +152,8 @@ class CpuBackend(Backend):
         self._compute = _Compute()
         self._lanes: list[_CpuLane] = []
         self._tasks = HostTasks(threads)
+        self._peak = ResidentPeak()
+        self.malloc = set_malloc()
 
     def compute(self) -> Lane:
         return self._compute
@@ -195,7 +199,7 @@ class CpuBackend(Backend):
         return anonymous_pages(nbytes)
 
     def peak_bytes(self) -> int:
-        return resident_peak_bytes()
+        return self._peak.most()
 
     def close(self) -> None:
         self._tasks.close()
@@ -205,19 +209,3 @@ class CpuBackend(Backend):
 
 def _convert(destination: Cells, source: Cells) -> None:
     destination.tensor().copy_(source.tensor())
-
-
-def resident_peak_bytes() -> int:
-    """Peak resident bytes of this process, by the operating system."""
-    try:
-        with open("/proc/self/status", encoding="ascii") as status:
-            for line in status:
-                if line.startswith("VmHWM:"):
-                    return int(line.split()[1]) * 1024
-    except FileNotFoundError:
-        pass
-    import psutil  # not at the top: it takes long, and is needed where there is no /proc only
-
-    # The peak on Windows and the present figure on macOS.
-    memory = psutil.Process().memory_info()
-    return int(getattr(memory, "peak_wset", memory.rss))

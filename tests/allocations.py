@@ -1,4 +1,6 @@
-"""What the calling thread allocates and frees in host memory, in the order of its program.
+"""A CPU whose memory is counted to the byte: what the calling thread allocates and frees, in the order of its program.
+
+Plans are made for an accelerator's bytes, and tests of them need none: they count the CPU's in the same way.
 
 NOTE [ The recorder of a thread ]
 
@@ -13,13 +15,16 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch.autograd.profiler import record_function
 
-from spillway.errors import UsageError
+from spillway.profiling.meter import Meter, Reading
 
 # Torch tells type checkers of some of these, and of some otherwise than they are.
 _torch: Any = torch.autograd
@@ -28,11 +33,7 @@ _numbers = itertools.count()
 
 
 class Listener:
-    """Has what its thread allocates, from when it is made until it is closed.
-
-    Raises:
-        UsageError: if the user's own profiler runs in this thread.
-    """
+    """Has what its thread allocates, from when it is made until it is closed."""
 
     def __init__(self) -> None:
         self.changes: list[int] = []
@@ -76,10 +77,7 @@ class _Recorder(threading.local):
         """It hears what comes."""
         self._collect()
         if _torch._profiler_enabled():
-            raise UsageError(
-                "got a step that is to be measured on the CPU while a profiler of torch's runs in this thread, "
-                "expected none, since there can be only one; begin to profile once attached.stage is 'holding'"
-            )
+            raise RuntimeError("got a profiler of torch's, expected none: there can be only one in a thread")
         self._listeners.add(listener)
         self._start()
 
@@ -116,3 +114,89 @@ class _Recorder(threading.local):
 
 
 _recorder = _Recorder()
+
+
+class ExactMeter(Meter):
+    """Counts as an accelerator's allocator does.
+
+    Args:
+        resident: bytes that are there when it begins.
+    """
+
+    def __init__(self, resident: int) -> None:
+        self._resident = resident
+        self._instants: list[tuple[int, float]] = []
+        self._listener = Listener()
+
+    def mark(self) -> None:
+        if self._listener.hears():
+            self._instants.append((self._listener.mark(), time.perf_counter()))
+
+    def finish(self) -> list[Reading]:
+        self._listener.close()
+        changes, places = self._listener.changes, self._listener.marks
+        readings: list[Reading] = []
+        level, place = self._resident, 0
+        for number, seconds in self._instants:
+            end, peak, made = places[number], level, 0
+            for nbytes in changes[place:end]:
+                level += nbytes
+                peak = max(peak, level)
+                made += max(nbytes, 0)
+            place = end
+            readings.append(Reading(seconds - self._instants[0][1], level, peak, made))
+        return readings
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+class _ExactMemory:
+    """A :class:`~spillway.profiling.meter.DeviceMemory`, whose peak is that from a reset to when it is asked for."""
+
+    def __init__(self, resident: Callable[[], int]) -> None:
+        self._resident = resident
+        self._meter: ExactMeter | None = None
+        self._most = 0
+
+    def level(self) -> int:
+        return self._resident()
+
+    def peak(self) -> int:
+        if self._meter is not None:
+            self._meter.mark()
+            self._most = max(reading.peak for reading in self._meter.finish())
+            self._meter = None
+        return self._most
+
+    def reset_peak(self) -> None:
+        if self._meter is not None:
+            self._meter.close()
+        self._meter = ExactMeter(self._resident())
+        self._meter.mark()
+
+
+class _NoMemory:
+    """A :class:`~spillway.profiling.meter.DeviceMemory` that finds nothing: steps that hold a plan go unchecked."""
+
+    def level(self) -> int:
+        return 0
+
+    def peak(self) -> int:
+        return 0
+
+    def reset_peak(self) -> None:
+        return None
+
+
+def count_exactly(patch: pytest.MonkeyPatch, resident: Callable[[], int]) -> None:
+    """Have the CPU's memory counted to the byte.
+
+    Args:
+        patch: takes it back.
+        resident: gives the bytes that are there when a step begins.
+    """
+    patch.setattr("spillway.profiling.meter.meter_of", lambda device: ExactMeter(resident()))
+    patch.setattr("spillway.profiling.watch.meter_of", lambda device: ExactMeter(resident()))
+    patch.setattr("spillway.attaching.ranks.DeviceMemory", lambda device: _ExactMemory(resident))
+    patch.setattr("spillway.attaching.pilot.DeviceMemory", lambda device: _NoMemory())

@@ -1,0 +1,388 @@
+"""Both runs of a recomputed function are on one Python state.
+
+See NOTE [ Python state ] in ``regions/python_state.py``.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import spillway
+from recompute.regions import Call, HiddenAttribute, Regions, gradients, one_place, ways
+from spillway.regions.python_state import PythonState
+from support import assert_identical
+
+pytestmark = one_place
+
+Options = dict[str, Any]
+
+
+def seed_all() -> None:
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+
+
+def generators() -> Iterator[Tensor]:
+    """The states of all global generators."""
+    yield torch.get_rng_state()
+    yield torch.tensor(random.getstate()[1])
+    _, words, *rest = np.random.get_state()
+    yield torch.tensor(words.astype(np.int64))
+    yield torch.tensor(rest, dtype=torch.float64)
+
+
+class Stateful(nn.Module):
+    """Two layers, and a factor that hangs on Python state which each call changes."""
+
+    shared = 0
+    numbers: dict[str, Any]
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        seed_all()
+        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.kind = kind
+        self.steps, self.log, self.table, self.names = 0, [1], {"a": [{"b": [0]}]}, {0}
+        self.array = np.zeros(2)
+        self.own = random.Random(5)
+        self.numpys = np.random.default_rng(5)
+        self.torchs = torch.Generator().manual_seed(5)
+        self.words = bytearray(2)
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("count", torch.zeros(()))
+        self.plain = torch.zeros(8)
+        type(self).shared = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(x)) * self.factor(x))
+
+    def factor(self, x: Tensor) -> Any:
+        """Changes some state, and reads it."""
+        return CHANGES[self.kind](self, x)
+
+    def state(self) -> Iterator[Tensor]:
+        """All of it."""
+        yield from (self.mean, self.count, self.plain, self.torchs.get_state())
+        numbers = [self.steps, *self.log, self.table["a"][0]["b"][0], len(self.names), *self.array, type(self).shared]
+        yield torch.tensor([float(each) for each in (*numbers, *self.words)])
+        yield torch.tensor(self.own.getstate()[1])
+        yield torch.tensor(self.numpys.bit_generator.state["state"]["state"] % 2**60)
+
+
+def attribute(m: Stateful, x: Tensor) -> float:
+    m.steps += 1
+    return min(1.0, m.steps / 4)
+
+
+def content_of_a_list(m: Stateful, x: Tensor) -> float:
+    m.log.append(len(m.log))
+    return 1 / len(m.log)
+
+
+def deep_content(m: Stateful, x: Tensor) -> float:
+    m.table["a"][0]["b"][0] += 1
+    return 1 / m.table["a"][0]["b"][0]
+
+
+def content_of_a_set(m: Stateful, x: Tensor) -> float:
+    m.names.add(len(m.names))
+    return 1 / len(m.names)
+
+
+def array(m: Stateful, x: Tensor) -> float:
+    m.array[0] += 1
+    return 1 / m.array[0]
+
+
+def bytes_in_place(m: Stateful, x: Tensor) -> float:
+    m.words[0] += 1
+    return 1 / m.words[0]
+
+
+def class_attribute(m: Stateful, x: Tensor) -> float:
+    type(m).shared += 1
+    return 1 / type(m).shared
+
+
+def pythons_generator(m: Stateful, x: Tensor) -> float:
+    return random.random()
+
+
+def numpys_generator(m: Stateful, x: Tensor) -> float:
+    return float(np.random.rand())
+
+
+def numpys_normal_numbers(m: Stateful, x: Tensor) -> float:
+    return float(np.random.randn())
+
+
+def own_generator(m: Stateful, x: Tensor) -> float:
+    return m.own.random()
+
+
+def own_generator_of_numpy(m: Stateful, x: Tensor) -> float:
+    return float(m.numpys.random())
+
+
+def own_generator_of_torch(m: Stateful, x: Tensor) -> Tensor:
+    return torch.rand(8, generator=m.torchs)
+
+
+def branch_by_chance(m: Stateful, x: Tensor) -> Any:
+    return torch.sin(m.up(x)) if random.random() < 0.5 else 0.5
+
+
+def replaced_buffer(m: Stateful, x: Tensor) -> Tensor:
+    m.mean = 0.9 * m.mean + 0.1 * x.detach().mean(0)
+    return 1 - m.mean
+
+
+def replaced_attribute(m: Stateful, x: Tensor) -> Tensor:
+    m.plain = 0.9 * m.plain + 0.1 * x.detach().mean(0)
+    return 1 - m.plain
+
+
+def memory_of_a_buffer(m: Stateful, x: Tensor) -> Tensor:
+    m.count.data = m.count.data + 1
+    return 1 / m.count
+
+
+def buffer_in_place(m: Stateful, x: Tensor) -> Tensor:
+    m.count += 1
+    return 1 / m.count
+
+
+CHANGES: dict[str, Callable[[Stateful, Tensor], Any]] = {
+    each.__name__: each
+    for each in (
+        *(attribute, content_of_a_list, deep_content, content_of_a_set, array, bytes_in_place, class_attribute),
+        *(pythons_generator, numpys_generator, numpys_normal_numbers, own_generator, own_generator_of_numpy),
+        *(own_generator_of_torch, branch_by_chance, replaced_buffer, replaced_attribute, memory_of_a_buffer),
+        *(buffer_in_place,),
+    )
+}
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+@pytest.mark.parametrize("calls", [1, 3], ids=["one call", "three calls"])
+@ways
+def test_state_that_forward_changes_is_as_in_plain_training(
+    regions: Regions, how: Options, calls: int, kind: str
+) -> None:
+    def step(call: Call) -> Iterator[Tensor]:
+        model = Stateful(kind)
+        for _ in range(4):
+            x = torch.randn(4, 8, requires_grad=True)
+            model.zero_grad()
+            with call.context():
+                loss = sum(call(model, x * 1, **how).square().sum() for _ in range(calls))
+            loss.backward()
+            yield loss.detach()
+            # The reentrant mode adds up parameters' gradients in another order.
+            yield from gradients(x) if how.get("use_reentrant") and calls > 1 else gradients(x, *model.parameters())
+            yield from (each.clone() for each in model.state())
+            yield from generators()
+
+    if how.get("use_reentrant") and kind == "buffer_in_place" and calls > 1:
+        # Plainly, each call saves the buffer's own bytes, and the next one writes them.
+        regions.right_or_refused(step)
+    else:
+        regions(step)
+
+
+@pytest.mark.parametrize("kind", ["attribute", "replaced_buffer", "pythons_generator"])
+@pytest.mark.parametrize("how", [{}, {"watch": False}, {"save": "pointwise"}], ids=["nothing", "unwatched", "save"])
+def test_state_that_changes_in_a_later_call_only(regions: Regions, how: Options, kind: str) -> None:
+    """By then there is a tape of the function, and nobody looks at its operators."""
+
+    class Later(Stateful):
+        calls = HiddenAttribute(0)
+
+        def factor(self, x: Tensor) -> Any:
+            self.calls += 1
+            return super().factor(x) if self.calls > 10 else 1.0
+
+    model, twin = Later(kind), Later(kind)
+    for step in range(15):
+        results = []
+        for one, call in ((twin, lambda f, x: f(x)), (model, lambda f, x: spillway.recompute(f, x, **how))):
+            seed_all()
+            model.calls = twin.calls = step
+            one.zero_grad()
+            torch.manual_seed(step)
+            x = torch.randn(4, 8, requires_grad=True)
+            try:
+                call(one, x).square().sum().backward()
+            except spillway.RecomputeError:
+                # Hidden state counts the re-run, too.
+                return
+            results.append([x.grad, *(p.grad for p in one.parameters()), *generators()])
+        assert_identical(*results)
+
+
+def test_carried_state_with_a_history(regions: Regions) -> None:
+    class Cell(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            seed_all()
+            self.inner, self.out = nn.Linear(8, 8), nn.Linear(8, 8)
+            self.h = torch.zeros(4, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.h = torch.tanh(self.inner(x + self.h))
+            return self.out(self.h)
+
+    def step(call: Call) -> Iterator[Tensor]:
+        cell = Cell()
+        for _ in range(4):
+            cell.h = torch.zeros(4, 8)
+            x = torch.randn(4, 8, requires_grad=True)
+            cell.zero_grad()
+            with call.context():
+                loss = sum(call(cell, x * n).square().mean() for n in range(1, 4))
+            loss.backward()
+            yield from (loss.detach(), cell.h.detach(), *gradients(x, *cell.parameters()))
+
+    for how in ({}, {"watch": False}, {"save": "matmul"}, {"offload": "pointwise"}, {"early_stop": False}):
+        regions(step, **how)
+    with pytest.raises((spillway.RecomputeError, RuntimeError), match=r"use_reentrant=False|a second time"):
+        regions(step, use_reentrant=True)
+    # The engine keeps what an interrupted backward held, until the next one.
+    torch.ones(1, requires_grad=True).sum().backward()
+    gc.collect()
+
+
+@pytest.mark.parametrize("where", ["closure", "global", "default"])
+def test_state_outside_of_modules(regions: Regions, where: str) -> None:
+    results = []
+    for call in (lambda f, x: f(x), spillway.recompute):
+        seed_all()
+        box, linear = [0], nn.Linear(8, 8)
+        _BOX[0] = 0
+
+        def function(x: Tensor, default: list[int] = [0]) -> Tensor:  # noqa: B006
+            each = {"closure": box, "global": _BOX, "default": default}[where]  # noqa: B023
+            each[0] += 1
+            return torch.tanh(linear(x)) / each[0]  # noqa: B023
+
+        found: list[Any] = []
+        for _ in range(3):
+            x = torch.randn(4, 8, requires_grad=True)
+            call(function, x).sum().backward()
+            found += [x.grad, torch.tensor([box[0], _BOX[0], *function.__defaults__[0]])]
+        results.append(found)
+    assert_identical(*results)
+
+
+_BOX = [0]
+
+
+def test_what_the_user_changes_before_backward_is_not_read(regions: Regions) -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            seed_all()
+            self.up, self.scale = nn.Linear(8, 8), 1.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = torch.tanh(self.up(x) * self.scale)
+            return y.sin() if self.training else y.cos()
+
+    def step(call: Call) -> Iterator[Tensor]:
+        block = Block()
+        for _ in range(5):
+            block.train()
+            x = torch.randn(4, 8, requires_grad=True)
+            with call.context():
+                loss = call(block, x * 1).sum()
+            block.scale += 0.5
+            block.eval()
+            loss.backward()
+            assert not block.training
+            yield from (*gradients(x), torch.tensor(block.scale))
+
+    for how in ({}, {"watch": False}, {"save": "matmul"}, {"use_reentrant": True}):
+        regions(step, **how)
+
+
+def test_a_function_with_an_iterator_is_kept_and_told(regions: Regions) -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            seed_all()
+            self.up, self.factors = nn.Linear(8, 8), itertools.cycle([1.0, 0.5, 2.0])
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(self.up(x)) * next(self.factors)
+
+    def step(call: Call) -> Iterator[Tensor]:
+        block = Block()
+        for _ in range(4):
+            x = torch.randn(4, 8, requires_grad=True)
+            with call.context():
+                loss = call(block, x * 1).sum()
+            loss.backward()
+            yield from gradients(x)
+
+    regions(step)
+    assert "has an iterator" in str(regions.last.stats().notes)
+
+
+def test_changed_state_is_told_by_name(regions: Regions) -> None:
+    model, x = Stateful("attribute"), torch.randn(4, 8, requires_grad=True)
+    with regions.offload() as context:
+        spillway.recompute(model, x * 1, session=regions.session).sum().backward()
+    assert "Stateful: its forward changes Python state (steps)" in str(context.stats().notes)
+
+
+def test_a_replaced_tensor_that_was_never_read_is_not_held(regions: Regions) -> None:
+    """A block that leaves its output in an attribute, for others to look at, does not hold that of the step before."""
+    import weakref
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.seen = nn.Linear(8, 8), torch.zeros(1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen = torch.tanh(self.up(x))
+            return self.seen.sin()
+
+    block, x = Block(), torch.randn(4, 8, requires_grad=True)
+    with regions.offload():
+        spillway.recompute(block, x * 1, session=regions.session).sum().backward()
+        last = weakref.ref(block.seen.untyped_storage())
+        y = spillway.recompute(block, x * 1, session=regions.session)
+    assert last() is None
+    y.sum().backward()
+
+
+def test_a_state_is_put_back_where_the_function_fails(regions: Regions) -> None:
+    class Box:
+        def __init__(self) -> None:
+            self.value = 1
+
+    box = Box()
+    state = PythonState(lambda: box.value)
+    box.value = 2
+
+    def fail() -> None:
+        with state.in_force():
+            assert box.value == 1
+            box.value = 3
+            _ = 1 / 0
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert box.value == 2
+    assert state.changes

@@ -1,0 +1,90 @@
+"""What is published and what has to pass before: the wheel as it is built, and CI's own run."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+
+import spillway
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """Built by what builds it for a release, without a network."""
+    pytest.importorskip("hatchling", reason="hatchling, which builds the wheel, is not installed")
+    folder = tmp_path_factory.mktemp("wheel")
+    options = ["--no-build-isolation", "--no-deps", "--no-index", "--quiet", "--disable-pip-version-check"]
+    command = [sys.executable, "-m", "pip", "wheel", *options, "--wheel-dir", str(folder), str(ROOT)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    [file] = folder.glob("*.whl")
+    return zipfile.ZipFile(file)
+
+
+def test_the_wheel_has_all_files_of_the_package_its_types_among_them(wheel: zipfile.ZipFile) -> None:
+    package = ROOT / "src" / "spillway"
+    ours = {f"spillway/{file.relative_to(package).as_posix()}" for file in package.rglob("*") if file.is_file()}
+    built = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    assert built == {name for name in ours if "__pycache__" not in name}
+    assert wheel.read("spillway/py.typed") == b""
+    assert {"spillway/report/assets/page.html", "spillway/report/assets/page.js"} <= built
+
+
+def test_the_wheel_says_what_it_is_and_what_it_needs(wheel: zipfile.ZipFile) -> None:
+    [folder] = {name.partition("/")[0] for name in wheel.namelist() if ".dist-info/" in name}
+    metadata = Parser().parsestr(wheel.read(f"{folder}/METADATA").decode())
+    assert (metadata["Name"], metadata["Version"]) == ("spillway", spillway.__version__)
+    requirements = metadata.get_all("Requires-Dist") or []
+    always = {re.split(r"[<>=! \[]", each)[0] for each in requirements if "extra ==" not in each}
+    assert always == {"torch", "psutil", "pydantic", "scipy", "typer", "rich"}
+    assert "Typing :: Typed" in (metadata.get_all("Classifier") or [])
+    assert f"{folder}/licenses/LICENSE" in wheel.namelist()
+    assert "spillway = spillway.cli.app:main" in wheel.read(f"{folder}/entry_points.txt").decode()
+
+
+@pytest.mark.skipif(not (shutil.which("git") and shutil.which("bash")), reason="needs git and bash")
+@pytest.mark.parametrize("name", ["checkout", "spillway", "a name with spaces"])
+def test_ci_runs_what_make_has_in_a_folder_named_as_a_clone(name: str, tmp_path: Path) -> None:
+    checkout = tmp_path / name
+    (checkout / ".ci").mkdir(parents=True)
+    (checkout / ".ci" / "run").write_bytes((ROOT / ".ci" / "run").read_bytes())
+    for file, text in (("kept", "old"), ("gone", ""), (".gitignore", "/ignored\n")):
+        (checkout / file).write_text(text)
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run([*git, "init", "--quiet"], cwd=checkout, check=True)
+    subprocess.run([*git, "add", "--all"], cwd=checkout, check=True)
+    subprocess.run([*git, "commit", "--quiet", "--message", "all"], cwd=checkout, check=True)
+    (checkout / "kept").write_text("changed")
+    (checkout / "gone").unlink()
+    (checkout / "new file").write_text("")
+    (checkout / "ignored").write_text("")
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for tool, text in (
+        ("make", 'echo "make $1 in $(basename "$PWD"): $(cat kept) $(ls | tr "\\n" ,)"; echo "$PWD" >>"$PLACES"'),
+        # Nothing is installed here.
+        ("apt-get", "exit 1"),
+    ):
+        (tools / tool).write_text(f"#!/bin/sh\n{text}\n")
+        (tools / tool).chmod(0o755)
+    places = tmp_path / "places"
+    environment = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}", "PLACES": str(places)}
+    done = subprocess.run(
+        ["bash", ".ci/run"], cwd=checkout, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    files = "kept,new file," if name != "spillway" else "ignored,kept,new file,"
+    assert done.stdout.splitlines()[-2:] == [f"make {what} in spillway: changed {files}" for what in ("check", "test")]
+    first, second = places.read_text().splitlines()
+    assert first == second
+    assert Path(first).exists() == (name == "spillway")
