@@ -423,6 +423,7 @@ CHANGES = [
         "h = h.{tanh|abs|square}() if self.o$[0] else h.{sin|cos|erf}()",
         "self.o$ = Hidden([False])",
         between="@.o$[0] = not @.o$[0]",
+        weight=OFTEN,
     ),
     Part(
         "flag, flipped",

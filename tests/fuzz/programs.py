@@ -385,7 +385,8 @@ class _Draw:
         blocks = [self._block(number, []) for number in range(self.random.choice([1, 1, 2, 3]))]
         for part in special:
             where = self.random.randrange(len(blocks))
-            blocks[where] = self._with(blocks[where], part, last=self.random.random() < 0.4)
+            often = 0.7 if part.name.startswith("hidden") else 0.4
+            blocks[where] = self._with(blocks[where], part, last=self.random.random() < often)
         if self.random.random() < 0.3:
             where = self.random.randrange(len(blocks))
             inner = replace(self._block(len(blocks) + 5, []), signature="tensor")
