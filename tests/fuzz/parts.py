@@ -115,8 +115,8 @@ VALUES = [
     Part("hook", "h = h * 1\nif h.requires_grad:\n    h.register_hook(lambda g: g * 2)"),
     Part("scripted", "h = scripted(h)"),
     Part("scripted", "h = self.t$(h)", "self.t$ = scripted_linear(D)"),
-    Part("wrapper without storage", "h = h + Hollow(h.detach()).inner", weight=RARE),
-    Part("wrapper without storage", "w = Hollow(h.detach()).{tanh|sin}()\nh = h * w.inner", weight=RARE),
+    Part("wrapper without storage", "h = h + Hollow(h.detach()).content", weight=RARE),
+    Part("wrapper without storage", "w = Hollow(h.detach()).{tanh|sin}()\nh = h * w.content", weight=RARE),
     Part(
         "strided nested tensor",
         "n = torch.nested.as_nested_tensor([h[:1].tanh(), h[1:] * 2])\n"

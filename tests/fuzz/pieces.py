@@ -81,17 +81,17 @@ class Hidden(list[Any]):
 class Hollow(torch.Tensor):
     """A wrapper without memory, which does not say of what it is made."""
 
-    inner: Tensor
+    content: Tensor
 
     @staticmethod
-    def __new__(cls, inner: Tensor) -> Hollow:
-        wrapper = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
-        wrapper.inner = inner
+    def __new__(cls, content: Tensor) -> Hollow:
+        wrapper = torch.Tensor._make_wrapper_subclass(cls, content.shape, dtype=content.dtype, device=content.device)
+        wrapper.content = content
         return wrapper
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = tree_map_only(Hollow, lambda each: each.inner, (args, kwargs or {}))
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        args, kwargs = tree_map_only(Hollow, lambda each: each.content, (args, kwargs or {}))
         return tree_map_only(torch.Tensor, Hollow, func(*args, **kwargs))
 
 
@@ -134,12 +134,12 @@ class Doubled(torch.autograd.Function):
     def forward(ctx: Any, h: Tensor) -> Tensor:
         ctx.save_for_backward(h)
         ctx.scale = 2.0
-        return h * h * ctx.scale
+        return h * h * ctx.scale  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         (h,) = ctx.saved_tensors
-        return gradient * h * (2 * ctx.scale)
+        return gradient * h * (2 * ctx.scale)  # type: ignore[no-any-return]
 
 
 class Folded(torch.autograd.Function):
@@ -170,7 +170,7 @@ class Written(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         (h,) = ctx.saved_tensors
-        return gradient * h * (h < 4)
+        return gradient * h * (h < 4)  # type: ignore[no-any-return]
 
 
 class Rounded(torch.autograd.Function):

@@ -10,6 +10,7 @@ import random
 import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from fuzz import pieces
 from fuzz.parts import CARRIED, CHANGES, DRAWS, LAYERS, PLACES, STATE, VALUES, Part
@@ -230,7 +231,7 @@ SIGNATURES = {
     "transposed": ("h", "", "h.T", "h", "h = {}.T"),
     "view": ("h", "", "h[:, :]", "h", "h = {}"),
     "detached": ("h", "", "(h, h.detach())", "h", "h, s = {}\nh = h + s"),
-    "wrapper without storage": ("h", "", "(h, Hollow(h.detach()))", "h", "h, s = {}\nh = h + s.inner"),
+    "wrapper without storage": ("h", "", "(h, Hollow(h.detach()))", "h", "h, s = {}\nh = h + s.content"),
 }
 
 CALLS = {
@@ -471,7 +472,8 @@ class _Draw:
         part = self.random.choices(parts, [each.weight for each in parts])[0]
         number = str(self._number())
         fields = ("forward", "init", "before_step", "before_call", "between", "after_step", "around")
-        return replace(part, **{each: self._drawn(getattr(part, each)).replace("$", number) for each in fields})
+        texts: dict[str, Any] = {each: self._drawn(getattr(part, each)).replace("$", number) for each in fields}
+        return replace(part, **texts)
 
     def _drawn(self, text: str) -> str:
         """One of the words of each pair of braces that has a bar in it."""
@@ -581,7 +583,7 @@ def smaller(program: Program) -> Iterator[Program]:
         yield replace(program, loop="once")
     if program.context:
         yield replace(program, context="")
-    for less in (
+    changes: tuple[dict[str, Any], ...] = (
         {"tied": False},
         {"calm": 0},
         {"stem": False},
@@ -589,8 +591,9 @@ def smaller(program: Program) -> Iterator[Program]:
         {"input_grad": False},
         {"optimizer": "SGD(model.parameters(), 0.05)"},
         {"rows": 3, "width": 4},
-    ):
-        changed = replace(program, **less)
+    )
+    for change in changes:
+        changed = replace(program, **change)
         if changed != program:
             yield changed
 

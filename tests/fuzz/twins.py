@@ -20,13 +20,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from allocations import count_exactly
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 import spillway
+from allocations import count_exactly
 from budgets import budget_of, hardware
 from fuzz import pieces
 from fuzz.programs import Program, describe, smaller
@@ -409,10 +409,10 @@ def _settings() -> Iterator[None]:
     """Global settings are what they were, afterwards. Scripted functions are not optimized after some calls."""
     dtype = torch.get_default_dtype()
     try:
-        with torch.jit.optimized_execution(False):
+        with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
             yield
     finally:
         torch.set_default_dtype(dtype)
-        torch.backends.mkldnn.set_flags(True)
+        torch.backends.mkldnn.set_flags(True)  # type: ignore[no-untyped-call]
         torch.use_deterministic_algorithms(False)
         torch.set_float32_matmul_precision("highest")
