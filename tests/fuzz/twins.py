@@ -33,6 +33,8 @@ from fuzz.programs import Program, describe, smaller
 from spillway.errors import SpillwayError
 
 OPTIONS = ("save", "offload", "policy", "use_reentrant", "early_stop", "watch", "drop_output", "determinism_check")
+_TOLD = 40
+"""Characters by which errors are known again."""
 STATIC = 16 << 20
 """Bytes that a process is said to have beside a step."""
 
@@ -112,7 +114,10 @@ def shrunk(program: Program, fault: Outcome) -> Program:
         for less in smaller(program):
             with contextlib.suppress(SyntaxError):
                 found = compare(less)
-                if found.kind == fault.kind:
+                if (found.kind, found.what[:_TOLD]) == (
+                    fault.kind,
+                    fault.what[:_TOLD],
+                ) or found.kind == fault.kind == "wrong":
                     program, reduced = less, True
                     break
     return program
