@@ -10,6 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import CheckpointPolicy
+
+from spillway import OperatorCall
 
 CALLS = [0]
 """A counter of the module's. Whoever runs a program sets it to nothing before."""
@@ -70,6 +73,20 @@ def push(seen: list[int]) -> int:
     """Counts in an argument."""
     seen.append(1)
     return len(seen)
+
+
+def every_other() -> Callable[..., CheckpointPolicy]:
+    """A policy of torch's kind, by the operator's name."""
+
+    def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if len(str(operator)) % 2 else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return policy
+
+
+def is_even(call: OperatorCall) -> bool:
+    """A predicate, by the operator's name."""
+    return len(call.name) % 2 == 0
 
 
 class Hidden(list[Any]):

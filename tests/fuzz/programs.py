@@ -530,24 +530,38 @@ class _Draw:
 
 # Reading and shrinking
 
-_HEAD = """import random
+_HEAD = """import collections
+import functools
+import io
+import itertools
+import random
+from types import SimpleNamespace
+
 import numpy as np
 import torch
 from torch import nn
-from torch.nn import functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+
+import spillway
+from fuzz.pieces import {pieces}
+"""
+_TAIL = """
+for seed in (torch.manual_seed, random.seed, np.random.seed):
+    seed({seed})
+for model, results in steps(spillway):
+    print(results)
 """
 
 
 def describe(program: Program | int) -> str:
-    """The program, or that of a seed, as a script that trains it and prints its losses; ``plain`` as an argument runs
-    it without Spillway."""
+    """The program, or that of a seed, as a script that trains it with Spillway and prints losses and gradients."""
     program = Program.random(program) if isinstance(program, int) else program
     text = program.text()
-    names = [name for name, value in vars(pieces).items() if getattr(value, "__module__", "") == pieces.__name__]
-    used = [name for name in [*names, "CALLS"] if re.search(rf"\b{name}\b", text)]
-    return f"# {program.seed}\n{_HEAD}from fuzz.pieces import {', '.join(used) or 'Out'}\n\n{text}"
+    used = [name for name in vars(pieces) if not name.startswith("_") and re.search(rf"\b{name}\b", text)]
+    used = [name for name in used if name not in ("torch", "nn", "Tensor")]
+    return f"{_HEAD.format(pieces=', '.join(used) or 'Out')}\n{text}{_TAIL.format(seed=program.seed)}"
 
 
 def smaller(program: Program) -> Iterator[Program]:

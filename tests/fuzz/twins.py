@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint
+from torch.utils.checkpoint import checkpoint
 
 import spillway
 from allocations import count_exactly
@@ -272,20 +272,6 @@ def _ours(session: spillway.Session, budget: int | str | None, attached: list[sp
     )
 
 
-def every_other() -> Callable[..., CheckpointPolicy]:
-    """A policy of torch's kind, by the operator's name."""
-
-    def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if len(str(operator)) % 2 else CheckpointPolicy.PREFER_RECOMPUTE
-
-    return policy
-
-
-def is_even(call: spillway.OperatorCall) -> bool:
-    """A predicate, by the operator's name."""
-    return len(call.name) % 2 == 0
-
-
 def _run(program: Program, code: Any, under: Any, close: Callable[[], object]) -> Course:
     course = Course()
     space = {
@@ -299,8 +285,6 @@ def _run(program: Program, code: Any, under: Any, close: Callable[[], object]) -
         "io": io,
         "itertools": itertools,
         "checkpoint": checkpoint,
-        "every_other": every_other,
-        "is_even": is_even,
         "nn": nn,
         "np": np,
         "random": random,
