@@ -49,11 +49,13 @@ LAYERS = [
     Part(
         "attention",
         "q = self.q$(h).view(R, 3, 2, -1).permute(1, 2, 0, 3)\n"
-        "h = h + F.scaled_dot_product_attention(q[0], q[1], q[2], is_causal={True|False}).transpose(0, 1).reshape(R, D)",
+        "h = h + F.scaled_dot_product_attention(q[0], q[1], q[2], is_causal={True|False})"
+        ".transpose(0, 1).reshape(R, D)",
         "self.q$ = nn.Linear(D, 3 * D)",
     ),
     Part("mlp", "h = h + self.m$(h)", "self.m$ = nn.Sequential(nn.Linear(D, 2 * D), nn.GELU(), nn.Linear(2 * D, D))"),
-    Part("rnn", "h = self.r$(h[:, None])[0][:, 0]", "self.r$ = nn.{GRU|RNN|LSTM}(D, D)"),
+    Part("rnn", "h = self.r$(h[:, None])[0][:, 0]", "self.r$ = nn.{GRU|RNN}(D, D)"),
+    Part("lstm", "h = self.r$(h[:, None])[0][:, 0]", "self.r$ = nn.LSTM(D, D)", weight=RARE),
     Part("embedding", "h = h + self.e$(h.argmax(-1))", "self.e$ = nn.Embedding(D, D)"),
     Part("weight norm", "h = self.p$(h)", "self.p$ = nn.utils.parametrizations.weight_norm(nn.Linear(D, D))"),
     Part("spectral norm", "h = self.p$(h)", "self.p$ = nn.utils.parametrizations.spectral_norm(nn.Linear(D, D))"),
@@ -93,10 +95,14 @@ VALUES = [
     Part("no grad", "with torch.no_grad():\n    s = h.abs().max()\nh = h / (s + 1)"),
     Part("no grad", "h = h {+|*} h.detach().{sin|tanh|mean}()"),
     Part("inference mode", "with torch.inference_mode():\n    s = float(h.detach().abs().mean())\nh = h / (s + 1)"),
-    Part("inference mode", "with torch.inference_mode():\n    s = h.detach() @ h.detach().T\nh = h * float(s.trace().tanh())"),
+    Part(
+        "inference mode",
+        "with torch.inference_mode():\n    s = h.detach() @ h.detach().T\nh = h * float(s.trace().tanh())",
+    ),
     Part(
         "autocast",
-        "with torch.autocast('cpu', dtype=torch.bfloat16):\n    h = self.a$(h){|.relu()|.tanh() @ h.T @ h}\nh = h.to(self.a$.weight.dtype)",
+        "with torch.autocast('cpu', dtype=torch.bfloat16):\n"
+        "    h = self.a$(h){|.relu()|.tanh() @ h.T @ h}\nh = h.to(self.a$.weight.dtype)",
         "self.a$ = nn.Linear(D, D)",
     ),
     Part("bfloat16", "h = (h.bfloat16() * 2).tanh().to(h.dtype)"),
@@ -107,15 +113,33 @@ VALUES = [
     Part("own function", "h = Written.apply(h.clone())"),
     Part("own function", "h = Rounded.apply(h)"),
     Part("hook", "h = h * 1\nif h.requires_grad:\n    h.register_hook(lambda g: g * 2)"),
+    Part("scripted", "h = scripted(h)"),
+    Part("scripted", "h = self.t$(h)", "self.t$ = scripted_linear(D)"),
+    Part("wrapper without storage", "h = h + Hollow(h.detach()).content", weight=RARE),
+    Part("wrapper without storage", "w = Hollow(h.detach()).{tanh|sin}()\nh = h * w.content", weight=RARE),
+    Part(
+        "strided nested tensor",
+        "n = torch.nested.as_nested_tensor([h[:1].tanh(), h[1:] * 2])\n"
+        "h = torch.cat({torch.relu(n)|n * n|torch.tanh(n)}.unbind())",
+    ),
     Part("requires no grad", "h = h + F.max_pool1d(self.c$[None], 3, 1, 1)[0]", "self.c$ = torch.randn(R, D)"),
     Part("requires no grad", "h = h * F.max_pool1d(self.c$[None], 2).pow(2).mean()", "self.c$ = torch.randn(R, D)"),
     Part("requires no grad", "h = h * torch.linalg.{cond|svdvals}(self.c$).mean()", "self.c$ = torch.randn(D, D)"),
     Part("requires no grad", "h = h / (1 + torch.linalg.eigvalsh(h.detach() @ h.detach().T).abs().amax())"),
     Part("requires no grad", "h = h / (1 + torch.linalg.matrix_norm(self.c$, 'nuc'))", "self.c$ = torch.randn(D, D)"),
-    Part("constant", "h = h * torch.{ones|full}((D,){, 0.5|}) + torch.arange(D)".replace("{ones|full}((D,){, 0.5|})", "full((D,), 0.5)")),
-    Part("checkpoint of torch's", "h = checkpoint(self.l$, h, use_reentrant=False).tanh()", "self.l$ = nn.Linear(D, D)"),
+    Part(
+        "constant",
+        "h = h * torch.full((D,), 0.5) + torch.arange(D)",
+    ),
+    Part(
+        "checkpoint of torch's", "h = checkpoint(self.l$, h, use_reentrant=False).tanh()", "self.l$ = nn.Linear(D, D)"
+    ),
     Part("without data", "n = torch.empty(R, D, device='meta').{sum(0)|t()}.shape[0]\nh = h / n", weight=RARE),
-    Part("without data", "with FakeTensorMode():\n    n = torch.empty(R, D).mm(torch.empty(D, 3)).shape[1]\nh = h / n", weight=RARE),
+    Part(
+        "without data",
+        "with FakeTensorMode():\n    n = torch.empty(R, D).mm(torch.empty(D, 3)).shape[1]\nh = h / n",
+        weight=RARE,
+    ),
 ]
 
 DRAWS = [
@@ -133,10 +157,15 @@ DRAWS = [
 STATE = [
     Part(
         "written buffer",
-        "{h = h - self.m$\n|}self.m$.mul_(0.9).add_(h.detach().mean(0), alpha=0.1)\nh = h {- self.m$|/ (1 + self.m$.abs())|}",
+        "{h = h - self.m$\n|}"
+        "self.m$.mul_(0.9).add_(h.detach().mean(0), alpha=0.1)\nh = h {- self.m$|/ (1 + self.m$.abs())|}",
         "self.register_buffer('m$', torch.zeros(D))",
     ),
-    Part("written buffer", "with torch.no_grad():\n    self.m$ += h.{sum|mean}()", "self.register_buffer('m$', torch.zeros(()))"),
+    Part(
+        "written buffer",
+        "with torch.no_grad():\n    self.m$ += h.{sum|mean}()",
+        "self.register_buffer('m$', torch.zeros(()))",
+    ),
     Part(
         "replaced state",
         "self.m$ = 0.9 * self.m$ + 0.1 * h.detach().mean(0)\nh = h {- self.m$|* self.m$.cos()|}",
@@ -147,42 +176,102 @@ STATE = [
         "s = h + self.m$\nself.m$ = torch.tanh(s).detach()\nh = {s.sin()|s * s}",
         "self.m$ = torch.zeros(R, D)",
     ),
-    Part("counted buffer", "self.n$ += 1\nh = h / self.n$", "self.register_buffer('n$', torch.zeros((), dtype=torch.long))"),
+    Part(
+        "counted buffer",
+        "self.n$ += 1\nh = h / self.n$",
+        "self.register_buffer('n$', torch.zeros((), dtype=torch.long))",
+    ),
     Part("counter", "self.t$ += 1", "self.t$ = 0"),
     Part("counter", "self.t$ += 1\nh = h * min(1.0, self.t$ / 5)", "self.t$ = 0"),
     Part("counter", "CALLS[0] += 1\nh = h / (1 + CALLS[0])"),
-    Part("branch on a counter", "self.t$ += 1\nh = h.tanh() if self.t$ <= {1|2|3} else h.sin()", "self.t$ = 0"),
-    Part("branch on a counter", "self.t$ += 1\nif self.t$ % 2:\n    h = self.l$(h)", "self.t$ = 0\nself.l$ = nn.Linear(D, D)"),
+    Part(
+        "branch on a counter",
+        "self.t$[0] += 1\nh = h.{tanh|exp|relu|sigmoid|square}() if self.t$[0] <= {1|2|3|4} else h.{sin|cos|erf|abs}()",
+        "self.t$ = [0]",
+        weight=OFTEN,
+    ),
+    Part(
+        "branch on a counter",
+        "self.t$ += 1\nif self.t$ % 2:\n    h = self.l$(h)",
+        "self.t$ = 0\nself.l$ = nn.Linear(D, D)",
+    ),
     Part("log", "self.log$.append({float(h.detach().sum())|h.detach().mean(0)})", "self.log$ = []"),
     Part("log", "self.last$ = h{|.detach()}", "self.last$ = None", after_step="@.last$ = None"),
-    Part("counting hook", "h = self.l$(h)", "self.l$ = nn.Linear(D, D)\nself.n$ = [0]\nself.l$.register_forward_hook(Counting(self.n$))"),
+    Part(
+        "counting hook",
+        "h = self.l$(h)",
+        "self.l$ = nn.Linear(D, D)\nself.n$ = [0]\nself.l$.register_forward_hook(Counting(self.n$))",
+    ),
     Part("random of Python's", "h = h * random.random()"),
     Part("random of Python's", "h = h.tanh() if random.random() < 0.5 else h.sin()"),
-    Part("random of Python's", "if random.random() < 0.3:\n    return h{|.sin()}".replace("return h{|.sin()}", "h = self.l$(h)"), "self.l$ = nn.Linear(D, D)"),
+    Part(
+        "random of Python's",
+        "if random.random() < 0.3:\n    h = self.l$(h)",
+        "self.l$ = nn.Linear(D, D)",
+    ),
     Part("random of NumPy's", "h = h + float(np.random.{rand|randn}())"),
     Part("random of NumPy's", "h = h * torch.from_numpy(np.random.rand(D)).to(h.dtype)"),
 ]
 
 # State in places of every kind that Python has.
 PLACES = [
+    Part(
+        "swapped tensors",
+        "o = torch.full((D,), 3.0)\nh = h + self.o$\ntorch.utils.swap_tensors(self.o$, o)\n"
+        "h = (h {+|-} self.o$).tanh()",
+        "self.o$ = torch.ones(D)",
+    ),
     Part("iterator", "h = h / next(self.i$)", "self.i$ = itertools.count(1)"),
     Part("iterator", "h = h * next(self.i$)", "self.i$ = itertools.cycle([1.0, 0.5, 2.0])"),
     Part("generator object", "h = h / next(self.i$)", "self.i$ = counted()"),
     Part("slots", "self.o$.count += 1\nh = h / self.o$.count", "self.o$ = Slotted()"),
     Part("plain object", "self.o$.count += 1\nh = h / self.o$.count", "self.o$ = SimpleNamespace(count=0)"),
-    Part("plain object", "self.o$.inner.inner.count += 1\nh = h / self.o$.inner.inner.count", "self.o$ = SimpleNamespace(inner=SimpleNamespace(inner=SimpleNamespace(count=0)))"),
-    Part("deep container", "self.o$['a'][0]['b'][0] += 1\nh = h / self.o$['a'][0]['b'][0]", "self.o$ = {'a': [{'b': [0]}]}"),
-    Part("deep container", "self.o$['a'][0]['b'][0]['c'][0] += 1\nh = h / self.o$['a'][0]['b'][0]['c'][0]", "self.o$ = {'a': [{'b': [{'c': [0]}]}]}"),
-    Part("container", "self.o$.append(len(self.o$))\nh = h / (1 + self.o${[-1]|[0]})", "self.o$ = {collections.deque(maxlen=3)|[]}"),
-    Part("container", "self.o$['k'] = self.o$.get('k', 0) + 1\nh = h / self.o$['k']", "self.o$ = {{}|collections.Counter()|collections.OrderedDict()|collections.defaultdict(int)}".replace("{}|", "dict()|")),
+    Part(
+        "plain object",
+        "self.o$.inner.inner.count += 1\nh = h / self.o$.inner.inner.count",
+        "self.o$ = SimpleNamespace(inner=SimpleNamespace(inner=SimpleNamespace(count=0)))",
+    ),
+    Part(
+        "deep container",
+        "self.o$['a'][0]['b'][0] += 1\nh = h / self.o$['a'][0]['b'][0]",
+        "self.o$ = {'a': [{'b': [0]}]}",
+    ),
+    Part(
+        "deep container",
+        "self.o$['a'][0]['b'][0]['c'][0] += 1\nh = h / self.o$['a'][0]['b'][0]['c'][0]",
+        "self.o$ = {'a': [{'b': [{'c': [0]}]}]}",
+    ),
+    Part(
+        "container",
+        "self.o$.append(len(self.o$))\nh = h / (1 + self.o${[-1]|[0]})",
+        "self.o$ = {collections.deque(maxlen=3)|[]}",
+    ),
+    Part(
+        "container",
+        "self.o$['k'] = self.o$.get('k', 0) + 1\nh = h / self.o$['k']",
+        "self.o$ = {dict()|collections.Counter()|collections.OrderedDict()|collections.defaultdict(int)}",
+    ),
     Part("container", "self.o$.add(len(self.o$))\nh = h / len(self.o$)", "self.o$ = set()"),
     Part("container", "h = h * self.o$.pop(0)\nself.o$.append(0.5)", "self.o$ = [1.0, 2.0, 3.0]"),
     Part("bytes", "self.o$[0] += 1\nh = h / self.o$[0]", "self.o$ = bytearray(2)"),
     Part("array", "self.o$[0] += 1\nh = h / self.o$[0].item()", "self.o$ = np.zeros(2)"),
     Part("array", "self.o$ = self.o$ + 1\nh = h / float(self.o$.sum())", "self.o$ = np.zeros(2)"),
-    Part("tensors in a container", "self.o$[0] = self.o$[0] * 0.5 + h.detach().mean()\nh = h - self.o$[0]", "self.o$ = [torch.zeros(())]"),
-    Part("tensors in a container", "self.o$['h'] = (h + self.o$['h']).tanh()\nh = h - self.o$['h']", "self.o$ = {'h': torch.zeros(R, D)}", before_step="@.o$['h'] = torch.zeros(R, D)"),
-    Part("tensors in a container", "self.o$.append(h.detach())\nh = h + torch.stack(list(self.o$)).mean(0)", "self.o$ = collections.deque(maxlen=2)"),
+    Part(
+        "tensors in a container",
+        "self.o$[0] = self.o$[0] * 0.5 + h.detach().mean()\nh = h - self.o$[0]",
+        "self.o$ = [torch.zeros(())]",
+    ),
+    Part(
+        "tensors in a container",
+        "self.o$['h'] = (h + self.o$['h']).tanh()\nh = h - self.o$['h']",
+        "self.o$ = {'h': torch.zeros(R, D)}",
+        before_step="@.o$['h'] = torch.zeros(R, D)",
+    ),
+    Part(
+        "tensors in a container",
+        "self.o$.append(h.detach())\nh = h + torch.stack(list(self.o$)).mean(0)",
+        "self.o$ = collections.deque(maxlen=2)",
+    ),
     Part("class attribute", "type(self).count = getattr(type(self), 'count', 0) + 1\nh = h / type(self).count"),
     Part("global", "COUNTS['$'] = COUNTS.get('$', 0) + 1\nh = h / COUNTS['$']", "COUNTS.pop('$', None)"),
     Part("global", "global SEEN\nSEEN += 1\nh = h / SEEN", "global SEEN\nSEEN = 0"),
@@ -191,22 +280,67 @@ PLACES = [
     Part("default argument", "h = h / remember()", "remember.__defaults__[0].clear()"),
     Part("closure", "h = h / self.f$()", "self.f$ = counter_in_a_closure()"),
     Part("partial", "h = h / self.f$()", "self.f$ = functools.partial(push, [])"),
-    Part("cache", "h = h * self.memo$(float(h.detach().sum()) > 0)", "self.memo$ = functools.lru_cache(lambda key: random.random())"),
-    Part("own generator of Python's", "h = h * self.o$.{random()|uniform(0.5, 1.5)|gauss(1.0, 0.2)}", "self.o$ = random.Random(3)"),
+    Part(
+        "cache",
+        "h = h * self.memo$(float(h.detach().sum()) > 0)",
+        "self.memo$ = functools.lru_cache(lambda key: random.random())",
+    ),
+    Part(
+        "own generator of Python's",
+        "h = h * self.o$.{random()|uniform(0.5, 1.5)|gauss(1.0, 0.2)}",
+        "self.o$ = random.Random(3)",
+    ),
     Part("own generator of Python's", "h = h + random.gauss(0.0, 0.2)"),
-    Part("own generator of NumPy's", "h = h * self.o$.random()", "self.o$ = np.random.{default_rng(3)|RandomState(3)}".replace("RandomState(3)", "default_rng(5)")),
+    Part(
+        "own generator of NumPy's",
+        "h = h * self.o$.random()",
+        "self.o$ = np.random.default_rng(3)",
+    ),
     Part("own generator of NumPy's", "h = h * self.o$.rand()", "self.o$ = np.random.RandomState(3)"),
-    Part("reference to another module", "self.o$[0].t += 1\nh = h / self.o$[0].t", "other = nn.Identity()\nother.t = 0\nself.o$ = [other]"),
-    Part("created when first called", "if not hasattr(self, 'w$'):\n    self.w$ = {torch.randn(D)|h.detach().mean(0)|nn.Parameter(torch.ones(D))}\nh = h + self.w$"),
+    Part(
+        "reference to another module",
+        "self.o$[0].t += 1\nh = h / self.o$[0].t",
+        "other = nn.Identity()\nother.t = 0\nself.o$ = [other]",
+    ),
+    Part(
+        "created when first called",
+        "if not hasattr(self, 'w$'):\n"
+        "    self.w$ = {torch.randn(D)|h.detach().mean(0)|nn.Parameter(torch.ones(D))}\nh = h + self.w$",
+    ),
     Part("created when first called", "h = self.l$(h)", "self.l$ = nn.LazyLinear(D)"),
     Part("freed state", "h = h + self.o$\ndel self.o$", "self.o$ = None", before_call="@.o$ = torch.{ones|rand}(D)"),
     Part("file", "self.o$.write('a')\nh = h / self.o$.tell()", "self.o$ = io.StringIO()"),
-    Part("toggled parameter", "self.l$.weight.requires_grad_(not self.l$.weight.requires_grad)\nh = self.l$(h)", "self.l$ = nn.Linear(D, D)", weight=RARE),
-    Part("swapped layers", "self.l$, self.k$ = self.k$, self.l$\nh = self.l$(h)", "self.l$, self.k$ = nn.Linear(D, D), nn.Linear(D, D)"),
-    Part("mode of its own", "self.train(not self.training)\nh = F.dropout(h, 0.3, self.training)", after_step="model.train()"),
-    Part("data written", "self.b$.data.mul_(0.5)\nh = h {+|*} self.b$.detach().clone()", "self.register_buffer('b$', torch.ones(D))"),
-    Part("data written", "self.b$.data = self.b$.data * 0.5\nh = h + self.b$", "self.register_buffer('b$', torch.ones(D))"),
-    Part("data written", "with torch.no_grad():\n    self.p$.mul_(0.9)\nh = h + self.p$", "self.p$ = nn.Parameter(torch.ones(D))"),
+    Part(
+        "toggled parameter",
+        "self.l$.weight.requires_grad_(not self.l$.weight.requires_grad)\nh = self.l$(h)",
+        "self.l$ = nn.Linear(D, D)",
+        weight=RARE,
+    ),
+    Part(
+        "swapped layers",
+        "self.l$, self.k$ = self.k$, self.l$\nh = self.l$(h)",
+        "self.l$, self.k$ = nn.Linear(D, D), nn.Linear(D, D)",
+    ),
+    Part(
+        "mode of its own",
+        "self.train(not self.training)\nh = F.dropout(h, 0.3, self.training)",
+        after_step="model.train()",
+    ),
+    Part(
+        "data written",
+        "self.b$.data.mul_(0.5)\nh = h {+|*} self.b$.detach().clone()",
+        "self.register_buffer('b$', torch.ones(D))",
+    ),
+    Part(
+        "data written",
+        "self.b$.data = self.b$.data * 0.5\nh = h + self.b$",
+        "self.register_buffer('b$', torch.ones(D))",
+    ),
+    Part(
+        "data written",
+        "with torch.no_grad():\n    self.p$.mul_(0.9)\nh = h + self.p$",
+        "self.p$ = nn.Parameter(torch.ones(D))",
+    ),
 ]
 
 CARRIED = [
@@ -218,7 +352,8 @@ CARRIED = [
     ),
     Part(
         "carried state",
-        "self.v$ = 0.7 * self.v$ + h\ns = (self.v$ > 0.5).to(h.dtype)\nself.v$ = self.v$ - s.detach()\nh = h + s + self.v$.sigmoid()",
+        "self.v$ = 0.7 * self.v$ + h\ns = (self.v$ > 0.5).to(h.dtype)\n"
+        "self.v$ = self.v$ - s.detach()\nh = h + s + self.v$.sigmoid()",
         "self.v$ = torch.zeros(R, D)",
         before_step="@.v$ = torch.zeros(R, D)",
     ),
@@ -247,37 +382,179 @@ CARRIED = [
         "self.l$ = nn.Linear(D, D)\nself.r$ = nn.Parameter(torch.randn(2, D) / D)\nself.down$ = self.up$ = None",
         before_call="@.down$, @.up$ = @.r$.T * 2, @.r$ * {2|3}",
     ),
-    Part("replaced mask", "h = h * self.k${|.to(h.dtype)|.logical_not()}", "self.k$ = None", before_call="@.k$ = torch.rand(R, D) > 0.5"),
+    Part(
+        "replaced mask",
+        "h = h * self.k${|.to(h.dtype)|.logical_not()}",
+        "self.k$ = None",
+        before_call="@.k$ = torch.rand(R, D) > 0.5",
+    ),
     Part("replaced index", "h = h[self.k$]", "self.k$ = None", before_call="@.k$ = torch.randperm(R)"),
-    Part("replaced sparse", "h = torch.sparse.mm(self.k$, h)", "self.k$ = None", before_call="@.k$ = torch.rand(R, R).to_sparse()"),
+    Part(
+        "replaced sparse",
+        "h = torch.sparse.mm(self.k$, h)",
+        "self.k$ = None",
+        before_call="@.k$ = torch.rand(R, R).to_sparse()",
+    ),
     Part("replaced number", "h = h * self.k$", "self.k$ = 0.5", before_call="@.k$ += 0.25"),
 ]
 
+# Spillway does not open a Hidden list. What it holds is changed here alone: of hidden state that a call advances, a
+# re-run advances it once more, as docs/limits.md says.
+# Writes of a parameter's .data between forward and backward are not drawn: autograd does not see them, and torch's own
+# checkpoint computes with what was written, too.
 CHANGES = [
-    Part("flag, flipped", "h = h.{tanh|abs|square}() if self.f$ else h.{sin|cos|erf}()", "self.f$ = False", between="@.f$ = not @.f$"),
-    Part("flag, flipped", "if self.f$:\n    h = self.l$(h)", "self.f$ = True\nself.l$ = nn.Linear(D, D)", between="@.f$ = not @.f$", weight=RARE),
-    Part("number, replaced", "h = h * self.s$\n{h = h * h|h = h.abs()|h = h.cos()|h = F.pad(torch.cdist(h, h), (0, D))[:, :D]|}", "self.s$ = 1.0", between="@.s$ = -@.s$", weight=OFTEN),
+    Part(
+        "hidden number, flipped",
+        "h = h{|.sin()|.tanh()} * self.o$[0]\n"
+        "h = {h.abs()|h.square()|h.cos()|h.pow(4)|h * h|"
+        "h @ h.T @ h.abs() / D|F.pad(torch.cdist(h, h), (0, D))[:, :D]}",
+        "self.o$ = Hidden([1.0])",
+        between="@.o$[0] = -@.o$[0]",
+        weight=OFTEN,
+    ),
+    Part(
+        "hidden number, replaced",
+        "h = h * self.o$[0]",
+        "self.o$ = Hidden([1.0])",
+        between="@.o$[0] *= {0.5|-1.0|2.0}",
+    ),
+    Part(
+        "hidden flag, flipped",
+        "h = h.{tanh|abs|square}() if self.o$[0] else h.{sin|cos|erf}()",
+        "self.o$ = Hidden([False])",
+        between="@.o$[0] = not @.o$[0]",
+        weight=OFTEN,
+    ),
+    Part(
+        "flag, flipped",
+        "h = h.{tanh|abs|square}() if self.f$ else h.{sin|cos|erf}()",
+        "self.f$ = False",
+        between="@.f$ = not @.f$",
+    ),
+    Part(
+        "flag, flipped",
+        "if self.f$:\n    h = self.l$(h)",
+        "self.f$ = True\nself.l$ = nn.Linear(D, D)",
+        between="@.f$ = not @.f$",
+        weight=RARE,
+    ),
+    Part(
+        "number, replaced",
+        "h = h * self.s$\n{h = h * h|h = h.abs()|h = h.cos()|h = F.pad(torch.cdist(h, h), (0, D))[:, :D]|}",
+        "self.s$ = 1.0",
+        between="@.s$ = -@.s$",
+        weight=OFTEN,
+    ),
     Part("number, replaced", "h = h * self.s$[0] + self.s$[1]", "self.s$ = [1.0, 0.5]", between="@.s$[{0|1}] *= 0.5"),
-    Part("buffer, replaced", "h = h {+|*} self.b$", "self.b$ = torch.ones(D)", between="@.b$ = torch.full((D,), {2.0|-1.0})"),
-    Part("buffer, written", "h = h + self.b$", "self.register_buffer('b$', torch.ones(D))", between="@.b$.{mul_(2)|zero_()|neg_()}"),
-    Part("buffer, written", "h = h * self.b$\nh = h{.abs()|.square()|.sin()}", "self.b$ = torch.ones(D)", between="@.b$.neg_()"),
+    Part(
+        "buffer, replaced",
+        "h = h {+|*} self.b$",
+        "self.b$ = torch.ones(D)",
+        between="@.b$ = torch.full((D,), {2.0|-1.0})",
+    ),
+    Part(
+        "buffer, written",
+        "h = h + self.b$",
+        "self.register_buffer('b$', torch.ones(D))",
+        between="@.b$.{mul_(2)|zero_()|neg_()}",
+    ),
+    Part(
+        "buffer, written",
+        "h = h * self.b$\nh = h{.abs()|.square()|.sin()}",
+        "self.b$ = torch.ones(D)",
+        between="@.b$.neg_()",
+    ),
     Part("counter, advanced", "h = h / (1 + self.t$)", "self.t$ = 0", between="@.t$ += 1"),
-    Part("draws, between", "h = h * 1", between="{random.random()|torch.rand(3)|np.random.rand(2)|torch.manual_seed(1)|random.seed(3)}"),
+    Part(
+        "draws, between",
+        "h = h * 1",
+        between="{random.random()|torch.rand(3)|np.random.rand(2)|torch.manual_seed(1)|random.seed(3)}",
+    ),
     Part("mode, flipped", "h = F.dropout(h, 0.2, self.training)", between="model.eval()", after_step="model.train()"),
-    Part("mode, flipped", "h = self.n$(h)", "self.n$ = nn.BatchNorm1d(D)", between="model.eval()", after_step="model.train()"),
-    Part("parameter, written", "h = h {+|*} self.p$", "self.p$ = nn.Parameter(torch.ones(D))", between="with torch.no_grad():\n    @.p$.{add_(1)|mul_(2)}"),
-    Part("parameter, replaced", "h = self.l$(h)", "self.l$ = nn.Linear(D, D)", between="@.l$.{weight = nn.Parameter(torch.eye(D))|bias = nn.Parameter(torch.ones(D))}", weight=RARE),
-    Part("module, replaced", "h = self.l$(h)", "self.l$ = nn.Linear(D, D)", between="@.l$ = nn.{Tanh()|Linear(D, D)}", weight=RARE),
-    Part("parameter, frozen", "h = self.l$(h)", "self.l$ = nn.Linear(D, D)", after_step="@.l$.weight.requires_grad_(not @.l$.weight.requires_grad)"),
+    Part(
+        "mode, flipped",
+        "h = self.n$(h)",
+        "self.n$ = nn.BatchNorm1d(D)",
+        between="model.eval()",
+        after_step="model.train()",
+    ),
+    Part(
+        "parameter, written",
+        "h = h {+|*} self.p$",
+        "self.p$ = nn.Parameter(torch.ones(D))",
+        between="with torch.no_grad():\n    @.p$.{add_(1)|mul_(2)}",
+    ),
+    Part(
+        "parameter, replaced",
+        "h = self.l$(h)",
+        "self.l$ = nn.Linear(D, D)",
+        between="@.l$.{weight = nn.Parameter(torch.eye(D))|bias = nn.Parameter(torch.ones(D))}",
+        weight=RARE,
+    ),
+    Part(
+        "module, replaced",
+        "h = self.l$(h)",
+        "self.l$ = nn.Linear(D, D)",
+        between="@.l$ = nn.{Tanh()|Linear(D, D)}",
+        weight=RARE,
+    ),
+    Part(
+        "parameter, frozen",
+        "h = self.l$(h)",
+        "self.l$ = nn.Linear(D, D)",
+        after_step="@.l$.weight.requires_grad_(not @.l$.weight.requires_grad)",
+    ),
     Part("input, written", "h = h {+|*} 2", between="x.detach().add_(1)", weight=RARE),
-    Part("setting, around", "h = self.c$(h[:, None]).sum(1)", "self.c$ = nn.Conv1d(1, 4, 3, padding=1)", around="torch.backends.mkldnn.flags(enabled=False)"),
-    Part("setting, around", "h = self.c$(h.sin()[:, None]).sum(1)", "self.c$ = nn.Conv1d(1, 4, 3, padding=1)", around="torch.backends.mkldnn.flags(enabled=False)"),
-    Part("setting, around", "h = h @ (h.T @ h){|.abs()} / (R * D)", around="{precision('medium')|deterministic()|torch.backends.mkldnn.flags(enabled=False)}"),
-    Part("setting, around", "h = h + torch.linspace(0, 1, D){|.sin()|.pow(2)}.to(h.dtype) * h", around="default_dtype(torch.float64)"),
-    Part("setting, flipped", "h = self.c$(h[:, None]).sum(1)", "self.c$ = nn.Conv1d(1, 4, 3, padding=1)", between="torch.backends.mkldnn.set_flags(False)", after_step="torch.backends.mkldnn.set_flags(True)"),
-    Part("changed between steps", "h = h * self.s${|.abs()}".replace("{|.abs()}", ""), "self.s$ = 1.0", after_step="@.s$ = @.s$ * -0.5"),
-    Part("changed between steps", "h = h.tanh() if self.f$ else h.sin()", "self.f$ = False", after_step="@.f$ = not @.f$"),
+    Part(
+        "setting, around",
+        "h = self.c$(h[:, None]).sum(1)",
+        "self.c$ = nn.Conv1d(1, 4, 3, padding=1)",
+        around="torch.backends.mkldnn.flags(enabled=False)",
+    ),
+    Part(
+        "setting, around",
+        "h = self.c$(h.sin()[:, None]).sum(1)",
+        "self.c$ = nn.Conv1d(1, 4, 3, padding=1)",
+        around="torch.backends.mkldnn.flags(enabled=False)",
+    ),
+    Part(
+        "setting, around",
+        "h = h @ (h.T @ h){|.abs()} / (R * D)",
+        around="{precision('medium')|deterministic()|torch.backends.mkldnn.flags(enabled=False)}",
+    ),
+    Part(
+        "setting, around",
+        "h = h + torch.linspace(0, 1, D){|.sin()|.pow(2)}.to(h.dtype) * h",
+        around="default_dtype(torch.float64)",
+    ),
+    Part(
+        "setting, flipped",
+        "h = self.c$(h[:, None]).sum(1)",
+        "self.c$ = nn.Conv1d(1, 4, 3, padding=1)",
+        between="torch.backends.mkldnn.set_flags(False)",
+        after_step="torch.backends.mkldnn.set_flags(True)",
+    ),
+    Part(
+        "changed between steps",
+        "h = h * self.s$",
+        "self.s$ = 1.0",
+        after_step="@.s$ = @.s$ * -0.5",
+    ),
+    Part(
+        "changed between steps", "h = h.tanh() if self.f$ else h.sin()", "self.f$ = False", after_step="@.f$ = not @.f$"
+    ),
     Part("changed between steps", "h = h * self.b$", "self.b$ = torch.ones(D)", after_step="@.b$ = torch.randn(D)"),
-    Part("changed between steps", "h = self.l$(h)", "self.l$ = nn.Linear(D, D)", after_step="with torch.no_grad():\n    @.l$.weight.clamp_(-0.1, 0.1)"),
-    Part("changed between steps", "h = self.l$(h)", "self.l$ = nn.Linear(D, D)", after_step="@.l$ = nn.Linear(D, D)", weight=RARE),
+    Part(
+        "changed between steps",
+        "h = self.l$(h)",
+        "self.l$ = nn.Linear(D, D)",
+        after_step="with torch.no_grad():\n    @.l$.weight.clamp_(-0.1, 0.1)",
+    ),
+    Part(
+        "changed between steps",
+        "h = self.l$(h)",
+        "self.l$ = nn.Linear(D, D)",
+        after_step="@.l$ = nn.Linear(D, D)",
+        weight=RARE,
+    ),
 ]

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import CheckpointPolicy
+
+from spillway import OperatorCall
 
 CALLS = [0]
 """A counter of the module's. Whoever runs a program sets it to nothing before."""
@@ -70,6 +75,70 @@ def push(seen: list[int]) -> int:
     return len(seen)
 
 
+def every_other() -> Callable[..., CheckpointPolicy]:
+    """A policy of torch's kind, by the operator's name."""
+
+    def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if len(str(operator)) % 2 else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return policy
+
+
+def is_even(call: OperatorCall) -> bool:
+    """A predicate, by the operator's name."""
+    return len(call.name) % 2 == 0
+
+
+class Hidden(list[Any]):
+    """A list that Spillway does not open."""
+
+    __slots__ = ()
+
+
+class Hollow(torch.Tensor):
+    """A wrapper without memory, which does not say of what it is made."""
+
+    content: Tensor
+
+    @staticmethod
+    def __new__(cls, content: Tensor) -> Hollow:
+        wrapper = torch.Tensor._make_wrapper_subclass(cls, content.shape, dtype=content.dtype, device=content.device)
+        wrapper.content = content
+        return wrapper
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        args, kwargs = tree_map_only(Hollow, lambda each: each.content, (args, kwargs or {}))
+        return tree_map_only(torch.Tensor, Hollow, func(*args, **kwargs))
+
+
+class _Linear(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, width)
+
+    def forward(self, h: Tensor) -> Tensor:
+        return torch.sin(torch.tanh(self.up(h)) * 2)
+
+
+def _tanh(h: Tensor) -> Tensor:
+    return torch.tanh(h).sin() * 2 + h
+
+
+def _scripted(what: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return torch.jit.script(what)
+
+
+def scripted_linear(width: int) -> Any:
+    """A scripted module."""
+    return _scripted(_Linear(width))
+
+
+scripted = _scripted(_tanh)
+
+
 class Out(NamedTuple):
     h: Tensor
     rest: Any
@@ -82,12 +151,12 @@ class Doubled(torch.autograd.Function):
     def forward(ctx: Any, h: Tensor) -> Tensor:
         ctx.save_for_backward(h)
         ctx.scale = 2.0
-        return h * h * ctx.scale
+        return h * h * ctx.scale  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         (h,) = ctx.saved_tensors
-        return gradient * h * (2 * ctx.scale)
+        return gradient * h * (2 * ctx.scale)  # type: ignore[no-any-return]
 
 
 class Folded(torch.autograd.Function):
@@ -118,7 +187,7 @@ class Written(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         (h,) = ctx.saved_tensors
-        return gradient * h * (h < 4)
+        return gradient * h * (h < 4)  # type: ignore[no-any-return]
 
 
 class Rounded(torch.autograd.Function):

@@ -6,17 +6,19 @@
 
 from __future__ import annotations
 
-import inspect
 import random
 import re
-import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from fuzz import pieces
 from fuzz.parts import CARRIED, CHANGES, DRAWS, LAYERS, PLACES, STATE, VALUES, Part
 
 SIZES = [(3, 4), (6, 8), (4, 16), (16, 32)]
+LARGE = (512, 64)
+"""With a budget: an activation is 128 KiB."""
+OPTIMIZERS = ["SGD(model.parameters(), 0.05)", "AdamW(model.parameters(), 0.01)"]
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,8 @@ class Program:
     steps: int
     calm: int
     """Steps before the first with changes between forward and backward."""
+    device: str = "cpu"
+    """``"meta"`` and ``"fake"``: tensors have no content."""
 
     @classmethod
     def random(cls, seed: int) -> Program:
@@ -88,6 +92,11 @@ class Program:
     def is_reentrant(self) -> bool:
         """Whether a region is asked to be as ``torch.utils.checkpoint(use_reentrant=True)`` is."""
         return "use_reentrant=True" in self.text()
+
+    @property
+    def has_budget(self) -> bool:
+        """Whether a plan is sought."""
+        return "budget=" in self.attach
 
     @property
     def sums(self) -> bool:
@@ -113,8 +122,11 @@ class Program:
     def text(self) -> str:
         """The classes, and ``steps(spillway)``, which trains and yields the model and what a step has given."""
         lines = [f"R, D = {self.rows}, {self.width}", ""]
+        seen: list[Block] = []
         for block in self.every_block():
-            lines += [*_class_of(block), ""]
+            same = next((each for each in seen if replace(each, number=block.number) == block), None)
+            lines += [f"Block{block.number} = Block{same.number}", ""] if same else [*_class_of(block), ""]
+            seen.append(block)
         lines += [*self._model(), "", *self._loop()]
         return "\n".join(lines) + "\n"
 
@@ -127,7 +139,8 @@ class Program:
         for block in self.blocks:
             yield f"        self.b{block.number} = Block{block.number}()"
         if self.tied:
-            yield "        for tied in [each for each in self.modules() if isinstance(each, nn.Linear) and each.weight.shape == (D, D)][1:2]:"
+            yield "        linears = [each for each in self.modules() if isinstance(each, nn.Linear)]"
+            yield "        for tied in [each for each in linears if each.weight.shape == (D, D)][1:2]:"
             yield "            tied.weight = self.b0.l1.weight if hasattr(self.b0, 'l1') else tied.weight"
         yield "        self.scale = nn.Parameter(torch.full((D,), 0.5))"
         yield "        self.head = nn.Linear(D, 3)"
@@ -152,11 +165,12 @@ class Program:
             yield f"    spillway.attach(model, {self.attach})"
         yield "    data = torch.Generator().manual_seed(7)"
         yield f"    for step in range({self.steps}):"
-        yield f"        x = torch.randn(R, D, generator=data){'.requires_grad_()' if self.input_grad else ''}"
+        generator = ", generator=data" if self.device == "cpu" else ""
+        yield f"        x = torch.randn(R, D{generator}){'.requires_grad_()' if self.input_grad else ''}"
         yield "        optimizer.zero_grad()"
         yield from _indented(self._lines("before_step"), 8)
         forward, backward = LOOPS[self.loop]
-        contexts = [*([self.context] if self.context else []), *sorted({each for each in self._lines("around")})]
+        contexts = [*([self.context] if self.context else []), *sorted(set(self._lines("around")))]
         indent = 8
         if contexts:
             yield f"        with {', '.join(contexts)}:"
@@ -217,6 +231,7 @@ SIGNATURES = {
     "transposed": ("h", "", "h.T", "h", "h = {}.T"),
     "view": ("h", "", "h[:, :]", "h", "h = {}"),
     "detached": ("h", "", "(h, h.detach())", "h", "h, s = {}\nh = h + s"),
+    "wrapper without storage": ("h", "", "(h, Hollow(h.detach()))", "h", "h, s = {}\nh = h + s.content"),
 }
 
 CALLS = {
@@ -241,7 +256,11 @@ def _call_lines(block: Block, call: Call) -> list[str]:
     lines = taken.replace("{}", made, 1).splitlines()
     if call.form == "gated closure":
         gated = "gate * v" if call.block % 2 else "v * gate"
-        return ["gate = torch.sigmoid(h.mean(0))", f"h = spillway.recompute(lambda v: {gated} + self.head.bias.sum(), h{call.options})", *lines]
+        return [
+            "gate = torch.sigmoid(h.mean(0))",
+            f"h = spillway.recompute(lambda v: {gated} + self.head.bias.sum(), h{call.options})",
+            *lines,
+        ]
     return lines
 
 
@@ -303,6 +322,16 @@ def _with_inner(block: Block) -> Iterator[Block]:
     yield block
 
 
+def _without(block: Block, names: Collection[str]) -> Block:
+    """The block, and those within it, without parts of some names."""
+    parts = [
+        replace(part, block=_without(part.block, names)) if isinstance(part, Nested) else part
+        for part in block.parts
+        if part.name not in names
+    ]
+    return replace(block, parts=tuple(parts))
+
+
 def _indented(lines: Iterator[str] | Sequence[str], by: int) -> Iterator[str]:
     for line in lines:
         yield " " * by + line
@@ -310,8 +339,32 @@ def _indented(lines: Iterator[str] | Sequence[str], by: int) -> Iterator[str]:
 
 # Drawing
 
-SELECTORS = ["'matmul'", "'pointwise'", "'norm'", "'random'", "is_even", "'inputs'", "'softmax'", "'convolution'", "'aten::*'"]
+SELECTORS = [
+    "'matmul'",
+    "'pointwise'",
+    "'norm'",
+    "'random'",
+    "is_even",
+    "'inputs'",
+    "'softmax'",
+    "'convolution'",
+    "'aten::*'",
+]
 SAVED_BY = ["spillway.saved_by('matmul')", "spillway.saved_by('pointwise')", "spillway.saved_by('norm')"]
+_KEEPS_STATE = frozenset(part.name for part in (*STATE, *PLACES, *CARRIED, *CHANGES)) | {"spectral norm"}
+LEFT_OUT: dict[str, Collection[str]] = {
+    # Of rrelu, which packs its noise before it is drawn, torch's own checkpoint gives other values each time.
+    "checkpoint(": {"rrelu"},
+    # Torch's own checkpoint around a block advances state once more, and computes with what was changed since.
+    "checkpoint(self.b": _KEEPS_STATE,
+    "checkpoint(self.n": _KEEPS_STATE,
+    # In the first run of torch's own reentrant mode, too, an LSTM has other kernels, since grad is off. An error in a
+    # hook while a strided nested tensor is made ends the process there.
+    "use_reentrant=True": {"lstm", "strided nested tensor"},
+    # Recurrent layers take an operator a row: too slow at the size of these.
+    "budget=": {"rnn", "lstm"},
+}
+"""Parts that are left out of programs in whose text something is."""
 OFFLOADS = ["", "ratio=0.5, ", "window=0, ", "window=1024, ", "policy=spillway.policies.Keep(), "]
 
 
@@ -324,14 +377,17 @@ class _Draw:
     def program(self) -> Program:
         rows, width = self.random.choice(SIZES)
         style = self.random.choices(
-            ["recompute", "attach", "offload", "offload and recompute", "attach to offload", "mixed"],
-            [40, 25, 6, 14, 5, 10],
+            ["recompute", "attach", "offload", "offload and recompute", "attach to offload", "mixed", "budget"],
+            [400, 250, 60, 140, 50, 100, 4],
         )[0]
+        if style == "budget":
+            rows, width = LARGE
         special = self._special()
         blocks = [self._block(number, []) for number in range(self.random.choice([1, 1, 2, 3]))]
         for part in special:
             where = self.random.randrange(len(blocks))
-            blocks[where] = self._with(blocks[where], part, last=self.random.random() < 0.4)
+            often = 0.7 if part.name.startswith("hidden") else 0.4
+            blocks[where] = self._with(blocks[where], part, last=self.random.random() < often)
         if self.random.random() < 0.3:
             where = self.random.randrange(len(blocks))
             inner = replace(self._block(len(blocks) + 5, []), signature="tensor")
@@ -342,27 +398,37 @@ class _Draw:
         order = [number for number in range(len(blocks)) for _ in range(self.random.choice([1, 1, 1, 2, 3]))]
         if self.random.random() < 0.3:
             self.random.shuffle(order)
+        if style == "budget":
+            blocks = [replace(blocks[0], number=number) for number in range(self.random.choice([3, 4]))]
+            order = list(range(len(blocks)))
+        hidden = any(part.name.startswith("hidden") for part in special)
         attach, context = "", ""
         forms = ["module"] * 4 + ["closure", "gated closure"]
-        if "attach" in style:
+        if "attach" in style or style == "budget":
             attach, forms = self._attach(style, len(blocks)), ["plain"]
         elif style == "offload":
             forms = ["plain", "plain", "torch's checkpoint"]
         elif style == "mixed":
             forms = ["plain", "module", "torch's checkpoint", "gated closure"]
-        if "offload" in style and "attach" not in style or (style in ("mixed", "attach") and self.random.random() < 0.3):
+        if ("offload" in style and "attach" not in style) or (
+            style in ("mixed", "attach") and self.random.random() < 0.3
+        ):
             context = f"spillway.offload({self.random.choice(OFFLOADS)}min_bytes=0)"
         shared = self._options() if self.random.random() < 0.7 else None
+        if hidden and self.random.random() < 0.4:
+            shared = ", watch=False"
         calls = [
             Call(number, self._options() if shared is None else shared, self.random.choice(forms)) for number in order
         ]
-        if any(call.form == "torch's checkpoint" for call in calls):
-            # Of rrelu, which packs its noise before it is drawn, torch's own checkpoint gives other values each time.
-            blocks = [replace(each, parts=tuple(part for part in each.parts if part.name != "rrelu")) for each in blocks]
+        if context:
+            calls = [self._dropping(call) for call in calls]
+            if "Recompute(" in attach and "use_reentrant" not in attach and self.random.random() < 0.3:
+                attach = attach.replace("Recompute(", "Recompute(drop_output=True, ").replace(", )", ")")
         loop = self.random.choices(list(LOOPS), [12] + [2] * (len(LOOPS) - 1))[0]
         if "use_reentrant=True" in f"{attach}{calls}{blocks}" and loop in ("autograd.grad", "penalty"):
             loop = "once"  # the reentrant mode cannot do either, with torch as here
-        return Program(
+        device = self.random.choices(["cpu", "meta", "fake"], [97, 2, 1])[0]
+        program = Program(
             self.seed,
             rows,
             width,
@@ -374,16 +440,22 @@ class _Draw:
             attach,
             context,
             loop,
-            self.random.choice(["SGD(model.parameters(), 0.05)", "AdamW(model.parameters(), 0.01)"]),
+            self.random.choice(OPTIMIZERS[: 2 if device == "cpu" else 1]),
             self.random.random() < 0.3,
-            self.random.choice([3, 4, 5]),
-            self.random.choice([0, 1, 1, 2, 3]),
+            8 if style == "budget" else self.random.choice([5, 6] if hidden else [3, 4, 5]),
+            self.random.choice([0, 1, 1, 2, 3, 3]),
+            device,
         )
+        text = program.text() + program.attach
+        left_out = {name for where, names in LEFT_OUT.items() if where in text for name in names}
+        return replace(program, blocks=tuple(_without(each, left_out) for each in program.blocks))
 
     def _special(self) -> list[Part]:
         """Parts that make a program more than a function: none in half of them, seldom several."""
         count = self.random.choices([0, 1, 2, 3], [35, 45, 14, 6])[0]
-        return [self._part(self.random.choices([STATE, PLACES, CARRIED, CHANGES], [3, 3, 3, 4])[0]) for _ in range(count)]
+        return [
+            self._part(self.random.choices([STATE, PLACES, CARRIED, CHANGES], [3, 3, 3, 4])[0]) for _ in range(count)
+        ]
 
     def _block(self, number: int, special: Sequence[Part]) -> Block:
         parts = [self._part(LAYERS)]
@@ -400,7 +472,8 @@ class _Draw:
         part = self.random.choices(parts, [each.weight for each in parts])[0]
         number = str(self._number())
         fields = ("forward", "init", "before_step", "before_call", "between", "after_step", "around")
-        return replace(part, **{each: self._drawn(getattr(part, each)).replace("$", number) for each in fields})
+        texts: dict[str, Any] = {each: self._drawn(getattr(part, each)).replace("$", number) for each in fields}
+        return replace(part, **texts)
 
     def _drawn(self, text: str) -> str:
         """One of the words of each pair of braces that has a bar in it."""
@@ -424,15 +497,27 @@ class _Draw:
             options.append("policy=every_other()")
         if reentrant:
             options.append("use_reentrant=True")
-        elif self.random.random() < 0.25:
-            options.append("watch=False")
+        else:
+            if self.random.random() < 0.25:
+                options.append("watch=False")
+            if self.random.random() < 0.07:
+                options.append("determinism_check='none'")
         if self.random.random() < 0.1:
             options.append("early_stop=False")
         return "".join(f", {option}" for option in options)
 
+    def _dropping(self, call: Call) -> Call:
+        """Also its output is dropped, now and then."""
+        may = call.form in ("module", "closure", "gated closure") and "use_reentrant" not in call.options
+        return (
+            replace(call, options=f"{call.options}, drop_output=True") if may and self.random.random() < 0.3 else call
+        )
+
     def _attach(self, style: str, blocks: int) -> str:
         classes = ", ".join(f"Block{number}" for number in range(blocks))
         options = [f"min_bytes={self.random.choice(['0', '64', None])}"]
+        if style == "budget":
+            return f"blocks=({classes},), budget='{self.random.choice(['60%', '80%'])}', min_bytes='16KiB'"
         if style == "attach":
             options.insert(0, f"blocks=({classes},)")
             options.append(f"policy=spillway.Recompute({self._options()[2:]})")
@@ -445,24 +530,38 @@ class _Draw:
 
 # Reading and shrinking
 
-_HEAD = '''import random
+_HEAD = """import collections
+import functools
+import io
+import itertools
+import random
+from types import SimpleNamespace
+
 import numpy as np
 import torch
 from torch import nn
-from torch.nn import functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-'''
+
+import spillway
+from fuzz.pieces import {pieces}
+"""
+_TAIL = """
+for seed in (torch.manual_seed, random.seed, np.random.seed):
+    seed({seed})
+for model, results in steps(spillway):
+    print(results)
+"""
 
 
 def describe(program: Program | int) -> str:
-    """The program, or that of a seed, as a script that trains it and prints its losses; ``plain`` as an argument runs
-    it without Spillway."""
+    """The program, or that of a seed, as a script that trains it with Spillway and prints losses and gradients."""
     program = Program.random(program) if isinstance(program, int) else program
     text = program.text()
-    names = [name for name, value in vars(pieces).items() if getattr(value, "__module__", "") == pieces.__name__]
-    used = [name for name in [*names, "CALLS"] if re.search(rf"\b{name}\b", text)]
-    return f"# {program.seed}\n{_HEAD}from fuzz.pieces import {', '.join(used) or 'Out'}\n\n{text}"
+    used = [name for name in vars(pieces) if not name.startswith("_") and re.search(rf"\b{name}\b", text)]
+    used = [name for name in used if name not in ("torch", "nn", "Tensor")]
+    return f"{_HEAD.format(pieces=', '.join(used) or 'Out')}\n{text}{_TAIL.format(seed=program.seed)}"
 
 
 def smaller(program: Program) -> Iterator[Program]:
@@ -476,20 +575,39 @@ def smaller(program: Program) -> Iterator[Program]:
         for less in _smaller_block(block):
             yield replace(program, blocks=(*program.blocks[:place], less, *program.blocks[place + 1 :]))
     if len(program.blocks) > 1 and all(call.block < len(program.blocks) - 1 for call in program.calls):
-        yield replace(program, blocks=program.blocks[:-1], attach=program.attach.replace(f"Block{len(program.blocks) - 1}, ", "").replace(f", Block{len(program.blocks) - 1}", ""))
+        yield replace(
+            program,
+            blocks=program.blocks[:-1],
+            attach=program.attach.replace(f"Block{len(program.blocks) - 1}, ", "").replace(
+                f", Block{len(program.blocks) - 1}", ""
+            ),
+        )
     for place, call in enumerate(program.calls):
         for form in ("plain", "module"):
             if call.form not in ("plain", form):
-                yield replace(program, calls=(*program.calls[:place], replace(call, form=form), *program.calls[place + 1 :]))
+                yield replace(
+                    program, calls=(*program.calls[:place], replace(call, form=form), *program.calls[place + 1 :])
+                )
         if call.options:
             for options in _fewer(call.options):
-                yield replace(program, calls=(*program.calls[:place], replace(call, options=options), *program.calls[place + 1 :]))
+                yield replace(
+                    program, calls=(*program.calls[:place], replace(call, options=options), *program.calls[place + 1 :])
+                )
     if program.loop != "once":
         yield replace(program, loop="once")
     if program.context:
         yield replace(program, context="")
-    for less in ({"tied": False}, {"calm": 0}, {"stem": False}, {"dtype": "float32"}, {"input_grad": False}, {"optimizer": "SGD(model.parameters(), 0.05)"}, {"rows": 3, "width": 4}):
-        changed = replace(program, **less)
+    changes: tuple[dict[str, Any], ...] = (
+        {"tied": False},
+        {"calm": 0},
+        {"stem": False},
+        {"dtype": "float32"},
+        {"input_grad": False},
+        {"optimizer": "SGD(model.parameters(), 0.05)"},
+        {"rows": 3, "width": 4},
+    )
+    for change in changes:
+        changed = replace(program, **change)
         if changed != program:
             yield changed
 
@@ -507,11 +625,12 @@ def _smaller_block(block: Block) -> Iterator[Block]:
             for less in _smaller_block(part.block):
                 yield replace(block, parts=(*block.parts[:place], replace(part, block=less), *block.parts[place + 1 :]))
             for options in _fewer(part.options):
-                yield replace(block, parts=(*block.parts[:place], replace(part, options=options), *block.parts[place + 1 :]))
+                yield replace(
+                    block, parts=(*block.parts[:place], replace(part, options=options), *block.parts[place + 1 :])
+                )
             if part.form not in ("plain", "recomputed"):
-                yield replace(block, parts=(*block.parts[:place], replace(part, form="recomputed"), *block.parts[place + 1 :]))
+                yield replace(
+                    block, parts=(*block.parts[:place], replace(part, form="recomputed"), *block.parts[place + 1 :])
+                )
     if block.signature != "tensor":
         yield replace(block, signature="tensor")
-
-
-_ = (inspect, textwrap)
