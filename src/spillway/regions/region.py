@@ -40,7 +40,6 @@ from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from spillway.capture.dynamo import has_compiled
 from spillway.capture.handles import Handle, KeptHandle, unpack
 from spillway.capture.hooks import Pass, in_backward
 from spillway.capture.identity import is_parameter
@@ -191,10 +190,9 @@ class Region:
             # What saves may change its mind about a call that has ended.
             script=() if self._choices.saved_by else self._script.calls,
         )
-        choice = None if has_compiled() else KernelChoice(reentrant=self._reentrant)
-        choosing = nullcontext() if choice is None else choice
+        choice = KernelChoice(reentrant=self._reentrant)
         if self._reentrant:
-            with recording, choosing:
+            with recording, choice:
                 output = first()
             self._chose(choice)
             self._end(output)
@@ -203,7 +201,7 @@ class Region:
         try:
             watching = nullcontext() if self._observer is None else self._observer.watching(self._trace)
             pack = self._pack if self._observer is None else self._pack_watched
-            with saved_tensors_hooks(pack, unpack), recording, watching, choosing:
+            with saved_tensors_hooks(pack, unpack), recording, watching, choice:
                 output = first()
             self._chose(choice)
             self.has_inner |= recording.hides
@@ -218,9 +216,9 @@ class Region:
             self._early.clear()
         return output
 
-    def _chose(self, choice: KernelChoice | None) -> None:
+    def _chose(self, choice: KernelChoice) -> None:
         """See NOTE [ Kernels under a mode ]. No tape has what was run with modes off."""
-        if choice is not None and choice.results:
+        if choice.results:
             self._trace.chosen = choice.results
             self._key = None
 
