@@ -8,7 +8,7 @@ the state from before the replay is put back.
 
 The copy has, of every module that the function is, belongs to or closes over (with all submodules):
 
-* attributes and buffers, by identity. Parameters, submodules and hooks are left out: FSDP changes them in hooks;
+* attributes, buffers, submodules and parameters, by identity. Hooks are left out, and parameters that FSDP exchanges;
 * attributes of their classes;
 * the content of lists, dictionaries, sets, deques and small arrays, and attributes of plain objects, some levels deep;
 
@@ -106,12 +106,13 @@ class PythonState:
 
     __slots__ = (
         *("_arrays", "_attributes", "_buffers", "_cells", "_classes", "_dicts", "_generators", "_lists", "_names"),
-        *("_seen", "_sets", "has_iterators"),
+        *("_parameters", "_seen", "_sets", "has_iterators"),
     )
 
     def __init__(self, function: Any, *, numpy_draws: bool = False) -> None:
         self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
         """Modules' attributes, each with its copy."""
+        self._parameters: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._dicts: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
         self._lists: list[tuple[Any, list[Any]]] = []
         self._sets: list[tuple[set[Any], set[Any]]] = []
@@ -202,6 +203,7 @@ class PythonState:
         other = PythonState.__new__(PythonState)
         other._attributes = [(place, place.copy()) for place, _ in self._attributes]
         other._dicts = [(place, place.copy()) for place, _ in self._dicts]
+        other._parameters = [(place, place.copy()) for place, _ in self._parameters]
         other._lists = [(place, list(place)) for place, _ in self._lists]
         other._sets = [(place, place.copy()) for place, _ in self._sets]
         other._cells = [(cell, _content(cell)) for cell, _ in self._cells]
@@ -250,6 +252,11 @@ class PythonState:
             self._add_class(type(each))
             attributes = each.__dict__
             self._attributes.append((attributes, attributes.copy()))
+            if attributes["_modules"]:
+                self._dicts.append((attributes["_modules"], attributes["_modules"].copy()))
+            parameters = attributes["_parameters"]
+            if parameters and _are_plain(parameters):
+                self._parameters.append((parameters, parameters.copy()))
             buffers = attributes["_buffers"]
             if buffers:
                 self._dicts.append((buffers, buffers.copy()))
@@ -352,6 +359,9 @@ class PythonState:
         for place, copy in self._dicts:
             if not _are_the_same(place, copy):
                 yield from _names_of_changes(place, copy, frozenset())
+        for place, copy in self._parameters:
+            if _are_plain(place) and not _are_the_same(place, copy):
+                yield from _names_of_changes(place, copy, frozenset())
         for kind, copy in self._classes:
             if not _are_the_same(_attributes_of(kind), copy):
                 yield from _names_of_changes(_attributes_of(kind), copy, frozenset())
@@ -383,6 +393,9 @@ class PythonState:
                 _put_back(place, copy, _INTERNAL)
         for place, copy in self._dicts:
             if not _are_the_same(place, copy):
+                _put_back(place, copy, frozenset())
+        for place, copy in self._parameters:
+            if _are_plain(place) and not _are_the_same(place, copy):
                 _put_back(place, copy, frozenset())
         for kind, copy in self._classes:
             now = _attributes_of(kind)
@@ -419,6 +432,11 @@ class PythonState:
         for put, get, state in self._generators:
             if get() != state:
                 put(state)
+
+
+def _are_plain(parameters: dict[str, Any]) -> bool:
+    """Whether no wrapper (FSDP2) exchanges these parameters for its own."""
+    return all(value is None or type(value) is torch.nn.Parameter for value in parameters.values())
 
 
 def _are_the_same(place: dict[Any, Any], copy: dict[Any, Any]) -> bool:
