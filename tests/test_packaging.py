@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -10,6 +11,7 @@ import sys
 import zipfile
 from email.parser import Parser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -52,12 +54,24 @@ def test_the_wheel_says_what_it_is_and_what_it_needs(wheel: zipfile.ZipFile) -> 
     assert "spillway = spillway.cli.app:main" in wheel.read(f"{folder}/entry_points.txt").decode()
 
 
+def demo_report(*, planned_bytes: int) -> dict[str, Any]:
+    """A demo's report, of which the planned way has so many bytes of activations where keep has 100."""
+    activations = {"keep": 100, "checkpoint": 60, "offload": 60, "planned": planned_bytes}
+    rows = [
+        {"way": way, "identical": True, "activation_peak_bytes": nbytes, "peak_bytes": nbytes}
+        for way, nbytes in activations.items()
+    ]
+    rows[-1] |= {"budget_bytes": planned_bytes, "counted_steps": 5}
+    return {"rows": rows}
+
+
 @pytest.mark.skipif(not (shutil.which("git") and shutil.which("bash")), reason="needs git and bash")
 @pytest.mark.parametrize("name", ["checkout", "spillway", "a name with spaces"])
 def test_ci_runs_what_make_has_in_a_folder_named_as_a_clone(name: str, tmp_path: Path) -> None:
     checkout = tmp_path / name
     (checkout / ".ci").mkdir(parents=True)
-    (checkout / ".ci" / "run").write_bytes((ROOT / ".ci" / "run").read_bytes())
+    for file in (".ci/run", ".ci/check_demo.py"):
+        (checkout / file).write_bytes((ROOT / file).read_bytes())
     for file, text in (("kept", "old"), ("gone", ""), (".gitignore", "/ignored\n")):
         (checkout / file).write_text(text)
     git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
@@ -71,20 +85,43 @@ def test_ci_runs_what_make_has_in_a_folder_named_as_a_clone(name: str, tmp_path:
     tools = tmp_path / "tools"
     tools.mkdir()
     for tool, text in (
-        ("make", 'echo "make $1 in $(basename "$PWD"): $(cat kept) $(ls | tr "\\n" ,)"; echo "$PWD" >>"$PLACES"'),
+        (
+            "make",
+            'echo "make $* in $(basename "$PWD"): $(cat kept) $(ls | tr "\\n" ,)"; echo "$PWD" >>"$PLACES"\n'
+            'if [ "$1" = demo ]; then cp "$REPORT" build/demo.json; fi',
+        ),
         # Nothing is installed here.
         ("apt-get", "exit 1"),
     ):
         (tools / tool).write_text(f"#!/bin/sh\n{text}\n")
         (tools / tool).chmod(0o755)
-    places = tmp_path / "places"
-    environment = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}", "PLACES": str(places)}
-    done = subprocess.run(
-        ["bash", ".ci/run"], cwd=checkout, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True
-    )
+    places, report = tmp_path / "places", tmp_path / "report"
+    environment = os.environ | {
+        "PATH": f"{tools}:{os.environ['PATH']}",
+        "PLACES": str(places),
+        "REPORT": str(report),
+    }
+
+    def run() -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            ["bash", ".ci/run"], cwd=checkout, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True
+        )
+
+    report.write_text(json.dumps(demo_report(planned_bytes=90)))
+    done = run()
     assert done.returncode == 0, done.stderr
-    files = "kept,new file," if name != "spillway" else "ignored,kept,new file,"
-    assert done.stdout.splitlines()[-2:] == [f"make {what} in spillway: changed {files}" for what in ("check", "test")]
-    first, second = places.read_text().splitlines()
-    assert first == second
+    ignored = "ignored," if name == "spillway" else ""
+    assert done.stdout.splitlines()[-4:] == [
+        f"make check in spillway: changed {ignored}kept,new file,",
+        f"make demo ARGS=--json build/demo.json in spillway: changed build,{ignored}kept,new file,",
+        "the demo: every way has its memory and its bits",
+        f"make test in spillway: changed build,{ignored}kept,new file,",
+    ]
+    first, *others = places.read_text().splitlines()
+    assert others == [first, first]
     assert Path(first).exists() == (name == "spillway")
+    # A demo that takes too much ends the run before the tests.
+    report.write_text(json.dumps(demo_report(planned_bytes=91)))
+    done = run()
+    assert done.returncode != 0 and "planned takes 91 bytes of activations" in done.stderr
+    assert "make demo" in done.stdout and "make test" not in done.stdout

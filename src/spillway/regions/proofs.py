@@ -35,7 +35,7 @@ _ENOUGH_FORMS = 8
 _PIECE, _MOST_PIECE = 1 << 20, 1 << 23
 """Elements of a piece at least, and at most: of large tensors, so many are taken at once."""
 _HOST_PIECE = 1 << 14
-"""Elements of a piece on the CPU: larger ones take more memory, and no less time."""
+"""Elements of a piece on the CPU: larger ones take more memory, and more time."""
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 _SHIFT = 0x2545F4914F6CDD1D
 
@@ -106,13 +106,15 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor | None:
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    start = 0
+    places, start = total.new_empty(0), 0
     for piece in _pieces(tensor, _piece_of(tensor)):
         dense = piece if piece.stride(0) == 1 else piece.clone(memory_format=torch.contiguous_format)
         # Of round numbers in 64 bits the low half is nothing, and what is left would lose its place in the product.
         words = dense.view(_INTEGERS[min(piece.element_size(), 4)])
-        places = torch.arange(start, start + words.numel(), dtype=torch.int64, device=tensor.device)
-        total += places.mul_(_ODD).add_(_SHIFT).bitwise_or_(1).mul_(words).sum()
+        if words.numel() > places.numel():
+            places = torch.empty(words.numel(), dtype=torch.int64, device=tensor.device)
+        here = torch.arange(start, start + words.numel(), device=places.device, out=places[: words.numel()])
+        total += here.mul_(_ODD).add_(_SHIFT).bitwise_or_(1).mul_(words).sum()
         start += words.numel()
     return total
 
