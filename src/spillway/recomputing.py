@@ -19,7 +19,7 @@ from spillway.capture.alone import see_again
 from spillway.capture.dynamo import has_compiled, keep_out, untraced
 from spillway.capture.handles import pack_kept, unpack
 from spillway.capture.hooks import Pass, in_backward, refuse_transforms
-from spillway.errors import RecomputeError, UsageError
+from spillway.errors import UsageError
 from spillway.operators import Choices, Planned, Selector
 from spillway.records import Decision
 from spillway.regions.arguments import Arguments
@@ -30,6 +30,7 @@ from spillway.regions.partition import Partition
 from spillway.regions.python_state import PythonState
 from spillway.regions.region import Region, Surroundings, surroundings
 from spillway.regions.regraph import Regraph
+from spillway.regions.replayed_function import ReplayedFunction
 from spillway.regions.rerun import in_rerun
 from spillway.regions.script import Script, TapeKey
 from spillway.regions.skimmed import Skimmed
@@ -268,7 +269,7 @@ def _call_region(
         if state.has_iterators:
             return first()
         with nullcontext() if how.choices.inputs is None else saved_tensors_hooks(pack_kept, unpack):
-            return _checked(how, Again(function, arguments, state, is_first=True), tensors)
+            return _checked(how, ReplayedFunction(function, arguments, state, is_first=True), tensors)
     session = session if session is not None else Session.default()
     session.check_open()
     see_again()
@@ -297,7 +298,7 @@ def _call_region(
             f"kept, not recomputed."
         )
         return first()
-    again = Again(function, arguments, state, reentrant=how.use_reentrant)
+    again = ReplayedFunction(function, arguments, state, reentrant=how.use_reentrant)
     key = None
     if partition is None and around is not Surroundings.TORCH and how.tape_key is not None:
         kind = arguments.kind(tensors)
@@ -339,52 +340,6 @@ def _call_region(
 # Who traces the caller is to leave it out; where it is known that nobody does, there is a shorter way in.
 call_region: Callable[..., Any] = torch._disable_dynamo(_call_region)  # type: ignore[attr-defined, unused-ignore]
 call_untraced_region = untraced(_call_region)
-
-
-class Again:
-    """Runs a function again, with the Python state of its first run.
-
-    Args:
-        function: the function.
-        arguments: its arguments.
-        state: the Python state before the first run.
-        is_first: whether the first call of this object is the first run, which changes the state as usual.
-        reentrant: whether backward goes through the graph of this run.
-
-    Raises:
-        RecomputeError: in the reentrant mode, where a tensor with a history is left in an attribute that the function
-            reads: the first run is without autograd, and left one without.
-    """
-
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        arguments: Arguments,
-        state: PythonState,
-        *,
-        is_first: bool = False,
-        reentrant: bool = False,
-    ) -> None:
-        self._reentrant = reentrant
-        self._function = function
-        self._arguments = arguments
-        self._state = state
-        self._is_first = is_first
-
-    def __call__(self, *tensors: torch.Tensor) -> Any:
-        args, kwargs = self._arguments.put(tensors)
-        is_first, self._is_first = self._is_first, False
-        if is_first:
-            return self._function(*args, **kwargs)
-        with self._state.in_force():
-            output = self._function(*args, **kwargs)
-            names = self._state.histories() if self._reentrant else ()
-        if names:
-            raise RecomputeError(
-                f"A function recomputed with use_reentrant=True keeps a tensor with a history in {', '.join(names)}. "
-                f"The reentrant mode loses the gradient that goes through it. Use use_reentrant=False."
-            )
-        return output
 
 
 def _run_in(

@@ -114,9 +114,13 @@ VALUES = [
     Part("own function", "h = Rounded.apply(h)"),
     Part("hook", "h = h * 1\nif h.requires_grad:\n    h.register_hook(lambda g: g * 2)"),
     Part("scripted", "h = scripted(h)"),
-    Part("scripted", "h = self.t$(h)", "self.t$ = scripted_linear(D)"),
+    Part("scripted module", "h = self.t$(h)", "self.t$ = scripted_linear(D)"),
     Part("wrapper without storage", "h = h + Hollow(h.detach()).content", weight=RARE),
-    Part("wrapper without storage", "w = Hollow(h.detach()).{tanh|sin}()\nh = h * w.content", weight=RARE),
+    Part(
+        "operator on a wrapper without storage",
+        "w = Hollow(h.detach()).{tanh|sin}()\nh = h * w.content",
+        weight=RARE,
+    ),
     Part(
         "strided nested tensor",
         "n = torch.nested.as_nested_tensor([h[:1].tanh(), h[1:] * 2])\n"
@@ -126,7 +130,7 @@ VALUES = [
     Part("requires no grad", "h = h * F.max_pool1d(self.c$[None], 2).pow(2).mean()", "self.c$ = torch.randn(R, D)"),
     Part("requires no grad", "h = h * torch.linalg.{cond|svdvals}(self.c$).mean()", "self.c$ = torch.randn(D, D)"),
     Part("requires no grad", "h = h / (1 + torch.linalg.eigvalsh(h.detach() @ h.detach().T).abs().amax())"),
-    Part("requires no grad", "h = h / (1 + torch.linalg.matrix_norm(self.c$, 'nuc'))", "self.c$ = torch.randn(D, D)"),
+    Part("nuclear norm", "h = h / (1 + torch.linalg.matrix_norm(self.c$, 'nuc'))", "self.c$ = torch.randn(D, D)"),
     Part(
         "constant",
         "h = h * torch.full((D,), 0.5) + torch.arange(D)",
@@ -307,7 +311,7 @@ PLACES = [
         "if not hasattr(self, 'w$'):\n"
         "    self.w$ = {torch.randn(D)|h.detach().mean(0)|nn.Parameter(torch.ones(D))}\nh = h + self.w$",
     ),
-    Part("created when first called", "h = self.l$(h)", "self.l$ = nn.LazyLinear(D)"),
+    Part("lazy layer", "h = self.l$(h)", "self.l$ = nn.LazyLinear(D)"),
     Part("freed state", "h = h + self.o$\ndel self.o$", "self.o$ = None", before_call="@.o$ = torch.{ones|rand}(D)"),
     Part("file", "self.o$.write('a')\nh = h / self.o$.tell()", "self.o$ = io.StringIO()"),
     Part(

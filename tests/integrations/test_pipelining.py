@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import spillway
+from recompute.regions import HiddenAttribute
 from spillway.integrations.pipelining import OffloadedStages, offload_stages
 from support import assert_nothing_left
 
@@ -38,10 +39,12 @@ CPU = torch.device("cpu")
 class Block(nn.Module):
     """Dropout, so that random numbers must be the same in a re-run; counts its runs."""
 
+    # Spillway would put back what it sees.
+    runs = HiddenAttribute(0)
+
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-        self.runs = 0
 
     def forward(self, x: Tensor) -> Tensor:
         self.runs += 1
@@ -51,11 +54,13 @@ class Block(nn.Module):
 class Part(nn.Module):
     """What one stage runs."""
 
+    # Spillway would put back what it sees.
+    calls = HiddenAttribute(0)
+
     def __init__(self, index: int) -> None:
         super().__init__()
         torch.manual_seed(index)
         self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.calls = 0
         self.fails_at: int | None = None
 
     def forward(self, x: Tensor) -> Tensor:

@@ -252,13 +252,14 @@ class PythonState:
             self._add_class(type(each))
             attributes = each.__dict__
             self._attributes.append((attributes, attributes.copy()))
-            if attributes["_modules"]:
+            # Those of a scripted module are no dictionaries.
+            if attributes["_modules"] and type(attributes["_modules"]) in _DICTS:
                 self._dicts.append((attributes["_modules"], attributes["_modules"].copy()))
             parameters = attributes["_parameters"]
-            if parameters and _are_plain(parameters):
+            if parameters and type(parameters) in _DICTS and _are_plain(parameters):
                 self._parameters.append((parameters, parameters.copy()))
             buffers = attributes["_buffers"]
-            if buffers:
+            if buffers and type(buffers) in _DICTS:
                 self._dicts.append((buffers, buffers.copy()))
                 for buffer in buffers.values():
                     if type(buffer) is torch.Tensor and buffer.layout is torch.strided:

@@ -54,6 +54,7 @@ from spillway.regions.proofs import Proofs, fingerprint
 from spillway.regions.python_state import PythonState
 from spillway.regions.recording import Recording
 from spillway.regions.replay import Act
+from spillway.regions.replayed_function import ReplayedFunction
 from spillway.regions.rerun import Rerun
 from spillway.regions.script import TapeKey
 from spillway.regions.tensors import aliases_of, below_modes, is_strided, may_be_seed, tensors_in
@@ -105,7 +106,7 @@ class Region:
 
     def __init__(
         self,
-        function: Callable[..., Any],
+        function: ReplayedFunction,
         first: Callable[[], Any],
         choices: Choices,
         passage: Pass,

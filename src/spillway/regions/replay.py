@@ -39,7 +39,6 @@ from spillway.regions.trace import Trace
 from spillway.regions.values import Values
 from spillway.runtime.bytes import over
 
-
 _next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 

@@ -1,0 +1,73 @@
+"""A recomputed function as it runs again: with its arguments put together, on the Python state of its first run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from spillway.errors import RecomputeError
+from spillway.regions.arguments import Arguments
+from spillway.regions.python_state import PythonState
+
+
+class ReplayedFunction:
+    """Runs a function again, with the Python state of its first run.
+
+    Args:
+        function: the function.
+        arguments: its arguments.
+        state: the Python state before the first run.
+        is_first: whether the first call of this object is the first run, which changes the state as usual.
+        reentrant: whether backward goes through the graph of this run.
+
+    Raises:
+        RecomputeError: in the reentrant mode, where a tensor with a history is left in an attribute that the function
+            reads: the first run is without autograd, and left one without.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        arguments: Arguments,
+        state: PythonState,
+        *,
+        is_first: bool = False,
+        reentrant: bool = False,
+    ) -> None:
+        self._reentrant = reentrant
+        self._function = function
+        self._arguments = arguments
+        self._state = state
+        self._is_first = is_first
+        self._as_it_is = False
+
+    @contextmanager
+    def on_todays_state(self) -> Iterator[bool]:
+        """A context in which the function runs on the Python state of now; gives whether that is another one.
+
+        A function that prepares itself in its first call (quantized layers do) changes state that Spillway copies, and
+        some that it does not: to go back by half would be neither.
+        """
+        self._as_it_is = True
+        try:
+            yield self._state.changes
+        finally:
+            self._as_it_is = False
+
+    def __call__(self, *tensors: torch.Tensor) -> Any:
+        args, kwargs = self._arguments.put(tensors)
+        is_first, self._is_first = self._is_first, False
+        if is_first or self._as_it_is:
+            return self._function(*args, **kwargs)
+        with self._state.in_force():
+            output = self._function(*args, **kwargs)
+            names = self._state.histories() if self._reentrant else ()
+        if names:
+            raise RecomputeError(
+                f"A function recomputed with use_reentrant=True keeps a tensor with a history in {', '.join(names)}. "
+                f"The reentrant mode loses the gradient that goes through it. Use use_reentrant=False."
+            )
+        return output
