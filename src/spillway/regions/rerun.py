@@ -197,8 +197,10 @@ class Rerun:
         if collected is not None:
             # All of it is compared before torch is told anything.
             collected.start_anew()
+        restore = generators_now(tensors)
         is_same, output = self._whole(tensors, collected)
         if not is_same:
+            restore()
             with self._function.on_todays_state() as is_another:
                 if is_another:
                     if collected is not None:
