@@ -114,7 +114,7 @@ VALUES = [
     Part("own function", "h = Rounded.apply(h)"),
     Part("hook", "h = h * 1\nif h.requires_grad:\n    h.register_hook(lambda g: g * 2)"),
     Part("scripted", "h = scripted(h)"),
-    Part("scripted module", "h = self.t$(h)", "self.t$ = scripted_linear(D)"),
+    Part("scripted", "h = self.t$(h)", "self.t$ = scripted_linear(D)"),
     Part("wrapper without storage", "h = h + Hollow(h.detach()).content", weight=RARE),
     Part(
         "operator on a wrapper without storage",
@@ -129,7 +129,7 @@ VALUES = [
     Part("requires no grad", "h = h + F.max_pool1d(self.c$[None], 3, 1, 1)[0]", "self.c$ = torch.randn(R, D)"),
     Part("requires no grad", "h = h * F.max_pool1d(self.c$[None], 2).pow(2).mean()", "self.c$ = torch.randn(R, D)"),
     Part("requires no grad", "h = h * torch.linalg.{cond|svdvals}(self.c$).mean()", "self.c$ = torch.randn(D, D)"),
-    Part("requires no grad", "h = h / (1 + torch.linalg.eigvalsh(h.detach() @ h.detach().T).abs().amax())"),
+    Part("eigenvalues", "h = h / (1 + torch.linalg.eigvalsh(h.detach() @ h.detach().T).abs().amax())"),
     Part("nuclear norm", "h = h / (1 + torch.linalg.matrix_norm(self.c$, 'nuc'))", "self.c$ = torch.randn(D, D)"),
     Part(
         "constant",
