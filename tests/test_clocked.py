@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import allocations
 import spillway
 from allocations import count_exactly
 from clocked import ClockedBackend, scaled
@@ -225,7 +226,7 @@ def clocked(monkeypatch: pytest.MonkeyPatch) -> ClockedBackend:
     """A backend by whose clock steps are measured, too; what a process has beside a step is always the same."""
     backend = ClockedBackend(HARDWARE)
     clock = SimpleNamespace(perf_counter=lambda: backend.clock.now)
-    for module in (meter, probe):
+    for module in (allocations, meter, probe):
         monkeypatch.setattr(module, "time", clock)
     count_exactly(monkeypatch, lambda: STATIC)
     return backend
