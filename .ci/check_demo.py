@@ -40,4 +40,3 @@ if __name__ == "__main__":
     told = faults(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
     if told:
         sys.exit("the demo: " + "; ".join(told))
-    sys.stdout.write("the demo: every way has its memory and its bits\n")
