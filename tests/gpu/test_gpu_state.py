@@ -37,11 +37,13 @@ def compare(step: Callable[[Run], Iterator[Tensor]], how: dict[str, Any]) -> Non
 
 @contextmanager
 def tf32() -> Iterator[None]:
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    # Torch's own test suite forbids the flags of cuDNN outside of this context.
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=True):
+        torch.backends.cuda.matmul.allow_tf32 = True
+        try:
+            yield
+        finally:
+            torch.backends.cuda.matmul.allow_tf32 = False
 
 
 @hows
