@@ -375,7 +375,7 @@ def test_an_evaluation_is_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
                     stage.forward_one_chunk(0, (torch.randn(16 * ROWS, WIDE),))
                 stage.waiting.clear()
                 if offloaded.stage == "checking":
-                    assert offloaded._rank is not None and offloaded._rank._meter is None
+                    assert offloaded._rank is not None and offloaded._rank._seen is not None
             assert offloaded.stage == "holding" and offloaded.measured is not None
             assert offloaded.measured < STATIC + 90 * OUTPUT
 
