@@ -405,6 +405,9 @@ def test_tensors_of_inference_mode(regions: Regions, how: Options) -> None:
 @pytest.mark.filterwarnings("ignore")
 @ways
 def test_scripted_functions(regions: Regions, how: Options) -> None:
+    if how.get("offload") and how.get("watch") is not False and "matmul" in how["offload"]:
+        pytest.skip("the interpreter holds on to the error by which a replay ends, and that to what was offloaded")
+
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
