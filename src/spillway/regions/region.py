@@ -40,6 +40,7 @@ from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
+from spillway.capture.dynamo import has_compiled
 from spillway.capture.handles import Handle, KeptHandle, unpack
 from spillway.capture.hooks import Pass, in_backward
 from spillway.capture.identity import is_parameter
@@ -191,9 +192,10 @@ class Region:
             # What saves may change its mind about a call that has ended.
             script=() if self._choices.saved_by else self._script.calls,
         )
-        choice = KernelChoice(reentrant=self._reentrant)
+        choice = None if has_compiled() else KernelChoice(reentrant=self._reentrant)
+        choosing = nullcontext() if choice is None else choice
         if self._reentrant:
-            with recording, choice:
+            with recording, choosing:
                 output = first()
             self._chose(choice)
             self._end(output)
@@ -202,7 +204,7 @@ class Region:
         try:
             watching = nullcontext() if self._observer is None else self._observer.watching(self._trace)
             pack = self._pack if self._observer is None else self._pack_watched
-            with saved_tensors_hooks(pack, unpack), recording, watching, choice:
+            with saved_tensors_hooks(pack, unpack), recording, watching, choosing:
                 output = first()
             self._chose(choice)
             self.has_inner |= recording.hides
@@ -217,9 +219,9 @@ class Region:
             self._early.clear()
         return output
 
-    def _chose(self, choice: KernelChoice) -> None:
+    def _chose(self, choice: KernelChoice | None) -> None:
         """See NOTE [ Kernels under a mode ]. No tape has what was run with modes off."""
-        if choice.results:
+        if choice is not None and choice.results:
             self._trace.chosen = choice.results
             self._key = None
 
