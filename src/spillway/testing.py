@@ -429,8 +429,6 @@ class AdversaryBackend(Backend):
         self._access(compute, memory, write=True, what="compute had it before")
 
     def _access(self, line: _Line, memory: Bytes, *, write: bool, what: str) -> None:
-        if not memory.nbytes:
-            return
         storage = memory.storage
         history = self._history.setdefault(storage, [])
         start = memory.start + self._starts.get(storage, 0)
@@ -439,6 +437,8 @@ class AdversaryBackend(Backend):
             # Nothing that the runtime made: compute wrote it, at the latest just before the runtime was called.
             compute = self._compute()
             history.append(_Access(compute.number, compute.time - 1, 0, storage.nbytes(), True, "compute writes"))
+        if not memory.nbytes:
+            return
         access = _Access(line.number, line.time, start, end, write, what)
         for earlier in history:
             overlap = earlier.start < end and start < earlier.end and (earlier.write or write)
