@@ -34,8 +34,8 @@ _ENOUGH_FORMS = 8
 
 _PIECE, _MOST_PIECE = 1 << 20, 1 << 23
 """Elements of a piece at least, and at most: of large tensors, so many are taken at once."""
-_HOST_PIECE = 1 << 18
-"""Elements of a piece on the CPU, which has little memory to spare."""
+_HOST_PIECE = 1 << 14
+"""Elements of a piece on the CPU. Larger pieces are no faster, and more would count for a budget."""
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 _SHIFT = 0x2545F4914F6CDD1D
 
