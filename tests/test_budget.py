@@ -54,7 +54,8 @@ each_stage = pytest.mark.parametrize("stage", STAGES)
 
 @pytest.fixture(autouse=True)
 def _exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    count_exactly(monkeypatch, resident_bytes)
+    there = resident_bytes()
+    count_exactly(monkeypatch, lambda: there)
 
 
 @pytest.fixture(autouse=True)

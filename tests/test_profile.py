@@ -24,7 +24,8 @@ from support import run_script
 
 @pytest.fixture(autouse=True)
 def _exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    count_exactly(monkeypatch, resident_bytes)
+    there = resident_bytes()
+    count_exactly(monkeypatch, lambda: there)
 
 
 @pytest.fixture
