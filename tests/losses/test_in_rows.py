@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import spillway
+from allocations import count_exactly
 from spillway.attaching.call import PLACE
 from spillway.losses import cross_entropy as room
 from spillway.losses import in_rows, own
@@ -28,6 +29,12 @@ def _known(monkeypatch: pytest.MonkeyPatch) -> None:
     names = {(__name__, each.__qualname__) for each in (*IN_ROWS, *OTHERS, failing)}
     monkeypatch.setattr(in_rows, "_KNOWN", names)
     monkeypatch.setattr(own, "_LIBRARY", __name__)
+
+
+@pytest.fixture(autouse=True)
+def _exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Budgets do not depend on what the process holds beside the model."""
+    count_exactly(monkeypatch, lambda: 16 << 20)
 
 
 @pytest.fixture
