@@ -232,6 +232,13 @@ class Choices:
         """Whether anything is said of operators' outputs."""
         return bool(self._policy or self._names or self._predicates)
 
+    @property
+    def preserves(self) -> bool:
+        """Whether what some operator gives may be kept or offloaded."""
+        if self._planned is not None:
+            return bool(self._planned.decisions)
+        return self.any or bool(self.saved_by)
+
     def by_name(self, operator: Any) -> Decision | None:
         """The decision, if it follows from the operator alone."""
         try:

@@ -19,6 +19,8 @@ from spillway.capture.alone import see_again
 from spillway.capture.dynamo import has_compiled, keep_out, untraced
 from spillway.capture.handles import pack_kept, unpack
 from spillway.capture.hooks import Pass, in_backward, refuse_transforms
+from spillway.checkpointing.call import CheckpointedCall
+from spillway.checkpointing.learned import Learned
 from spillway.errors import UsageError
 from spillway.operators import Choices, Planned, Selector
 from spillway.records import Decision
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _CHECKS = ("default", "none")
+_VERIFIES = ("sampled", "always")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +67,7 @@ class Recompute:
         partition_inputs: the group of ranks over which inputs are the same, and are split until the re-run.
         check_partition: compare inputs over that group at each call, and not at the first of each function alone.
         watch: compare each call with an earlier one. ``False``: see :func:`recompute`.
+        verify: ``"always"``: compare the values of each replay; ``"sampled"``: see :func:`recompute`.
 
     Raises:
         UsageError: for options that cannot be meant, or not together; a group that this process is not in.
@@ -84,6 +88,7 @@ class Recompute:
     partition_inputs: ProcessGroup | DeviceMesh | None = field(default=None, repr=False)
     check_partition: bool = field(default=False, repr=False)
     watch: bool = True
+    verify: str = "sampled"
     choices: Choices = field(init=False, repr=False, compare=False)
     partition: Partition | None = field(init=False, repr=False, compare=False)
     tape_key: Hashable = field(init=False, repr=False, compare=False)
@@ -93,6 +98,8 @@ class Recompute:
             raise UsageError(
                 f"determinism_check: got {self.determinism_check!r}, expected one of {', '.join(map(repr, _CHECKS))}"
             )
+        if self.verify not in _VERIFIES:
+            raise UsageError(f"verify: got {self.verify!r}, expected one of {', '.join(map(repr, _VERIFIES))}")
         choices = Choices(self.save, self.offload, self.policy)
         if self.use_reentrant:
             for name, given in (
@@ -149,6 +156,7 @@ def recompute(
     partition_inputs: ProcessGroup | DeviceMesh | None = None,
     check_partition: bool = False,
     watch: bool = True,
+    verify: str = "sampled",
     session: Session | None = None,
     **kwargs: Any,
 ) -> Any:
@@ -189,6 +197,8 @@ def recompute(
             same twice, and where nothing of it is kept or sent away, it runs as under ``torch.utils.checkpoint``; the
             device compares what both runs have made, and is not waited for. A difference is an error in a later call,
             or when the session is closed.
+        verify: whether the values of each replay are compared with those of forward (``"always"``), or those of the
+            first call of each function and of one call in 64 (``"sampled"``).
         session: ``None``: the default one.
         **kwargs: keyword arguments for the function, saved like the others.
 
@@ -216,6 +226,7 @@ def recompute(
         partition_inputs=partition_inputs,
         check_partition=check_partition,
         watch=watch,
+        verify=verify,
     )
     if function is None:
         if args or kwargs:
@@ -265,9 +276,24 @@ def _call_region(
 
     if in_rerun():
         # A part of a region that runs again: the outer one sees to it all, and counts what is saved as before.
-        state = PythonState(function, numpy_draws=True)
+        state = PythonState(function, arguments.objects(), numpy_draws=True)
         if state.has_iterators:
             return first()
+        if _is_plain(how, None, observer):
+            owner = session if session is not None else Session.default()
+            function_again = ReplayedFunction(function, arguments, state)
+            return CheckpointedCall(
+                function_again,
+                state,
+                Learned.believed(),
+                owner.current_pass(),
+                Decision.KEEP if how.choices.inputs is not None else None,
+                owner.verdicts,
+                label=_label(function),
+                stops_early=how.early_stop,
+                draws=how.preserve_rng_state,
+                checks=False,
+            ).run(first, tensors)
         with nullcontext() if how.choices.inputs is None else saved_tensors_hooks(pack_kept, unpack):
             return _checked(how, ReplayedFunction(function, arguments, state, is_first=True), tensors)
     session = session if session is not None else Session.default()
@@ -291,7 +317,7 @@ def _call_region(
         around = Surroundings.TORCH
     elif choices.inputs is not None and around is not Surroundings.TORCH:
         around = Surroundings.KEEP if choices.inputs is Decision.KEEP else Surroundings.PASS
-    state = PythonState(function, numpy_draws=proofs.numpy_draws)
+    state = PythonState(function, arguments.objects(), numpy_draws=proofs.numpy_draws)
     if state.has_iterators:
         passage.ledger.note(
             f"{_label(function)} has an iterator, whose state cannot be copied for a second run. Its saved tensors are "
@@ -299,6 +325,25 @@ def _call_region(
         )
         return first()
     again = ReplayedFunction(function, arguments, state, reentrant=how.use_reentrant)
+    if _is_plain(how, partition, observer) and not any(passage.is_captured(tensor.device) for tensor in tensors):
+        learned = proofs.learned.setdefault(_kind_of(tensors), Learned())
+        checkpointed = CheckpointedCall(
+            again,
+            state,
+            learned,
+            passage,
+            choices.inputs if around is not Surroundings.TORCH or choices.inputs is not None else None,
+            session.verdicts,
+            label=_label(function),
+            stops_early=how.early_stop,
+            draws=how.preserve_rng_state,
+            checks=how.determinism_check != "none",
+            compares=how.verify == "always",
+            unused=choices.unused(),
+        )
+        output = checkpointed.run(first, tensors)
+        proofs.numpy_draws = state.numpy_draws
+        return output
     key = None
     if partition is None and around is not Surroundings.TORCH and how.tape_key is not None:
         kind = arguments.kind(tensors)
@@ -340,6 +385,20 @@ def _call_region(
 # Who traces the caller is to leave it out; where it is known that nobody does, there is a shorter way in.
 call_region: Callable[..., Any] = torch._disable_dynamo(_call_region)  # type: ignore[attr-defined, unused-ignore]
 call_untraced_region = untraced(_call_region)
+
+
+def _is_plain(how: Recompute, partition: Partition | None, observer: Observer | None) -> bool:
+    """Whether everything is recomputed: then the function needs no modes."""
+    hooks: tuple[object, object] | None = _top_saved_tensors_default_hooks(True)
+    if hooks is not None and isinstance(getattr(hooks[0], "__self__", None), Regraph):
+        # A reentrant region around runs again, under a mode that redirects what is written.
+        return False
+    special = how.use_reentrant or how.drop_output or partition is not None or observer is not None
+    return not special and not how.choices.preserves
+
+
+def _kind_of(tensors: Sequence[torch.Tensor]) -> Hashable:
+    return tuple([(tensor.dtype, tensor.dim(), tensor.requires_grad) for tensor in tensors])
 
 
 def _run_in(

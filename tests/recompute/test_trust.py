@@ -94,7 +94,9 @@ def test_a_different_re_run_beside_a_cache_is_refused(
             spillway.recompute(
                 region, x * 1, y * 1, False, use_reentrant=reentrant, session=regions.session
             ).sum().backward()
-    out = spillway.recompute(region, x * 1, y * 1, True, use_reentrant=reentrant, session=regions.session)
+    out = spillway.recompute(
+        region, x * 1, y * 1, True, use_reentrant=reentrant, verify="always", session=regions.session
+    )
     if not hides:
         # Spillway puts the count back before the re-run.
         expected = torch.autograd.grad(different(x * 1, y * 1, 1).sum(), [x, y])
@@ -107,7 +109,7 @@ def test_a_different_re_run_beside_a_cache_is_refused(
         # What comes out is the same, and the graph of the re-run is the one that backward goes through.
         out.sum().backward()
         return
-    with pytest.raises(spillway.RecomputeError, match="something else than the first run"):
+    with pytest.raises(spillway.RecomputeError, match="something else than the first run|other values when"):
         out.sum().backward()
     # The engine keeps what an interrupted backward held, until the next one.
     torch.ones(1, requires_grad=True).sum().backward()

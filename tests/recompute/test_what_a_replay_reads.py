@@ -186,7 +186,7 @@ def test_what_an_even_function_hides_is_seen(regions: Regions, even: str, flip: 
         def forward(self, x: Tensor) -> Tensor:
             return EVEN[even](torch.sin(self.up(x)) * self.scale)
 
-    block, how = Block(), {"watch": False, "session": regions.session}
+    block, how = Block(), {"verify": "always", "session": regions.session}
     for seed in range(8):
         torch.manual_seed(seed)
         x = torch.randn(4, 8, requires_grad=True)

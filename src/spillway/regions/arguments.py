@@ -112,6 +112,10 @@ class Arguments:
         """The functions and modules among them."""
         return [leaf for leaf in self._leaves if callable(leaf)]
 
+    def objects(self) -> list[Any]:
+        """What is no tensor, number or word."""
+        return [leaf for leaf in self._leaves if type(leaf) not in _NUMBERS]
+
     def kind(self, tensors: Sequence[torch.Tensor]) -> Kind | None:
         """What tells calls apart: forms of tensors, and numbers. ``None``: it cannot be said."""
         said: list[Any] = []

@@ -25,6 +25,7 @@ from functools import lru_cache
 
 import torch
 
+from spillway.checkpointing.learned import Learned
 from spillway.regions.script import Script
 from spillway.regions.tensors import has_bits, is_dense
 from spillway.runtime.bytes import over
@@ -59,6 +60,8 @@ class Proofs:
     def __init__(self) -> None:
         self._right: dict[Hashable, set[Hashable]] = {}
         self.script = Script()
+        self.learned: dict[Hashable, Learned] = {}
+        """What calls of each kind taught the engine without modes."""
         self.wrong: str | None = None
         """Why its regions are not pruned, if they must not be."""
         self.numpy_draws = True

@@ -32,7 +32,7 @@ import random
 import sys
 import types
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -100,6 +100,7 @@ class PythonState:
 
     Args:
         function: the function, method or module.
+        objects: objects among its arguments: generators, modules and others whose state it may change.
         numpy_draws: whether the function was seen to draw from NumPy's global generator. To copy all of its state takes
             40 us, so that otherwise its words alone are copied, without the second number of a pair of normal ones.
     """
@@ -109,7 +110,7 @@ class PythonState:
         *("_parameters", "_seen", "_sets", "has_iterators"),
     )
 
-    def __init__(self, function: Any, *, numpy_draws: bool = False) -> None:
+    def __init__(self, function: Any, objects: Sequence[Any] = (), *, numpy_draws: bool = False) -> None:
         self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
         """Modules' attributes, each with its copy."""
         self._parameters: list[tuple[dict[str, Any], dict[str, Any]]] = []
@@ -134,6 +135,8 @@ class PythonState:
             self._add_generator(*(_whole(numpy) if numpy_draws else _raw(numpy)))
         owner = getattr(function, "__self__", None)
         self._add(owner if isinstance(owner, Module) else function, 0)
+        for each in objects:
+            self._add(each, 0)
         self._seen = None
 
     @property
@@ -148,11 +151,11 @@ class PythonState:
     @property
     def changes(self) -> bool:
         """Whether the state is another one now."""
-        return next(self._changed(), None) is not None
+        return next(self.changed(), None) is not None
 
     def changed_names(self) -> str:
         """Names of attributes, globals and generators that are not what they were, for messages."""
-        names = dict.fromkeys(self._changed())
+        names = dict.fromkeys(self.changed())
         shown = list(names)[:4]
         return ", ".join(shown) + (" and more" if len(names) > len(shown) else "")
 
@@ -161,7 +164,7 @@ class PythonState:
         """A context that begins with the copied state, and ends with the state from before the context."""
         # Nothing of this is the function's own: no mode is to see it.
         with torch._C.DisableTorchFunction():
-            before = self._again()
+            before = self.again()
             self._restore()
         try:
             yield
@@ -176,6 +179,13 @@ class PythonState:
         single = ([value for _, value in self._cells], [value for *_, value in self._names])
         for values in (*copies, *lists, *single):
             yield from (value for value in values if isinstance(value, torch.Tensor))
+
+    def reachable(self) -> list[torch.Tensor]:
+        """The tensors and plain parameters that the function can reach, each once, if they have versions."""
+        found = {id(tensor): tensor for tensor in self.tensors()}
+        for _, copy in self._parameters:
+            found.update((id(value), value) for value in copy.values() if value is not None)
+        return [tensor for tensor in found.values() if not tensor.is_inference()]
 
     def histories(self) -> list[str]:
         """Names of attributes that had a tensor which the function read, and now have one that needs gradients."""
@@ -198,7 +208,34 @@ class PythonState:
                 if is_plain and place.get(name, _MISSING) is not value and not is_read(value):
                     copy[name] = _stand_in(value)
 
-    def _again(self) -> PythonState:
+    def replaced(self) -> dict[str, list[dict[Any, Any]]]:
+        """By names, the copies of attributes whose plain tensor is another one now, or none."""
+        found: dict[str, list[dict[Any, Any]]] = {}
+        for place, copy in (*self._attributes, *self._dicts):
+            for name, value in copy.items():
+                if type(value) is torch.Tensor and place.get(name, _MISSING) is not value and isinstance(name, str):
+                    found.setdefault(name, []).append(copy)
+        return found
+
+    def let_go(self, names: Iterable[str]) -> Callable[[], None]:
+        """Hold the replaced tensors of these names no longer; gives what holds them again.
+
+        A stand-in takes the place of each. It tells its shape, and raises :class:`ReleasedError` where its bytes are
+        read.
+        """
+        replaced = self.replaced()
+        pairs = [(copy, name, copy[name]) for name in names for copy in replaced.get(name, ())]
+        for copy, name, value in pairs:
+            if value.layout is torch.strided and not value.is_nested:
+                copy[name] = _stand_in(value).as_subclass(_Released)
+
+        def hold() -> None:
+            for copy, name, value in pairs:
+                copy[name] = value
+
+        return hold
+
+    def again(self) -> PythonState:
         """A copy of the same places, taken now."""
         other = PythonState.__new__(PythonState)
         other._attributes = [(place, place.copy()) for place, _ in self._attributes]
@@ -353,7 +390,8 @@ class PythonState:
 
     # What is compared, and put back.
 
-    def _changed(self) -> Iterator[str]:
+    def changed(self) -> Iterator[str]:
+        """Names of what is not what it was."""
         for place, copy in self._attributes:
             if not _are_the_same(place, copy):
                 yield from _names_of_changes(place, copy, _INTERNAL)
@@ -491,6 +529,28 @@ def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
         stand_in = torch.empty((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
         stand_in.__dict__["_is_stand_in"] = True
         return stand_in
+
+
+class ReleasedError(Exception):
+    """A replay reads a tensor that is not held for it."""
+
+
+class _Released(torch.Tensor):
+    """A stand-in that tells its shape alone."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if getattr(func, "__name__", "") in _TOLD:
+            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        raise ReleasedError
+
+
+_TOLD = frozenset(
+    ("__get__", "size", "dim", "numel", "stride", "is_contiguous", "__len__", "is_floating_point", "detach")
+)
+"""Functions of tensors that read no bytes."""
 
 
 def _is_read_tensor(value: Any) -> bool:

@@ -1,0 +1,739 @@
+"""One call of a checkpointed function.
+
+NOTE [ A checkpointed call ]
+
+Forward runs the function under a pack hook and without any mode. Autograd gets a :class:`SavedSlot` for each tensor
+that it saves, known by its number in the order of saving. The slot holds nothing.
+
+Backward asks for one of the slots. The function then runs again (the *replay*) under a hook that collects the tensors
+by the same numbers, with its Python state, random generators, autocast and other settings as they were when forward
+began. With the last tensor that is still wanted the replay ends.
+
+The replay is right if the function does the same when it runs again, as for ``torch.utils.checkpoint``. Spillway checks
+more of that than torch does: the number, shape, dtype and device of each saved tensor in every call, versions of what
+the function reads, and the values themselves in the first call and in samples of the later ones (``learned.py``).
+
+NOTE [ What holds what ]
+
+Autograd owns the slots. A slot owns the call, and the call owns the arguments' handles and the copy of the Python
+state. The call knows its slots by weak references. A replayed value is held by its slot until autograd takes it.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch._C._autograd import _top_saved_tensors_default_hooks
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
+
+from spillway.capture.dynamo import untraced
+from spillway.capture.handles import KeptHandle, carry_attributes, check_version, unpack
+from spillway.capture.hooks import Pass
+from spillway.checkpointing.learned import Learned
+from spillway.errors import RecomputeError
+from spillway.records import Decision
+from spillway.regions.generators import drawing, generators_of, states_of
+from spillway.regions.globals import Ambience
+from spillway.regions.outside import refuse_written
+from spillway.regions.packs import Enough
+from spillway.regions.proofs import fingerprint, sums
+from spillway.regions.python_state import PythonState, ReleasedError
+from spillway.regions.refusing import Refusing
+from spillway.regions.replayed_function import ReplayedFunction
+from spillway.regions.rerun import rerunning
+from spillway.regions.tensors import (
+    PLAIN,
+    below_modes,
+    has_bits,
+    is_strided,
+    may_be_seed,
+    storage_bytes,
+    tensor_without_memory,
+    tensors_in,
+)
+from spillway.regions.verdicts import Verdicts, differed
+from spillway.runtime.bytes import over
+
+_KEEP = Decision.KEEP
+_MOST_OBSERVED, _MOST_COPIED = 64 << 20, 1 << 20
+"""Bytes of a tensor that is copied in case that the function writes it, in observed calls and in others."""
+_next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
+_weak = weakref.ref
+
+Meta = tuple[Any, torch.dtype, torch.device]
+
+
+class SavedSlot:
+    """What autograd holds in place of a tensor that a checkpointed function saved."""
+
+    __slots__ = ("__weakref__", "call", "number", "seen", "tracker", "value", "version")
+
+    def __init__(self, call: CheckpointedCall, number: int) -> None:
+        self.call = call
+        self.number = number
+        self.value: tuple[torch.Tensor, int] | None = None
+        """The replayed tensor, and its version when the replay saved it."""
+        self.seen: Callable[[], torch.Tensor | None] | None = None
+        """The tensor that autograd was given last, if it is alive: some nodes ask several times."""
+        self.tracker: torch.Tensor | None = None
+        """Shares the version counter of the saved tensor, and not its memory."""
+        self.version = -1
+
+    def track(self, tensor: torch.Tensor) -> None:
+        """Notice in-place writes from now on, as autograd does for tensors that it holds itself."""
+        if type(tensor) in PLAIN and is_strided(tensor) and not tensor.is_inference():
+            self.version = tensor._version
+            self.tracker = tensor_without_memory(tensor)
+
+    def unpack(self) -> torch.Tensor:
+        if self.tracker is not None and self.tracker._version != self.version:
+            check_version(self.tracker, self.version, self.tracker)
+        return self.call.value_of(self)
+
+
+class CheckpointedCall:
+    """One call. See NOTE [ A checkpointed call ].
+
+    Args:
+        function: the function with its arguments and its Python state; called with the tensors among the arguments.
+        state: the Python state before the call.
+        learned: what earlier calls of this kind taught.
+        passage: the forward scope that the call belongs to: counts bytes, and offloads inputs if asked to.
+        inputs: what is done with the tensors among the arguments; ``None``: what the hooks around the call do.
+        verdicts: takes comparisons whose outcome the device has yet to tell.
+        label: names the function in messages.
+        stops_early: whether a replay ends with the last tensor that is wanted.
+        draws: whether the replay draws the random numbers of forward.
+        checks: whether shape, dtype and device of what is saved are compared.
+        compares: whether the values of each call are compared, and not only of samples.
+        unused: selectors that choose nothing, for a note.
+    """
+
+    def __init__(
+        self,
+        function: ReplayedFunction,
+        state: PythonState,
+        learned: Learned,
+        passage: Pass,
+        inputs: Decision | None,
+        verdicts: Verdicts,
+        *,
+        label: str,
+        stops_early: bool,
+        draws: bool,
+        checks: bool,
+        compares: bool = False,
+        unused: Sequence[object] = (),
+    ) -> None:
+        self._function = function
+        self._state = state
+        self._learned = learned
+        self._passage = passage
+        self._inputs = inputs
+        self._verdicts = verdicts
+        self._label = label
+        self._stops_early = stops_early
+        self._draws = draws
+        self._checks = checks
+        self._unused = unused
+        self._is_observed = learned.begins()
+        """Whether it is observed in full: see NOTE [ Learning ]."""
+        self._is_observed &= checks
+        self._compares = checks and (compares or self._is_observed or learned.is_sampled())
+        self._ambience = Ambience.now()
+        self._restore: Callable[[], None] = _nothing
+        self._devices: set[torch.device] = set()
+        self._tensors: list[tuple[Any, Callable[[Any], torch.Tensor], bool, bool]] = []
+        """Of each tensor among the arguments: its handle, how to unpack it, whether it requires grad, and whether the
+        function writes it in place."""
+        self._odd: torch.Tensor | None = None
+        """A tensor of a subclass among what the function reads, if there is one: its own code runs, without modes."""
+        self._metas: list[Meta] = []
+        """Shape, dtype and device of what forward saved."""
+        self._slots: list[Callable[[], SavedSlot | None]] = []
+        self._prints: dict[int, torch.Tensor] = {}
+        """Fingerprints of what forward saved, where values are compared."""
+        self._output_prints: list[torch.Tensor | None] = []
+        """Those of what forward gave."""
+        self._pending: list[tuple[int, torch.Tensor, int]] = []
+        """What was saved by the operator that runs, which may write it yet, with the number of its node."""
+        self._storages: dict[int, int] = {}
+        """In an observed call: memory of what forward saved, by numbers."""
+        self._watched: list[tuple[torch.Tensor, int]] = []
+        """What the function can reach besides its arguments, with its versions when forward had ended."""
+        self._before: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Tensors that forward wrote in place, each with a copy of what it was before."""
+        self._lost: list[torch.Tensor] = []
+        """Tensors that forward wrote in place, of which there is no copy."""
+        self._lock = threading.RLock()
+        self._is_running = False
+        self._is_replaying = False
+
+    # Forward.
+
+    def run(self, first: Callable[[], Any], tensors: Sequence[torch.Tensor]) -> Any:
+        """What the function gives.
+
+        Args:
+            first: runs it, with the caller's own arguments.
+            tensors: the tensors among the arguments.
+        """
+        self._verdicts.send()
+        self._verdicts.read()
+        learned, observed = self._learned, self._is_observed
+        self._devices = {tensor.device for tensor in tensors}
+        if self._draws:
+            self._restore = states_of(generators_of(self._devices))
+        watched = self._state.reachable()
+        self._odd = next((tensor for tensor in (*tensors, *watched) if type(tensor) not in PLAIN), None)
+        with below_modes(self._odd):
+            copies = self._save_inputs(tensors)
+            versions = [tensor._version for tensor in watched]
+            self._copy_before(watched)
+            self._passage.flush()
+        input_versions = [-1 if tensor.is_inference() else tensor._version for tensor in tensors] if observed else []
+        self._is_running, output = True, None
+        try:
+            with saved_tensors_hooks(self._packing(), unpack):
+                output = first()
+        finally:
+            self._is_running = False
+            with below_modes(self._odd):
+                self._print_pending(None)
+                if self._compares:
+                    self._output_prints = _prints_of(output)
+                after = [tensor._version for tensor in watched]
+                wrote = {place for place, now in enumerate(after) if now != versions[place]}
+                if observed:
+                    # Batch norm's kernels write its running statistics, and no version counter tells.
+                    differ = {id(tensor) for tensor, before in self._before if not _is_same(tensor, before)}
+                    wrote |= {place for place, tensor in enumerate(watched) if id(tensor) in differ}
+                if not (wrote or learned.written):
+                    self._before.clear()
+                # If anything is written, what was copied is held: no version counter tells of some kernels' writes.
+                kept = {id(tensor) for tensor, _ in self._before}
+                kept.update(id(watched[place]) for place in wrote)
+                copied = {id(tensor) for tensor, _ in self._before}
+                self._lost = [watched[place] for place in wrote if id(watched[place]) not in copied]
+                self._watched = [
+                    (tensor, now) for tensor, now in zip(watched, after, strict=True) if id(tensor) not in kept
+                ]
+                if wrote - learned.written:
+                    learned.written |= wrote
+                if observed:
+                    self._learn(output, tensors, input_versions, copies)
+                if learned.state:
+                    self._note_state()
+                self._passage.flush()
+        return output
+
+    def _save_inputs(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        """Have the arguments saved; gives copies of them, in an observed call."""
+        around = _top_saved_tensors_default_hooks(True)
+        pack: Callable[[torch.Tensor], Any] = KeptHandle
+        back: Callable[[Any], torch.Tensor] = unpack
+        if self._inputs is not None and self._inputs is not _KEEP:
+            pack = self._passage.pack_to_leave
+        elif self._inputs is None and around is not None:
+            pack, back = around
+        written = self._learned.written_inputs
+        copies: list[torch.Tensor | None] = [None] * len(tensors)
+        for place, tensor in enumerate(tensors):
+            if place in written:
+                # What is saved is what it was before.
+                copy = _copy_of(tensor)
+                self._tensors.append((KeptHandle(copy), unpack, tensor.requires_grad, True))
+                continue
+            self._tensors.append((pack(tensor), back, tensor.requires_grad, False))
+            if self._is_observed:
+                copies[place] = _copy_of(tensor)
+        return copies
+
+    def _copy_before(self, watched: Sequence[torch.Tensor]) -> None:
+        """Copy what the function may write in place: some write a buffer now and then only."""
+        written, most = self._learned.written, _MOST_OBSERVED if self._is_observed else _MOST_COPIED
+        for place, tensor in enumerate(watched):
+            if place in written or _may_be_written(tensor, most):
+                self._before.append((tensor, _copy_of(tensor)))
+
+    def _packing(self) -> Callable[[torch.Tensor], SavedSlot]:
+        """The pack hook of forward."""
+        metas, slots, passage = self._metas, self._slots, self._passage
+        leaving, escaping, looks = passage.waiting, self._learned.escaping, self._compares or self._is_observed
+
+        def pack(tensor: torch.Tensor) -> SavedSlot:
+            if leaving.nbytes and leaving.is_batch:
+                passage.advance()
+            number = len(metas)
+            slot = SavedSlot(self, number)
+            metas.append(_meta_of(tensor))
+            slots.append(_weak(slot))
+            if looks:
+                self._observe(tensor, number, slot)
+            elif number in escaping:
+                with below_modes(tensor):
+                    slot.track(tensor)
+            return slot
+
+        return pack
+
+    def _observe(self, tensor: torch.Tensor, number: int, slot: SavedSlot) -> None:
+        with below_modes(tensor):
+            self._print_pending(_next_node())
+            if self._is_observed or number in self._learned.escaping:
+                slot.track(tensor)
+            if self._is_observed and is_strided(tensor) and type(tensor) in PLAIN:
+                self._storages[number] = tensor.untyped_storage()._cdata
+            self._pending.append((number, tensor.detach(), _next_node()))
+
+    def _print_pending(self, node: int | None) -> None:
+        """Take fingerprints of what earlier operators have saved; ``None``: of all."""
+        while self._pending and (node is None or self._pending[0][2] < node):
+            number, tensor, _ = self._pending.pop(0)
+            found = _print_of(tensor)
+            if found is not None:
+                self._prints[number] = found
+
+    def _learn(
+        self,
+        output: Any,
+        tensors: Sequence[torch.Tensor],
+        versions: Sequence[int],
+        copies: Sequence[torch.Tensor | None],
+    ) -> None:
+        """An observed call has ended: see NOTE [ Learning ]."""
+        learned = self._learned
+        learned.state = tuple(dict.fromkeys((*learned.state, *self._state.changed())))
+        outside = [*tensors_in(tree_leaves(output)), *self._state.again().tensors()]
+        storages = {each.untyped_storage()._cdata for each in outside if type(each) in PLAIN and is_strided(each)}
+        learned.escaping |= {number for number, storage in self._storages.items() if storage in storages}
+        self._storages.clear()
+        for place, tensor in enumerate(tensors):
+            copy = copies[place]
+            if versions[place] != -1 and tensor._version != versions[place] and copy is not None:
+                learned.written_inputs |= {place}
+                self._tensors[place] = (KeptHandle(copy), unpack, tensor.requires_grad, True)
+
+    def _note_state(self) -> None:
+        names = self._learned.state
+        self._passage.ledger.note(
+            f"{self._label}: its forward changes Python state ({', '.join(names[:4])}"
+            f"{' and more' if len(names) > 4 else ''}). Each recomputation starts from the state before the forward, "
+            f"and puts the later state back."
+        )
+        unread = self._learned.unread
+        gone = {id(copy[name]) for name, copies in self._state.replaced().items() if name in unread for copy in copies}
+        self._watched = [pair for pair in self._watched if id(pair[0]) not in gone]
+        self._state.let_go(unread)
+
+    # Backward.
+
+    def value_of(self, slot: SavedSlot) -> torch.Tensor:
+        """What autograd saved in this slot, by a replay if there was none."""
+        with self._lock:
+            seen = None if slot.seen is None else slot.seen()
+            if seen is not None:
+                return seen
+            if slot.value is None:
+                if self._is_replaying:
+                    raise RecomputeError(
+                        f"{self._label} went, when it was recomputed, through the graph of its own forward pass. That "
+                        f"graph is being recomputed just then. Do not keep a graph from one run of the function for "
+                        f"its next run."
+                    )
+                self._is_replaying = True
+                try:
+                    self._replay()
+                finally:
+                    self._is_replaying = False
+            assert slot.value is not None
+            (value, version), slot.value = slot.value, None
+            if version != -1 and value._version != version:
+                check_version(value, version, value)
+            slot.seen = _weak(value)
+            return value
+
+    @untraced
+    def _replay(self) -> None:
+        passage = self._passage
+        passage.was_recomputed = True
+        passage.ledger.note_unused(self._unused)
+        compares = self._compares and not self._is_running
+        collector = self._run_without_replaced(compares) or self._run_again(compares)
+        if compares and not collector.is_same():
+            with self._function.on_todays_state() as is_another:
+                again = self._run_again(compares) if is_another else None
+            if again is None or not again.is_same():
+                raise collector.error()
+            collector = again
+        collector.raise_if_other()
+        if compares and self._is_observed:
+            self._learned.late |= collector.late
+            self._learned.is_validated = True
+        values = collector.take()
+        passage.ledger.recomputed_bytes += collector.made_bytes(values)
+        for number, value in values.items():
+            slot = self._slots[number]()
+            if slot is not None:
+                slot.value = value
+        for differs in collector.differences():
+            self._verdicts.add(self._label, differs)
+
+    def _run_without_replaced(self, compares: bool) -> _Collector | None:
+        """Learn whether the function reads tensors that it replaces: a replay without them is as good then."""
+        learned = self._learned
+        names = (
+            self._state.replaced().keys() - learned.read - learned.unread if learned.state and self._checks else set()
+        )
+        if not names or self._is_running:
+            return None
+        hold = self._state.let_go(names)
+        try:
+            collector = self._run_again(compares)
+        except ReleasedError:
+            collector = None
+        if collector is not None and (not compares or collector.is_same()):
+            learned.unread |= names
+            return collector
+        hold()
+        learned.read |= names
+        return None
+
+    def _run_again(self, compares: bool) -> _Collector:
+        """Run the function, and collect what it saves."""
+        wanted = {number for number, slot in enumerate(self._slots) if slot() is not None}
+        until = None
+        # Within the function itself, forward has come no further.
+        if self._is_running or (self._stops_early and not compares):
+            # What an operator writes after it has saved it is there when the next one saves.
+            until = max(wanted)
+            while until in self._learned.late:
+                until += 1
+        changed = [(tensor, version) for tensor, version in self._watched if tensor._version != version]
+        changed += [(tensor, -1) for tensor in self._lost]
+        collector = _Collector(
+            self._label,
+            wanted,
+            until,
+            self._metas,
+            self._prints if compares else None,
+            self._output_prints if compares else [],
+            {tensor.untyped_storage()._cdata for tensor, _ in self._before if is_strided(tensor)},
+            {tensor.untyped_storage()._cdata: (tensor, v) for tensor, v in changed if is_strided(tensor)},
+            checks=self._checks,
+            finds_late=self._is_observed,
+        )
+        refusing = Refusing(changed) if changed else None
+        output = None
+        with drawing:
+            restore = states_of(generators_of(self._devices)) if self._draws else _nothing
+            with below_modes(self._odd):
+                tensors = [_argument(*each) for each in self._tensors]
+                now = [(tensor, _copy_of(tensor)) for tensor, _ in self._before]
+                _write(self._before)
+            kept = _unsafe_preserve_version_counter(tuple(tensor for tensor, _ in now)) if now else nullcontext()
+            collector.know([*tensors, *(tensor for tensor, _ in self._watched), *(tensor for tensor, _ in now)])
+            try:
+                self._restore()
+                with (
+                    kept,
+                    rerunning(),
+                    self._ambience.in_force(),
+                    torch.enable_grad(),
+                    saved_tensors_hooks(collector.pack, collector.unpack),
+                    nullcontext() if refusing is None else refusing,
+                ):
+                    output = self._function(*tensors)
+                    collector.gave(output)
+            except Enough:
+                pass
+            except ReleasedError:
+                raise
+            except Exception:
+                # The function may have made another error of ours.
+                if not collector.has_ended:
+                    raise
+            finally:
+                collector.end()
+                restore()
+                with below_modes(self._odd):
+                    _write(now)
+        if refusing is not None:
+            refusing.check()
+        del output
+        return collector
+
+
+class _Collector:
+    """Takes what a replay saves, by its number."""
+
+    def __init__(
+        self,
+        label: str,
+        wanted: set[int],
+        until: int | None,
+        metas: Sequence[Meta],
+        prints: dict[int, torch.Tensor] | None,
+        output_prints: Sequence[torch.Tensor | None],
+        written: set[int],
+        changed: dict[int, tuple[torch.Tensor, int]],
+        *,
+        checks: bool,
+        finds_late: bool,
+    ) -> None:
+        self._label = label
+        self._wanted = wanted
+        self._until = until
+        self._metas = metas
+        self._prints = prints
+        self._output_prints = output_prints
+        self._written = written
+        """Memory that forward wrote: it gets its content of now, and its version, when the replay is over."""
+        self._changed = changed
+        """Memory that was written since forward, with what was there."""
+        self._checks = checks
+        self._finds_late = finds_late
+        self._count = 0
+        self._known: set[int] = set()
+        self._cells: list[list[torch.Tensor]] = []
+        """What the graph of the replay has: a graph that somebody keeps would hold all of it."""
+        self._values: dict[int, tuple[torch.Tensor, int]] = {}
+        self._pending: list[tuple[int, torch.Tensor, torch.Tensor | None, int]] = []
+        self._nodes: dict[int, int] = {}
+        """By numbers of what was saved, those of autograd's nodes that saved it."""
+        self._pairs: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+        self._early: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+        self._other = ""
+        """How what was saved differs from what forward saved."""
+        self.has_ended = False
+        self.late: frozenset[int] = frozenset()
+        """Numbers of what is saved by nodes that write some of it afterwards."""
+
+    def know(self, tensors: Sequence[torch.Tensor]) -> None:
+        """These are there without the replay."""
+        self._known = {each.untyped_storage()._cdata for each in tensors if type(each) in PLAIN and is_strided(each)}
+
+    def made_bytes(self, values: dict[int, tuple[torch.Tensor, int]]) -> int:
+        """Bytes of the storages that the replay made."""
+        made = (tensor for tensor, _ in values.values())
+        return storage_bytes(
+            each
+            for each in made
+            if not is_strided(each) or type(each) not in PLAIN or each.untyped_storage()._cdata not in self._known
+        )
+
+    def pack(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """The hook."""
+        number, self._count = self._count, self._count + 1
+        if self.has_ended:
+            return [tensor.detach()]
+        if number < len(self._metas):
+            if self._checks and not self._other and (meta := _meta_of(tensor)) != self._metas[number]:
+                self._other = f"tensor {number} is {_named(meta)}, and was {_named(self._metas[number])}"
+        elif not self._other:
+            self._other = f"more tensors than the {len(self._metas)} of the forward pass"
+        with below_modes(tensor):
+            alias = _held(tensor)
+            cell = [alias]
+            self._cells.append(cell)
+            if self._prints is not None:
+                node = self._nodes[number] = _next_node()
+                self._compare_pending(node)
+                if number in self._prints:
+                    early = _print_of(alias) if self._finds_late else None
+                    self._pending.append((number, alias, early, node))
+            if number in self._wanted:
+                if self._changed and is_strided(alias) and (known := self._changed.get(alias.untyped_storage()._cdata)):
+                    refuse_written(*known)
+                self._values[number] = alias, self._version_of(alias)
+        if self._until is not None and number >= self._until:
+            self.has_ended = True
+            raise Enough
+        return cell
+
+    def _version_of(self, alias: torch.Tensor) -> int:
+        if self._written and is_strided(alias) and alias.untyped_storage()._cdata in self._written:
+            return -1
+        return -1 if alias.is_inference() else alias._version
+
+    def unpack(self, cell: list[torch.Tensor]) -> torch.Tensor:
+        """The hook."""
+        if cell:
+            return cell[0]
+        raise RecomputeError(
+            f"backward reached a graph that {self._label} left behind when it was recomputed. Backward may go through "
+            f"the graph of the forward pass only. Return what the function keeps in a module or a list as an output."
+        )
+
+    def _compare_pending(self, node: int | None) -> None:
+        prints = self._prints
+        assert prints is not None
+        while self._pending and (node is None or self._pending[0][3] < node):
+            number, tensor, early, _ = self._pending.pop(0)
+            found = _print_of(tensor)
+            if found is not None:
+                self._pairs.append((number, prints[number], found))
+                if early is not None:
+                    self._early.append((number, early, found))
+
+    def gave(self, output: Any) -> None:
+        """The function has come to its end."""
+        if self._prints is None:
+            return
+        found = _prints_of(output)
+        if len(found) != len(self._output_prints):
+            self._other = self._other or f"it gave {len(found)} tensors, not {len(self._output_prints)}"
+            return
+        self._pairs += [
+            (-1, ours, theirs)
+            for ours, theirs in zip(found, self._output_prints, strict=True)
+            if ours is not None and theirs is not None
+        ]
+
+    def end(self) -> None:
+        """The replay is over, whichever way."""
+        with below_modes():
+            if self._prints is not None:
+                self._compare_pending(None)
+        if not self._other and not self.has_ended and self._count <= max(self._wanted, default=-1):
+            self._other = f"{self._count} tensors, not the {len(self._metas)} of the forward pass"
+        self.has_ended = True
+        for cell in self._cells:
+            cell.clear()
+        self._cells.clear()
+
+    def take(self) -> dict[int, tuple[torch.Tensor, int]]:
+        """What is wanted, by numbers. It is not held here any more."""
+        values, self._values = self._values, {}
+        # A constant may have joined the graph since.
+        return {
+            number: (tensor if tensor.is_leaf else _held(tensor), version)
+            for number, (tensor, version) in values.items()
+        }
+
+    def is_same(self) -> bool:
+        """Whether all that was compared is equal, where that must be known now; else the device tells later."""
+        if self._other:
+            return False
+        if not self._finds_late:
+            return True
+        late = {self._nodes[number] for number, a, b in self._early if not torch.equal(a, b)}
+        self.late = frozenset(number for number, node in self._nodes.items() if node in late)
+        return all(torch.equal(a, b) for _, a, b in self._pairs)
+
+    def differences(self) -> list[torch.Tensor]:
+        """Whether values differ, a bool on each device, where nobody waits for it."""
+        if self._finds_late or not self._pairs:
+            return []
+        with below_modes():
+            found: dict[torch.device, list[torch.Tensor]] = {}
+            for _, a, b in self._pairs:
+                found.setdefault(a.device, []).append(a != b)
+            return [torch.stack(each).any() for each in found.values()]
+
+    def raise_if_other(self) -> None:
+        """Raise, if shapes, dtypes, devices or the number of tensors were not those of forward."""
+        if self._other and self._checks:
+            raise self.error()
+
+    def error(self) -> RecomputeError:
+        """What to say of a replay that was another one."""
+        if not self._other:
+            return differed([self._label])
+        return RecomputeError(
+            f"{self._label} saved other tensors when it was recomputed than in its forward pass: {self._other}. It "
+            f"reads something besides its arguments, parameters and Python state that changed in between. Pass that "
+            f"as an argument, or leave it outside of the checkpointed function."
+        )
+
+
+def _held(tensor: torch.Tensor) -> torch.Tensor:
+    """What can be held of a saved tensor: itself, or an alias without the graph, which would hold itself."""
+    if tensor.is_leaf:
+        return tensor
+    alias = tensor.detach()
+    carry_attributes(tensor, alias)
+    return alias
+
+
+def _nothing() -> None:
+    return None
+
+
+def _meta_of(tensor: torch.Tensor) -> Meta:
+    try:
+        return tensor.shape, tensor.dtype, tensor.device
+    except RuntimeError:
+        # A strided nested tensor has no one shape.
+        return tensor.numel(), tensor.dtype, tensor.device
+
+
+def _named(meta: Meta) -> str:
+    return f"{tuple(meta[0]) if isinstance(meta[0], torch.Size) else meta[0]} {meta[1]} on {meta[2]}"
+
+
+def _print_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """A fingerprint, if the bits of such a tensor say something: kernels leave workspaces and seeds unwritten."""
+    if tensor.dtype is torch.uint8 or may_be_seed(tensor):
+        return None
+    if is_strided(tensor) and has_bits(tensor) and not tensor.untyped_storage().nbytes():
+        # FSDP has taken the memory of a gathered parameter back.
+        return None
+    found = sums(tensor)
+    return None if found is None else fingerprint(found)
+
+
+def _prints_of(output: Any) -> list[torch.Tensor | None]:
+    parts = tensors_in(tree_leaves(output))
+    with below_modes(next((part for part in parts if type(part) not in PLAIN), None)):
+        return [_print_of(part) for part in parts]
+
+
+def _argument(handle: Any, back: Callable[[Any], torch.Tensor], requires_grad: bool, is_written: bool) -> torch.Tensor:
+    """One of the function's tensors, by its handle."""
+    tensor = back(handle)
+    if tensor.requires_grad and tensor.is_leaf and not is_written:
+        return tensor
+    with below_modes(tensor), torch.enable_grad():
+        alias = tensor.detach().requires_grad_(requires_grad)
+        if is_written:
+            # A leaf cannot be written in place, nor a view of one; and the next replay needs it as it is.
+            return torch.clone(alias)  # type: ignore[no-untyped-call, unused-ignore]
+        if alias.is_nested or torch._C._len_torch_dispatch_stack() > 0:
+            return alias
+        # Not a leaf, which it was not: of leaves, casts are taken for autocast's own.
+        return alias.view_as(alias)
+
+
+def _may_be_written(tensor: torch.Tensor, most: int) -> bool:
+    is_leaf = tensor.is_leaf and tensor.requires_grad
+    return not is_leaf and is_strided(tensor) and has_bits(tensor) and tensor.untyped_storage().nbytes() <= most
+
+
+def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy with the same strides, without history."""
+    with torch.no_grad():
+        if type(tensor) not in PLAIN or not is_strided(tensor) or tensor.is_conj() or tensor.is_neg():
+            return tensor.detach().clone()
+        storage = tensor.untyped_storage().clone()
+        return over(storage, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
+
+
+def _is_same(tensor: torch.Tensor, copy: torch.Tensor) -> bool:
+    a, b = _print_of(tensor), _print_of(copy)
+    return a is None or b is None or torch.equal(a, b)
+
+
+def _write(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Give tensors their earlier content, which no version counter tells."""
+    if pairs:
+        with torch.no_grad(), _unsafe_preserve_version_counter(tuple(tensor for tensor, _ in pairs)):
+            for tensor, content in pairs:
+                tensor.detach().copy_(content)

@@ -1,0 +1,71 @@
+"""What the first calls of a checkpointed function taught.
+
+NOTE [ Learning ]
+
+The first call of each kind (the types of its arguments) is observed, without a dispatch mode:
+
+* Of each saved tensor a fingerprint is taken. The first replay is run to its end, and compared with the fingerprints.
+* The version counters of inputs, buffers and other tensors that the function can reach are compared before and after,
+  so that in-place writes are known. Later calls copy what is written before they begin.
+* Saved tensors that share memory with an output are known by their numbers. Later calls watch their versions, as
+  autograd would.
+
+Later calls rely on it. One call in 64 is compared again, by fingerprints that the device compares on its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+_EVERY = 64
+"""Calls of which one is compared."""
+_MOST_OBSERVED = 8
+"""Calls that are observed in full before one of them was replayed."""
+_numbers = itertools.count()
+
+
+class Learned:
+    """What is known of one kind of call of a function. See NOTE [ Learning ]."""
+
+    __slots__ = (
+        *("_calls", "_offset", "escaping", "is_validated", "late", "read", "state", "unread", "written"),
+        "written_inputs",
+    )
+
+    def __init__(self) -> None:
+        self._calls = 0
+        self._offset = next(_numbers)
+        self.is_validated = False
+        """Whether a replay was compared in full, and was right."""
+        self.escaping: frozenset[int] = frozenset()
+        """Numbers of saved tensors that share memory with an output or with state: somebody else may write them."""
+        self.late: frozenset[int] = frozenset()
+        """Numbers of saved tensors whose operator writes some of them after it has saved them (``rrelu`` does)."""
+        self.written_inputs: frozenset[int] = frozenset()
+        """Places of inputs that the function writes in place."""
+        self.written: frozenset[int] = frozenset()
+        """Places of other tensors that it writes in place, in the order of :meth:`PythonState.tensors`."""
+
+        self.state: tuple[str, ...] = ()
+        """Names of the Python state that the function changes."""
+        self.read: frozenset[str] = frozenset()
+        """Names of attributes whose tensor the function replaces, and reads before."""
+        self.unread: frozenset[str] = frozenset()
+        """Those whose old tensor it does not read: nobody holds that for a replay."""
+
+    @classmethod
+    def believed(cls) -> Learned:
+        """For a call within a replay, which the replay's own checks cover."""
+        learned = cls()
+        learned.is_validated = True
+        learned._offset = 1
+        return learned
+
+    def begins(self) -> bool:
+        """A call begins; gives whether it is observed in full."""
+        self._calls += 1
+        return not self.is_validated and self._calls <= _MOST_OBSERVED
+
+    def is_sampled(self) -> bool:
+        """Whether this call is one of those that are compared now and then."""
+        return (self._calls + self._offset) % _EVERY == 0
