@@ -28,7 +28,7 @@ from spillway.regions.inputs import InputHooks
 from spillway.regions.observer import Observer
 from spillway.regions.partition import Partition
 from spillway.regions.python_state import PythonState
-from spillway.regions.region import Region, Surroundings, surroundings
+from spillway.regions.region import Region, Surroundings, keeps_note, surroundings
 from spillway.regions.regraph import Regraph
 from spillway.regions.replayed_function import ReplayedFunction
 from spillway.regions.rerun import in_rerun
@@ -266,7 +266,8 @@ def _call_region(
     if in_rerun():
         # A part of a region that runs again: the outer one sees to it all, and counts what is saved as before.
         state = PythonState(function, numpy_draws=True)
-        if state.has_iterators:
+        known = session if session is not None else Session.default()
+        if state.has_iterators or known.proofs(_identity_of(function, arguments.callables())).takes_gradients:
             return first()
         with nullcontext() if how.choices.inputs is None else saved_tensors_hooks(pack_kept, unpack):
             return _checked(how, ReplayedFunction(function, arguments, state, is_first=True), tensors)
@@ -281,8 +282,7 @@ def _call_region(
             "consumer, since nothing else sees the consumer save the output; write `with "
             "spillway.offload(policy=spillway.policies.Keep()):` around both"
         )
-    if around is Surroundings.TORCH:
-        _tell_outer()
+    outer = _tell_outer() if around is Surroundings.TORCH else None
     proofs = session.proofs(_identity_of(function, arguments.callables()))
     partition = _partition(how, passage, around)
     if partition is not None:
@@ -297,6 +297,9 @@ def _call_region(
             f"{_label(function)} has an iterator, whose state cannot be copied for a second run. Its saved tensors are "
             f"kept, not recomputed."
         )
+        return first()
+    if proofs.takes_gradients:
+        passage.ledger.note(keeps_note(_label(function)))
         return first()
     again = ReplayedFunction(function, arguments, state, reentrant=how.use_reentrant)
     key = None
@@ -330,6 +333,8 @@ def _call_region(
         key=key,
         writes_at_once=getattr(function, "writes_tape", None),
     )
+    if outer is not None:
+        region.outer = weakref.ref(outer)
     output = _run_in(how, tensors, passage, partition, region)
     for tensor, handle in region.outputs:
         session.outputs.add(tensor, handle)
@@ -424,12 +429,13 @@ def _tape(choices: Choices, key: TapeKey, script: Script) -> Tape | None:
     return None
 
 
-def _tell_outer() -> None:
-    """The region around, if it is one, has another in it."""
+def _tell_outer() -> Region | None:
+    """The region around, if it is one, has another in it; gives that region."""
     hooks: tuple[object, object] | None = _top_saved_tensors_default_hooks(True)
     outer = None if hooks is None else getattr(hooks[0], "__self__", None)
     if isinstance(outer, (Region, Regraph)):
         outer.has_inner = True
+    return outer if isinstance(outer, Region) else None
 
 
 def _partition(how: Recompute, passage: Pass, around: Surroundings) -> Partition | None:

@@ -379,19 +379,6 @@ KNOWN: dict[str, Collection[str]] = {
         # Spillway crashes today: the predicate makes it read a parameter that has no storage yet.
         "lazy layer",
     },
-    # A block takes a gradient inside.
-    r"torch\.autograd\.grad\((e,|spillway)": {
-        # Spillway is wrong today: the loss and the gradients read the tensor of the other side of the swap.
-        "swapped tensors",
-        # Spillway is wrong today: the re-run advances state that Spillway does not see, and no error says so.
-        *("slots", "global of a helper's", "function attribute", "default argument", "file"),
-        # Spillway is wrong today: the re-run computes other bits of the norm and of the eigenvalues.
-        *("nuclear norm", "eigenvalues"),
-        # Spillway crashes today: the scripted function or module raises a bare RuntimeError.
-        "scripted",
-        # Spillway is wrong today: the gradients read the buffer as a later write leaves it.
-        *("counted buffer", "written buffer", "data written", "spectral norm"),
-    },
     r"offload|Offload|Ratio|scripted": {
         # Spillway crashes today: it reads memory that a fake tensor lacks, or mixes fake tensors with others.
         "fake tensors",
