@@ -288,7 +288,8 @@ class Region:
         else:
             self._passage.advance()
         trace = self._trace
-        if trace.is_in_gradient():
+        # Torch's checkpoint asks for its shape, which a strided nested tensor has not.
+        if trace.is_in_gradient() or (tensor.is_nested and tensor.layout is torch.strided):
             self._packs.add(NOT_WANTED)
             return KeptHandle(tensor)
         find = trace.values.find
