@@ -267,7 +267,11 @@ def _call_region(
         # A part of a region that runs again: the outer one sees to it all, and counts what is saved as before.
         state = PythonState(function, numpy_draws=True)
         known = session if session is not None else Session.default()
-        if state.has_iterators or known.proofs(_identity_of(function, arguments.callables())).takes_gradients:
+        if (
+            state.has_iterators
+            or state.is_lazy
+            or known.proofs(_identity_of(function, arguments.callables())).takes_gradients
+        ):
             return first()
         with nullcontext() if how.choices.inputs is None else saved_tensors_hooks(pack_kept, unpack):
             return _checked(how, ReplayedFunction(function, arguments, state, is_first=True), tensors)
@@ -296,6 +300,11 @@ def _call_region(
         passage.ledger.note(
             f"{_label(function)} has an iterator, whose state cannot be copied for a second run. Its saved tensors are "
             f"kept, not recomputed."
+        )
+        return first()
+    if state.is_lazy:
+        passage.ledger.note(
+            f"{_label(function)} makes parameters in this call (a lazy layer). Its saved tensors are kept, not recomputed."
         )
         return first()
     if proofs.takes_gradients:

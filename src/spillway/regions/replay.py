@@ -34,7 +34,7 @@ from spillway.regions.labels import Unseen
 from spillway.regions.mode import OperatorMode
 from spillway.regions.outside import Outside
 from spillway.regions.schema import argument, facts_of
-from spillway.regions.tensors import alias_of, is_strided, split, tensors_in
+from spillway.regions.tensors import alias_of, is_hollow, is_strided, split, tensors_in
 from spillway.regions.trace import Trace
 from spillway.regions.values import Values
 from spillway.runtime.bytes import over
@@ -322,7 +322,7 @@ class Replay(OperatorMode):
             outside = None if value is None else self._trace.outside.get(value)
             if value in self._held and (outside is None or outside.before is None):
                 held = self._held[value]
-                if not is_strided(held):
+                if is_hollow(held) or not is_strided(held):
                     return held
                 offset = int(values.storage_offset())
                 return over(held.untyped_storage(), values.dtype, offset, values.shape, values.stride())

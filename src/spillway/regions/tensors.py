@@ -59,6 +59,15 @@ def has_bits(tensor: torch.Tensor) -> bool:
         return False
 
 
+def is_hollow(tensor: torch.Tensor) -> bool:
+    """Whether it has no memory, and does not say of what it is made: only its own code knows its content."""
+    return (
+        type(tensor) not in PLAIN
+        and tensor.device.type != "meta"
+        and not (isinstance(tensor, FakeTensor) or is_wrapper(tensor) or has_bits(tensor))
+    )
+
+
 def nbytes_of(tensor: torch.Tensor) -> int:
     """Its bytes, as far as they can be told."""
     return tensor.nbytes if is_strided(tensor) else 0
