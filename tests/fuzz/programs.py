@@ -364,27 +364,6 @@ LEFT_OUT: dict[str, Collection[str]] = {
     "budget=": {"rnn", "lstm"},
 }
 """Parts that are left out of programs in whose text something is."""
-KNOWN: dict[str, Collection[str]] = {
-    r"use_reentrant=True": {
-        # Spillway ends the process today: an error in a hook interrupts the making of a strided nested tensor.
-        "strided nested tensor",
-        # Spillway crashes today: beside a collections.Counter, the re-run does not find the attribute.
-        "freed state",
-    },
-    r"[Rr]ecompute\(|budget=": {
-        # Spillway crashes today: the operator gives a plain tensor, or it reads memory that the wrapper lacks.
-        "operator on a wrapper without storage",
-    },
-    r"is_even": {
-        # Spillway crashes today: the predicate makes it read a parameter that has no storage yet.
-        "lazy layer",
-    },
-    r"offload|Offload|Ratio|scripted": {
-        # Spillway crashes today: it reads memory that a fake tensor lacks, or mixes fake tensors with others.
-        "fake tensors",
-    },
-}
-"""Parts that are left out of programs in whose text a pattern is, until Spillway handles them."""
 OFFLOADS = ["", "ratio=0.5, ", "window=0, ", "window=1024, ", "policy=spillway.policies.Keep(), "]
 
 
@@ -470,9 +449,6 @@ class _Draw:
         )
         text = program.text() + program.attach
         left_out = {name for where, names in LEFT_OUT.items() if where in text for name in names}
-        left_out |= {name for where, names in KNOWN.items() if re.search(where, text) for name in names}
-        if device == "fake" and "fake tensors" in left_out:
-            program = replace(program, device="meta")
         return replace(program, blocks=tuple(_without(each, left_out) for each in program.blocks))
 
     def _special(self) -> list[Part]:

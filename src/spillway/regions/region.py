@@ -46,6 +46,7 @@ from typing import Any
 
 import torch
 from torch._C._autograd import _top_saved_tensors_default_hooks
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
@@ -392,7 +393,8 @@ class Region:
                 torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False),
             ):
                 for pack, handle, tensor in self._pending:
-                    if pack.values and set(pack.values) <= set(call.reads):
+                    # A fake tensor has nothing to save.
+                    if pack.values and set(pack.values) <= set(call.reads) and not isinstance(tensor, FakeTensor):
                         self._save_after_all(pack, handle, tensor, decision)
         self._pending.clear()
 

@@ -237,13 +237,13 @@ class Rerun:
                 if is_another:
                     if collected is not None:
                         collected.start_anew()
-                    is_same, output = self._whole(tensors, collected)
+                    try:
+                        is_same, output = self._whole(tensors, collected)
+                    except Exception as error:
+                        # The first run may have deleted what the function reads.
+                        raise _another(why) from error
         if not is_same:
-            raise RecomputeError(
-                f"got a re-run that computes something else than the first run ({why}), expected the same operators "
-                f"on what depends on inputs and parameters, and the same output; leave what is random or changes from "
-                f"run to run outside of the region"
-            )
+            raise _another(why)
         return output
 
     def _whole(self, tensors: Sequence[torch.Tensor], collected: Collected | None) -> tuple[bool, Any]:
@@ -286,6 +286,14 @@ class Rerun:
             # Compiled code makes its buffers anew, and may have used one for several things.
             if value in read and value not in trace.targets and outside.changed():
                 refuse_written(outside.tracker, outside.version)
+
+
+def _another(why: str) -> RecomputeError:
+    return RecomputeError(
+        f"got a re-run that computes something else than the first run ({why}), expected the same operators on what "
+        f"depends on inputs and parameters, and the same output; leave what is random or changes from run to run "
+        f"outside of the region"
+    )
 
 
 def _detached(tensor: torch.Tensor) -> torch.Tensor:

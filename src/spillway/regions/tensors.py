@@ -160,7 +160,13 @@ def aliases_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """The same bytes without history, on the same counters of versions; seen by no mode."""
     # Below autograd, where a mode is called, an alias does not share the counter unless told to.
     with _no_dispatch(), _exclude(_VERSIONS, False):
-        return [tensor.detach() for tensor in tensors]
+        return [_fake_alias_of(each) if isinstance(each, FakeTensor) else each.detach() for each in tensors]
+
+
+def _fake_alias_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Of a fake tensor, its own code has to run: without, an alias is none of its mode's."""
+    with _exclude(torch._C.DispatchKey.Python, False), _disable_current_modes():
+        return tensor.detach()
 
 
 def tensor_without_memory(tensor: torch.Tensor) -> torch.Tensor:
