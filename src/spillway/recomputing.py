@@ -304,8 +304,8 @@ def _call_region(
         return first()
     if state.is_lazy:
         passage.ledger.note(
-            f"{_label(function)} has a lazy layer, which makes its parameters in this call. What autograd saves is kept, "
-            f"not recomputed."
+            f"{_label(function)} has a lazy layer, which makes its parameters in this call. What autograd saves is "
+            f"kept, not recomputed."
         )
         return first()
     if proofs.takes_gradients:
