@@ -30,7 +30,7 @@ from spillway.regions.inputs import InputHooks
 from spillway.regions.observer import Observer
 from spillway.regions.partition import Partition
 from spillway.regions.python_state import PythonState
-from spillway.regions.region import Region, Surroundings, surroundings
+from spillway.regions.region import Region, Surroundings, keeps_note, surroundings
 from spillway.regions.regraph import Regraph
 from spillway.regions.replayed_function import ReplayedFunction
 from spillway.regions.rerun import in_rerun
@@ -277,7 +277,7 @@ def _call_region(
     if in_rerun():
         # A part of a region that runs again: the outer one sees to it all, and counts what is saved as before.
         state = PythonState(function, arguments.objects(), numpy_draws=True)
-        if state.has_iterators:
+        if state.has_iterators or state.is_lazy:
             return first()
         if _is_plain(how, None, observer):
             owner = session if session is not None else Session.default()
@@ -294,6 +294,9 @@ def _call_region(
                 draws=how.preserve_rng_state,
                 checks=False,
             ).run(first, tensors)
+        known = session if session is not None else Session.default()
+        if known.proofs(_identity_of(function, arguments.callables())).takes_gradients:
+            return first()
         with nullcontext() if how.choices.inputs is None else saved_tensors_hooks(pack_kept, unpack):
             return _checked(how, ReplayedFunction(function, arguments, state, is_first=True), tensors)
     session = session if session is not None else Session.default()
@@ -307,8 +310,7 @@ def _call_region(
             "consumer, since nothing else sees the consumer save the output; write `with "
             "spillway.offload(policy=spillway.policies.Keep()):` around both"
         )
-    if around is Surroundings.TORCH:
-        _tell_outer()
+    outer = _tell_outer() if around is Surroundings.TORCH else None
     proofs = session.proofs(_identity_of(function, arguments.callables()))
     partition = _partition(how, passage, around)
     if partition is not None:
@@ -321,6 +323,12 @@ def _call_region(
     if state.has_iterators:
         passage.ledger.note(
             f"{_label(function)} has an iterator, whose state cannot be copied for a second run. Its saved tensors are "
+            f"kept, not recomputed."
+        )
+        return first()
+    if state.is_lazy:
+        passage.ledger.note(
+            f"{_label(function)} has a lazy layer, which makes its parameters in this call. What autograd saves is "
             f"kept, not recomputed."
         )
         return first()
@@ -344,6 +352,9 @@ def _call_region(
         output = checkpointed.run(first, tensors)
         proofs.numpy_draws = state.numpy_draws
         return output
+    if proofs.takes_gradients:
+        passage.ledger.note(keeps_note(_label(function)))
+        return first()
     key = None
     if partition is None and around is not Surroundings.TORCH and how.tape_key is not None:
         kind = arguments.kind(tensors)
@@ -375,6 +386,8 @@ def _call_region(
         key=key,
         writes_at_once=getattr(function, "writes_tape", None),
     )
+    if outer is not None:
+        region.outer = weakref.ref(outer)
     output = _run_in(how, tensors, passage, partition, region)
     for tensor, handle in region.outputs:
         session.outputs.add(tensor, handle)
@@ -483,12 +496,13 @@ def _tape(choices: Choices, key: TapeKey, script: Script) -> Tape | None:
     return None
 
 
-def _tell_outer() -> None:
-    """The region around, if it is one, has another in it."""
+def _tell_outer() -> Region | None:
+    """The region around, if it is one, has another in it; gives that region."""
     hooks: tuple[object, object] | None = _top_saved_tensors_default_hooks(True)
     outer = None if hooks is None else getattr(hooks[0], "__self__", None)
     if isinstance(outer, (Region, Regraph)):
         outer.has_inner = True
+    return outer if isinstance(outer, Region) else None
 
 
 def _partition(how: Recompute, passage: Pass, around: Surroundings) -> Partition | None:

@@ -361,43 +361,10 @@ LEFT_OUT: dict[str, Collection[str]] = {
     # In the first run of torch's own reentrant mode, too, an LSTM has other kernels, since grad is off.
     "use_reentrant=True": {"lstm"},
     # Recurrent layers take an operator a row: too slow at the size of these.
-    "budget=": {"rnn", "lstm"},
+    # A plan's blocks are compared in samples: hidden state that changes in between is outside of the promise.
+    "budget=": {"rnn", "lstm", "hidden number, flipped", "hidden number, replaced", "hidden flag, flipped"},
 }
 """Parts that are left out of programs in whose text something is."""
-KNOWN: dict[str, Collection[str]] = {
-    r"use_reentrant=True": {
-        # Spillway ends the process today: an error in a hook interrupts the making of a strided nested tensor.
-        "strided nested tensor",
-        # Spillway crashes today: beside a collections.Counter, the re-run does not find the attribute.
-        "freed state",
-    },
-    r"[Rr]ecompute\(|budget=": {
-        # Spillway crashes today: the operator gives a plain tensor, or it reads memory that the wrapper lacks.
-        "operator on a wrapper without storage",
-    },
-    r"is_even": {
-        # Spillway crashes today: the predicate makes it read a parameter that has no storage yet.
-        "lazy layer",
-    },
-    # A block takes a gradient inside.
-    r"torch\.autograd\.grad\((e,|spillway)": {
-        # Spillway is wrong today: the loss and the gradients read the tensor of the other side of the swap.
-        "swapped tensors",
-        # Spillway is wrong today: the re-run advances state that Spillway does not see, and no error says so.
-        *("slots", "global of a helper's", "function attribute", "default argument", "file"),
-        # Spillway is wrong today: the re-run computes other bits of the norm and of the eigenvalues.
-        *("nuclear norm", "eigenvalues"),
-        # Spillway crashes today: the scripted function or module raises a bare RuntimeError.
-        "scripted",
-        # Spillway is wrong today: the gradients read the buffer as a later write leaves it.
-        *("counted buffer", "written buffer", "data written", "spectral norm"),
-    },
-    r"offload|Offload|Ratio|scripted": {
-        # Spillway crashes today: it reads memory that a fake tensor lacks, or mixes fake tensors with others.
-        "fake tensors",
-    },
-}
-"""Parts that are left out of programs in whose text a pattern is, until Spillway handles them."""
 OFFLOADS = ["", "ratio=0.5, ", "window=0, ", "window=1024, ", "policy=spillway.policies.Keep(), "]
 
 
@@ -416,6 +383,8 @@ class _Draw:
         if style == "budget":
             rows, width = LARGE
         special = self._special()
+        # By default, later calls are compared in samples alone.
+        self._verifies = any(part.name.startswith("hidden") for part in special)
         blocks = [self._block(number, []) for number in range(self.random.choice([1, 1, 2, 3]))]
         for part in special:
             where = self.random.randrange(len(blocks))
@@ -425,7 +394,9 @@ class _Draw:
             where = self.random.randrange(len(blocks))
             inner = replace(self._block(len(blocks) + 5, []), signature="tensor")
             if special and self.random.random() < 0.5:
-                inner = self._with(inner, self._part(self.random.choice([STATE, PLACES, CARRIED, CHANGES])))
+                more = self._part(self.random.choice([STATE, PLACES, CARRIED, CHANGES]))
+                self._verifies |= more.name.startswith("hidden")
+                inner = self._with(inner, more)
             nested = Nested(inner, self._number(), self.random.choice(list(NESTED)), self._options())
             blocks[where] = self._with(blocks[where], nested)
         order = [number for number in range(len(blocks)) for _ in range(self.random.choice([1, 1, 1, 2, 3]))]
@@ -457,6 +428,8 @@ class _Draw:
             calls = [self._dropping(call) for call in calls]
             if "Recompute(" in attach and "use_reentrant" not in attach and self.random.random() < 0.3:
                 attach = attach.replace("Recompute(", "Recompute(drop_output=True, ").replace(", )", ")")
+        if self._verifies and "use_reentrant" not in attach:
+            attach = attach.replace("Recompute(", "Recompute(verify='always', ").replace(", )", ")")
         loop = self.random.choices(list(LOOPS), [12] + [2] * (len(LOOPS) - 1))[0]
         if "use_reentrant=True" in f"{attach}{calls}{blocks}" and loop in ("autograd.grad", "penalty"):
             loop = "once"  # the reentrant mode cannot do either, with torch as here
@@ -483,9 +456,6 @@ class _Draw:
         )
         text = program.text() + program.attach
         left_out = {name for where, names in LEFT_OUT.items() if where in text for name in names}
-        left_out |= {name for where, names in KNOWN.items() if re.search(where, text) for name in names}
-        if device == "fake" and "fake tensors" in left_out:
-            program = replace(program, device="meta")
         return replace(program, blocks=tuple(_without(each, left_out) for each in program.blocks))
 
     def _special(self) -> list[Part]:
@@ -542,6 +512,8 @@ class _Draw:
                 options.append("determinism_check='none'")
         if self.random.random() < 0.1:
             options.append("early_stop=False")
+        if self._verifies and not reentrant:
+            options.append("verify='always'")
         return "".join(f", {option}" for option in options)
 
     def _dropping(self, call: Call) -> Call:

@@ -32,7 +32,10 @@ from fuzz import pieces
 from fuzz.programs import Program, describe, smaller
 from spillway.errors import SpillwayError
 
-OPTIONS = ("save", "offload", "policy", "use_reentrant", "early_stop", "watch", "drop_output", "determinism_check")
+OPTIONS = (
+    *("save", "offload", "policy", "use_reentrant", "early_stop", "watch", "verify", "drop_output"),
+    "determinism_check",
+)
 _TOLD = 40
 """Characters by which errors are known again."""
 STATIC = 16 << 20

@@ -25,7 +25,7 @@ from support import assert_identical, assert_nothing_left
 
 OPTIONS = (
     *("save", "offload", "policy", "use_reentrant", "early_stop", "preserve_rng_state", "determinism_check"),
-    *("drop_output", "session", "watch"),
+    *("drop_output", "session", "watch", "verify"),
 )
 
 

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode, resolve_name
 
 Function = Callable[..., Any]
@@ -89,7 +90,8 @@ class Locator:
 
     def _note_parameters(self, tensors: Iterable[torch.Tensor]) -> None:
         for tensor in tensors:
-            if type(tensor.data) is torch.Tensor and tensor.layout is torch.strided:
+            # A lazy layer's has no memory before the layer is called.
+            if not is_lazy(tensor) and type(tensor.data) is torch.Tensor and tensor.layout is torch.strided:
                 self._parameters.add(tensor.untyped_storage())
 
 

@@ -145,8 +145,7 @@ class CheckpointedCall:
         self._unused = unused
         self._is_observed = learned.begins()
         """Whether it is observed in full: see NOTE [ Learning ]."""
-        self._is_observed &= checks
-        self._compares = checks and (compares or self._is_observed or learned.is_sampled())
+        self._compares = compares or self._is_observed or learned.is_sampled()
         self._ambience = Ambience.now()
         self._restore: Callable[[], None] = _nothing
         self._devices: set[torch.device] = set()
@@ -705,7 +704,7 @@ def _argument(handle: Any, back: Callable[[Any], torch.Tensor], requires_grad: b
         alias = tensor.detach().requires_grad_(requires_grad)
         if is_written:
             # A leaf cannot be written in place, nor a view of one; and the next replay needs it as it is.
-            return torch.clone(alias)  # type: ignore[no-untyped-call, unused-ignore]
+            return alias.clone()  # type: ignore[no-untyped-call, unused-ignore]
         if alias.is_nested or torch._C._len_torch_dispatch_stack() > 0:
             return alias
         # Not a leaf, which it was not: of leaves, casts are taken for autocast's own.

@@ -58,15 +58,19 @@ class ComputedHandle:
         group = GraphExecGroup._get_current_group()
         run: GraphExecGroup | int = _graph_task() if group is None else group
         if run != -1 and run == self._asked:
-            # Torch gives what it computed once in a backward, or in a group. In another group it computes it again.
-            torch._C._set_graph_exec_group(None)
-            try:
-                with GraphExecGroup():
-                    return self._compute()
-            finally:
-                torch._C._set_graph_exec_group(group)
+            return self.compute_anew()
         self._asked = run
         return self._compute()
+
+    def compute_anew(self) -> torch.Tensor:
+        """Torch gives what it computed once in a backward, or in a group. In another group it computes it again."""
+        group = GraphExecGroup._get_current_group()
+        torch._C._set_graph_exec_group(None)
+        try:
+            with GraphExecGroup():
+                return self._compute()
+        finally:
+            torch._C._set_graph_exec_group(group)
 
     def _compute(self) -> torch.Tensor:
         tensor: torch.Tensor = self._hook(self._holder)

@@ -15,7 +15,7 @@ import torch
 
 from spillway.capture.identity import is_parameter
 from spillway.errors import RecomputeError
-from spillway.regions.tensors import aliases_of, is_strided, tensor_without_memory
+from spillway.regions.tensors import aliases_of, is_hollow, is_strided, tensor_without_memory
 from spillway.runtime.bytes import Bytes
 
 
@@ -45,7 +45,7 @@ class Outside:
         else:
             # No reference to plain tensors: torch.utils.swap_tensors would refuse them.
             self._object = weakref.ref(tensor)
-        self.held: torch.Tensor | None = None if is_input else aliases_of([tensor])[0]
+        self.held: torch.Tensor | None = None if is_input else _held(tensor)
         """What is handed in where a replay reads another tensor."""
         self.tracker: torch.Tensor = tensor_without_memory(tensor) if self.held is None else self.held
         """An alias on the same counter of versions."""
@@ -73,6 +73,8 @@ class Outside:
         held = self.held
         if held is None or held.dtype is not tensor.dtype or held.device != tensor.device:
             return False
+        if is_hollow(held):
+            return type(held) is type(tensor) and held.shape == tensor.shape
         if not is_strided(held) or not is_strided(tensor):
             return (
                 held.layout is tensor.layout and not (held.is_nested or tensor.is_nested) and held.shape == tensor.shape
@@ -109,6 +111,11 @@ def refuse_written(tensor: torch.Tensor, version: int) -> NoReturn:
         f"{tensor._version}, expected {version}) after a recomputed region had read it, expected it unchanged until "
         f"backward; write a copy, or save or offload what the region computes from it"
     )
+
+
+def _held(tensor: torch.Tensor) -> torch.Tensor:
+    """An alias; of what has no memory, an alias would lack all that its own code knows: itself, without a history."""
+    return tensor if is_hollow(tensor) and not tensor.requires_grad else aliases_of([tensor])[0]
 
 
 def _none() -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
 from spillway.records import Decision
+from spillway.regions.calls import Call
 from spillway.regions.tensors import storage_bytes, tensors_in
 from spillway.runtime.ledger import Ledger
 
@@ -56,6 +57,13 @@ class Packs:
 
     def add(self, pack: Pack) -> None:
         self.all.append(pack)
+
+    def is_last_written(self, calls: Sequence[Call]) -> bool:
+        """Whether the last tensor that is wanted was saved before its own operator wrote it (rrelu's noise)."""
+        last = next((pack for pack in reversed(self.all) if pack.wanted), None)
+        return (
+            last is not None and last.place < len(calls) and not set(last.values).isdisjoint(calls[last.place].writes)
+        )
 
     def prints(self) -> list[torch.Tensor | None] | None:
         """The first run's fingerprints, ``None`` for each that could not be taken; ``None`` if none was."""

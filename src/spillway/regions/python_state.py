@@ -16,7 +16,8 @@ and the function's closure cells, the globals that its code names, and the state
 ``random`` and NumPy, and what objects of these kinds the function has. Objects of torch's own classes are never opened:
 they hold the state of hooks, streams and process groups.
 
-An iterator cannot be copied. A function that has one is not recomputed: :attr:`PythonState.has_iterators`.
+An iterator cannot be copied. A function that has one is not recomputed: :attr:`PythonState.has_iterators`. Neither is
+one of which a layer makes its parameters in this call: :attr:`PythonState.is_lazy`.
 
 Other state (files, objects with slots, C extensions) is not seen. There the checks of the replay decide: equal values,
 or a :class:`~spillway.errors.RecomputeError`.
@@ -31,13 +32,14 @@ import pickle
 import random
 import sys
 import types
-from collections import OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.nn import Module
+from torch.nn.parameter import is_lazy
 
 _DEPTH = 6
 """How many containers and objects deep state is copied."""
@@ -53,7 +55,7 @@ _INTERNAL = frozenset((*vars(Module()), "_compiled_call_impl", "forward", "__com
 
 _SIMPLE = frozenset((int, float, bool, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range))
 _OPAQUE_ROOTS = frozenset(("torch", "spillway", "builtins", "_thread", "threading", "weakref", "logging", "functools"))
-_DICTS = (dict, OrderedDict, defaultdict)
+_DICTS = (dict, OrderedDict, defaultdict, Counter)
 _MISSING: Any = object()
 
 
@@ -107,7 +109,7 @@ class PythonState:
 
     __slots__ = (
         *("_arrays", "_attributes", "_buffers", "_cells", "_classes", "_dicts", "_generators", "_lists", "_names"),
-        *("_parameters", "_seen", "_sets", "has_iterators"),
+        *("_parameters", "_seen", "_sets", "has_iterators", "is_lazy"),
     )
 
     def __init__(self, function: Any, objects: Sequence[Any] = (), *, numpy_draws: bool = False) -> None:
@@ -126,6 +128,8 @@ class PythonState:
         """Buffers, each with an alias: ``.data`` may be given other memory."""
         self.has_iterators = False
         """Whether the function has state that cannot be copied."""
+        self.is_lazy = False
+        """Whether a module of the function makes its parameters or buffers when it is first called."""
         self._generators: list[tuple[Callable[[Any], object], Callable[[], Any], Any]] = []
         """Random generators: how to set the state, how to get it, and the state."""
         self._seen: set[int] | None = set()
@@ -248,7 +252,7 @@ class PythonState:
         other._classes = [(kind, _attributes_of(kind)) for kind, _ in self._classes]
         other._arrays = [(array, array.copy()) for array, _ in self._arrays]
         other._buffers = [(buffer, _alias_of(buffer)) for buffer, _ in self._buffers]
-        other.has_iterators = self.has_iterators
+        other.has_iterators, other.is_lazy = self.has_iterators, self.is_lazy
         other._generators = [(put, get, get()) for put, get, _ in self._generators]
         other._seen = None
         return other
@@ -293,13 +297,18 @@ class PythonState:
             if attributes["_modules"] and type(attributes["_modules"]) in _DICTS:
                 self._dicts.append((attributes["_modules"], attributes["_modules"].copy()))
             parameters = attributes["_parameters"]
-            if parameters and type(parameters) in _DICTS and _are_plain(parameters):
-                self._parameters.append((parameters, parameters.copy()))
+            if parameters and type(parameters) in _DICTS:
+                if _are_plain(parameters):
+                    self._parameters.append((parameters, parameters.copy()))
+                else:
+                    self.is_lazy = self.is_lazy or any(map(is_lazy, parameters.values()))
             buffers = attributes["_buffers"]
             if buffers and type(buffers) in _DICTS:
                 self._dicts.append((buffers, buffers.copy()))
                 for buffer in buffers.values():
-                    if type(buffer) is torch.Tensor and buffer.layout is torch.strided:
+                    if type(buffer) is not torch.Tensor:
+                        self.is_lazy = self.is_lazy or is_lazy(buffer)
+                    elif buffer.layout is torch.strided:
                         self._buffers.append((buffer, _alias_of(buffer)))
             for name, value in attributes.items():
                 if name not in _INTERNAL and _kinds[type(value)] != "simple":

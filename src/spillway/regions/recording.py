@@ -76,6 +76,9 @@ class Recording(OperatorMode):
     ) -> Any:
         kwargs = kwargs or {}
         trace = self._trace
+        if trace.is_paused:
+            return func(*args, **kwargs)
+        trace.is_in_gradient()
         place = len(trace.calls)
         like = self._script[place] if place < len(self._script) else None
         if like is None or like.func is not func or not like.facts.is_plain:

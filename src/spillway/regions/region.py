@@ -21,6 +21,15 @@ NOTE [ What holds what ]
 Autograd owns the handles; a handle that is to be computed owns torch's holder and hook, which own torch's frame, which
 owns the region, which owns the handles for its re-run. A region never owns a hook of torch's, nor any of its outputs.
 
+NOTE [ Gradients inside ]
+
+A function may take a gradient of what it computes. Autograd then asks for what it saved while the first run goes on.
+The function runs again as far as it has come, is compared operator by operator, and what it saved until then is kept
+from there on; so is all that it saves later. So such a call never runs again when it has ended. A region around it has
+the gradient inside, too: it is told first, since what is computed again here is no part of what it did.
+
+From then on the function is known (:attr:`~spillway.regions.proofs.Proofs.takes_gradients`), and is called plainly.
+
 NOTE [ The reentrant mode ]
 
 It runs the function without autograd first, so nothing is known of what autograd will save: in the re-run every
@@ -37,6 +46,7 @@ from typing import Any
 
 import torch
 from torch._C._autograd import _top_saved_tensors_default_hooks
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
@@ -150,6 +160,10 @@ class Region:
         self._script = proofs.script
         self._state = state
         self._takes_prints = proofs.is_untried and not reentrant
+        self.outer: Callable[[], Region | None] = _none
+        """A weak reference to the region around this one."""
+        self._computed: list[tuple[Pack, ComputedHandle]] = []
+        """All that torch was told of, until the first run has ended."""
         self.has_inner = False
         """Whether another region, a backward, or FSDP's own work was in its first run."""
         self._last_node = 0
@@ -164,9 +178,11 @@ class Region:
         first, self._first = self._first, None
         if first is None:
             self._passage.ledger.note_unused(self._choices.unused())
+            self._tell_outer()
             try:
                 return self._rerun(tensors)
             except Enough:
+                self._keep_made()
                 return None
         try:
             return self._run_first(first, tensors)
@@ -194,6 +210,8 @@ class Region:
         )
         choice = None if has_compiled() else KernelChoice(reentrant=self._reentrant)
         choosing = nullcontext() if choice is None else choice
+        if choice is not None:
+            self._trace.chosen = choice.results
         if self._reentrant:
             with recording, choosing:
                 output = first()
@@ -208,21 +226,48 @@ class Region:
                 output = first()
             self._chose(choice)
             self.has_inner |= recording.hides
-            if self._drops_output:
+            if self._trace.takes_gradient:
+                self._keep_all()
+            elif self._drops_output:
                 self._save_outputs(output)
             self._end(output)
         finally:
             self._torch = None
+            self._computed.clear()
             self._pending.clear()
             self._unknown.clear()
             self._handles.clear()
             self._early.clear()
         return output
 
+    # See NOTE [ Gradients inside ].
+
+    def _keep_all(self) -> None:
+        """The function takes a gradient inside: nothing of this call is to be computed again when it has ended."""
+        self._proofs.takes_gradients = self._trace.takes_gradient = self.has_inner = True
+        self._passage.ledger.note(keeps_note(self._label))
+        handle = next((handle for pack, handle in reversed(self._computed) if pack.wanted), None)
+        if handle is not None:
+            handle.compute_anew()
+
+    def _keep_made(self) -> None:
+        made, self._rerun.made_inside = self._rerun.made_inside, []
+        if not made:
+            return
+        for (pack, handle), tensor in zip(self._computed, made, strict=True):
+            if pack.wanted:
+                pack.wanted = False
+                handle.forgo(KeptHandle(tensor))
+
+    def _tell_outer(self) -> None:
+        outer = self.outer()
+        if outer is not None and not outer._trace.complete:
+            outer._tell_outer()
+            outer._keep_all()
+
     def _chose(self, choice: KernelChoice | None) -> None:
         """See NOTE [ Kernels under a mode ]. No tape has what was run with modes off."""
         if choice is not None and choice.results:
-            self._trace.chosen = choice.results
             self._key = None
 
     # Hooks of the first run.
@@ -244,6 +289,10 @@ class Region:
         else:
             self._passage.advance()
         trace = self._trace
+        # Torch's checkpoint asks for its shape, which a strided nested tensor has not.
+        if trace.is_in_gradient() or (tensor.is_nested and tensor.layout is torch.strided):
+            self._packs.add(NOT_WANTED)
+            return KeptHandle(tensor)
         find = trace.values.find
         values: tuple[int, ...]
         if type(tensor) is torch.Tensor:
@@ -268,6 +317,7 @@ class Region:
             return self._save(tensor, pack, decision)
         self._packs.add(pack)
         handle = self._to_be_computed(tensor, pack)
+        self._computed.append((pack, handle))
         if not values:
             self._unknown.append((pack, handle, tensor))
         elif self._choices.saved_by:
@@ -343,7 +393,8 @@ class Region:
                 torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False),
             ):
                 for pack, handle, tensor in self._pending:
-                    if pack.values and set(pack.values) <= set(call.reads):
+                    # A fake tensor has nothing to save.
+                    if pack.values and set(pack.values) <= set(call.reads) and not isinstance(tensor, FakeTensor):
                         self._save_after_all(pack, handle, tensor, decision)
         self._pending.clear()
 
@@ -470,3 +521,12 @@ class Region:
             if known is None
             else self._passage.another(known, tensor, call.decision)
         )
+
+
+def keeps_note(label: str) -> str:
+    """What is said of a function that takes a gradient inside."""
+    return f"{label} takes a gradient of what it computes. What autograd saves in it is kept, not recomputed."
+
+
+def _none() -> None:
+    return None

@@ -34,7 +34,7 @@ from spillway.regions.labels import Unseen
 from spillway.regions.mode import OperatorMode
 from spillway.regions.outside import Outside
 from spillway.regions.schema import argument, facts_of
-from spillway.regions.tensors import alias_of, is_strided, split, tensors_in
+from spillway.regions.tensors import alias_of, is_hollow, is_strided, split, tensors_in
 from spillway.regions.trace import Trace
 from spillway.regions.values import Values
 from spillway.runtime.bytes import over
@@ -150,6 +150,8 @@ class Replay(OperatorMode):
         """The number of the next node of autograd's, when the last operator had run."""
         self._ending: Callable[[], None] | None = None
         """What ends the run, at its next operator."""
+        self.runs_last = False
+        """Whether the operator that ends the run is to run: it writes what was saved before it."""
         self.was_asked = False
         """Whether a gradient that is taken inside asked for something that this run does not compute."""
         self.is_over = False
@@ -168,10 +170,8 @@ class Replay(OperatorMode):
         if facts.casts and self._trace.is_cast(self._values, args) and not self._was_counted(func, args[0]):
             return func(*args, **kwargs)
         call = self._next(func, *split(args, kwargs))
-        if self._ending is not None:
-            end, self._ending = self._ending, None
-            with _disable_current_modes():
-                end()
+        if self._ending is not None and not self.runs_last:
+            self._end()
         act = self._acts[self._place]
         self._place += 1
         if act is Act.RUN:
@@ -182,6 +182,8 @@ class Replay(OperatorMode):
                 output = _given(call) if act is Act.GIVE else self._unwritten(call, args, kwargs)
         self._name(call, output)
         self._node = _next_node()
+        if self._ending is not None:
+            self._end()
         return output
 
     def check_place(self, place: int) -> None:
@@ -201,6 +203,12 @@ class Replay(OperatorMode):
                 end()
         else:
             self._ending = end
+
+    def _end(self) -> None:
+        end, self._ending = self._ending, None
+        assert end is not None
+        with _disable_current_modes():
+            end()
 
     def as_in_first(self, tensor: torch.Tensor) -> torch.Tensor:
         """What the first run had where this run has a tensor: itself, or what is handed in instead."""
@@ -314,7 +322,7 @@ class Replay(OperatorMode):
             outside = None if value is None else self._trace.outside.get(value)
             if value in self._held and (outside is None or outside.before is None):
                 held = self._held[value]
-                if not is_strided(held):
+                if is_hollow(held) or not is_strided(held):
                     return held
                 offset = int(values.storage_offset())
                 return over(held.untyped_storage(), values.dtype, offset, values.shape, values.stride())

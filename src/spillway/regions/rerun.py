@@ -18,6 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import _StopRecomputationError
 
+from spillway.capture.handles import KeptHandle
 from spillway.capture.hooks import Pass
 from spillway.errors import RecomputeError
 from spillway.operators import Choices
@@ -30,7 +31,7 @@ from spillway.regions.packs import Collected, Enough, Packs
 from spillway.regions.proofs import Proofs, same_sums, sums
 from spillway.regions.recording import Recording
 from spillway.regions.regraph import Collecting, Regraph
-from spillway.regions.replay import Act, Replay, acts_of
+from spillway.regions.replay import Act, Replay, acts_of, whole
 from spillway.regions.replayed_function import ReplayedFunction
 from spillway.regions.script import TapeKey
 from spillway.regions.tensors import below_modes, is_strided, tensors_in
@@ -78,13 +79,14 @@ class Rerun:
         self._passage = passage
         self._trial = Trial(function, trace, packs, proofs, passage)
         self._proofs = proofs
-        self._inner_backward = False
         self._settings = Globals.now(), Numerics.now()
         self.wanted: list[tuple[int, int]] = []
         """What is to be computed again, and how many operators must have run for it."""
         self.acts: list[Act] = []
         """What is done with each operator of the trace."""
         self._given: list[torch.Tensor | None] = []
+        self.made_inside: list[torch.Tensor] = []
+        """What a run within the first run has made of all that was saved so far."""
 
     def wants_tape(self, key: TapeKey, at_once: bool | None, unused: Sequence[object], *, is_closed: bool) -> None:
         """Of calls that are told apart in this way, a tape may be written. These selectors decided nothing."""
@@ -110,22 +112,52 @@ class Rerun:
         return self._replayed(tensors, self.acts, None)
 
     def _collect(self, tensors: Sequence[torch.Tensor]) -> Any:
-        # A backward inside of the region's own first run leaves nothing to compare a later re-run with. It goes no
-        # further than that run has come: what follows would be done twice.
-        is_inside = not self._trace.complete
-        self._inner_backward |= is_inside
-        collected = Collected(
-            self._packs, tell_torch(), ends=is_inside, stops_early=is_inside, ledger=self._passage.ledger
-        )
-        if self._inner_backward:
-            output = self._unseen(tensors, collected)
-        elif self._proofs.takes_gradients:
-            output = self._with_gradients(tensors, collected)
-        else:
-            self._check()
-            output = self._replayed(tensors, self._trial.trusted(tensors, self.acts), collected)
+        if not self._trace.complete:
+            return self._inside(tensors)
+        collected = Collected(self._packs, tell_torch(), ledger=self._passage.ledger)
+        self._check()
+        output = self._replayed(tensors, self._trial.trusted(tensors, self.acts), collected)
         collected.end(output)
         return output
+
+    def _inside(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """Run again, whole, as far as the first run has come. See NOTE [ Gradients inside ] in ``region.py``."""
+        trace, tell = self._trace, tell_torch()
+        self._proofs.takes_gradients = trace.takes_gradient = True
+        for call in trace.calls:
+            if call.is_settled:
+                call.given = [KeptHandle(tensor) for tensor in call.held or () if tensor is not None]
+        self.made_inside = []
+
+        def keep_and_tell(tensor: torch.Tensor) -> None:
+            self.made_inside.append(tensor)
+            tell(tensor)
+
+        collected = Collected(self._packs, keep_and_tell, ends=True, stops_early=True, ledger=self._passage.ledger)
+        replay = Replay(trace, whole(trace), tensors, poisoned=self._passage.poisons)
+        replay.runs_last = self._packs.is_last_written(trace.calls)
+        restore = generators_now(tensors)
+        trace.is_paused = True
+        try:
+            with Collecting(collected, replay).hooks(), replay, choosing(trace):
+                output = self._function(*tensors)
+            collected.end(output)
+        except Enough:
+            pass
+        except Exception:
+            # The function may have made another error of ours: TorchScript does.
+            if replay.differs is None and not collected.is_told:
+                raise
+        finally:
+            trace.is_paused = False
+        if not collected.is_told:
+            restore()
+            raise RecomputeError(
+                f"got a recomputed function that takes a gradient inside, and that computed something else when it ran "
+                f"again for this gradient ({replay.differs}), expected the same operators; leave what changes from run "
+                f"to run outside of the function, or call it without recompute"
+            )
+        raise Enough
 
     def _unseen(self, tensors: Sequence[torch.Tensor], collected: Collected | None) -> Any:
         """Run whole, and without the mode."""
@@ -205,13 +237,13 @@ class Rerun:
                 if is_another:
                     if collected is not None:
                         collected.start_anew()
-                    is_same, output = self._whole(tensors, collected)
+                    try:
+                        is_same, output = self._whole(tensors, collected)
+                    except Exception as error:
+                        # The first run may have deleted what the function reads.
+                        raise _another(why) from error
         if not is_same:
-            raise RecomputeError(
-                f"got a re-run that computes something else than the first run ({why}), expected the same operators "
-                f"on what depends on inputs and parameters, and the same output; leave what is random or changes from "
-                f"run to run outside of the region"
-            )
+            raise _another(why)
         return output
 
     def _whole(self, tensors: Sequence[torch.Tensor], collected: Collected | None) -> tuple[bool, Any]:
@@ -254,6 +286,14 @@ class Rerun:
             # Compiled code makes its buffers anew, and may have used one for several things.
             if value in read and value not in trace.targets and outside.changed():
                 refuse_written(outside.tracker, outside.version)
+
+
+def _another(why: str) -> RecomputeError:
+    return RecomputeError(
+        f"got a re-run that computes something else than the first run ({why}), expected the same operators on what "
+        f"depends on inputs and parameters, and the same output; leave what is random or changes from run to run "
+        f"outside of the region"
+    )
 
 
 def _detached(tensor: torch.Tensor) -> torch.Tensor:

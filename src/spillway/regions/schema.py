@@ -56,6 +56,9 @@ _SILENT_WRITERS: dict[str, tuple[Key, ...]] = {
     "aten::batch_norm_update_stats": (1, 2),
 }
 
+# An error in a question about a tensor, which these and prim.layout are, would end the process.
+_ASKED = {"aten::_nested_tensor_size", "aten::_nested_tensor_storage_offsets", "aten::_nested_tensor_strides"}
+
 _KNOWN_TYPES = {"Tensor", "List[Tensor]", "Optional[Tensor]", "number", "bool", "int", "float"}
 
 _UNKNOWN = Facts(
@@ -124,8 +127,7 @@ def _read(operator: Any) -> Facts:
     tags = set(operator.tags)
     gives_one = returned == [None] and not is_view and str(schema.returns[0].type) == "Tensor"
     return Facts(
-        # An error in a question about a tensor (prim.layout) would end the process.
-        ignored=operator in SAC_IGNORED_OPS or schema.name.startswith("prim::"),
+        ignored=operator in SAC_IGNORED_OPS or schema.name.startswith("prim::") or schema.name in _ASKED,
         is_label=schema.name.startswith("profiler::"),
         casts=operator is torch.ops.aten._to_copy.default,
         writes=tuple(writes),

@@ -59,6 +59,15 @@ def has_bits(tensor: torch.Tensor) -> bool:
         return False
 
 
+def is_hollow(tensor: torch.Tensor) -> bool:
+    """Whether it has no memory, and does not say of what it is made: only its own code knows its content."""
+    return (
+        type(tensor) not in PLAIN
+        and tensor.device.type != "meta"
+        and not (isinstance(tensor, FakeTensor) or is_wrapper(tensor) or has_bits(tensor))
+    )
+
+
 def nbytes_of(tensor: torch.Tensor) -> int:
     """Its bytes, as far as they can be told."""
     return tensor.nbytes if is_strided(tensor) else 0
@@ -151,7 +160,13 @@ def aliases_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """The same bytes without history, on the same counters of versions; seen by no mode."""
     # Below autograd, where a mode is called, an alias does not share the counter unless told to.
     with _no_dispatch(), _exclude(_VERSIONS, False):
-        return [tensor.detach() for tensor in tensors]
+        return [_fake_alias_of(each) if isinstance(each, FakeTensor) else each.detach() for each in tensors]
+
+
+def _fake_alias_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Of a fake tensor, its own code has to run: without, an alias is none of its mode's."""
+    with _exclude(torch._C.DispatchKey.Python, False), _disable_current_modes():
+        return tensor.detach()
 
 
 def tensor_without_memory(tensor: torch.Tensor) -> torch.Tensor:

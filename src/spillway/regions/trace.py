@@ -38,6 +38,7 @@ from spillway.regions.values import Values
 from spillway.runtime.bytes import Bytes
 
 _next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
+_graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
 
 def is_cast(args: tuple[Any, ...]) -> bool:
@@ -88,10 +89,20 @@ class Trace:
         self.targets: set[int] = set()
         """Values that came into sight as mere targets of operators, or with such: most likely of compiled code."""
         self._first_node = _next_node()
+        self._task = _graph_task()
+        self.takes_gradient = False
+        """Whether the function takes a gradient inside. See NOTE [ Gradients inside ] in ``region.py``."""
+        self.is_paused = False
+        """Whether the function runs again before its first run has ended: then nothing is noted."""
         self.chosen: list[tuple[Any, Any]] = []
         """Functions of torch that ran with modes off, and their results: see ``kernel_choice.py``."""
         self.writes_outside = False
         """See NOTE [ What is written outside ]."""
+
+    def is_in_gradient(self) -> bool:
+        """Whether the function takes a gradient inside, now or before: a backward goes on that it was not called in."""
+        self.takes_gradient = self.takes_gradient or _graph_task() != self._task
+        return self.takes_gradient
 
     def take_inputs(self, tensors: Sequence[torch.Tensor]) -> None:
         """The function is about to be called with these."""

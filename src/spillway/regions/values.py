@@ -60,8 +60,8 @@ class Values:
         for reference, other in self._known.values():
             storage = reference() if other != value else None
             if isinstance(storage, torch.UntypedStorage) and storage.nbytes() and start < end:
-                first = storage.data_ptr()
-                if first < end and start < first + storage.nbytes():
+                first = _address(storage)
+                if first is not None and first < end and start < first + storage.nbytes():
                     return True
         return False
 
@@ -71,3 +71,11 @@ class Values:
         except (NotImplementedError, RuntimeError):
             self.opaque = f"a tensor of layout {tensor.layout} and class {type(tensor).__name__}"
             return tensor
+
+
+def _address(storage: torch.UntypedStorage) -> int | None:
+    try:
+        return storage.data_ptr()
+    except RuntimeError:
+        # Of a wrapper without memory torch refuses to tell it.
+        return None
