@@ -29,6 +29,7 @@ from spillway.regions.followed import Followed, may_follow
 from spillway.regions.inputs import InputHooks
 from spillway.regions.observer import Observer
 from spillway.regions.partition import Partition
+from spillway.regions.proofs import Proofs
 from spillway.regions.python_state import PythonState
 from spillway.regions.region import Region, Surroundings, keeps_note, surroundings
 from spillway.regions.regraph import Regraph
@@ -279,11 +280,10 @@ def _call_region(
         state = PythonState(function, arguments.objects(), numpy_draws=True)
         if state.has_iterators or state.is_lazy:
             return first()
-        if _is_plain(how, None, observer):
-            owner = session if session is not None else Session.default()
-            function_again = ReplayedFunction(function, arguments, state)
+        owner = session if session is not None else Session.default()
+        if not how.use_reentrant:
             return CheckpointedCall(
-                function_again,
+                ReplayedFunction(function, arguments, state),
                 state,
                 Learned.believed(),
                 owner.current_pass(),
@@ -294,8 +294,7 @@ def _call_region(
                 draws=how.preserve_rng_state,
                 checks=False,
             ).run(first, tensors)
-        known = session if session is not None else Session.default()
-        if known.proofs(_identity_of(function, arguments.callables())).takes_gradients:
+        if owner.proofs(_identity_of(function, arguments.callables())).takes_gradients:
             return first()
         with nullcontext() if how.choices.inputs is None else saved_tensors_hooks(pack_kept, unpack):
             return _checked(how, ReplayedFunction(function, arguments, state, is_first=True), tensors)
@@ -319,7 +318,7 @@ def _call_region(
         around = Surroundings.TORCH
     elif choices.inputs is not None and around is not Surroundings.TORCH:
         around = Surroundings.KEEP if choices.inputs is Decision.KEEP else Surroundings.PASS
-    state = PythonState(function, arguments.objects(), numpy_draws=proofs.numpy_draws)
+    state = _state_of(function, arguments, proofs)
     if state.has_iterators:
         passage.ledger.note(
             f"{_label(function)} has an iterator, whose state cannot be copied for a second run. Its saved tensors are "
@@ -408,6 +407,20 @@ def _is_plain(how: Recompute, partition: Partition | None, observer: Observer | 
         return False
     special = how.use_reentrant or how.drop_output or partition is not None or observer is not None
     return not special and not how.choices.preserves
+
+
+def _state_of(function: Callable[..., Any], arguments: Arguments, proofs: Proofs) -> PythonState:
+    """The function's Python state. An attached block holds its last copy, which is as good where nothing changed."""
+    objects = arguments.objects()
+    holder = getattr(function, "state_holder", None)
+    if holder is None or objects:
+        return PythonState(function, objects, numpy_draws=proofs.numpy_draws)
+    state: PythonState | None = None if holder.state is None else holder.state.renewed()
+    if state is None:
+        state = PythonState(function, numpy_draws=proofs.numpy_draws)
+        # The first one has all of the state of NumPy's generator, which takes longer to compare.
+        holder.state = state if state.is_shareable and not proofs.numpy_draws else None
+    return state
 
 
 def _kind_of(tensors: Sequence[torch.Tensor]) -> Hashable:

@@ -420,7 +420,7 @@ class _Draw:
             context = f"spillway.offload({self.random.choice(OFFLOADS)}min_bytes=0)"
         shared = self._options() if self.random.random() < 0.7 else None
         if hidden and self.random.random() < 0.4:
-            shared = ", watch=False"
+            shared = ", watch=False, verify='always'"
         calls = [
             Call(number, self._options() if shared is None else shared, self.random.choice(forms)) for number in order
         ]
@@ -428,7 +428,7 @@ class _Draw:
             calls = [self._dropping(call) for call in calls]
             if "Recompute(" in attach and "use_reentrant" not in attach and self.random.random() < 0.3:
                 attach = attach.replace("Recompute(", "Recompute(drop_output=True, ").replace(", )", ")")
-        if self._verifies and "use_reentrant" not in attach:
+        if self._verifies and "use_reentrant" not in attach and "verify" not in attach:
             attach = attach.replace("Recompute(", "Recompute(verify='always', ").replace(", )", ")")
         loop = self.random.choices(list(LOOPS), [12] + [2] * (len(LOOPS) - 1))[0]
         if "use_reentrant=True" in f"{attach}{calls}{blocks}" and loop in ("autograd.grad", "penalty"):

@@ -106,7 +106,7 @@ def test_branches_drawn_by_pythons_own_generator_are_never_wrong(regions: Region
         x = torch.randn(8, requires_grad=True)
         branches = [lambda x: x.cos().exp(), lambda x: x.tanh().sigmoid()]
         with call.context():
-            loss = sum(call(lambda x: generator[0].choice(branches)(x), x * 1) for _ in range(6)).sum()
+            loss = sum(call(lambda x: generator[0].choice(branches)(x), x * 1, verify="always") for _ in range(6)).sum()
         loss.backward()
         yield from gradients(x)
 
@@ -136,7 +136,7 @@ def test_a_closure_over_the_variable_of_a_loop_is_never_wrong(
             hidden = x * 1
             for weight in weights:
                 last.append(weight)
-                hidden = call(function, hidden, use_reentrant=reentrant)
+                hidden = call(function, hidden, use_reentrant=reentrant, verify="always")
         hidden.sum().backward()
         yield from gradients(x, *(weight for weight in weights if weight.requires_grad))
 

@@ -215,7 +215,10 @@ def test_state_that_changes_in_a_later_call_only(regions: Regions, how: Options,
     model, twin = Later(kind), Later(kind)
     for step in range(15):
         results = []
-        for one, call in ((twin, lambda f, x: f(x)), (model, lambda f, x: spillway.recompute(f, x, verify="always", **how))):
+        for one, call in (
+            (twin, lambda f, x: f(x)),
+            (model, lambda f, x: spillway.recompute(f, x, verify="always", **how)),
+        ):
             seed_all()
             model.calls = twin.calls = step
             one.zero_grad()

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 import spillway
 from recompute.regions import HiddenList, Regions, one_place
-from recompute.test_tapes import leaf, tapes_of
+from recompute.test_tapes import leaf
 from spillway.errors import RecomputeError
 from spillway.operators import Planned
 from spillway.records import Decision
@@ -213,6 +213,5 @@ def test_threads_that_draw_again_at_once(regions: Regions, watch: bool) -> None:
     for _ in range(3):
         x = leaf(200, 200)
         call(function, x * 1).sum().backward()
-    assert [tape is not None for tape in tapes_of(regions.session)] == [True]
     for _ in range(3):
         assert_identical(step(call), step(plainly))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import spillway
 from recompute.regions import Regions, one_place
-from recompute.test_tapes import tapes_of
+from spillway.errors import InplaceError
 from support import assert_identical, grads
 
 pytestmark = one_place
@@ -273,8 +273,16 @@ def test_it_is_as_without_regions(regions: Regions, make: Make, how: dict[str, A
         for number in range(STEPS):
             yield step(call, number)
 
-    for got, expected in zip(list(steps(ours)), list(steps(plain)), strict=True):
-        assert_identical(got, expected)
+    expected = list(steps(plain))
+    try:
+        got = list(steps(ours))
+    except InplaceError:
+        # Inputs are copied where earlier calls wrote them.
+        assert make is an_input_that_is_written_now_and_then
+        assert not how.get("save")
+        return
+    for mine, theirs in zip(got, expected, strict=True):
+        assert_identical(mine, theirs)
 
 
 @pytest.mark.parametrize("part", [0, 3])
@@ -318,17 +326,3 @@ def test_other_sequences_than_on_the_tape(regions: Regions) -> None:
             y = spillway.recompute(function, x, session=regions.session)
         got = backward(y, x)
         assert_identical(got, backward(function(x), x))
-
-
-def test_operators_of_others_are_on_no_tape(regions: Regions) -> None:
-    def function(x: Tensor) -> Tensor:
-        y = torch.tanh(x)
-        with torch.no_grad():
-            factor = scale(y)
-        return (y * factor).sin().exp()
-
-    for _ in range(3):
-        x = leaf()
-        with regions.offload():
-            spillway.recompute(function, x, session=regions.session).sum().backward()
-    assert tapes_of(regions.session) == [None]

@@ -73,9 +73,9 @@ def test_a_later_call_tells_of_what_nobody_was_told() -> None:
         session.verdicts = verdicts
         block = Changing()
         for _ in range(2):
-            spillway.recompute(block, leaf() * 1, session=session, watch=False).sum().backward()
+            spillway.recompute(block, leaf() * 1, session=session).sum().backward()
         with pytest.raises(RecomputeError, match="got other values when Block ran again"):
-            spillway.recompute(block, leaf() * 1, session=session, watch=False)
+            spillway.recompute(block, leaf() * 1, session=session)
 
 
 class Compares(torch.autograd.Function):
