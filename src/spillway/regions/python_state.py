@@ -12,14 +12,15 @@ The copy has, of every module that the function is, belongs to or closes over (w
 * attributes of their classes;
 * the content of lists, dictionaries, sets, deques and small arrays, and attributes of plain objects, some levels deep;
 
-and the function's closure cells, the globals that its code names, and the states of random generators: those of
+and the function's closure cells, the globals that its code names (functions among them are opened likewise), and the
+states of random generators: those of
 ``random`` and NumPy, and what objects of these kinds the function has. Objects of torch's own classes are never opened:
 they hold the state of hooks, streams and process groups.
 
-An iterator cannot be copied. A function that has one is not recomputed: :attr:`PythonState.has_iterators`. Neither is
-one of which a layer makes its parameters in this call: :attr:`PythonState.is_lazy`.
+An iterator, or a file, cannot be copied. A function that has one is not recomputed: :attr:`PythonState.has_iterators`.
+Neither is one of which a layer makes its parameters in this call: :attr:`PythonState.is_lazy`.
 
-Other state (files, objects with slots, C extensions) is not seen. There the checks of the replay decide: equal values,
+Other state (C extensions) is not seen. There the checks of the replay decide: equal values,
 or a :class:`~spillway.errors.RecomputeError`.
 """
 
@@ -89,11 +90,22 @@ def _kind_of(kind: type) -> str:
     if kind is types.MethodType or kind is functools.partial:
         return "bound"
     root = kind.__module__.partition(".")[0]
-    if hasattr(kind, "__next__") and root not in ("io", "_io"):
+    if hasattr(kind, "__next__"):
+        # Files, too, are at a place that a second run would move.
         return "iterator"
-    return "simple" if root in _OPAQUE_ROOTS or not kind.__dictoffset__ else "object"
+    if root in _OPAQUE_ROOTS:
+        return "simple"
+    return "object" if kind.__dictoffset__ or _slots_of(kind) else "simple"
 
 
+@functools.lru_cache(maxsize=1024)
+def _slots_of(kind: type) -> tuple[str, ...]:
+    """Names of attributes that lie in slots."""
+    names = (name for base in kind.__mro__ for name, value in vars(base).items() if isinstance(value, _Slot))
+    return tuple(dict.fromkeys(names))
+
+
+_Slot = types.MemberDescriptorType
 _kinds = _Kinds()
 
 
@@ -108,7 +120,7 @@ class PythonState:
 
     __slots__ = (
         *("_arrays", "_attributes", "_buffers", "_cells", "_classes", "_dicts", "_generators", "_lists", "_names"),
-        *("_parameters", "_seen", "_sets", "has_iterators", "is_lazy"),
+        *("_flags", "_parameters", "_seen", "_sets", "_slots", "has_iterators", "is_lazy"),
     )
 
     def __init__(self, function: Any, *, numpy_draws: bool = False) -> None:
@@ -118,6 +130,10 @@ class PythonState:
         self._dicts: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
         self._lists: list[tuple[Any, list[Any]]] = []
         self._sets: list[tuple[set[Any], set[Any]]] = []
+        self._slots: list[tuple[Any, dict[str, Any]]] = []
+        """Objects with slots, each with a copy of what is in them."""
+        self._flags: list[tuple[torch.Tensor, bool]] = []
+        """Parameters, and whether they require grad."""
         self._cells: list[tuple[Any, Any]] = []
         self._names: list[tuple[dict[str, Any], str, Any]] = []
         """Globals: the dictionary, the name, and the value."""
@@ -210,6 +226,8 @@ class PythonState:
         other._parameters = [(place, place.copy()) for place, _ in self._parameters]
         other._lists = [(place, list(place)) for place, _ in self._lists]
         other._sets = [(place, place.copy()) for place, _ in self._sets]
+        other._slots = [(place, _in_slots(place)) for place, _ in self._slots]
+        other._flags = [(parameter, parameter.requires_grad) for parameter, _ in self._flags]
         other._cells = [(cell, _content(cell)) for cell, _ in self._cells]
         other._names = [(place, name, place.get(name, _MISSING)) for place, name, _ in self._names]
         other._classes = [(kind, _attributes_of(kind)) for kind, _ in self._classes]
@@ -244,7 +262,12 @@ class PythonState:
         elif kind == "iterator":
             self.has_iterators = True
         elif kind == "object":
-            self._add_dict(value.__dict__, depth)
+            if type(value).__dictoffset__:
+                self._add_dict(value.__dict__, depth)
+            if _slots_of(type(value)):
+                self._slots.append((value, _in_slots(value)))
+                for each in self._slots[-1][1].values():
+                    self._add(each, depth + 1)
         else:
             self._add_container(value, kind, depth)
 
@@ -263,6 +286,7 @@ class PythonState:
             if parameters and type(parameters) in _DICTS:
                 if _are_plain(parameters):
                     self._parameters.append((parameters, parameters.copy()))
+                    self._flags += [(each, each.requires_grad) for each in parameters.values() if each is not None]
                 else:
                     self.is_lazy = self.is_lazy or any(map(is_lazy, parameters.values()))
             buffers = attributes["_buffers"]
@@ -308,10 +332,17 @@ class PythonState:
         if code is None or names is None or id(code) in (seen := self._seen or set()):
             return
         seen.add(id(code))
-        for name in _names_of_state(code, _Globals(names)):
+        state, helpers = _names_of_state(code, _Globals(names))
+        for name in state:
             value = names.get(name, _MISSING)
             self._names.append((names, name, value))
             self._add(value, 1)
+        for name in helpers:
+            helper = names.get(name)
+            if isinstance(helper, types.FunctionType) and not self._knows(helper):
+                if helper.__dict__:
+                    self._add_dict(helper.__dict__, 1)
+                self._add_function(helper, 1)
 
     def _add_container(self, value: Any, kind: str, depth: int) -> None:
         if len(value) > _MOST_ITEMS:
@@ -375,6 +406,11 @@ class PythonState:
         for kind, copy in self._classes:
             if not _are_the_same(_attributes_of(kind), copy):
                 yield from _names_of_changes(_attributes_of(kind), copy, frozenset())
+        for value, copy in self._slots:
+            if not _are_the_same(now := _in_slots(value), copy):
+                yield from _names_of_changes(now, copy, frozenset())
+        if any(parameter.requires_grad is not flag for parameter, flag in self._flags):
+            yield "whether a parameter requires grad"
         for array, content in self._arrays:
             if array.tobytes() != content.tobytes():
                 yield "an array"
@@ -414,6 +450,16 @@ class PythonState:
             for name, value in copy.items():
                 if now.get(name, _MISSING) is not value:
                     setattr(kind, name, value)
+        for value, copy in self._slots:
+            now = _in_slots(value)
+            for name in now.keys() - copy.keys():
+                delattr(value, name)
+            for name, each in copy.items():
+                if now.get(name, _MISSING) is not each:
+                    object.__setattr__(value, name, each)
+        for parameter, flag in self._flags:
+            if parameter.requires_grad is not flag:
+                parameter.requires_grad_(flag)
         for array, content in self._arrays:
             if array.tobytes() != content.tobytes():
                 array[...] = content
@@ -466,6 +512,12 @@ def _put_back(place: dict[Any, Any], copy: dict[Any, Any], ignored: frozenset[st
     for name, value in copy.items():
         if name not in ignored and place.get(name, _MISSING) is not value:
             place[name] = value
+
+
+def _in_slots(value: Any) -> dict[str, Any]:
+    """What is in an object's slots."""
+    found = ((name, getattr(value, name, _MISSING)) for name in _slots_of(type(value)))
+    return {name: each for name, each in found if each is not _MISSING}
 
 
 def _attributes_of(kind: type) -> dict[str, Any]:
@@ -533,15 +585,18 @@ class _Globals:
 
 
 @functools.lru_cache(maxsize=1024)
-def _names_of_state(code: types.CodeType, module: _Globals) -> tuple[str, ...]:
-    """Names of globals in a function's code that are no functions, classes or modules."""
-    found = []
+def _names_of_state(code: types.CodeType, module: _Globals) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Names of globals in a function's code: of values that are no functions, classes or modules; and of functions."""
+    found, helpers = [], []
     for name in _names_in(code):
         value = module.names.get(name, _MISSING)
         is_code = isinstance(value, types.ModuleType) or (callable(value) and not isinstance(value, Module))
         if value is not _MISSING and not is_code:
             found.append(name)
-    return tuple(found)
+        root = (getattr(value, "__module__", None) or "").partition(".")[0]
+        if isinstance(value, types.FunctionType) and root not in _OPAQUE_ROOTS:
+            helpers.append(name)
+    return tuple(found), tuple(helpers)
 
 
 @functools.lru_cache(maxsize=1024)

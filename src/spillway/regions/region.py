@@ -228,6 +228,8 @@ class Region:
             self.has_inner |= recording.hides
             if self._trace.takes_gradient:
                 self._keep_all()
+                self._proofs.takes_gradients = True
+                self._passage.ledger.note(keeps_note(self._label))
             elif self._drops_output:
                 self._save_outputs(output)
             self._end(output)
@@ -244,8 +246,7 @@ class Region:
 
     def _keep_all(self) -> None:
         """The function takes a gradient inside: nothing of this call is to be computed again when it has ended."""
-        self._proofs.takes_gradients = self._trace.takes_gradient = self.has_inner = True
-        self._passage.ledger.note(keeps_note(self._label))
+        self._trace.takes_gradient = self.has_inner = True
         handle = next((handle for pack, handle in reversed(self._computed) if pack.wanted), None)
         if handle is not None:
             handle.compute_anew()

@@ -123,7 +123,7 @@ class Rerun:
     def _inside(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Run again, whole, as far as the first run has come. See NOTE [ Gradients inside ] in ``region.py``."""
         trace, tell = self._trace, tell_torch()
-        self._proofs.takes_gradients = trace.takes_gradient = True
+        trace.takes_gradient = True
         for call in trace.calls:
             if call.is_settled:
                 call.given = [KeptHandle(tensor) for tensor in call.held or () if tensor is not None]
@@ -280,7 +280,9 @@ class Rerun:
         if not any(outside.changed() for outside in trace.outside.values()):
             return
         # A view reads nothing.
-        runs = [call for call, act in zip(trace.calls, self.acts, strict=True) if act is Act.RUN]
+        # In the reentrant mode the re-run's graph saves what an operator reads, also where its output is handed in.
+        acts = zip(trace.calls, self.acts, strict=True)
+        runs = [call for call, act in acts if act is Act.RUN or trace.reentrant]
         read = {value for call in runs if not call.is_only_a_view for value in call.reads} | trace.cast
         for value, outside in trace.outside.items():
             # Compiled code makes its buffers anew, and may have used one for several things.
