@@ -367,6 +367,11 @@ def _slots(self: Inside, h: Tensor) -> Tensor:
     return h / self.slotted.count
 
 
+def _hidden(self: Inside, h: Tensor) -> Tensor:
+    self.hidden[0] += 1
+    return h / self.hidden[0]
+
+
 def _file(self: Inside, h: Tensor) -> Tensor:
     self.file.write("a")
     return h / self.file.tell()
@@ -384,6 +389,7 @@ READS_STATE: dict[str, Callable[[Inside, Tensor], Tensor]] = {
     "swapped tensors": _swapped,
     "slots": _slots,
     "a file": _file,
+    "hidden": _hidden,
     "noise that is drawn last": _noise_last,
     "nuclear norm": lambda self, h: h / (1 + torch.linalg.matrix_norm(self.constant, "nuc")),
     "eigenvalues": lambda self, h: h / (1 + torch.linalg.eigvalsh(self.constant @ self.constant.T).amax()),
@@ -403,7 +409,7 @@ class Inside(nn.Module):
         self.register_buffer("number", torch.zeros((), dtype=torch.long))
         self.register_buffer("scale", torch.ones(8))
         self.given, self.constant = torch.ones(8), torch.randn(8, 8)
-        self.slotted, self.file, self.scripted = Slotted(), io.StringIO(), scripted_tanh()
+        self.slotted, self.file, self.scripted, self.hidden = Slotted(), io.StringIO(), scripted_tanh(), HiddenList([0])
 
     def energy(self, h: Tensor) -> Tensor:
         h = torch.tanh(self.up(h))
@@ -450,14 +456,14 @@ def test_state_beside_a_gradient_inside(
             yield from (torch.get_rng_state(), torch.tensor([block.slotted.count, block.file.tell()]))
 
     with torch.jit.optimized_execution(False):
-        if what in ("slots", "a file"):
+        if what == "hidden":
             regions.right_or_refused(step)
         else:
             regions(step, collect=True)
 
 
 def test_unseen_state_beside_a_gradient_inside_is_refused(regions: Regions) -> None:
-    block = Inside("slots", "before", Call(None), None)
+    block = Inside("hidden", "before", Call(None), None)
     with pytest.raises(spillway.RecomputeError, match="takes a gradient inside, and that computed something else"):
         spillway.recompute(block, torch.randn(4, 8, requires_grad=True) * 1, session=regions.session)
 

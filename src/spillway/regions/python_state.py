@@ -41,6 +41,7 @@ from typing import Any
 import torch
 from torch.nn import Module
 from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import _disable_current_modes
 
 _DEPTH = 6
 """How many containers and objects deep state is copied."""
@@ -95,17 +96,20 @@ def _kind_of(kind: type) -> str:
         return "iterator"
     if root in _OPAQUE_ROOTS:
         return "simple"
-    return "object" if kind.__dictoffset__ or _slots_of(kind) else "simple"
+    return "object" if kind.__dictoffset__ or _slots[kind] else "simple"
 
 
-@functools.lru_cache(maxsize=1024)
-def _slots_of(kind: type) -> tuple[str, ...]:
-    """Names of attributes that lie in slots."""
-    names = (name for base in kind.__mro__ for name, value in vars(base).items() if isinstance(value, _Slot))
-    return tuple(dict.fromkeys(names))
+class _Slots(dict[type, tuple[str, ...]]):
+    """Names of attributes that lie in slots, by an object's class."""
+
+    def __missing__(self, kind: type) -> tuple[str, ...]:
+        slots = types.MemberDescriptorType
+        names = (name for base in kind.__mro__ for name, value in vars(base).items() if isinstance(value, slots))
+        self[kind] = found = tuple(dict.fromkeys(names))
+        return found
 
 
-_Slot = types.MemberDescriptorType
+_slots = _Slots()
 _kinds = _Kinds()
 
 
@@ -264,7 +268,7 @@ class PythonState:
         elif kind == "object":
             if type(value).__dictoffset__:
                 self._add_dict(value.__dict__, depth)
-            if _slots_of(type(value)):
+            if _slots[type(value)]:
                 self._slots.append((value, _in_slots(value)))
                 for each in self._slots[-1][1].values():
                     self._add(each, depth + 1)
@@ -372,7 +376,7 @@ class PythonState:
         if isinstance(value, torch.Generator):
             if value.device.type == "cpu":
                 # A tensor of its own: as bytes, it can be compared.
-                self._add_generator(_setting(value), lambda: bytes(value.get_state().numpy()))
+                self._add_generator(_setting(value), lambda: _bytes_of(value))
             return
         bits = getattr(value, "bit_generator", getattr(value, "_bit_generator", None))
         if bits is not None:
@@ -516,7 +520,7 @@ def _put_back(place: dict[Any, Any], copy: dict[Any, Any], ignored: frozenset[st
 
 def _in_slots(value: Any) -> dict[str, Any]:
     """What is in an object's slots."""
-    found = ((name, getattr(value, name, _MISSING)) for name in _slots_of(type(value)))
+    found = ((name, getattr(value, name, _MISSING)) for name in _slots[type(value)])
     return {name: each for name, each in found if each is not _MISSING}
 
 
@@ -543,7 +547,17 @@ def _alias_of(buffer: torch.Tensor) -> torch.Tensor:
 
 
 def _setting(generator: torch.Generator) -> Callable[[Any], object]:
-    return lambda state: generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    def put(state: bytes) -> None:
+        # A fake mode would make this a fake tensor.
+        with _disable_current_modes():
+            generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+    return put
+
+
+def _bytes_of(generator: torch.Generator) -> bytes:
+    with _disable_current_modes():
+        return bytes(generator.get_state().numpy())
 
 
 def _stand_in(tensor: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,7 @@ from spillway.capture.hooks import Pass
 from spillway.errors import RecomputeError
 from spillway.operators import Choices
 from spillway.records import Decision
-from spillway.regions.generators import generators_now
+from spillway.regions.generators import generators_now, put_state, state_now
 from spillway.regions.globals import Globals, Numerics
 from spillway.regions.kernel_choice import choosing
 from spillway.regions.outside import refuse_written
@@ -163,12 +163,12 @@ class Rerun:
         """Run whole, and without the mode."""
         # A region inside of its own first run may come to know of others.
         generators = list(self._trace.generators.values())
-        states = [generator.get_state() for generator, _ in generators]
+        states = [state_now(generator) for generator, _ in generators]
         written = self._trace.written_bytes()
         now = [content.clone() for content, _ in written]
         try:
             for generator, state in generators:
-                generator.set_state(state)
+                put_state(generator, state)
             for content, before in written:
                 content.copy_(before)
             with nullcontext() if collected is None else Collecting(collected, None).hooks():
@@ -177,7 +177,7 @@ class Rerun:
             for (content, _), latest in zip(written, now, strict=True):
                 content.copy_(latest)
             for (generator, _), state in zip(generators, states, strict=True):
-                generator.set_state(state)
+                put_state(generator, state)
 
     def _replayed(self, tensors: Sequence[torch.Tensor], acts: list[Act], collected: Collected | None) -> Any:
         """Run under the mode; if the run is not like the first one, whole and without it."""
