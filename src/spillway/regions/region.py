@@ -433,8 +433,7 @@ class Region:
         self._root = None
         self._rerun.gave(output)
         self._note_state()
-        with torch._C._DisableTorchDispatch():
-            self._find_unknown()
+        self._find_unknown()
         trace.settle()
         if self._observer is not None:
             self._observer.ended(trace, self._packs, trace.values_in(output))
@@ -482,7 +481,8 @@ class Region:
         """Of what was saved before any operator had it: whether it comes from outside, or was made unseen."""
         trace = self._trace
         for pack, handle, tensor in self._unknown:
-            values = [trace.values.find(part) for part in tensors_in((tensor,))]
+            with torch._C._DisableTorchDispatch():
+                values = [trace.values.find(part) for part in tensors_in((tensor,))]
             pack.values = tuple([value for value in values if value is not None])
             if None in values or not trace.outside.keys() >= set(pack.values):
                 # A compiled function's, say.
@@ -490,7 +490,8 @@ class Region:
             elif self._is_alive_anyway(pack.values):
                 pack.wanted = False
                 keeps = self._surroundings is not Surroundings.PASS
-                handle.forgo(KeptHandle(tensor) if keeps else self._passage.alias(tensor))
+                with below_modes(tensor):
+                    handle.forgo(KeptHandle(tensor) if keeps else self._passage.alias(tensor))
 
     def _wanted(self) -> list[tuple[int, int]]:
         """What is to be computed again, each with how many operators must have run."""
