@@ -299,8 +299,8 @@ def _call_region(
     state = PythonState(function, numpy_draws=proofs.numpy_draws)
     if state.has_iterators:
         passage.ledger.note(
-            f"{_label(function)} has an iterator, whose state cannot be copied for a second run. Its saved tensors are "
-            f"kept, not recomputed."
+            f"{_label(function)} has an iterator, or a file, whose state cannot be copied for a second run. Its saved "
+            f"tensors are kept, not recomputed."
         )
         return first()
     if state.is_lazy:

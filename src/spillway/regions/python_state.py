@@ -12,8 +12,8 @@ The copy has, of every module that the function is, belongs to or closes over (w
 * attributes of their classes;
 * the content of lists, dictionaries, sets, deques and small arrays, and attributes of plain objects, some levels deep;
 
-and the function's closure cells, the globals that its code names (functions among them are opened likewise), and the
-states of random generators: those of
+and the function's closure cells, the globals that its code names (and those that functions among them
+name), and the states of random generators: those of
 ``random`` and NumPy, and what objects of these kinds the function has. Objects of torch's own classes are never opened:
 they hold the state of hooks, streams and process groups.
 
@@ -45,6 +45,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 _DEPTH = 6
 """How many containers and objects deep state is copied."""
+_FILE_DEPTH = 2
+"""How deep a file is taken for the function's own: what lies deeper is a logger's, say."""
 _MOST_ITEMS = 4096
 """Items of a container that is copied."""
 _MOST_BYTES = 1 << 16
@@ -92,8 +94,7 @@ def _kind_of(kind: type) -> str:
         return "bound"
     root = kind.__module__.partition(".")[0]
     if hasattr(kind, "__next__"):
-        # Files, too, are at a place that a second run would move.
-        return "iterator"
+        return "file" if root in ("io", "_io") else "iterator"
     if root in _OPAQUE_ROOTS:
         return "simple"
     return "object" if kind.__dictoffset__ or _slots[kind] else "simple"
@@ -263,8 +264,10 @@ class PythonState:
         elif kind == "array":
             if value.nbytes <= _MOST_BYTES:
                 self._arrays.append((value, value.copy()))
-        elif kind == "iterator":
+        elif kind == "iterator" or (kind == "file" and depth <= _FILE_DEPTH):
             self.has_iterators = True
+        elif kind == "file":
+            return
         elif kind == "object":
             if type(value).__dictoffset__:
                 self._add_dict(value.__dict__, depth)
@@ -318,20 +321,20 @@ class PythonState:
             self._classes.append((base, _attributes_of(base)))
             self._add_names(vars(base).get("forward"))
 
-    def _add_function(self, function: types.FunctionType, depth: int) -> None:
+    def _add_function(self, function: types.FunctionType, depth: int, *, opens: bool = True) -> None:
         for cell in function.__closure__ or ():
             content = _content(cell)
             self._cells.append((cell, content))
             self._add(content, depth + 1)
         for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self._add(value, depth + 1)
-        self._add_names(function)
+        self._add_names(function, opens=opens)
         wrapped = function.__dict__.get("__wrapped__", function.__dict__.get("_torchdynamo_orig_callable"))
         if wrapped is not None:
             self._add(wrapped, depth + 1)
 
-    def _add_names(self, function: Any) -> None:
-        """What a function reads and writes by names of globals. Functions and classes among them are not opened."""
+    def _add_names(self, function: Any, *, opens: bool = True) -> None:
+        """What a function reads and writes by names of globals, and what the functions among them hold."""
         code, names = getattr(function, "__code__", None), getattr(function, "__globals__", None)
         if code is None or names is None or id(code) in (seen := self._seen or set()):
             return
@@ -341,12 +344,12 @@ class PythonState:
             value = names.get(name, _MISSING)
             self._names.append((names, name, value))
             self._add(value, 1)
-        for name in helpers:
+        for name in helpers if opens else ():
             helper = names.get(name)
             if isinstance(helper, types.FunctionType) and not self._knows(helper):
                 if helper.__dict__:
                     self._add_dict(helper.__dict__, 1)
-                self._add_function(helper, 1)
+                self._add_function(helper, 1, opens=False)
 
     def _add_container(self, value: Any, kind: str, depth: int) -> None:
         if len(value) > _MOST_ITEMS:
