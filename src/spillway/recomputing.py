@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import types
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
@@ -321,8 +322,8 @@ def _call_region(
     state = _state_of(function, arguments, proofs)
     if state.has_iterators:
         passage.ledger.note(
-            f"{_label(function)} has an iterator, whose state cannot be copied for a second run. Its saved tensors are "
-            f"kept, not recomputed."
+            f"{_label(function)} has an iterator, or a file, whose state cannot be copied for a second run. Its saved "
+            f"tensors are kept, not recomputed."
         )
         return first()
     if state.is_lazy:
@@ -547,7 +548,8 @@ def _identity_of(function: Any, more: Sequence[Any] = (), depth: int = 3) -> Has
         return (_identity_of(function), *(_identity_of(each, depth=depth - 1) for each in more))
     module = _module_of(function)
     if module is not None:
-        return weakref.ref(module)
+        is_other = isinstance(function, types.MethodType) and function.__name__ != "forward"
+        return (weakref.ref(module), function.__func__) if is_other else weakref.ref(module)
     inner = function.func if isinstance(function, functools.partial) else function
     inner = getattr(inner, "_torchdynamo_orig_callable", inner)
     code = getattr(inner, "__code__", None)
@@ -617,4 +619,6 @@ def _without_input_grads(
     def with_ticket(ticket: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return function(*args, **kwargs)
 
+    # By this the module is known, and its Python state.
+    with_ticket.__self__ = module  # type: ignore[attr-defined]
     return call_region(how, with_ticket, (ticket, args, kwargs), {}, session)

@@ -356,8 +356,9 @@ LEFT_OUT: dict[str, Collection[str]] = {
     # Of rrelu, which packs its noise before it is drawn, torch's own checkpoint gives other values each time.
     "checkpoint(": {"rrelu"},
     # Torch's own checkpoint around a block advances state once more, and computes with what was changed since.
-    "checkpoint(self.b": _KEEPS_STATE,
-    "checkpoint(self.n": _KEEPS_STATE,
+    # Around a region it stops before that region runs again, so that batch norm counts once, as it should.
+    "checkpoint(self.b": _KEEPS_STATE | {"batch norm"},
+    "checkpoint(self.n": _KEEPS_STATE | {"batch norm"},
     # In the first run of torch's own reentrant mode, too, an LSTM has other kernels, since grad is off.
     "use_reentrant=True": {"lstm"},
     # Recurrent layers take an operator a row: too slow at the size of these.

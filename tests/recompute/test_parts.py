@@ -25,6 +25,12 @@ pytestmark = one_place
 SUMS = {"kept": {"save": ["aten::add.Tensor"]}, "sent": {"offload": ["inputs", "aten::add.Tensor"]}}
 
 
+@pytest.fixture(autouse=True)
+def _by_tapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls that preserve nothing go by tapes here, as calls do that keep or offload what operators give."""
+    monkeypatch.setattr("spillway.recomputing._is_plain", lambda *_: False)
+
+
 class Log(TorchDispatchMode):  # type: ignore[misc, unused-ignore]
     """The operators that run under it, by their names."""
 

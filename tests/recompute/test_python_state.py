@@ -5,7 +5,9 @@ See NOTE [ Python state ] in ``regions/python_state.py``.
 
 from __future__ import annotations
 
+import collections
 import gc
+import io
 import itertools
 import random
 from collections.abc import Callable, Iterator
@@ -389,3 +391,132 @@ def test_a_state_is_put_back_where_the_function_fails(regions: Regions) -> None:
         fail()
     assert box.value == 2
     assert state.changes
+
+
+class Slots:
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+NUMBER = 0
+
+
+def counts_in_a_global() -> int:
+    global NUMBER
+    NUMBER += 1
+    return NUMBER
+
+
+def counts_in_an_attribute() -> int:
+    counts_in_an_attribute.count += 1  # type: ignore[attr-defined]
+    return counts_in_an_attribute.count  # type: ignore[attr-defined, no-any-return]
+
+
+def counts_in_a_default(seen: list[int] = []) -> int:  # noqa: B006  (on purpose)
+    seen.append(1)
+    return len(seen)
+
+
+class Counts(nn.Module):
+    """Divides by a number that each call counts, after all that is saved."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        global NUMBER
+        NUMBER = counts_in_an_attribute.count = 0  # type: ignore[attr-defined]
+        counts_in_a_default.__defaults__[0].clear()  # type: ignore[index]
+        self.up, self.where = nn.Linear(8, 8), where
+        self.slots, self.counter = Slots(), collections.Counter[str]()
+        self.file: Any = io.StringIO() if where == "file" else None
+
+    def count(self) -> int:
+        if self.where == "slots":
+            self.slots.count += 1
+            return self.slots.count
+        if self.where == "counter":
+            self.counter["k"] += 1
+            return self.counter["k"]
+        self.file.write("a")
+        return int(self.file.tell())
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.where == "global of a helper":
+            return torch.relu(self.up(x)) / counts_in_a_global()
+        if self.where == "attribute of a helper":
+            return torch.relu(self.up(x)) / counts_in_an_attribute()
+        if self.where == "default of a helper":
+            return torch.relu(self.up(x)) / counts_in_a_default()
+        return torch.relu(self.up(x)) / self.count()
+
+
+@ways
+@pytest.mark.parametrize(
+    "where",
+    ["slots", "counter", "file", "global of a helper", "attribute of a helper", "default of a helper"],
+)
+def test_what_counts_behind_all_that_is_saved_counts_once(regions: Regions, how: Options, where: str) -> None:
+    def step(call: Call) -> Iterator[Tensor]:
+        block = Counts(where)
+        for _ in range(4):
+            x = torch.randn(4, 8, requires_grad=True)
+            with call.context():
+                y = call(block, x * 1, **how)
+            y.sum().backward()
+            yield from (y.detach().clone(), *(each.clone() for each in gradients(x, block)))
+
+    regions(step)
+
+
+@ways
+def test_whether_a_parameter_requires_grad(regions: Regions, how: Options) -> None:
+    class Toggles(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.up.weight.requires_grad_(not self.up.weight.requires_grad)
+            return self.down(torch.tanh(self.up(x)))
+
+    def step(call: Call) -> Iterator[Tensor]:
+        block = Toggles()
+        for _ in range(4):
+            x = torch.randn(4, 8, requires_grad=True)
+            block.zero_grad()
+            with call.context():
+                y = call(block, x * 1, **how)
+            y.sum().backward()
+            found = [each.grad for each in (x, *block.parameters()) if each.grad is not None]
+            yield from (*found, torch.tensor(block.up.weight.requires_grad))
+
+    regions(step)
+
+
+def test_a_file_keeps_what_is_saved(regions: Regions) -> None:
+    with regions.offload():
+        spillway.recompute(Counts("file"), torch.randn(4, 8, requires_grad=True), session=regions.session)
+    assert "has an iterator, or a file," in " ".join(regions.session.stats().notes + regions.last.stats().notes)
+
+
+def test_a_function_that_deletes_what_it_reads_beside_unseen_state(regions: Regions) -> None:
+    """The state of now lacks what was deleted: to run on it is no way out, and its error is ours."""
+
+    class Deletes(nn.Module):
+        given: Any
+        calls = HiddenAttribute(0)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            y = x.exp() / self.calls + self.given
+            del self.given
+            return y.sin()
+
+    block = Deletes()
+    block.given = torch.ones(8)
+    y = spillway.recompute(block, torch.randn(4, 8, requires_grad=True) * 1, session=regions.session)
+    with pytest.raises(spillway.RecomputeError, match="computes something else"):
+        y.sum().backward()

@@ -27,6 +27,12 @@ pytestmark = one_place
 HOWS = pytest.mark.parametrize("how", [how for how in CHOICES.values() if "watch" not in how])
 
 
+@pytest.fixture(autouse=True)
+def _by_tapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls that preserve nothing go by tapes here, as calls do that keep or offload what operators give."""
+    monkeypatch.setattr("spillway.recomputing._is_plain", lambda *_: False)
+
+
 class Block(nn.Module):
     """Attention and an MLP with something random, which count their calls. (Dropout writes in place on a CPU.)"""
 

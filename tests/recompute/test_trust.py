@@ -109,7 +109,7 @@ def test_a_different_re_run_beside_a_cache_is_refused(
         # What comes out is the same, and the graph of the re-run is the one that backward goes through.
         out.sum().backward()
         return
-    with pytest.raises(spillway.RecomputeError, match="something else than the first run|other values when"):
+    with pytest.raises(spillway.RecomputeError, match=r"something else than the first run|other values when"):
         out.sum().backward()
     # The engine keeps what an interrupted backward held, until the next one.
     torch.ones(1, requires_grad=True).sum().backward()

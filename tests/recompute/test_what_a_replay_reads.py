@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import random
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -329,6 +331,169 @@ def test_a_force_of_a_nested_energy(regions: Regions, outer: Options, inner: Opt
     regions(step, collect=True)
 
 
+class Slotted:
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+def _spectral(self: Inside, h: Tensor) -> Tensor:
+    return self.spectral(h)
+
+
+def _counted(self: Inside, h: Tensor) -> Tensor:
+    self.number += 1
+    return h / self.number
+
+
+def _written(self: Inside, h: Tensor) -> Tensor:
+    self.scale.mul_(0.5)
+    return h * self.scale.clone()
+
+
+def _through_data(self: Inside, h: Tensor) -> Tensor:
+    self.scale.data.mul_(0.5)
+    return h * self.scale.detach().clone()
+
+
+def _swapped(self: Inside, h: Tensor) -> Tensor:
+    other = torch.full((8,), 3.0)
+    h = h + self.given
+    torch.utils.swap_tensors(self.given, other)
+    return (h - self.given).tanh()
+
+
+def _slots(self: Inside, h: Tensor) -> Tensor:
+    self.slotted.count += 1
+    return h / self.slotted.count
+
+
+def _hidden(self: Inside, h: Tensor) -> Tensor:
+    self.hidden[0] += 1
+    return h / self.hidden[0]
+
+
+def _file(self: Inside, h: Tensor) -> Tensor:
+    self.file.write("a")
+    return h / self.file.tell()
+
+
+def _noise_last(self: Inside, h: Tensor) -> Tensor:
+    return functional.rrelu(h, training=True)
+
+
+READS_STATE: dict[str, Callable[[Inside, Tensor], Tensor]] = {
+    "spectral norm": _spectral,
+    "counted buffer": _counted,
+    "written buffer": _written,
+    "written through data": _through_data,
+    "swapped tensors": _swapped,
+    "slots": _slots,
+    "a file": _file,
+    "hidden": _hidden,
+    "noise that is drawn last": _noise_last,
+    "nuclear norm": lambda self, h: h / (1 + torch.linalg.matrix_norm(self.constant, "nuc")),
+    "eigenvalues": lambda self, h: h / (1 + torch.linalg.eigvalsh(self.constant @ self.constant.T).amax()),
+    "scripted": lambda self, h: self.scripted(h),
+}
+
+
+class Inside(nn.Module):
+    """Takes a gradient of an energy, before or after which something reads or changes state."""
+
+    def __init__(self, what: str, where: str, call: Call, inner: Options | None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.read, self.where, self.call, self.inner = READS_STATE[what], where, call, inner
+        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
+        self.register_buffer("number", torch.zeros((), dtype=torch.long))
+        self.register_buffer("scale", torch.ones(8))
+        self.given, self.constant = torch.ones(8), torch.randn(8, 8)
+        self.slotted, self.scripted, self.hidden = Slotted(), scripted_tanh(), HiddenList([0])
+        # What has a file is never recomputed.
+        self.file: Any = io.StringIO() if what == "a file" else None
+
+    def energy(self, h: Tensor) -> Tensor:
+        h = torch.tanh(self.up(h))
+        return self.read(self, h) if self.where == "within" else h
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.down(x)
+        if self.where == "before":
+            h = self.read(self, h)
+        energy = self.energy(h) if self.inner is None else self.call(self.energy, h, **self.inner)
+        (force,) = torch.autograd.grad(energy.sum(), h, create_graph=True)
+        h = h - force
+        return self.read(self, h) if self.where == "after" else h
+
+
+def scripted_tanh() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return torch.jit.script(_scripted_tanh)
+
+
+def _scripted_tanh(h: Tensor) -> Tensor:
+    return torch.tanh(h).sin() * 2 + h
+
+
+@pytest.mark.parametrize("inner", [None, {}, {"save": "pointwise"}], ids=str)
+@pytest.mark.parametrize("outer", [{}, {"save": "pointwise"}, {"watch": False}, {"early_stop": False}], ids=str)
+@pytest.mark.parametrize("where", ["before", "within", "after"])
+@pytest.mark.parametrize("what", READS_STATE)
+def test_state_beside_a_gradient_inside(
+    regions: Regions, what: str, where: str, outer: Options, inner: Options | None
+) -> None:
+    """State that is not seen may be refused. Then nothing else has been said."""
+    if what == "hidden" and where == "within":
+        pytest.skip("it counts each run of the inner function")
+
+    def step(call: Call) -> Iterator[Tensor]:
+        block = Inside(what, where, call, inner)
+        for _ in range(3):
+            x = torch.randn(4, 8, requires_grad=True)
+            with call.context():
+                loss = call(block, x * 1, **outer).square().sum()
+            loss.backward()
+            found = [each.grad for each in (x, *block.parameters()) if each.grad is not None]
+            yield from map(torch.clone, (loss.detach(), *found, *block.buffers()))
+            yield from (
+                torch.get_rng_state(),
+                torch.tensor([block.slotted.count, block.file.tell() if block.file else 0]),
+            )
+
+    with torch.jit.optimized_execution(False):
+        if what == "hidden":
+            regions.right_or_refused(step)
+        else:
+            regions(step, collect=True)
+
+
+def test_unseen_state_beside_a_gradient_inside_is_refused(regions: Regions) -> None:
+    block = Inside("hidden", "before", Call(None), None)
+    with pytest.raises(spillway.RecomputeError, match="takes a gradient inside, and that computed something else"):
+        spillway.recompute(block, torch.randn(4, 8, requires_grad=True) * 1, session=regions.session)
+
+
+def test_a_function_that_takes_a_gradient_inside_keeps_what_it_saves(regions: Regions) -> None:
+    runs = HiddenList()
+
+    def function(x: Tensor) -> Tensor:
+        runs.append(0)
+        h = x.sin().exp()
+        (slope,) = torch.autograd.grad(h.square().sum(), x, create_graph=True)
+        return h * slope.exp()
+
+    for _ in range(3):
+        x = torch.randn(4, 8, requires_grad=True)
+        spillway.recompute(function, x, session=regions.session).sum().backward()
+    # In the first call it runs again as far as the gradient.
+    assert len(runs) == 4
+    assert "takes a gradient of what it computes" in " ".join(regions.session.stats().notes)
+
+
 # Odd tensors.
 
 
@@ -525,3 +690,79 @@ def test_a_reentrant_output_that_needs_no_gradient(regions: Regions) -> None:
     y = spillway.recompute(lambda x: x.detach() * 2, x, session=regions.session, use_reentrant=True)
     (y * x).sum().backward()
     assert torch.equal(x.grad, torch.full((4, 8), 2.0))
+
+
+@ways
+@pytest.mark.parametrize("norm", [False, True], ids=["plain", "spectral norm"])
+def test_an_operator_on_a_wrapper_without_memory(regions: Regions, how: Options, norm: bool) -> None:
+    def step(call: Call) -> Iterator[Tensor]:
+        linear = nn.Linear(8, 8)
+        net = nn.utils.parametrizations.spectral_norm(linear) if norm else linear
+
+        def function(x: Tensor) -> Tensor:
+            return net(x * Hollow(x.detach()).tanh().inner).sin()  # type: ignore[attr-defined]
+
+        for _ in range(3):
+            x = torch.randn(4, 8, requires_grad=True)
+            with call.context():
+                y = call(function, x * 1, **how)
+            y.sum().backward()
+            yield from gradients(x, net)
+
+    regions(step)
+
+
+@ways
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_strided_nested_tensor_inside(regions: Regions, how: Options) -> None:
+    def step(call: Call) -> Iterator[Tensor]:
+        def function(x: Tensor) -> Tensor:
+            nested = torch.relu(torch.nested.as_nested_tensor([x[:1].tanh(), x[1:] * 2])) * 0.5
+            return torch.cat(nested.unbind()).sin()
+
+        for _ in range(3):
+            x = torch.randn(4, 8, requires_grad=True)
+            with call.context():
+                y = call(function, x * 1, **how)
+            y.sum().backward()
+            yield from gradients(x)
+
+    regions(step)
+
+
+@pytest.mark.parametrize("offload", ["pointwise", [spillway.saved_by("matmul")], "aten::*"], ids=str)
+def test_fake_tensors_do_not_leave(regions: Regions, offload: Any) -> None:
+    net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Sigmoid())
+    with FakeTensorMode() as mode, regions.offload():
+        fake = mode.from_tensor
+        weights = {name: fake(weight) for name, weight in net.named_parameters()}
+
+        def function(x: Tensor) -> Tensor:
+            return torch.func.functional_call(net, weights, (x,))  # type: ignore[no-any-return]
+
+        for _ in range(4):
+            x = torch.empty(4, 8, requires_grad=True)
+            spillway.recompute(function, x * 1, session=regions.session, offload=offload).sum().backward()
+            assert x.grad is not None
+            assert x.grad.shape == x.shape
+
+
+@ways
+def test_a_lazy_layer(regions: Regions, how: Options) -> None:
+    def step(call: Call) -> Iterator[Tensor]:
+        net = nn.Sequential(nn.LazyLinear(8), nn.LazyBatchNorm1d(), nn.Tanh())
+        for _ in range(3):
+            x = torch.randn(4, 8, requires_grad=True)
+            with call.context():
+                y = call(net, x * 1, **how)
+            y.sum().backward()
+            yield from (*gradients(x, net), *net.buffers())
+
+    regions(step)
+
+
+def test_a_predicate_beside_a_lazy_layer(regions: Regions) -> None:
+    net = nn.Sequential(nn.Tanh(), nn.LazyLinear(8))
+    x = torch.randn(4, 8, requires_grad=True)
+    spillway.recompute(net, x * 1, session=regions.session, save=lambda call: call.module is None).sum().backward()
+    assert x.grad is not None

@@ -43,6 +43,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from spillway.profiling.meter import Meter, Reading, meter_of
+from spillway.regions.tensors import is_strided
 
 Place = tuple[str, int]
 """An instant: what happens, and to which call of a block."""
@@ -267,9 +268,10 @@ class Watch:
             return
         self._asked.append((number, place))
         self._mark("asked", len(self._asked) - 1)
-        storage = tensor.untyped_storage()
         # These are forgotten before there can be another object of the same number.
-        self._given[id(storage)] = weakref.ref(storage, partial(self._let_go, id(storage), storage.nbytes()))
+        if is_strided(tensor):
+            storage = tensor.untyped_storage()
+            self._given[id(storage)] = weakref.ref(storage, partial(self._let_go, id(storage), storage.nbytes()))
         self._given[id(handle)] = weakref.ref(handle, partial(self._released, id(handle)))
 
     def casts(self, storage: torch.UntypedStorage) -> None:

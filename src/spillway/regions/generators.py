@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from spillway.regions.tensors import tensors_in
 
@@ -29,6 +30,23 @@ class GeneratorState(NamedTuple):
     state: torch.Tensor
 
 
+def state_now(generator: torch.Generator) -> torch.Tensor:
+    """The generator's state: a real tensor, whatever modes are in force."""
+    with _no_modes():
+        return generator.get_state()
+
+
+def put_state(generator: torch.Generator, state: torch.Tensor) -> None:
+    """Set the generator to a state."""
+    with _no_modes():
+        generator.set_state(state)
+
+
+def _no_modes() -> AbstractContextManager[object]:
+    # A fake mode would give a fake tensor.
+    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() > 0 else nullcontext()
+
+
 def generator_of(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> torch.Generator:
     """The generator that a call draws from: the one it is given, or its device's own."""
     given = given_generator(args, kwargs)
@@ -43,7 +61,7 @@ def given_generator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Gene
 def state_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> GeneratorState:
     """Its state now."""
     device = device_of(args, kwargs)
-    return GeneratorState(device, generator_of(args, kwargs, device).get_state())
+    return GeneratorState(device, state_now(generator_of(args, kwargs, device)))
 
 
 def device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
@@ -77,12 +95,12 @@ def drawn_from(moment: GeneratorState) -> Iterator[None]:
     """A context in which a device's default generator is where it was, and after which it is where it is now."""
     generator = default_generator(moment.device)
     with drawing:
-        now = generator.get_state()
-        generator.set_state(moment.state)
+        now = state_now(generator)
+        put_state(generator, moment.state)
         try:
             yield
         finally:
-            generator.set_state(now)
+            put_state(generator, now)
 
 
 def generators_now(tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
@@ -97,10 +115,10 @@ def generators_of(devices: Iterable[torch.device]) -> list[torch.Generator]:
 
 def states_of(generators: Iterable[torch.Generator]) -> Callable[[], None]:
     """Gives what sets generators back to where they are."""
-    states = [(generator, generator.get_state()) for generator in generators]
+    states = [(generator, state_now(generator)) for generator in generators]
 
     def restore() -> None:
         for generator, state in states:
-            generator.set_state(state)
+            put_state(generator, state)
 
     return restore

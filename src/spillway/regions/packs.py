@@ -59,11 +59,12 @@ class Packs:
         self.all.append(pack)
 
     def is_last_written(self, calls: Sequence[Call]) -> bool:
-        """Whether the last tensor that is wanted was saved before its own operator wrote it (rrelu's noise)."""
-        last = next((pack for pack in reversed(self.all) if pack.wanted), None)
-        return (
-            last is not None and last.place < len(calls) and not set(last.values).isdisjoint(calls[last.place].writes)
-        )
+        """Whether the last operator that saves something wanted writes it after it was saved (rrelu its noise)."""
+        last = max((pack.place for pack in self.all if pack.wanted), default=len(calls))
+        if last == len(calls):
+            return False
+        writes = calls[last].writes
+        return any(not set(pack.values).isdisjoint(writes) for pack in self.all if pack.wanted and pack.place == last)
 
     def prints(self) -> list[torch.Tensor | None] | None:
         """The first run's fingerprints, ``None`` for each that could not be taken; ``None`` if none was."""

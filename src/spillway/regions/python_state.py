@@ -12,14 +12,15 @@ The copy has, of every module that the function is, belongs to or closes over (w
 * attributes of their classes;
 * the content of lists, dictionaries, sets, deques and small arrays, and attributes of plain objects, some levels deep;
 
-and the function's closure cells, the globals that its code names, and the states of random generators: those of
+and the function's closure cells, the globals that its code names (and those that functions among them
+name), and the states of random generators: those of
 ``random`` and NumPy, and what objects of these kinds the function has. Objects of torch's own classes are never opened:
 they hold the state of hooks, streams and process groups.
 
-An iterator cannot be copied. A function that has one is not recomputed: :attr:`PythonState.has_iterators`. Neither is
-one of which a layer makes its parameters in this call: :attr:`PythonState.is_lazy`.
+An iterator, or a file, cannot be copied. A function that has one is not recomputed: :attr:`PythonState.has_iterators`.
+Neither is one of which a layer makes its parameters in this call: :attr:`PythonState.is_lazy`.
 
-Other state (files, objects with slots, C extensions) is not seen. There the checks of the replay decide: equal values,
+Other state (C extensions) is not seen. There the checks of the replay decide: equal values,
 or a :class:`~spillway.errors.RecomputeError`.
 """
 
@@ -42,9 +43,12 @@ from typing import Any
 import torch
 from torch.nn import Module
 from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import _disable_current_modes
 
 _DEPTH = 6
 """How many containers and objects deep state is copied."""
+_FILE_DEPTH = 2
+"""How deep a file is taken for the function's own: what lies deeper is a logger's, say."""
 _MOST_ITEMS = 4096
 """Items of a container that is copied."""
 _MOST_BYTES = 1 << 16
@@ -93,11 +97,24 @@ def _kind_of(kind: type) -> str:
     if kind is types.MethodType or kind is functools.partial:
         return "bound"
     root = kind.__module__.partition(".")[0]
-    if hasattr(kind, "__next__") and root not in ("io", "_io"):
-        return "iterator"
-    return "simple" if root in _OPAQUE_ROOTS or not kind.__dictoffset__ else "object"
+    if hasattr(kind, "__next__"):
+        return "file" if root in ("io", "_io") else "iterator"
+    if root in _OPAQUE_ROOTS:
+        return "simple"
+    return "object" if kind.__dictoffset__ or _slots[kind] else "simple"
 
 
+class _Slots(dict[type, tuple[str, ...]]):
+    """Names of attributes that lie in slots, by an object's class."""
+
+    def __missing__(self, kind: type) -> tuple[str, ...]:
+        slots = types.MemberDescriptorType
+        names = (name for base in kind.__mro__ for name, value in vars(base).items() if isinstance(value, slots))
+        self[kind] = found = tuple(dict.fromkeys(names))
+        return found
+
+
+_slots = _Slots()
 _kinds = _Kinds()
 
 
@@ -113,7 +130,7 @@ class PythonState:
 
     __slots__ = (
         *("_arrays", "_attributes", "_buffers", "_cells", "_classes", "_dicts", "_generators", "_lists", "_names"),
-        *("_live", "_parameters", "_reachable", "_seen", "_sets", "has_iterators", "is_lazy"),
+        *("_flags", "_live", "_parameters", "_reachable", "_seen", "_sets", "_slots", "has_iterators", "is_lazy"),
     )
 
     def __init__(self, function: Any, objects: Sequence[Any] = (), *, numpy_draws: bool = False) -> None:
@@ -123,6 +140,10 @@ class PythonState:
         self._dicts: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
         self._lists: list[tuple[Any, list[Any]]] = []
         self._sets: list[tuple[set[Any], set[Any]]] = []
+        self._slots: list[tuple[Any, dict[str, Any]]] = []
+        """Objects with slots, each with a copy of what is in them."""
+        self._flags: list[tuple[torch.Tensor, bool]] = []
+        """Parameters, and whether they require grad."""
         self._cells: list[tuple[Any, Any]] = []
         self._names: list[tuple[dict[str, Any], str, Any]] = []
         """Globals: the dictionary, the name, and the value."""
@@ -245,6 +266,8 @@ class PythonState:
             and all(names.get(name, _MISSING) is value for names, name, value in self._names)
             and all(_content(cell) is content for cell, content in self._cells)
             and all(members == kept for members, kept in self._sets)
+            and all(parameter.requires_grad is flag for parameter, flag in self._flags)
+            and all(_are_the_same(_in_slots(value), kept) for value, kept in self._slots)
             and all(_are_the_same(_attributes_of(kind), kept) for kind, kept in self._classes)
             and all(array.tobytes() == content.tobytes() for array, content in self._arrays)
         )
@@ -307,6 +330,8 @@ class PythonState:
         other._parameters = [(place, place.copy()) for place, _ in self._parameters]
         other._lists = [(place, list(place)) for place, _ in self._lists]
         other._sets = [(place, place.copy()) for place, _ in self._sets]
+        other._slots = [(place, _in_slots(place)) for place, _ in self._slots]
+        other._flags = [(parameter, parameter.requires_grad) for parameter, _ in self._flags]
         other._cells = [(cell, _content(cell)) for cell, _ in self._cells]
         other._names = [(place, name, place.get(name, _MISSING)) for place, name, _ in self._names]
         other._classes = [(kind, _attributes_of(kind)) for kind, _ in self._classes]
@@ -338,10 +363,17 @@ class PythonState:
         elif kind == "array":
             if value.nbytes <= _MOST_BYTES:
                 self._arrays.append((value, value.copy()))
-        elif kind == "iterator":
+        elif kind == "iterator" or (kind == "file" and depth <= _FILE_DEPTH):
             self.has_iterators = True
+        elif kind == "file":
+            return
         elif kind == "object":
-            self._add_dict(value.__dict__, depth)
+            if type(value).__dictoffset__:
+                self._add_dict(value.__dict__, depth)
+            if _slots[type(value)]:
+                self._slots.append((value, _in_slots(value)))
+                for each in self._slots[-1][1].values():
+                    self._add(each, depth + 1)
         else:
             self._add_container(value, kind, depth)
 
@@ -360,9 +392,11 @@ class PythonState:
             if parameters and type(parameters) in _DICTS:
                 if _are_plain(parameters):
                     self._parameters.append((parameters, parameters.copy()))
-                    for parameter in parameters.values():
-                        if parameter is not None and parameter.layout is torch.strided:
-                            self._buffers.append((parameter, _alias_of(parameter)))
+                    for each_parameter in parameters.values():
+                        if each_parameter is not None:
+                            self._flags.append((each_parameter, each_parameter.requires_grad))
+                            if each_parameter.layout is torch.strided:
+                                self._buffers.append((each_parameter, _alias_of(each_parameter)))
                 else:
                     self.is_lazy = self.is_lazy or any(map(is_lazy, parameters.values()))
             buffers = attributes["_buffers"]
@@ -390,28 +424,35 @@ class PythonState:
             self._classes.append((base, _attributes_of(base)))
             self._add_names(vars(base).get("forward"))
 
-    def _add_function(self, function: types.FunctionType, depth: int) -> None:
+    def _add_function(self, function: types.FunctionType, depth: int, *, opens: bool = True) -> None:
         for cell in function.__closure__ or ():
             content = _content(cell)
             self._cells.append((cell, content))
             self._add(content, depth + 1)
         for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self._add(value, depth + 1)
-        self._add_names(function)
+        self._add_names(function, opens=opens)
         wrapped = function.__dict__.get("__wrapped__", function.__dict__.get("_torchdynamo_orig_callable"))
         if wrapped is not None:
             self._add(wrapped, depth + 1)
 
-    def _add_names(self, function: Any) -> None:
-        """What a function reads and writes by names of globals. Functions and classes among them are not opened."""
+    def _add_names(self, function: Any, *, opens: bool = True) -> None:
+        """What a function reads and writes by names of globals, and what the functions among them hold."""
         code, names = getattr(function, "__code__", None), getattr(function, "__globals__", None)
         if code is None or names is None or id(code) in (seen := self._seen or set()):
             return
         seen.add(id(code))
-        for name in _names_of_state(code, _Globals(names)):
+        state, helpers = _names_of_state(code, _Globals(names))
+        for name in state:
             value = names.get(name, _MISSING)
             self._names.append((names, name, value))
             self._add(value, 1)
+        for name in helpers if opens else ():
+            helper = names.get(name)
+            if isinstance(helper, types.FunctionType) and not self._knows(helper):
+                if helper.__dict__:
+                    self._add_dict(helper.__dict__, 1)
+                self._add_function(helper, 1, opens=False)
 
     def _add_container(self, value: Any, kind: str, depth: int) -> None:
         if len(value) > _MOST_ITEMS:
@@ -441,7 +482,7 @@ class PythonState:
         if isinstance(value, torch.Generator):
             if value.device.type == "cpu":
                 # A tensor of its own: as bytes, it can be compared.
-                self._add_generator(_setting(value), lambda: bytes(value.get_state().numpy()))
+                self._add_generator(_setting(value), lambda: _bytes_of(value))
             return
         bits = getattr(value, "bit_generator", getattr(value, "_bit_generator", None))
         if bits is not None:
@@ -476,6 +517,11 @@ class PythonState:
         for kind, copy in self._classes:
             if not _are_the_same(_attributes_of(kind), copy):
                 yield from _names_of_changes(_attributes_of(kind), copy, frozenset())
+        for value, copy in self._slots:
+            if not _are_the_same(now := _in_slots(value), copy):
+                yield from _names_of_changes(now, copy, frozenset())
+        if any(parameter.requires_grad is not flag for parameter, flag in self._flags):
+            yield "whether a parameter requires grad"
         for array, content in self._arrays:
             if array.tobytes() != content.tobytes():
                 yield "an array"
@@ -515,6 +561,16 @@ class PythonState:
             for name, value in copy.items():
                 if now.get(name, _MISSING) is not value:
                     setattr(kind, name, value)
+        for value, copy in self._slots:
+            now = _in_slots(value)
+            for name in now.keys() - copy.keys():
+                delattr(value, name)
+            for name, each in copy.items():
+                if now.get(name, _MISSING) is not each:
+                    object.__setattr__(value, name, each)
+        for parameter, flag in self._flags:
+            if parameter.requires_grad is not flag:
+                parameter.requires_grad_(flag)
         for array, content in self._arrays:
             if array.tobytes() != content.tobytes():
                 array[...] = content
@@ -569,6 +625,12 @@ def _put_back(place: dict[Any, Any], copy: dict[Any, Any], ignored: frozenset[st
             place[name] = value
 
 
+def _in_slots(value: Any) -> dict[str, Any]:
+    """What is in an object's slots."""
+    found = ((name, getattr(value, name, _MISSING)) for name in _slots[type(value)])
+    return {name: each for name, each in found if each is not _MISSING}
+
+
 def _attributes_of(kind: type) -> dict[str, Any]:
     """A class's attributes that are no methods."""
     attributes = vars(kind)
@@ -597,7 +659,17 @@ def _has_address(tensor: torch.Tensor) -> bool:
 
 
 def _setting(generator: torch.Generator) -> Callable[[Any], object]:
-    return lambda state: generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    def put(state: bytes) -> None:
+        # A fake mode would make this a fake tensor.
+        with _disable_current_modes():
+            generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+    return put
+
+
+def _bytes_of(generator: torch.Generator) -> bytes:
+    with _disable_current_modes():
+        return bytes(generator.get_state().numpy())
 
 
 def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
@@ -661,15 +733,18 @@ class _Globals:
 
 
 @functools.lru_cache(maxsize=1024)
-def _names_of_state(code: types.CodeType, module: _Globals) -> tuple[str, ...]:
-    """Names of globals in a function's code that are no functions, classes or modules."""
-    found = []
+def _names_of_state(code: types.CodeType, module: _Globals) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Names of globals in a function's code: of values that are no functions, classes or modules; and of functions."""
+    found, helpers = [], []
     for name in _names_in(code):
         value = module.names.get(name, _MISSING)
         is_code = isinstance(value, types.ModuleType) or (callable(value) and not isinstance(value, Module))
         if value is not _MISSING and not is_code:
             found.append(name)
-    return tuple(found)
+        root = (getattr(value, "__module__", None) or "").partition(".")[0]
+        if isinstance(value, types.FunctionType) and root not in _OPAQUE_ROOTS:
+            helpers.append(name)
+    return tuple(found), tuple(helpers)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -228,6 +228,8 @@ class Region:
             self.has_inner |= recording.hides
             if self._trace.takes_gradient:
                 self._keep_all()
+                self._proofs.takes_gradients = True
+                self._passage.ledger.note(keeps_note(self._label))
             elif self._drops_output:
                 self._save_outputs(output)
             self._end(output)
@@ -244,8 +246,7 @@ class Region:
 
     def _keep_all(self) -> None:
         """The function takes a gradient inside: nothing of this call is to be computed again when it has ended."""
-        self._proofs.takes_gradients = self._trace.takes_gradient = self.has_inner = True
-        self._passage.ledger.note(keeps_note(self._label))
+        self._trace.takes_gradient = self.has_inner = True
         handle = next((handle for pack, handle in reversed(self._computed) if pack.wanted), None)
         if handle is not None:
             handle.compute_anew()
@@ -432,8 +433,7 @@ class Region:
         self._root = None
         self._rerun.gave(output)
         self._note_state()
-        with torch._C._DisableTorchDispatch():
-            self._find_unknown()
+        self._find_unknown()
         trace.settle()
         if self._observer is not None:
             self._observer.ended(trace, self._packs, trace.values_in(output))
@@ -481,7 +481,8 @@ class Region:
         """Of what was saved before any operator had it: whether it comes from outside, or was made unseen."""
         trace = self._trace
         for pack, handle, tensor in self._unknown:
-            values = [trace.values.find(part) for part in tensors_in((tensor,))]
+            with torch._C._DisableTorchDispatch():
+                values = [trace.values.find(part) for part in tensors_in((tensor,))]
             pack.values = tuple([value for value in values if value is not None])
             if None in values or not trace.outside.keys() >= set(pack.values):
                 # A compiled function's, say.
@@ -489,7 +490,8 @@ class Region:
             elif self._is_alive_anyway(pack.values):
                 pack.wanted = False
                 keeps = self._surroundings is not Surroundings.PASS
-                handle.forgo(KeptHandle(tensor) if keeps else self._passage.alias(tensor))
+                with below_modes(tensor):
+                    handle.forgo(KeptHandle(tensor) if keeps else self._passage.alias(tensor))
 
     def _wanted(self) -> list[tuple[int, int]]:
         """What is to be computed again, each with how many operators must have run."""

@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from spillway.capture.identity import is_parameter, is_wrapper
 from spillway.errors import RecomputeError
 from spillway.regions.calls import Argument, Call, Form
-from spillway.regions.generators import GeneratorState, generator_of
+from spillway.regions.generators import GeneratorState, generator_of, put_state, state_now
 from spillway.regions.labels import Unseen
 from spillway.regions.mode import OperatorMode
 from spillway.regions.outside import Outside
@@ -134,7 +134,7 @@ class Replay(OperatorMode):
         self._own: set[int] = set()
         """Targets that were made anew, and are written themselves."""
         # By now, since the function's Python state is set back when it is called.
-        self._generators = {key: (each, each.get_state()) for key, (each, _) in trace.generators.items()}
+        self._generators = {key: (each, state_now(each)) for key, (each, _) in trace.generators.items()}
         if trace.reentrant:
             # These are leaves here, and casts of leaves are told from casts of these.
             for tensor, values in zip(inputs, trace.inputs, strict=True):
@@ -304,15 +304,15 @@ class Replay(OperatorMode):
         if moment is None:
             return
         generator = generator_of(args, kwargs, moment.device)
-        self._generators.setdefault(id(generator), (generator, generator.get_state()))
-        generator.set_state(moment.state)
+        self._generators.setdefault(id(generator), (generator, state_now(generator)))
+        put_state(generator, moment.state)
 
     def __exit__(self, *error: Any) -> None:
         self.is_over = True
         # It holds what holds this.
         self._ending = None
         for generator, state in self._generators.values():
-            generator.set_state(state)
+            put_state(generator, state)
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def instead(self, values: Any) -> Any:

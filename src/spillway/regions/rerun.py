@@ -23,7 +23,7 @@ from spillway.capture.hooks import Pass
 from spillway.errors import RecomputeError
 from spillway.operators import Choices
 from spillway.records import Decision
-from spillway.regions.generators import generators_now
+from spillway.regions.generators import generators_now, put_state, state_now
 from spillway.regions.globals import Globals, Numerics
 from spillway.regions.kernel_choice import choosing
 from spillway.regions.outside import refuse_written
@@ -123,7 +123,7 @@ class Rerun:
     def _inside(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Run again, whole, as far as the first run has come. See NOTE [ Gradients inside ] in ``region.py``."""
         trace, tell = self._trace, tell_torch()
-        self._proofs.takes_gradients = trace.takes_gradient = True
+        trace.takes_gradient = True
         for call in trace.calls:
             if call.is_settled:
                 call.given = [KeptHandle(tensor) for tensor in call.held or () if tensor is not None]
@@ -163,12 +163,12 @@ class Rerun:
         """Run whole, and without the mode."""
         # A region inside of its own first run may come to know of others.
         generators = list(self._trace.generators.values())
-        states = [generator.get_state() for generator, _ in generators]
+        states = [state_now(generator) for generator, _ in generators]
         written = self._trace.written_bytes()
         now = [content.clone() for content, _ in written]
         try:
             for generator, state in generators:
-                generator.set_state(state)
+                put_state(generator, state)
             for content, before in written:
                 content.copy_(before)
             with nullcontext() if collected is None else Collecting(collected, None).hooks():
@@ -177,7 +177,7 @@ class Rerun:
             for (content, _), latest in zip(written, now, strict=True):
                 content.copy_(latest)
             for (generator, _), state in zip(generators, states, strict=True):
-                generator.set_state(state)
+                put_state(generator, state)
 
     def _replayed(self, tensors: Sequence[torch.Tensor], acts: list[Act], collected: Collected | None) -> Any:
         """Run under the mode; if the run is not like the first one, whole and without it."""
@@ -280,7 +280,9 @@ class Rerun:
         if not any(outside.changed() for outside in trace.outside.values()):
             return
         # A view reads nothing.
-        runs = [call for call, act in zip(trace.calls, self.acts, strict=True) if act is Act.RUN]
+        # In the reentrant mode the re-run's graph saves what an operator reads, also where its output is handed in.
+        acts = zip(trace.calls, self.acts, strict=True)
+        runs = [call for call, act in acts if act is Act.RUN or trace.reentrant]
         read = {value for call in runs if not call.is_only_a_view for value in call.reads} | trace.cast
         for value, outside in trace.outside.items():
             # Compiled code makes its buffers anew, and may have used one for several things.

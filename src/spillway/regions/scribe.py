@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 from spillway.capture.identity import ViewRecipe
 from spillway.regions.calls import Call
-from spillway.regions.generators import GeneratorState, generator_of
+from spillway.regions.generators import GeneratorState, generator_of, put_state
 from spillway.regions.mode import OperatorMode
 from spillway.regions.schema import Facts, facts_of_call
 from spillway.regions.steps import Spot, Step
@@ -125,7 +125,7 @@ class Scribe(OperatorMode):
             before = self._calls[place].before
             if before is None:
                 return None
-            generator_of(args, kwargs, before.device).set_state(before.state)
+            put_state(generator_of(args, kwargs, before.device), before.state)
             self.states[place] = before
         step = Step(func, told, dict(kwargs), is_random=facts.is_random)
         if facts.writes:

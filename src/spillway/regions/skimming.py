@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from spillway.errors import RecomputeError
 from spillway.regions.following import same
-from spillway.regions.generators import GeneratorState, default_generator
+from spillway.regions.generators import GeneratorState, default_generator, state_now
 from spillway.regions.mode import OperatorMode
 from spillway.regions.outline import PASSES, Line, Outline, Role, settings_now
 from spillway.regions.progress import Progress, nothing
@@ -84,7 +84,7 @@ class Skimming(Progress, TorchFunctionMode):
         if not self._is_like(line, args, kwargs):
             return self._unfollowed(func, args, kwargs or {})
         if line.draws >= 0:
-            self._states[line.draws] = GeneratorState(line.device, default_generator(line.device).get_state())
+            self._states[line.draws] = GeneratorState(line.device, state_now(default_generator(line.device)))
         self._running, self.is_running, self._has_saved = line, True, False
         has_ended = False
         try:

@@ -61,11 +61,7 @@ def has_bits(tensor: torch.Tensor) -> bool:
 
 def is_hollow(tensor: torch.Tensor) -> bool:
     """Whether it has no memory, and does not say of what it is made: only its own code knows its content."""
-    return (
-        type(tensor) not in PLAIN
-        and tensor.device.type != "meta"
-        and not (isinstance(tensor, FakeTensor) or is_wrapper(tensor) or has_bits(tensor))
-    )
+    return type(tensor) not in PLAIN and not (isinstance(tensor, FakeTensor) or is_wrapper(tensor) or has_bits(tensor))
 
 
 def nbytes_of(tensor: torch.Tensor) -> int:
@@ -194,6 +190,8 @@ class Tracker:
 
 def alias_of(tensor: torch.Tensor) -> torch.Tensor:
     """The same bytes without history, on a counter of its own."""
+    if isinstance(tensor, FakeTensor):
+        return _fake_alias_of(tensor)
     plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
     if plain and not (tensor.is_conj() or tensor.is_neg()):
         return over(tensor.untyped_storage(), tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())

@@ -59,8 +59,8 @@ class Values:
         start, end = memory.data_ptr(), memory.data_ptr() + memory.nbytes()
         for reference, other in self._known.values():
             storage = reference() if other != value else None
-            if isinstance(storage, torch.UntypedStorage) and storage.nbytes() and start < end:
-                first = _address(storage)
+            if isinstance(storage, torch.UntypedStorage) and storage.device == memory.device and start < end:
+                first = _address(storage) if storage.nbytes() else None
                 if first is not None and first < end and start < first + storage.nbytes():
                     return True
         return False
