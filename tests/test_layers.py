@@ -14,7 +14,7 @@ PACKAGE = SOURCE / "spillway"
 
 WORDS = {"errors", "units", "records", "events"}
 PURE = {"policies", "operators", "blocks", "groups", "planning", "report"}
-ENGINE = WORDS | PURE | {"runtime", "capture", "regions", "losses"}
+ENGINE = WORDS | PURE | {"runtime", "capture", "regions", "checkpointing", "losses"}
 SERVICES = ENGINE | {
     "binding",
     "session",
@@ -47,6 +47,7 @@ ALLOWED: dict[str, set[str]] = {
     "runtime": WORDS,
     "capture": WORDS | {"policies", "groups", "runtime"},
     "regions": WORDS | {"operators", "runtime", "capture"},
+    "checkpointing": WORDS | {"operators", "runtime", "capture", "regions"},
     "losses": WORDS,
     "binding": WORDS | {"runtime"},
     "testing": WORDS | {"runtime"},

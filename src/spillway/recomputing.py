@@ -334,7 +334,7 @@ def _call_region(
         return first()
     again = ReplayedFunction(function, arguments, state, reentrant=how.use_reentrant)
     if _is_plain(how, partition, observer) and not any(passage.is_captured(tensor.device) for tensor in tensors):
-        learned = proofs.learned.setdefault(_kind_of(tensors), Learned())
+        learned: Learned = proofs.learned.setdefault(_kind_of(tensors), Learned())
         checkpointed = CheckpointedCall(
             again,
             state,

@@ -22,10 +22,10 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterator, Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 
-from spillway.checkpointing.learned import Learned
 from spillway.regions.script import Script
 from spillway.regions.tensors import has_bits, is_dense
 from spillway.runtime.bytes import over
@@ -60,7 +60,7 @@ class Proofs:
     def __init__(self) -> None:
         self._right: dict[Hashable, set[Hashable]] = {}
         self.script = Script()
-        self.learned: dict[Hashable, Learned] = {}
+        self.learned: dict[Hashable, Any] = {}
         """What calls of each kind taught the engine without modes."""
         self.wrong: str | None = None
         """Why its regions are not pruned, if they must not be."""

@@ -200,15 +200,12 @@ class PythonState:
             before = self if is_current else self.again()
             if not is_current:
                 self._restore()
-        if is_current:
-            # On the state that it found, the function has changed nothing.
-            yield
-            return
         try:
             yield
         finally:
             with torch._C.DisableTorchFunction():
-                before._restore()
+                if not (is_current and self._is_current()):
+                    before._restore()
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Those that the copy holds: a replay finds them where they were."""
