@@ -118,7 +118,9 @@ def test_each_token_meets_its_experts_again(capsys: pytest.CaptureFixture[str]) 
         # Two experts for each token of three steps, and no token twice.
         assert sum(map(int, counts[1].split(","))) == 3 * 2 * 256
     found = re.search(r"(\d+) KiB were kept, (\d+) KiB left and (\d+) KiB were computed again", lines[2])
-    assert found is not None and all(int(number) > 0 for number in found.groups())
+    assert found is not None
+    kept, left, again = map(int, found.groups())
+    assert kept == 0 < min(left, again)
     assert lines[2].endswith("losses, weights and counts are equal, bit for bit")
 
 

@@ -333,8 +333,12 @@ def _call_region(
         )
         return first()
     again = ReplayedFunction(function, arguments, state, reentrant=how.use_reentrant)
-    if _is_plain(how, partition, observer) and not any(passage.is_captured(tensor.device) for tensor in tensors):
+    is_steered = getattr(function, "is_steered", False)
+    if _is_plain(how, partition, observer) and not is_steered:
         learned: Learned = proofs.learned.setdefault(_kind_of(tensors), Learned())
+        is_captured = any(passage.is_captured(tensor.device) for tensor in tensors)
+        if is_captured:
+            learned.check_capture(draws=how.preserve_rng_state)
         checkpointed = CheckpointedCall(
             again,
             state,
@@ -344,9 +348,10 @@ def _call_region(
             session.verdicts,
             label=_label(function),
             stops_early=how.early_stop,
-            draws=how.preserve_rng_state,
+            draws=how.preserve_rng_state and not is_captured,
             checks=how.determinism_check != "none",
             compares=how.verify == "always",
+            is_captured=is_captured,
             unused=choices.unused(),
         )
         output = checkpointed.run(first, tensors)
@@ -407,7 +412,8 @@ def _is_plain(how: Recompute, partition: Partition | None, observer: Observer | 
         # A reentrant region around runs again, under a mode that redirects what is written.
         return False
     special = how.use_reentrant or how.drop_output or partition is not None or observer is not None
-    return not special and not how.choices.preserves
+    # What a plan foresees of memory are the parts of tapes.
+    return not (special or how.choices.preserves or how.choices.is_planned)
 
 
 def _state_of(function: Callable[..., Any], arguments: Arguments, proofs: Proofs) -> PythonState:

@@ -147,6 +147,7 @@ class _Run:
         self.writes_tape = call.writes_tape
         self.watches = call.watches
         self.state_holder = call
+        self.is_steered = call.pilot is not None
         self._call = call
         self._forward = forward
         self._wants_modules = how.choices.wants_modules

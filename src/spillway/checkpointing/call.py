@@ -113,6 +113,7 @@ class CheckpointedCall:
         draws: whether the replay draws the random numbers of forward.
         checks: whether shape, dtype and device of what is saved are compared.
         compares: whether the values of each call are compared, and not only of samples.
+        is_captured: whether the call is captured into a graph, where nothing is compared.
         unused: selectors that choose nothing, for a note.
     """
 
@@ -130,6 +131,7 @@ class CheckpointedCall:
         draws: bool,
         checks: bool,
         compares: bool = False,
+        is_captured: bool = False,
         unused: Sequence[object] = (),
     ) -> None:
         self._function = function
@@ -143,11 +145,14 @@ class CheckpointedCall:
         self._draws = draws
         self._checks = checks
         self._unused = unused
-        self._is_observed = learned.begins()
+        self._is_captured = is_captured
+        self._is_observed = learned.begins() and not is_captured
         """Whether it is observed in full: see NOTE [ Learning ]."""
-        self._compares = compares or self._is_observed or learned.is_sampled()
+        self._compares = not is_captured and (compares or self._is_observed or learned.is_sampled())
         self._ambience = Ambience.now()
         self._restore: Callable[[], None] = _nothing
+        self._states: list[tuple[torch.Generator, torch.Tensor]] = []
+        """In an observed call: random generators with their states when forward began."""
         self._devices: set[torch.device] = set()
         self._tensors: list[tuple[Any, Callable[[Any], torch.Tensor], bool, bool]] = []
         """Of each tensor among the arguments: its handle, how to unpack it, whether it requires grad, and whether the
@@ -184,12 +189,16 @@ class CheckpointedCall:
             first: runs it, with the caller's own arguments.
             tensors: the tensors among the arguments.
         """
-        self._verdicts.send()
-        self._verdicts.read()
+        if not self._is_captured:
+            self._verdicts.send()
+            self._verdicts.read()
         learned, observed = self._learned, self._is_observed
         self._devices = {tensor.device for tensor in tensors}
         if self._draws:
-            self._restore = states_of(generators_of(self._devices))
+            generators = generators_of(self._devices)
+            self._restore = states_of(generators)
+            if observed:
+                self._states = [(each, each.get_state()) for each in generators]
         watched = self._state.reachable()
         self._odd = next((tensor for tensor in (*tensors, *watched) if type(tensor) not in PLAIN), None)
         with below_modes(self._odd):
@@ -308,6 +317,7 @@ class CheckpointedCall:
     ) -> None:
         """An observed call has ended: see NOTE [ Learning ]."""
         learned = self._learned
+        learned.draws |= any(not torch.equal(a.get_state(), b) for a, b in self._states)
         learned.state = tuple(dict.fromkeys((*learned.state, *self._state.changed())))
         outside = [*tensors_in(tree_leaves(output)), *self._state.again().tensors()]
         storages = {each.untyped_storage()._cdata for each in outside if type(each) in PLAIN and is_strided(each)}
@@ -366,8 +376,7 @@ class CheckpointedCall:
         compares = self._compares and not self._is_running
         collector = self._run_without_replaced(compares) or self._run_again(compares)
         if compares and not collector.is_same():
-            with self._function.on_todays_state() as is_another:
-                again = self._run_again(compares) if is_another else None
+            again = self._run_on_todays_state(compares)
             if again is None or not again.is_same():
                 raise collector.error()
             collector = again
@@ -383,6 +392,17 @@ class CheckpointedCall:
                 slot.value = value
         for differs in collector.differences():
             self._verdicts.add(self._label, differs)
+
+    def _run_on_todays_state(self, compares: bool) -> _Collector | None:
+        """A replay for a function that prepares itself in its first call; ``None``, if there is no other state."""
+        with self._function.on_todays_state() as is_another:
+            if not is_another:
+                return None
+            try:
+                return self._run_again(compares)
+            except Exception as error:
+                # On a state that is no longer the first run's, anything may be missing.
+                raise differed([self._label]) from error
 
     def _run_without_replaced(self, compares: bool) -> _Collector | None:
         """Learn whether the function reads tensors that it replaces: a replay without them is as good then."""

@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import itertools
 
+from spillway.errors import UnsupportedError
+
 _EVERY = 64
 """Calls of which one is compared."""
 _MOST_OBSERVED = 8
@@ -28,7 +30,7 @@ class Learned:
     """What is known of one kind of call of a function. See NOTE [ Learning ]."""
 
     __slots__ = (
-        *("_calls", "_offset", "escaping", "is_validated", "late", "read", "state", "unread", "written"),
+        *("_calls", "_offset", "draws", "escaping", "is_validated", "late", "read", "state", "unread", "written"),
         "written_inputs",
     )
 
@@ -37,6 +39,8 @@ class Learned:
         self._offset = next(_numbers)
         self.is_validated = False
         """Whether a replay was compared in full, and was right."""
+        self.draws = False
+        """Whether the function was seen to draw random numbers of torch's."""
         self.escaping: frozenset[int] = frozenset()
         """Numbers of saved tensors that share memory with an output or with state: somebody else may write them."""
         self.late: frozenset[int] = frozenset()
@@ -60,6 +64,22 @@ class Learned:
         learned.is_validated = True
         learned._offset = 1
         return learned
+
+    def check_capture(self, *, draws: bool) -> None:
+        """A call is about to be captured into a graph, which can neither compare nor set a random generator.
+
+        Args:
+            draws: whether a replay is to draw what forward drew.
+
+        Raises:
+            UnsupportedError: where that would be needed.
+        """
+        if not self.is_validated or (draws and self.draws):
+            raise UnsupportedError(
+                "got a checkpointed function in a graph that is being captured, expected one of which a call was "
+                "recomputed before, and that draws no random numbers; run a step like it in the same session first, "
+                "without capturing, and keep or offload what dropout gives (save='random')"
+            )
 
     def begins(self) -> bool:
         """A call begins; gives whether it is observed in full."""

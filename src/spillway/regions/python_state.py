@@ -629,20 +629,14 @@ def _in_slots(value: Any) -> dict[str, Any]:
 
 
 def _attributes_of(kind: type) -> dict[str, Any]:
-    """A class's attributes that are no methods."""
+    """A class's attributes, its methods among them: somebody may replace one."""
     attributes = vars(kind)
     return {name: attributes[name] for name in _names_of_class(kind, len(attributes)) if name in attributes}
 
 
 @functools.lru_cache(maxsize=1024)
 def _names_of_class(kind: type, count: int) -> tuple[str, ...]:
-    return tuple(
-        name
-        for name, value in vars(kind).items()
-        if not name.startswith("__")
-        and _kinds[type(value)] not in ("function", "bound")
-        and not hasattr(value, "__get__")
-    )
+    return tuple(name for name in vars(kind) if not name.startswith("__"))
 
 
 def _alias_of(buffer: torch.Tensor) -> torch.Tensor:
