@@ -34,16 +34,24 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from spillway.capture.dynamo import untraced
-from spillway.capture.handles import KeptHandle, carry_attributes, check_version, unpack
+from spillway.capture.handles import KeptHandle, check_version, unpack
 from spillway.capture.hooks import Pass
+from spillway.checkpointing.collector import Collector, Meta, meta_of
+from spillway.checkpointing.contents import (
+    copies_of,
+    copy_of,
+    has_content_of,
+    may_be_written,
+    print_of,
+    prints_of,
+    write_back,
+)
 from spillway.checkpointing.learned import Learned
 from spillway.errors import RecomputeError
 from spillway.records import Decision
 from spillway.regions.generators import drawing, generators_of, states_of
 from spillway.regions.globals import Ambience
-from spillway.regions.outside import refuse_written
 from spillway.regions.packs import Enough
-from spillway.regions.proofs import fingerprint, sums
 from spillway.regions.python_state import PythonState, ReleasedError
 from spillway.regions.refusing import Refusing
 from spillway.regions.replayed_function import ReplayedFunction
@@ -51,23 +59,17 @@ from spillway.regions.rerun import rerunning
 from spillway.regions.tensors import (
     PLAIN,
     below_modes,
-    has_bits,
     is_strided,
-    may_be_seed,
-    storage_bytes,
     tensor_without_memory,
     tensors_in,
 )
 from spillway.regions.verdicts import Verdicts, differed
-from spillway.runtime.bytes import over
 
 _KEEP = Decision.KEEP
 _MOST_OBSERVED, _MOST_COPIED = 64 << 20, 1 << 20
 """Bytes of a tensor that is copied in case that the function writes it, in observed calls and in others."""
 _next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
 _weak = weakref.ref
-
-Meta = tuple[Any, torch.dtype, torch.device]
 
 
 class SavedSlot:
@@ -216,12 +218,12 @@ class CheckpointedCall:
             with below_modes(self._odd):
                 self._print_pending(None)
                 if self._compares:
-                    self._output_prints = _prints_of(output)
+                    self._output_prints = prints_of(output)
                 after = [tensor._version for tensor in watched]
                 wrote = {place for place, now in enumerate(after) if now != versions[place]}
                 if observed:
                     # Batch norm's kernels write its running statistics, and no version counter tells.
-                    differ = {id(tensor) for tensor, before in self._before if not _is_same(tensor, before)}
+                    differ = {id(tensor) for tensor, before in self._before if not has_content_of(tensor, before)}
                     wrote |= {place for place, tensor in enumerate(watched) if id(tensor) in differ}
                 if not (wrote or learned.written):
                     self._before.clear()
@@ -256,19 +258,19 @@ class CheckpointedCall:
         for place, tensor in enumerate(tensors):
             if place in written:
                 # What is saved is what it was before.
-                copy = _copy_of(tensor)
+                copy = copy_of(tensor)
                 self._tensors.append((KeptHandle(copy), unpack, tensor.requires_grad, True))
                 continue
             self._tensors.append((pack(tensor), back, tensor.requires_grad, False))
             if self._is_observed:
-                copies[place] = _copy_of(tensor)
+                copies[place] = copy_of(tensor)
         return copies
 
     def _copy_before(self, watched: Sequence[torch.Tensor]) -> None:
         """Copy what the function may write in place: some write a buffer now and then only."""
         written, most = self._learned.written, _MOST_OBSERVED if self._is_observed else _MOST_COPIED
-        found = [tensor for place, tensor in enumerate(watched) if place in written or _may_be_written(tensor, most)]
-        self._before = list(zip(found, _copies_of(found), strict=True))
+        found = [tensor for place, tensor in enumerate(watched) if place in written or may_be_written(tensor, most)]
+        self._before = list(zip(found, copies_of(found), strict=True))
 
     def _packing(self) -> Callable[[torch.Tensor], SavedSlot]:
         """The pack hook of forward."""
@@ -280,7 +282,7 @@ class CheckpointedCall:
                 passage.advance()
             number = len(metas)
             slot = SavedSlot(self, number)
-            metas.append(_meta_of(tensor))
+            metas.append(meta_of(tensor))
             slots.append(_weak(slot))
             if looks:
                 self._observe(tensor, number, slot)
@@ -304,7 +306,7 @@ class CheckpointedCall:
         """Take fingerprints of what earlier operators have saved; ``None``: of all."""
         while self._pending and (node is None or self._pending[0][2] < node):
             number, tensor, _ = self._pending.pop(0)
-            found = _print_of(tensor)
+            found = print_of(tensor)
             if found is not None:
                 self._prints[number] = found
 
@@ -393,7 +395,7 @@ class CheckpointedCall:
         for differs in collector.differences():
             self._verdicts.add(self._label, differs)
 
-    def _run_on_todays_state(self, compares: bool) -> _Collector | None:
+    def _run_on_todays_state(self, compares: bool) -> Collector | None:
         """A replay for a function that prepares itself in its first call; ``None``, if there is no other state."""
         with self._function.on_todays_state() as is_another:
             if not is_another:
@@ -404,7 +406,7 @@ class CheckpointedCall:
                 # On a state that is no longer the first run's, anything may be missing.
                 raise differed([self._label]) from error
 
-    def _run_without_replaced(self, compares: bool) -> _Collector | None:
+    def _run_without_replaced(self, compares: bool) -> Collector | None:
         """Learn whether the function reads tensors that it replaces: a replay without them is as good then."""
         learned = self._learned
         names = (
@@ -424,7 +426,7 @@ class CheckpointedCall:
         learned.read |= names
         return None
 
-    def _run_again(self, compares: bool) -> _Collector:
+    def _run_again(self, compares: bool) -> Collector:
         """Run the function, and collect what it saves."""
         wanted = {number for number, slot in enumerate(self._slots) if slot() is not None}
         until = None
@@ -436,7 +438,7 @@ class CheckpointedCall:
                 until += 1
         changed = [(tensor, version) for tensor, version in self._watched if tensor._version != version]
         changed += [(tensor, -1) for tensor in self._lost]
-        collector = _Collector(
+        collector = Collector(
             self._label,
             wanted,
             until,
@@ -455,8 +457,8 @@ class CheckpointedCall:
             with below_modes(self._odd):
                 tensors = [_argument(*each) for each in self._tensors]
                 targets = [tensor for tensor, _ in self._before]
-                now = list(zip(targets, _copies_of(targets), strict=True))
-                _write(self._before)
+                now = list(zip(targets, copies_of(targets), strict=True))
+                write_back(self._before)
             kept = _unsafe_preserve_version_counter(tuple(tensor for tensor, _ in now)) if now else nullcontext()
             collector.know([*tensors, *(tensor for tensor, _ in self._watched), *(tensor for tensor, _ in now)])
             try:
@@ -483,236 +485,15 @@ class CheckpointedCall:
                 collector.end()
                 restore()
                 with below_modes(self._odd):
-                    _write(now)
+                    write_back(now)
         if refusing is not None:
             refusing.check()
         del output
         return collector
 
 
-class _Collector:
-    """Takes what a replay saves, by its number."""
-
-    def __init__(
-        self,
-        label: str,
-        wanted: set[int],
-        until: int | None,
-        metas: Sequence[Meta],
-        prints: dict[int, torch.Tensor] | None,
-        output_prints: Sequence[torch.Tensor | None],
-        written: set[int],
-        changed: dict[int, tuple[torch.Tensor, int]],
-        *,
-        checks: bool,
-        finds_late: bool,
-    ) -> None:
-        self._label = label
-        self._wanted = wanted
-        self._until = until
-        self._metas = metas
-        self._prints = prints
-        self._output_prints = output_prints
-        self._written = written
-        """Memory that forward wrote: it gets its content of now, and its version, when the replay is over."""
-        self._changed = changed
-        """Memory that was written since forward, with what was there."""
-        self._checks = checks
-        self._finds_late = finds_late
-        self._count = 0
-        self._known: set[int] = set()
-        self._cells: list[list[torch.Tensor]] = []
-        """What the graph of the replay has: a graph that somebody keeps would hold all of it."""
-        self._values: dict[int, tuple[torch.Tensor, int]] = {}
-        self._pending: list[tuple[int, torch.Tensor, torch.Tensor | None, int]] = []
-        self._nodes: dict[int, int] = {}
-        """By numbers of what was saved, those of autograd's nodes that saved it."""
-        self._pairs: list[tuple[int, torch.Tensor, torch.Tensor]] = []
-        self._early: list[tuple[int, torch.Tensor, torch.Tensor]] = []
-        self._other = ""
-        """How what was saved differs from what forward saved."""
-        self.has_ended = False
-        self.late: frozenset[int] = frozenset()
-        """Numbers of what is saved by nodes that write some of it afterwards."""
-
-    def know(self, tensors: Sequence[torch.Tensor]) -> None:
-        """These are there without the replay."""
-        self._known = {each.untyped_storage()._cdata for each in tensors if type(each) in PLAIN and is_strided(each)}
-
-    def made_bytes(self, values: dict[int, tuple[torch.Tensor, int]]) -> int:
-        """Bytes of the storages that the replay made."""
-        made = (tensor for tensor, _ in values.values())
-        return storage_bytes(
-            each
-            for each in made
-            if not is_strided(each) or type(each) not in PLAIN or each.untyped_storage()._cdata not in self._known
-        )
-
-    def pack(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """The hook."""
-        number, self._count = self._count, self._count + 1
-        if self.has_ended:
-            return [tensor.detach()]
-        if number < len(self._metas):
-            if self._checks and not self._other and (meta := _meta_of(tensor)) != self._metas[number]:
-                self._other = f"tensor {number} is {_named(meta)}, and was {_named(self._metas[number])}"
-        elif not self._other:
-            self._other = f"more tensors than the {len(self._metas)} of the forward pass"
-        with below_modes(tensor):
-            alias = _held(tensor)
-            cell = [alias]
-            self._cells.append(cell)
-            if self._prints is not None:
-                node = self._nodes[number] = _next_node()
-                self._compare_pending(node)
-                if number in self._prints:
-                    early = _print_of(alias) if self._finds_late else None
-                    self._pending.append((number, alias, early, node))
-            if number in self._wanted:
-                if self._changed and is_strided(alias) and (known := self._changed.get(alias.untyped_storage()._cdata)):
-                    refuse_written(*known)
-                self._values[number] = alias, self._version_of(alias)
-        if self._until is not None and number >= self._until:
-            self.has_ended = True
-            raise Enough
-        return cell
-
-    def _version_of(self, alias: torch.Tensor) -> int:
-        if self._written and is_strided(alias) and alias.untyped_storage()._cdata in self._written:
-            return -1
-        return -1 if alias.is_inference() else alias._version
-
-    def unpack(self, cell: list[torch.Tensor]) -> torch.Tensor:
-        """The hook."""
-        if cell:
-            return cell[0]
-        raise RecomputeError(
-            f"backward reached a graph that {self._label} left behind when it was recomputed. Backward may go through "
-            f"the graph of the forward pass only. Return what the function keeps in a module or a list as an output."
-        )
-
-    def _compare_pending(self, node: int | None) -> None:
-        prints = self._prints
-        assert prints is not None
-        while self._pending and (node is None or self._pending[0][3] < node):
-            number, tensor, early, _ = self._pending.pop(0)
-            found = _print_of(tensor)
-            if found is not None:
-                self._pairs.append((number, prints[number], found))
-                if early is not None:
-                    self._early.append((number, early, found))
-
-    def gave(self, output: Any) -> None:
-        """The function has come to its end."""
-        if self._prints is None:
-            return
-        found = _prints_of(output)
-        if len(found) != len(self._output_prints):
-            self._other = self._other or f"it gave {len(found)} tensors, not {len(self._output_prints)}"
-            return
-        self._pairs += [
-            (-1, ours, theirs)
-            for ours, theirs in zip(found, self._output_prints, strict=True)
-            if ours is not None and theirs is not None
-        ]
-
-    def end(self) -> None:
-        """The replay is over, whichever way."""
-        with below_modes():
-            if self._prints is not None:
-                self._compare_pending(None)
-        if not self._other and not self.has_ended and self._count <= max(self._wanted, default=-1):
-            self._other = f"{self._count} tensors, not the {len(self._metas)} of the forward pass"
-        self.has_ended = True
-        for cell in self._cells:
-            cell.clear()
-        self._cells.clear()
-
-    def take(self) -> dict[int, tuple[torch.Tensor, int]]:
-        """What is wanted, by numbers. It is not held here any more."""
-        values, self._values = self._values, {}
-        # A constant may have joined the graph since.
-        return {
-            number: (tensor if tensor.is_leaf else _held(tensor), version)
-            for number, (tensor, version) in values.items()
-        }
-
-    def is_same(self) -> bool:
-        """Whether all that was compared is equal, where that must be known now; else the device tells later."""
-        if self._other:
-            return False
-        if not self._finds_late:
-            return True
-        late = {self._nodes[number] for number, a, b in self._early if not torch.equal(a, b)}
-        self.late = frozenset(number for number, node in self._nodes.items() if node in late)
-        return all(torch.equal(a, b) for _, a, b in self._pairs)
-
-    def differences(self) -> list[torch.Tensor]:
-        """Whether values differ, a bool on each device, where nobody waits for it."""
-        if self._finds_late or not self._pairs:
-            return []
-        with below_modes():
-            found: dict[torch.device, list[torch.Tensor]] = {}
-            for _, a, b in self._pairs:
-                found.setdefault(a.device, []).append(a != b)
-            return [torch.stack(each).any() for each in found.values()]
-
-    def raise_if_other(self) -> None:
-        """Raise, if shapes, dtypes, devices or the number of tensors were not those of forward."""
-        if self._other and self._checks:
-            raise self.error()
-
-    def error(self) -> RecomputeError:
-        """What to say of a replay that was another one."""
-        if not self._other:
-            return differed([self._label])
-        return RecomputeError(
-            f"{self._label} saved other tensors when it was recomputed than in its forward pass: {self._other}. It "
-            f"reads something besides its arguments, parameters and Python state that changed in between. Pass that "
-            f"as an argument, or leave it outside of the checkpointed function."
-        )
-
-
-def _held(tensor: torch.Tensor) -> torch.Tensor:
-    """What can be held of a saved tensor: itself, or an alias without the graph, which would hold itself."""
-    if tensor.is_leaf:
-        return tensor
-    alias = tensor.detach()
-    carry_attributes(tensor, alias)
-    return alias
-
-
 def _nothing() -> None:
     return None
-
-
-def _meta_of(tensor: torch.Tensor) -> Meta:
-    try:
-        return tensor.shape, tensor.dtype, tensor.device
-    except RuntimeError:
-        # A strided nested tensor has no one shape.
-        return tensor.numel(), tensor.dtype, tensor.device
-
-
-def _named(meta: Meta) -> str:
-    return f"{tuple(meta[0]) if isinstance(meta[0], torch.Size) else meta[0]} {meta[1]} on {meta[2]}"
-
-
-def _print_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """A fingerprint, if the bits of such a tensor say something: kernels leave workspaces and seeds unwritten."""
-    if tensor.dtype is torch.uint8 or may_be_seed(tensor):
-        return None
-    if is_strided(tensor) and has_bits(tensor) and not tensor.untyped_storage().nbytes():
-        # FSDP has taken the memory of a gathered parameter back.
-        return None
-    found = sums(tensor)
-    return None if found is None else fingerprint(found)
-
-
-def _prints_of(output: Any) -> list[torch.Tensor | None]:
-    parts = tensors_in(tree_leaves(output))
-    with below_modes(next((part for part in parts if type(part) not in PLAIN), None)):
-        return [_print_of(part) for part in parts]
 
 
 def _argument(handle: Any, back: Callable[[Any], torch.Tensor], requires_grad: bool, is_written: bool) -> torch.Tensor:
@@ -729,55 +510,3 @@ def _argument(handle: Any, back: Callable[[Any], torch.Tensor], requires_grad: b
             return alias
         # Not a leaf, which it was not: of leaves, casts are taken for autocast's own.
         return alias.view_as(alias)
-
-
-def _may_be_written(tensor: torch.Tensor, most: int) -> bool:
-    is_leaf = tensor.is_leaf and tensor.requires_grad
-    return not is_leaf and is_strided(tensor) and has_bits(tensor) and tensor.untyped_storage().nbytes() <= most
-
-
-def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy with the same strides, without history."""
-    with torch.no_grad():
-        if type(tensor) not in PLAIN or not is_strided(tensor) or tensor.is_conj() or tensor.is_neg():
-            return tensor.detach().clone()
-        storage = tensor.untyped_storage().clone()  # type: ignore[no-untyped-call, unused-ignore]
-        return over(storage, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
-
-
-def _is_same(tensor: torch.Tensor, copy: torch.Tensor) -> bool:
-    a, b = _print_of(tensor), _print_of(copy)
-    return a is None or b is None or torch.equal(a, b)
-
-
-def _copies_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """As :func:`_copy_of` each, with one kernel for many small tensors: batch norms have three each."""
-    copies: list[torch.Tensor | None] = [None] * len(tensors)
-    several: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    for place, tensor in enumerate(tensors):
-        if type(tensor) in PLAIN and is_strided(tensor) and tensor.is_contiguous() and not tensor.is_neg():
-            several.setdefault((tensor.dtype, tensor.device), []).append(place)
-        else:
-            copies[place] = _copy_of(tensor)
-    with torch.no_grad():
-        for places in several.values():
-            sources = [tensors[place].detach() for place in places]
-            made = [torch.empty_like(source) for source in sources]
-            torch._foreach_copy_(made, sources)
-            for place, copy in zip(places, made, strict=True):
-                copies[place] = copy
-    return copies  # type: ignore[return-value]
-
-
-def _write(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Give tensors their earlier content, which no version counter tells."""
-    if not pairs:
-        return
-    several: dict[tuple[torch.dtype, torch.device], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-    for tensor, content in pairs:
-        targets, contents = several.setdefault((tensor.dtype, tensor.device), ([], []))
-        targets.append(tensor.detach())
-        contents.append(content)
-    with torch.no_grad(), _unsafe_preserve_version_counter(tuple(tensor for tensor, _ in pairs)):
-        for targets, contents in several.values():
-            torch._foreach_copy_(targets, contents)

@@ -1,0 +1,226 @@
+"""What a replay saves, by its number, and how that compares with what forward saved."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from spillway.capture.handles import carry_attributes
+from spillway.checkpointing.contents import print_of, prints_of
+from spillway.errors import RecomputeError
+from spillway.regions.outside import refuse_written
+from spillway.regions.packs import Enough
+from spillway.regions.tensors import PLAIN, below_modes, is_strided, storage_bytes
+from spillway.regions.verdicts import differed
+
+_next_node = torch._C._autograd._get_sequence_nr
+
+Meta = tuple[Any, torch.dtype, torch.device]
+"""Shape, dtype and device of a saved tensor."""
+
+
+class Collector:
+    """Takes what a replay saves, by its number."""
+
+    def __init__(
+        self,
+        label: str,
+        wanted: set[int],
+        until: int | None,
+        metas: Sequence[Meta],
+        prints: dict[int, torch.Tensor] | None,
+        output_prints: Sequence[torch.Tensor | None],
+        written: set[int],
+        changed: dict[int, tuple[torch.Tensor, int]],
+        *,
+        checks: bool,
+        finds_late: bool,
+    ) -> None:
+        self._label = label
+        self._wanted = wanted
+        self._until = until
+        self._metas = metas
+        self._prints = prints
+        self._output_prints = output_prints
+        self._written = written
+        """Memory that forward wrote: it gets its content of now, and its version, when the replay is over."""
+        self._changed = changed
+        """Memory that was written since forward, with what was there."""
+        self._checks = checks
+        self._finds_late = finds_late
+        self._count = 0
+        self._known: set[int] = set()
+        self._cells: list[list[torch.Tensor]] = []
+        """What the graph of the replay has: a graph that somebody keeps would hold all of it."""
+        self._values: dict[int, tuple[torch.Tensor, int]] = {}
+        self._pending: list[tuple[int, torch.Tensor, torch.Tensor | None, int]] = []
+        self._nodes: dict[int, int] = {}
+        """By numbers of what was saved, those of autograd's nodes that saved it."""
+        self._pairs: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+        self._early: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+        self._other = ""
+        """How what was saved differs from what forward saved."""
+        self.has_ended = False
+        self.late: frozenset[int] = frozenset()
+        """Numbers of what is saved by nodes that write some of it afterwards."""
+
+    def know(self, tensors: Sequence[torch.Tensor]) -> None:
+        """These are there without the replay."""
+        self._known = {each.untyped_storage()._cdata for each in tensors if type(each) in PLAIN and is_strided(each)}
+
+    def made_bytes(self, values: dict[int, tuple[torch.Tensor, int]]) -> int:
+        """Bytes of the storages that the replay made."""
+        made = (tensor for tensor, _ in values.values())
+        return storage_bytes(
+            each
+            for each in made
+            if not is_strided(each) or type(each) not in PLAIN or each.untyped_storage()._cdata not in self._known
+        )
+
+    def pack(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """The hook."""
+        number, self._count = self._count, self._count + 1
+        if self.has_ended:
+            return [tensor.detach()]
+        if number < len(self._metas):
+            if self._checks and not self._other and (meta := meta_of(tensor)) != self._metas[number]:
+                self._other = f"tensor {number} is {_named(meta)}, and was {_named(self._metas[number])}"
+        elif not self._other:
+            self._other = f"more tensors than the {len(self._metas)} of the forward pass"
+        with below_modes(tensor):
+            alias = _held(tensor)
+            cell = [alias]
+            self._cells.append(cell)
+            if self._prints is not None:
+                node = self._nodes[number] = _next_node()
+                self._compare_pending(node)
+                if number in self._prints:
+                    early = print_of(alias) if self._finds_late else None
+                    self._pending.append((number, alias, early, node))
+            if number in self._wanted:
+                if self._changed and is_strided(alias) and (known := self._changed.get(alias.untyped_storage()._cdata)):
+                    refuse_written(*known)
+                self._values[number] = alias, self._version_of(alias)
+        if self._until is not None and number >= self._until:
+            self.has_ended = True
+            raise Enough
+        return cell
+
+    def _version_of(self, alias: torch.Tensor) -> int:
+        if self._written and is_strided(alias) and alias.untyped_storage()._cdata in self._written:
+            return -1
+        return -1 if alias.is_inference() else alias._version
+
+    def unpack(self, cell: list[torch.Tensor]) -> torch.Tensor:
+        """The hook."""
+        if cell:
+            return cell[0]
+        raise RecomputeError(
+            f"backward reached a graph that {self._label} left behind when it was recomputed. Backward may go through "
+            f"the graph of the forward pass only. Return what the function keeps in a module or a list as an output."
+        )
+
+    def _compare_pending(self, node: int | None) -> None:
+        prints = self._prints
+        assert prints is not None
+        while self._pending and (node is None or self._pending[0][3] < node):
+            number, tensor, early, _ = self._pending.pop(0)
+            found = print_of(tensor)
+            if found is not None:
+                self._pairs.append((number, prints[number], found))
+                if early is not None:
+                    self._early.append((number, early, found))
+
+    def gave(self, output: Any) -> None:
+        """The function has come to its end."""
+        if self._prints is None:
+            return
+        found = prints_of(output)
+        if len(found) != len(self._output_prints):
+            self._other = self._other or f"it gave {len(found)} tensors, not {len(self._output_prints)}"
+            return
+        self._pairs += [
+            (-1, ours, theirs)
+            for ours, theirs in zip(found, self._output_prints, strict=True)
+            if ours is not None and theirs is not None
+        ]
+
+    def end(self) -> None:
+        """The replay is over, whichever way."""
+        with below_modes():
+            if self._prints is not None:
+                self._compare_pending(None)
+        if not self._other and not self.has_ended and self._count <= max(self._wanted, default=-1):
+            self._other = f"{self._count} tensors, not the {len(self._metas)} of the forward pass"
+        self.has_ended = True
+        for cell in self._cells:
+            cell.clear()
+        self._cells.clear()
+
+    def take(self) -> dict[int, tuple[torch.Tensor, int]]:
+        """What is wanted, by numbers. It is not held here any more."""
+        values, self._values = self._values, {}
+        # A constant may have joined the graph since.
+        return {
+            number: (tensor if tensor.is_leaf else _held(tensor), version)
+            for number, (tensor, version) in values.items()
+        }
+
+    def is_same(self) -> bool:
+        """Whether all that was compared is equal, where that must be known now; else the device tells later."""
+        if self._other:
+            return False
+        if not self._finds_late:
+            return True
+        late = {self._nodes[number] for number, a, b in self._early if not torch.equal(a, b)}
+        self.late = frozenset(number for number, node in self._nodes.items() if node in late)
+        return all(torch.equal(a, b) for _, a, b in self._pairs)
+
+    def differences(self) -> list[torch.Tensor]:
+        """Whether values differ, a bool on each device, where nobody waits for it."""
+        if self._finds_late or not self._pairs:
+            return []
+        with below_modes():
+            found: dict[torch.device, list[torch.Tensor]] = {}
+            for _, a, b in self._pairs:
+                found.setdefault(a.device, []).append(a != b)
+            return [torch.stack(each).any() for each in found.values()]
+
+    def raise_if_other(self) -> None:
+        """Raise, if shapes, dtypes, devices or the number of tensors were not those of forward."""
+        if self._other and self._checks:
+            raise self.error()
+
+    def error(self) -> RecomputeError:
+        """What to say of a replay that was another one."""
+        if not self._other:
+            return differed([self._label])
+        return RecomputeError(
+            f"{self._label} saved other tensors when it was recomputed than in its forward pass: {self._other}. It "
+            f"reads something besides its arguments, parameters and Python state that changed in between. Pass that "
+            f"as an argument, or leave it outside of the checkpointed function."
+        )
+
+
+def _held(tensor: torch.Tensor) -> torch.Tensor:
+    """What can be held of a saved tensor: itself, or an alias without the graph, which would hold itself."""
+    if tensor.is_leaf:
+        return tensor
+    alias = tensor.detach()
+    carry_attributes(tensor, alias)
+    return alias
+
+
+def meta_of(tensor: torch.Tensor) -> Meta:
+    """What tells a saved tensor from others, without a look at its content."""
+    try:
+        return tensor.shape, tensor.dtype, tensor.device
+    except RuntimeError:
+        # A strided nested tensor has no one shape.
+        return tensor.numel(), tensor.dtype, tensor.device
+
+
+def _named(meta: Meta) -> str:
+    return f"{tuple(meta[0]) if isinstance(meta[0], torch.Size) else meta[0]} {meta[1]} on {meta[2]}"

@@ -1,0 +1,86 @@
+"""What is compared and copied of tensors' contents: fingerprints, and copies of what a function writes in place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.utils._pytree import tree_leaves
+
+from spillway.regions.proofs import fingerprint, sums
+from spillway.regions.tensors import PLAIN, below_modes, has_bits, is_strided, may_be_seed, tensors_in
+from spillway.runtime.bytes import over
+
+
+def print_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """A fingerprint, if the bits of such a tensor say something: kernels leave workspaces and seeds unwritten."""
+    if tensor.dtype is torch.uint8 or may_be_seed(tensor):
+        return None
+    if is_strided(tensor) and has_bits(tensor) and not tensor.untyped_storage().nbytes():
+        # FSDP has taken the memory of a gathered parameter back.
+        return None
+    found = sums(tensor)
+    return None if found is None else fingerprint(found)
+
+
+def prints_of(output: Any) -> list[torch.Tensor | None]:
+    """Fingerprints of all tensors that a function gives."""
+    parts = tensors_in(tree_leaves(output))
+    with below_modes(next((part for part in parts if type(part) not in PLAIN), None)):
+        return [print_of(part) for part in parts]
+
+
+def may_be_written(tensor: torch.Tensor, most: int) -> bool:
+    """Whether a function that reaches this tensor may write it in place, and a copy takes no more bytes than that."""
+    is_leaf = tensor.is_leaf and tensor.requires_grad
+    return not is_leaf and is_strided(tensor) and has_bits(tensor) and tensor.untyped_storage().nbytes() <= most
+
+
+def copy_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy with the same strides, without history."""
+    with torch.no_grad():
+        if type(tensor) not in PLAIN or not is_strided(tensor) or tensor.is_conj() or tensor.is_neg():
+            return tensor.detach().clone()
+        storage = tensor.untyped_storage().clone()  # type: ignore[no-untyped-call, unused-ignore]
+        return over(storage, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
+
+
+def has_content_of(tensor: torch.Tensor, copy: torch.Tensor) -> bool:
+    """Whether a tensor still has the content of an earlier copy."""
+    a, b = print_of(tensor), print_of(copy)
+    return a is None or b is None or torch.equal(a, b)
+
+
+def copies_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """As :func:`copy_of` each, with one kernel for many small tensors: batch norms have three each."""
+    copies: list[torch.Tensor | None] = [None] * len(tensors)
+    several: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        if type(tensor) in PLAIN and is_strided(tensor) and tensor.is_contiguous() and not tensor.is_neg():
+            several.setdefault((tensor.dtype, tensor.device), []).append(place)
+        else:
+            copies[place] = copy_of(tensor)
+    with torch.no_grad():
+        for places in several.values():
+            sources = [tensors[place].detach() for place in places]
+            made = [torch.empty_like(source) for source in sources]
+            torch._foreach_copy_(made, sources)
+            for place, copy in zip(places, made, strict=True):
+                copies[place] = copy
+    return copies  # type: ignore[return-value]
+
+
+def write_back(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Give tensors their earlier content, which no version counter tells."""
+    if not pairs:
+        return
+    several: dict[tuple[torch.dtype, torch.device], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for tensor, content in pairs:
+        targets, contents = several.setdefault((tensor.dtype, tensor.device), ([], []))
+        targets.append(tensor.detach())
+        contents.append(content)
+    with torch.no_grad(), _unsafe_preserve_version_counter(tuple(tensor for tensor, _ in pairs)):
+        for targets, contents in several.values():
+            torch._foreach_copy_(targets, contents)
