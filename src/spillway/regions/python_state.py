@@ -45,6 +45,8 @@ from torch.nn import Module
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import _disable_current_modes
 
+from spillway.errors import RecomputeError
+
 _DEPTH = 6
 """How many containers and objects deep state is copied."""
 _FILE_DEPTH = 2
@@ -671,8 +673,15 @@ def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
         return stand_in
 
 
-class ReleasedError(Exception):
+class ReleasedError(RecomputeError):
     """A replay reads a tensor that is not held for it."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "A recomputed function reads a tensor in an attribute that it had replaced without reading it in earlier "
+            "calls. That tensor is not held for the replay. Pass it as an argument, or keep or offload what the "
+            "function computes from it."
+        )
 
 
 class _Released(torch.Tensor):
@@ -684,7 +693,7 @@ class _Released(torch.Tensor):
     ) -> Any:
         if getattr(func, "__name__", "") in _TOLD:
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
-        raise ReleasedError
+        raise ReleasedError()
 
 
 _TOLD = frozenset(
