@@ -50,7 +50,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from spillway.capture.dynamo import has_compiled
+from spillway.capture.dynamo import may_run_compiled
 from spillway.capture.handles import Handle, KeptHandle, unpack
 from spillway.capture.hooks import Pass, in_backward
 from spillway.capture.identity import is_parameter
@@ -208,7 +208,7 @@ class Region:
             # What saves may change its mind about a call that has ended.
             script=() if self._choices.saved_by else self._script.calls,
         )
-        choice = None if has_compiled() else KernelChoice(reentrant=self._reentrant)
+        choice = None if may_run_compiled(self._root) else KernelChoice(reentrant=self._reentrant)
         choosing = nullcontext() if choice is None else choice
         if choice is not None:
             self._trace.chosen = choice.results
