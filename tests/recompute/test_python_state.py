@@ -11,6 +11,7 @@ import io
 import itertools
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -557,3 +558,7 @@ def test_what_changes_in_names_alone_is_seen(regions: Regions, kind: str) -> Non
         yield torch.tensor([len(name) for name in block.named] + [len(block.children_of_it)])
 
     regions(step)
+
+
+def test_a_source_without_state_is_no_state(regions: Regions) -> None:
+    assert not PythonState(partial(lambda source: source, random.SystemRandom())).changes

@@ -373,6 +373,9 @@ class PythonState:
                 self._add(each, depth + 1)
 
     def _add_random(self, value: Any) -> None:
+        if isinstance(value, random.SystemRandom):
+            # The system's source has no state.
+            return
         if isinstance(value, random.Random):
             self._add_generator(value.setstate, value.getstate)
             return
