@@ -356,7 +356,7 @@ def measure(name: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             row["failed"] = str(error)[:300]
         yield row
         training = None  # type: ignore[assignment]
-        # A checkpointed block refers to itself by its forward: without this, the next way's peak has this model, too.
+        # A checkpointed block refers to itself by its forward: without this, the next way's peak has its model, too.
         gc.collect()
         spillway.Session.default().close()
         if options.device != "cpu":

@@ -11,6 +11,7 @@ import io
 import itertools
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -520,3 +521,47 @@ def test_a_function_that_deletes_what_it_reads_beside_unseen_state(regions: Regi
     y = spillway.recompute(block, torch.randn(4, 8, requires_grad=True) * 1, session=regions.session)
     with pytest.raises(spillway.RecomputeError, match="other values when"):
         y.sum().backward()
+
+
+class Renames(nn.Module):
+    """Its state has the same values under other names, or in containers that were empty."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.up = kind, nn.Linear(8, 8)
+        self.named, self.children_of_it = {"a": 2.0}, nn.ModuleDict()
+        self.generator = np.random.RandomState(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.up(x))
+        if self.kind == "a key":
+            (name,) = self.named
+            self.named[name + "a"] = self.named.pop(name)
+            return (y * len(name)).sin()
+        if self.kind == "a first buffer":
+            seen = self._buffers.get("seen")
+            self.register_buffer("seen", torch.ones(8) if seen is None else seen * 2)
+            return (y * self.get_buffer("seen")).sin()
+        if self.kind == "a first module":
+            self.children_of_it["more" * (len(self.children_of_it) + 1)] = nn.Identity()
+            return (y * len(self.children_of_it)).sin()
+        return (y * float(self.generator.randn())).sin()
+
+
+@pytest.mark.parametrize("kind", ["a key", "a first buffer", "a first module", "a pair of normal numbers"])
+def test_what_changes_in_names_alone_is_seen(regions: Regions, kind: str) -> None:
+    def step(call: Call) -> Iterator[Tensor]:
+        block = Renames(kind)
+        for _ in range(4):
+            x = torch.randn(4, 8, requires_grad=True)
+            block.zero_grad()
+            call(block, x * 1).sum().backward()
+            assert x.grad is not None
+            yield from (x.grad, *(each.grad for each in block.parameters() if each.grad is not None))
+        yield torch.tensor([len(name) for name in block.named] + [len(block.children_of_it)])
+
+    regions(step)
+
+
+def test_a_source_without_state_is_no_state(regions: Regions) -> None:
+    assert not PythonState(partial(lambda source: source, random.SystemRandom())).changes

@@ -451,6 +451,8 @@ def test_state_beside_a_gradient_inside(
     """State that is not seen may be refused. Then nothing else has been said."""
     if what == "hidden" and where == "within":
         pytest.skip("it counts each run of the inner function")
+    if what == "swapped tensors" and where == "within" and inner == {}:
+        pytest.skip("torch swaps no tensor that a tape refers to, which is written in the third call")
 
     def step(call: Call) -> Iterator[Tensor]:
         block = Inside(what, where, call, inner)

@@ -385,10 +385,10 @@ class PythonState:
             attributes = each.__dict__
             self._attributes.append((attributes, attributes.copy()))
             # Those of a scripted module are no dictionaries.
-            if attributes["_modules"] and type(attributes["_modules"]) in _DICTS:
+            if type(attributes["_modules"]) in _DICTS:
                 self._dicts.append((attributes["_modules"], attributes["_modules"].copy()))
             parameters = attributes["_parameters"]
-            if parameters and type(parameters) in _DICTS:
+            if type(parameters) in _DICTS:
                 if _are_plain(parameters):
                     self._parameters.append((parameters, parameters.copy()))
                     for each_parameter in parameters.values():
@@ -399,7 +399,7 @@ class PythonState:
                 else:
                     self.is_lazy = self.is_lazy or any(map(is_lazy, parameters.values()))
             buffers = attributes["_buffers"]
-            if buffers and type(buffers) in _DICTS:
+            if type(buffers) in _DICTS:
                 self._dicts.append((buffers, buffers.copy()))
                 for buffer in buffers.values():
                     if type(buffer) is not torch.Tensor:
@@ -475,6 +475,9 @@ class PythonState:
                 self._add(each, depth + 1)
 
     def _add_random(self, value: Any) -> None:
+        if isinstance(value, random.SystemRandom):
+            # The system's source has no state.
+            return
         if isinstance(value, random.Random):
             self._add_generator(value.setstate, value.getstate)
             return
@@ -482,6 +485,12 @@ class PythonState:
             if value.device.type == "cpu":
                 # A tensor of its own: as bytes, it can be compared.
                 self._add_generator(_setting(value), lambda: _bytes_of(value))
+            return
+        if hasattr(value, "get_state"):
+            # Of normal numbers, NumPy's older generators hold the second one of a pair.
+            self._add_generator(
+                lambda state: value.set_state(pickle.loads(state)), lambda: pickle.dumps(value.get_state(legacy=False))
+            )
             return
         bits = getattr(value, "bit_generator", getattr(value, "_bit_generator", None))
         if bits is not None:
@@ -607,7 +616,7 @@ def _are_plain(parameters: dict[str, Any]) -> bool:
 
 def _are_the_same(place: dict[Any, Any], copy: dict[Any, Any]) -> bool:
     # By identity: tensors and arrays have no truth value when they are compared.
-    return len(place) == len(copy) and all(map(operator.is_, place.values(), copy.values()))
+    return place.keys() == copy.keys() and all(map(operator.is_, place.values(), copy.values()))
 
 
 def _names_of_changes(place: dict[Any, Any], copy: dict[Any, Any], ignored: frozenset[str]) -> Iterator[str]:
