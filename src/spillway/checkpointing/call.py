@@ -52,7 +52,7 @@ from spillway.records import Decision
 from spillway.regions.generators import drawing, generators_of, states_of
 from spillway.regions.globals import Ambience
 from spillway.regions.packs import Enough
-from spillway.regions.python_state import PythonState, ReleasedError
+from spillway.regions.python_state import PythonState
 from spillway.regions.refusing import Refusing
 from spillway.regions.replayed_function import ReplayedFunction
 from spillway.regions.rerun import rerunning
@@ -338,10 +338,6 @@ class CheckpointedCall:
             f"{' and more' if len(names) > 4 else ''}). Each recomputation starts from the state before the forward, "
             f"and puts the later state back."
         )
-        unread = self._learned.unread
-        gone = {id(copy[name]) for name, copies in self._state.replaced().items() if name in unread for copy in copies}
-        self._watched = [pair for pair in self._watched if id(pair[0]) not in gone]
-        self._state.let_go(unread)
 
     # Backward.
 
@@ -376,7 +372,7 @@ class CheckpointedCall:
         passage.was_recomputed = True
         passage.ledger.note_unused(self._unused)
         compares = self._compares and not self._is_running
-        collector = self._run_without_replaced(compares) or self._run_again(compares)
+        collector = self._run_again(compares)
         if compares and not collector.is_same():
             again = self._run_on_todays_state(compares)
             if again is None or not again.is_same():
@@ -405,26 +401,6 @@ class CheckpointedCall:
             except Exception as error:
                 # On a state that is no longer the first run's, anything may be missing.
                 raise differed([self._label]) from error
-
-    def _run_without_replaced(self, compares: bool) -> Collector | None:
-        """Learn whether the function reads tensors that it replaces: a replay without them is as good then."""
-        learned = self._learned
-        names = (
-            self._state.replaced().keys() - learned.read - learned.unread if learned.state and self._checks else set()
-        )
-        if not names or self._is_running:
-            return None
-        hold = self._state.let_go(names)
-        try:
-            collector = self._run_again(compares)
-        except ReleasedError:
-            collector = None
-        if collector is not None and (not compares or collector.is_same()):
-            learned.unread |= names
-            return collector
-        hold()
-        learned.read |= names
-        return None
 
     def _run_again(self, compares: bool) -> Collector:
         """Run the function, and collect what it saves."""
@@ -475,8 +451,6 @@ class CheckpointedCall:
                     collector.gave(output)
             except Enough:
                 pass
-            except ReleasedError:
-                raise
             except Exception:
                 # The function may have made another error of ours.
                 if not collector.has_ended:

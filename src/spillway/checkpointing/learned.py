@@ -30,7 +30,7 @@ class Learned:
     """What is known of one kind of call of a function. See NOTE [ Learning ]."""
 
     __slots__ = (
-        *("_calls", "_offset", "draws", "escaping", "is_validated", "late", "read", "state", "unread", "written"),
+        *("_calls", "_offset", "draws", "escaping", "is_validated", "late", "state", "written"),
         "written_inputs",
     )
 
@@ -52,10 +52,6 @@ class Learned:
 
         self.state: tuple[str, ...] = ()
         """Names of the Python state that the function changes."""
-        self.read: frozenset[str] = frozenset()
-        """Names of attributes whose tensor the function replaces, and reads before."""
-        self.unread: frozenset[str] = frozenset()
-        """Those whose old tensor it does not read: nobody holds that for a replay."""
 
     @classmethod
     def believed(cls) -> Learned:

@@ -45,7 +45,6 @@ from torch.nn import Module
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import _disable_current_modes
 
-from spillway.errors import RecomputeError
 
 _DEPTH = 6
 """How many containers and objects deep state is copied."""
@@ -291,35 +290,6 @@ class PythonState:
                 is_plain = type(value) is torch.Tensor and value.layout is torch.strided
                 if is_plain and place.get(name, _MISSING) is not value and not is_read(value):
                     copy[name] = _stand_in(value)
-
-    def replaced(self) -> dict[str, list[dict[Any, Any]]]:
-        """By names, the copies of attributes whose plain tensor is another one now, or none."""
-        found: dict[str, list[dict[Any, Any]]] = {}
-        for place, copy in (*self._attributes, *self._dicts):
-            for name, value in copy.items():
-                if type(value) is torch.Tensor and place.get(name, _MISSING) is not value and isinstance(name, str):
-                    found.setdefault(name, []).append(copy)
-        return found
-
-    def let_go(self, names: Iterable[str]) -> Callable[[], None]:
-        """Hold the replaced tensors of these names no longer; gives what holds them again.
-
-        A stand-in takes the place of each. It tells its shape, and raises :class:`ReleasedError` where its bytes are
-        read.
-        """
-        replaced = self.replaced()
-        pairs = [(copy, name, copy[name]) for name in names for copy in replaced.get(name, ())]
-        self._live = self._reachable = None
-        for copy, name, value in pairs:
-            if value.layout is torch.strided and not value.is_nested:
-                copy[name] = _stand_in(value).as_subclass(_Released)
-
-        def hold() -> None:
-            for copy, name, value in pairs:
-                copy[name] = value
-            self._live = self._reachable = None
-
-        return hold
 
     def again(self) -> PythonState:
         """A copy of the same places, taken now."""
@@ -680,35 +650,6 @@ def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
         stand_in = torch.empty((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
         stand_in.__dict__["_is_stand_in"] = True
         return stand_in
-
-
-class ReleasedError(RecomputeError):
-    """A replay reads a tensor that is not held for it."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            "A recomputed function reads a tensor in an attribute that it had replaced without reading it in earlier "
-            "calls. That tensor is not held for the replay. Pass it as an argument, or keep or offload what the "
-            "function computes from it."
-        )
-
-
-class _Released(torch.Tensor):
-    """A stand-in that tells its shape alone."""
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if getattr(func, "__name__", "") in _TOLD:
-            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
-        raise ReleasedError()
-
-
-_TOLD = frozenset(
-    ("__get__", "size", "dim", "numel", "stride", "is_contiguous", "__len__", "is_floating_point", "detach")
-)
-"""Functions of tensors that read no bytes."""
 
 
 def _is_read_tensor(value: Any) -> bool:
