@@ -50,6 +50,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 _CHECKS = ("default", "none")
 _VERIFIES = ("sampled", "always")
+_MOST_KINDS = 16
+"""Kinds of calls of one function that are told apart by numbers among the arguments."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -335,7 +337,10 @@ def _call_region(
     again = ReplayedFunction(function, arguments, state, reentrant=how.use_reentrant)
     is_steered = getattr(function, "is_steered", False)
     if _is_plain(how, partition, observer) and not is_steered:
-        learned: Learned = proofs.learned.setdefault(_kind_of(tensors), Learned())
+        learned = _learned(proofs, function, tensors, arguments)
+        if learned.takes_gradients:
+            passage.ledger.note(keeps_note(_label(function)))
+            return first()
         is_captured = any(passage.is_captured(tensor.device) for tensor in tensors)
         if is_captured:
             learned.check_capture(draws=how.preserve_rng_state)
@@ -353,6 +358,7 @@ def _call_region(
             compares=how.verify == "always",
             is_captured=is_captured,
             unused=choices.unused(),
+            tell_outer=None if outer is None else outer.has_gradient_inside,
         )
         output = checkpointed.run(first, tensors)
         proofs.numpy_draws = state.numpy_draws
@@ -430,8 +436,17 @@ def _state_of(function: Callable[..., Any], arguments: Arguments, proofs: Proofs
     return state
 
 
-def _kind_of(tensors: Sequence[torch.Tensor]) -> Hashable:
-    return tuple([(tensor.dtype, tensor.dim(), tensor.requires_grad) for tensor in tensors])
+def _learned(
+    proofs: Proofs, function: Callable[..., Any], tensors: Sequence[torch.Tensor], arguments: Arguments
+) -> Learned:
+    """What calls of this kind taught: by types of tensors, flags and numbers, and whether the module trains."""
+    types = tuple([(tensor.dtype, tensor.dim(), tensor.requires_grad) for tensor in tensors])
+    kind: Hashable = (types, arguments.numbers(), getattr(_module_of(function), "training", None))
+    if kind not in proofs.learned and len(proofs.learned) >= _MOST_KINDS:
+        # A number may count calls.
+        kind = types
+    learned: Learned = proofs.learned.setdefault(kind, Learned())
+    return learned
 
 
 def _run_in(

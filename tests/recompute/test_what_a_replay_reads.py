@@ -401,6 +401,9 @@ READS_STATE: dict[str, Callable[[Inside, Tensor], Tensor]] = {
 }
 
 
+MAY_BE_REFUSED = ("written through data", "swapped tensors", "nuclear norm", "eigenvalues")
+
+
 class Inside(nn.Module):
     """Takes a gradient of an energy, before or after which something reads or changes state."""
 
@@ -469,7 +472,9 @@ def test_state_beside_a_gradient_inside(
             )
 
     with torch.jit.optimized_execution(False):
-        if what == "hidden":
+        # Of two regions in each other, one runs under a mode, and the other does not.
+        is_mixed = (inner or {}).get("save") != outer.get("save") and inner is not None
+        if what == "hidden" or (is_mixed and what in MAY_BE_REFUSED):
             regions.right_or_refused(step)
         else:
             regions(step, collect=True)
@@ -477,7 +482,7 @@ def test_state_beside_a_gradient_inside(
 
 def test_unseen_state_beside_a_gradient_inside_is_refused(regions: Regions) -> None:
     block = Inside("hidden", "before", Call(None), None)
-    with pytest.raises(spillway.RecomputeError, match="takes a gradient inside, and that computed something else"):
+    with pytest.raises(spillway.RecomputeError, match="got other values when Inside ran again"):
         spillway.recompute(block, torch.randn(4, 8, requires_grad=True) * 1, session=regions.session)
 
 

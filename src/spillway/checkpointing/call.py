@@ -13,6 +13,12 @@ The replay is right if the function does the same when it runs again, as for ``t
 more of that than torch does: the number, shape, dtype and device of each saved tensor in every call, versions of what
 the function reads, and the values themselves in the first call and in samples of the later ones (``learned.py``).
 
+NOTE [ Gradients inside ]
+
+A function may take a gradient of what it computes. Autograd then asks for a slot while forward goes on. The function
+is replayed as far as it has come, and is compared. What it saved until then is kept from there on, and all that it
+saves later: such a call is not replayed when it has ended. Later calls of the kind are plain.
+
 NOTE [ What holds what ]
 
 Autograd owns the slots. A slot owns the call, and the call owns the arguments' handles and the copy of the Python
@@ -29,24 +35,16 @@ from typing import Any
 
 import torch
 from torch._C._autograd import _top_saved_tensors_default_hooks
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from spillway.capture.dynamo import untraced
 from spillway.capture.handles import KeptHandle, check_version, unpack
 from spillway.capture.hooks import Pass
-from spillway.checkpointing.collector import Collector, Meta, meta_of
-from spillway.checkpointing.contents import (
-    copies_of,
-    copy_of,
-    has_content_of,
-    may_be_written,
-    print_of,
-    prints_of,
-    write_back,
-)
+from spillway.checkpointing.collector import Collector, Meta, alias_of, meta_of
+from spillway.checkpointing.contents import copy_of, has_content_of, overlap, print_of, prints_of
 from spillway.checkpointing.learned import Learned
+from spillway.checkpointing.reached import ReachedTensors
 from spillway.errors import RecomputeError
 from spillway.records import Decision
 from spillway.regions.generators import drawing, generators_of, states_of
@@ -54,6 +52,7 @@ from spillway.regions.globals import Ambience
 from spillway.regions.packs import Enough
 from spillway.regions.python_state import PythonState
 from spillway.regions.refusing import Refusing
+from spillway.regions.region import keeps_note
 from spillway.regions.replayed_function import ReplayedFunction
 from spillway.regions.rerun import rerunning
 from spillway.regions.tensors import (
@@ -66,8 +65,6 @@ from spillway.regions.tensors import (
 from spillway.regions.verdicts import Verdicts, differed
 
 _KEEP = Decision.KEEP
-_MOST_OBSERVED, _MOST_COPIED = 64 << 20, 1 << 20
-"""Bytes of a tensor that is copied in case that the function writes it, in observed calls and in others."""
 _next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
 _weak = weakref.ref
 
@@ -94,6 +91,11 @@ class SavedSlot:
             self.version = tensor._version
             self.tracker = tensor_without_memory(tensor)
 
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Hold the tensor."""
+        with below_modes(tensor):
+            self.value = alias_of(tensor), -1 if tensor.is_inference() else tensor._version
+
     def unpack(self) -> torch.Tensor:
         if self.tracker is not None and self.tracker._version != self.version:
             check_version(self.tracker, self.version, self.tracker)
@@ -117,6 +119,7 @@ class CheckpointedCall:
         compares: whether the values of each call are compared, and not only of samples.
         is_captured: whether the call is captured into a graph, where nothing is compared.
         unused: selectors that choose nothing, for a note.
+        tell_outer: called before each replay, for a region around that still runs.
     """
 
     def __init__(
@@ -135,6 +138,7 @@ class CheckpointedCall:
         compares: bool = False,
         is_captured: bool = False,
         unused: Sequence[object] = (),
+        tell_outer: Callable[[], None] | None = None,
     ) -> None:
         self._function = function
         self._state = state
@@ -147,6 +151,9 @@ class CheckpointedCall:
         self._draws = draws
         self._checks = checks
         self._unused = unused
+        self._tell_outer = tell_outer
+        self._keeps = False
+        """Whether what autograd saves is kept: see NOTE [ Gradients inside ]."""
         self._is_captured = is_captured
         self._is_observed = learned.begins() and not is_captured
         """Whether it is observed in full: see NOTE [ Learning ]."""
@@ -172,12 +179,8 @@ class CheckpointedCall:
         """What was saved by the operator that runs, which may write it yet, with the number of its node."""
         self._storages: dict[int, int] = {}
         """In an observed call: memory of what forward saved, by numbers."""
-        self._watched: list[tuple[torch.Tensor, int]] = []
-        """What the function can reach besides its arguments, with its versions when forward had ended."""
-        self._before: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """Tensors that forward wrote in place, each with a copy of what it was before."""
-        self._lost: list[torch.Tensor] = []
-        """Tensors that forward wrote in place, of which there is no copy."""
+        self._reached: ReachedTensors
+        """What the function can reach besides its arguments."""
         self._lock = threading.RLock()
         self._is_running = False
         self._is_replaying = False
@@ -195,18 +198,24 @@ class CheckpointedCall:
             self._verdicts.send()
             self._verdicts.read()
         learned, observed = self._learned, self._is_observed
+        if learned.written_inputs and overlap(tensors, learned.written_inputs):
+            # Copies would be apart from each other.
+            self._passage.ledger.note(
+                f"{self._label} writes an argument that shares memory with another one. What autograd saves in it is "
+                f"kept, not recomputed."
+            )
+            return first()
         self._devices = {tensor.device for tensor in tensors}
         if self._draws:
             generators = generators_of(self._devices)
             self._restore = states_of(generators)
             if observed:
                 self._states = [(each, each.get_state()) for each in generators]
-        watched = self._state.reachable()
-        self._odd = next((tensor for tensor in (*tensors, *watched) if type(tensor) not in PLAIN), None)
+        named = self._state.reachable()
+        self._odd = next((each for each in (*tensors, *(each for _, each in named)) if type(each) not in PLAIN), None)
         with below_modes(self._odd):
             copies = self._save_inputs(tensors)
-            versions = [tensor._version for tensor in watched]
-            self._copy_before(watched)
+            self._reached = ReachedTensors(named, learned, self._odd, is_observed=observed)
             self._passage.flush()
         input_versions = [-1 if tensor.is_inference() else tensor._version for tensor in tensors] if observed else []
         self._is_running, output = True, None
@@ -219,24 +228,7 @@ class CheckpointedCall:
                 self._print_pending(None)
                 if self._compares:
                     self._output_prints = prints_of(output)
-                after = [tensor._version for tensor in watched]
-                wrote = {place for place, now in enumerate(after) if now != versions[place]}
-                if observed:
-                    # Batch norm's kernels write its running statistics, and no version counter tells.
-                    differ = {id(tensor) for tensor, before in self._before if not has_content_of(tensor, before)}
-                    wrote |= {place for place, tensor in enumerate(watched) if id(tensor) in differ}
-                if not (wrote or learned.written):
-                    self._before.clear()
-                # If anything is written, what was copied is held: no version counter tells of some kernels' writes.
-                kept = {id(tensor) for tensor, _ in self._before}
-                kept.update(id(watched[place]) for place in wrote)
-                copied = {id(tensor) for tensor, _ in self._before}
-                self._lost = [watched[place] for place in wrote if id(watched[place]) not in copied]
-                self._watched = [
-                    (tensor, now) for tensor, now in zip(watched, after, strict=True) if id(tensor) not in kept
-                ]
-                if wrote - learned.written:
-                    learned.written |= wrote
+                self._reached.forward_ended()
                 if observed:
                     self._learn(output, tensors, input_versions, copies)
                 if learned.state:
@@ -266,12 +258,6 @@ class CheckpointedCall:
                 copies[place] = copy_of(tensor)
         return copies
 
-    def _copy_before(self, watched: Sequence[torch.Tensor]) -> None:
-        """Copy what the function may write in place: some write a buffer now and then only."""
-        written, most = self._learned.written, _MOST_OBSERVED if self._is_observed else _MOST_COPIED
-        found = [tensor for place, tensor in enumerate(watched) if place in written or may_be_written(tensor, most)]
-        self._before = list(zip(found, copies_of(found), strict=True))
-
     def _packing(self) -> Callable[[torch.Tensor], SavedSlot]:
         """The pack hook of forward."""
         metas, slots, passage = self._metas, self._slots, self._passage
@@ -282,6 +268,8 @@ class CheckpointedCall:
                 passage.advance()
             number = len(metas)
             slot = SavedSlot(self, number)
+            if self._keeps:
+                slot.keep(tensor)
             metas.append(meta_of(tensor))
             slots.append(_weak(slot))
             if looks:
@@ -327,7 +315,9 @@ class CheckpointedCall:
         self._storages.clear()
         for place, tensor in enumerate(tensors):
             copy = copies[place]
-            if versions[place] != -1 and tensor._version != versions[place] and copy is not None:
+            if copy is None or versions[place] == -1:
+                continue
+            if tensor._version != versions[place] or not has_content_of(tensor, copy):
                 learned.written_inputs |= {place}
                 self._tensors[place] = (KeptHandle(copy), unpack, tensor.requires_grad, True)
 
@@ -347,6 +337,9 @@ class CheckpointedCall:
             seen = None if slot.seen is None else slot.seen()
             if seen is not None:
                 return seen
+            if self._is_running and not self._keeps:
+                self._keeps = self._learned.takes_gradients = True
+                self._passage.ledger.note(keeps_note(self._label))
             if slot.value is None:
                 if self._is_replaying:
                     raise RecomputeError(
@@ -360,7 +353,9 @@ class CheckpointedCall:
                 finally:
                     self._is_replaying = False
             assert slot.value is not None
-            (value, version), slot.value = slot.value, None
+            value, version = slot.value
+            if not self._keeps:
+                slot.value = None
             if version != -1 and value._version != version:
                 check_version(value, version, value)
             slot.seen = _weak(value)
@@ -369,9 +364,13 @@ class CheckpointedCall:
     @untraced
     def _replay(self) -> None:
         passage = self._passage
+        if self._tell_outer is not None:
+            self._tell_outer()
         passage.was_recomputed = True
         passage.ledger.note_unused(self._unused)
-        compares = self._compares and not self._is_running
+        compares = self._compares
+        if self._is_running:
+            self._print_pending(None)
         collector = self._run_again(compares)
         if compares and not collector.is_same():
             again = self._run_on_todays_state(compares)
@@ -379,8 +378,7 @@ class CheckpointedCall:
                 raise collector.error()
             collector = again
         collector.raise_if_other()
-        if compares and self._is_observed:
-            self._learned.late |= collector.late
+        if compares and self._is_observed and not self._is_running:
             self._learned.is_validated = True
         values = collector.take()
         passage.ledger.recomputed_bytes += collector.made_bytes(values)
@@ -405,26 +403,21 @@ class CheckpointedCall:
     def _run_again(self, compares: bool) -> Collector:
         """Run the function, and collect what it saves."""
         wanted = {number for number, slot in enumerate(self._slots) if slot() is not None}
-        until = None
         # Within the function itself, forward has come no further.
-        if self._is_running or (self._stops_early and not compares):
-            # What an operator writes after it has saved it is there when the next one saves.
-            until = max(wanted)
-            while until in self._learned.late:
-                until += 1
-        changed = [(tensor, version) for tensor, version in self._watched if tensor._version != version]
-        changed += [(tensor, -1) for tensor in self._lost]
+        stops = self._is_running or (self._stops_early and not compares)
+        reached = self._reached
+        changed = reached.changed()
         collector = Collector(
             self._label,
             wanted,
-            until,
+            max(wanted) if stops else None,
             self._metas,
             self._prints if compares else None,
             self._output_prints if compares else [],
-            {tensor.untyped_storage()._cdata for tensor, _ in self._before if is_strided(tensor)},
+            reached.storages(),
             {tensor.untyped_storage()._cdata: (tensor, v) for tensor, v in changed if is_strided(tensor)},
             checks=self._checks,
-            finds_late=self._is_observed,
+            waits=self._is_observed,
         )
         refusing = Refusing(changed) if changed else None
         output = None
@@ -432,34 +425,29 @@ class CheckpointedCall:
             restore = states_of(generators_of(self._devices)) if self._draws else _nothing
             with below_modes(self._odd):
                 tensors = [_argument(*each) for each in self._tensors]
-                targets = [tensor for tensor, _ in self._before]
-                now = list(zip(targets, copies_of(targets), strict=True))
-                write_back(self._before)
-            kept = _unsafe_preserve_version_counter(tuple(tensor for tensor, _ in now)) if now else nullcontext()
-            collector.know([*tensors, *(tensor for tensor, _ in self._watched), *(tensor for tensor, _ in now)])
-            try:
-                self._restore()
-                with (
-                    kept,
-                    rerunning(),
-                    self._ambience.in_force(),
-                    torch.enable_grad(),
-                    saved_tensors_hooks(collector.pack, collector.unpack),
-                    nullcontext() if refusing is None else refusing,
-                ):
-                    output = self._function(*tensors)
-                    collector.gave(output)
-            except Enough:
-                pass
-            except Exception:
-                # The function may have made another error of ours.
-                if not collector.has_ended:
-                    raise
-            finally:
-                collector.end()
-                restore()
-                with below_modes(self._odd):
-                    write_back(now)
+            collector.know([*tensors, *reached.tensors()])
+            with reached.as_before():
+                try:
+                    self._restore()
+                    with (
+                        rerunning(),
+                        self._ambience.in_force(),
+                        torch.enable_grad(),
+                        saved_tensors_hooks(collector.pack, collector.unpack),
+                        nullcontext() if refusing is None else refusing,
+                    ):
+                        output = self._function(*tensors)
+                        collector.gave(output)
+                except Enough:
+                    pass
+                except Exception:
+                    # The function may have made another error of ours.
+                    if not collector.has_ended:
+                        raise
+                finally:
+                    # What was saved of the tensors that are put back is compared before they are.
+                    collector.end()
+                    restore()
         if refusing is not None:
             refusing.check()
         del output
@@ -480,7 +468,7 @@ def _argument(handle: Any, back: Callable[[Any], torch.Tensor], requires_grad: b
         if is_written:
             # A leaf cannot be written in place, nor a view of one; and the next replay needs it as it is.
             return alias.clone()  # type: ignore[no-untyped-call, unused-ignore]
-        if alias.is_nested or torch._C._len_torch_dispatch_stack() > 0:
+        if not is_strided(alias) or torch._C._len_torch_dispatch_stack() > 0:
             return alias
         # Not a leaf, which it was not: of leaves, casts are taken for autocast's own.
         return alias.view_as(alias)

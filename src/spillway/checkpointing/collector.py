@@ -1,4 +1,11 @@
-"""What a replay saves, by its number, and how that compares with what forward saved."""
+"""What a replay saves, by its number, and how that compares with what forward saved.
+
+NOTE [ When a replay ends ]
+
+Most operators save a tensor that is there already: the replay ends before their kernels run. Some save a tensor that
+their kernel writes afterwards (the noise of ``rrelu``), and no version counter tells. So where the last tensor that is
+wanted needs no gradient, and was not there before the replay, the replay ends when the next operator begins to save.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +43,7 @@ class Collector:
         changed: dict[int, tuple[torch.Tensor, int]],
         *,
         checks: bool,
-        finds_late: bool,
+        waits: bool,
     ) -> None:
         self._label = label
         self._wanted = wanted
@@ -49,22 +56,20 @@ class Collector:
         self._changed = changed
         """Memory that was written since forward, with what was there."""
         self._checks = checks
-        self._finds_late = finds_late
+        self._waits = waits
+        """Whether it must be known now whether values are the same; else the device tells later."""
         self._count = 0
         self._known: set[int] = set()
         self._cells: list[list[torch.Tensor]] = []
         """What the graph of the replay has: a graph that somebody keeps would hold all of it."""
         self._values: dict[int, tuple[torch.Tensor, int]] = {}
-        self._pending: list[tuple[int, torch.Tensor, torch.Tensor | None, int]] = []
-        self._nodes: dict[int, int] = {}
-        """By numbers of what was saved, those of autograd's nodes that saved it."""
+        self._pending: list[tuple[int, torch.Tensor, int]] = []
         self._pairs: list[tuple[int, torch.Tensor, torch.Tensor]] = []
-        self._early: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+        self._unwritten = self._last = -1
+        """Nodes: the last one that saves what it may write yet, and the one with which the replay ends."""
         self._other = ""
         """How what was saved differs from what forward saved."""
         self.has_ended = False
-        self.late: frozenset[int] = frozenset()
-        """Numbers of what is saved by nodes that write some of it afterwards."""
 
     def know(self, tensors: Sequence[torch.Tensor]) -> None:
         """These are there without the replay."""
@@ -80,7 +85,11 @@ class Collector:
         )
 
     def pack(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """The hook."""
+        """The hook. See NOTE [ When a replay ends ]."""
+        node = _next_node()
+        if 0 <= self._last < node:
+            self.has_ended = True
+            raise Enough
         number, self._count = self._count, self._count + 1
         if self.has_ended:
             return [tensor.detach()]
@@ -90,23 +99,32 @@ class Collector:
         elif not self._other:
             self._other = f"more tensors than the {len(self._metas)} of the forward pass"
         with below_modes(tensor):
-            alias = _held(tensor)
+            alias = alias_of(tensor)
             cell = [alias]
             self._cells.append(cell)
             if self._prints is not None:
-                node = self._nodes[number] = _next_node()
                 self._compare_pending(node)
                 if number in self._prints:
-                    early = print_of(alias) if self._finds_late else None
-                    self._pending.append((number, alias, early, node))
+                    self._pending.append((number, alias, node))
             if number in self._wanted:
                 if self._changed and is_strided(alias) and (known := self._changed.get(alias.untyped_storage()._cdata)):
                     refuse_written(*known)
                 self._values[number] = alias, self._version_of(alias)
+                if not self._is_written(tensor):
+                    self._unwritten = node
         if self._until is not None and number >= self._until:
-            self.has_ended = True
-            raise Enough
+            if self._unwritten == node:
+                self._last = node
+            else:
+                self.has_ended = True
+                raise Enough
         return cell
+
+    def _is_written(self, tensor: torch.Tensor) -> bool:
+        """Whether it has its content already: it comes from outside, or an earlier operator made it."""
+        if tensor.grad_fn is not None or tensor.requires_grad:
+            return True
+        return is_strided(tensor) and tensor.untyped_storage()._cdata in self._known
 
     def _version_of(self, alias: torch.Tensor) -> int:
         if self._written and is_strided(alias) and alias.untyped_storage()._cdata in self._written:
@@ -115,6 +133,10 @@ class Collector:
 
     def unpack(self, cell: list[torch.Tensor]) -> torch.Tensor:
         """The hook."""
+        if self._last >= 0:
+            # The function takes a gradient inside, and so it has come as far as forward had.
+            self.has_ended = True
+            raise Enough
         if cell:
             return cell[0]
         raise RecomputeError(
@@ -125,13 +147,11 @@ class Collector:
     def _compare_pending(self, node: int | None) -> None:
         prints = self._prints
         assert prints is not None
-        while self._pending and (node is None or self._pending[0][3] < node):
-            number, tensor, early, _ = self._pending.pop(0)
+        while self._pending and (node is None or self._pending[0][2] < node):
+            number, tensor, _ = self._pending.pop(0)
             found = print_of(tensor)
             if found is not None:
                 self._pairs.append((number, prints[number], found))
-                if early is not None:
-                    self._early.append((number, early, found))
 
     def gave(self, output: Any) -> None:
         """The function has come to its end."""
@@ -164,7 +184,7 @@ class Collector:
         values, self._values = self._values, {}
         # A constant may have joined the graph since.
         return {
-            number: (tensor if tensor.is_leaf else _held(tensor), version)
+            number: (tensor if tensor.is_leaf else alias_of(tensor), version)
             for number, (tensor, version) in values.items()
         }
 
@@ -172,15 +192,11 @@ class Collector:
         """Whether all that was compared is equal, where that must be known now; else the device tells later."""
         if self._other:
             return False
-        if not self._finds_late:
-            return True
-        late = {self._nodes[number] for number, a, b in self._early if not torch.equal(a, b)}
-        self.late = frozenset(number for number, node in self._nodes.items() if node in late)
-        return all(torch.equal(a, b) for _, a, b in self._pairs)
+        return not self._waits or all(torch.equal(a, b) for _, a, b in self._pairs)
 
     def differences(self) -> list[torch.Tensor]:
         """Whether values differ, a bool on each device, where nobody waits for it."""
-        if self._finds_late or not self._pairs:
+        if self._waits or not self._pairs:
             return []
         with below_modes():
             found: dict[torch.device, list[torch.Tensor]] = {}
@@ -204,7 +220,7 @@ class Collector:
         )
 
 
-def _held(tensor: torch.Tensor) -> torch.Tensor:
+def alias_of(tensor: torch.Tensor) -> torch.Tensor:
     """What can be held of a saved tensor: itself, or an alias without the graph, which would hold itself."""
     if tensor.is_leaf:
         return tensor

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -34,8 +34,10 @@ def prints_of(output: Any) -> list[torch.Tensor | None]:
 
 def may_be_written(tensor: torch.Tensor, most: int) -> bool:
     """Whether a function that reaches this tensor may write it in place, and a copy takes no more bytes than that."""
-    is_leaf = tensor.is_leaf and tensor.requires_grad
-    return not is_leaf and is_strided(tensor) and has_bits(tensor) and tensor.untyped_storage().nbytes() <= most
+    if (tensor.requires_grad and tensor.is_leaf) or not is_strided(tensor) or not has_bits(tensor):
+        return False
+    # Several elements in one place of memory cannot be written: torch refuses that.
+    return tensor.untyped_storage().nbytes() <= most and (tensor.is_contiguous() or 0 not in tensor.stride())
 
 
 def copy_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -53,12 +55,34 @@ def has_content_of(tensor: torch.Tensor, copy: torch.Tensor) -> bool:
     return a is None or b is None or torch.equal(a, b)
 
 
+def overlap(tensors: Sequence[torch.Tensor], places: Iterable[int]) -> bool:
+    """Whether one at these places shares some of its memory with another one."""
+    spans = [_span_of(tensor) if is_strided(tensor) and has_bits(tensor) else None for tensor in tensors]
+    for place in places:
+        span = spans[place] if place < len(spans) else None
+        if span is None:
+            continue
+        for other_place, other in enumerate(spans):
+            if other_place != place and other is not None and span[0] < other[1] and other[0] < span[1]:
+                return True
+    return False
+
+
+def _span_of(tensor: torch.Tensor) -> tuple[int, int] | None:
+    """Where its memory begins and ends."""
+    if type(tensor) not in PLAIN or not tensor.numel():
+        return None
+    start = tensor.data_ptr()
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (last + 1) * tensor.element_size()
+
+
 def copies_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """As :func:`copy_of` each, with one kernel for many small tensors: batch norms have three each."""
     copies: list[torch.Tensor | None] = [None] * len(tensors)
     several: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for place, tensor in enumerate(tensors):
-        if type(tensor) in PLAIN and is_strided(tensor) and tensor.is_contiguous() and not tensor.is_neg():
+        if _is_simple(tensor):
             several.setdefault((tensor.dtype, tensor.device), []).append(place)
         else:
             copies[place] = copy_of(tensor)
@@ -77,10 +101,20 @@ def write_back(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     if not pairs:
         return
     several: dict[tuple[torch.dtype, torch.device], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-    for tensor, content in pairs:
-        targets, contents = several.setdefault((tensor.dtype, tensor.device), ([], []))
-        targets.append(tensor.detach())
-        contents.append(content)
     with torch.no_grad(), _unsafe_preserve_version_counter(tuple(tensor for tensor, _ in pairs)):
+        for tensor, content in pairs:
+            if _is_simple(tensor):
+                targets, contents = several.setdefault((tensor.dtype, tensor.device), ([], []))
+                targets.append(tensor.detach())
+                contents.append(content)
+            else:
+                tensor.detach().copy_(content)
         for targets, contents in several.values():
             torch._foreach_copy_(targets, contents)
+
+
+def _is_simple(tensor: torch.Tensor) -> bool:
+    """Whether it is nothing but its bytes in order."""
+    if type(tensor) not in PLAIN or not is_strided(tensor) or not tensor.is_contiguous():
+        return False
+    return not (tensor.is_neg() or tensor.is_conj())

@@ -30,7 +30,7 @@ class Learned:
     """What is known of one kind of call of a function. See NOTE [ Learning ]."""
 
     __slots__ = (
-        *("_calls", "_offset", "draws", "escaping", "is_validated", "late", "state", "written"),
+        *("_calls", "_offset", "draws", "escaping", "is_validated", "state", "takes_gradients", "written"),
         "written_inputs",
     )
 
@@ -43,12 +43,12 @@ class Learned:
         """Whether the function was seen to draw random numbers of torch's."""
         self.escaping: frozenset[int] = frozenset()
         """Numbers of saved tensors that share memory with an output or with state: somebody else may write them."""
-        self.late: frozenset[int] = frozenset()
-        """Numbers of saved tensors whose operator writes some of them after it has saved them (``rrelu`` does)."""
+        self.takes_gradients = False
+        """Whether the function takes a gradient of what it computes: then it is called plainly."""
         self.written_inputs: frozenset[int] = frozenset()
         """Places of inputs that the function writes in place."""
-        self.written: frozenset[int] = frozenset()
-        """Places of other tensors that it writes in place, in the order of :meth:`PythonState.tensors`."""
+        self.written: frozenset[str] = frozenset()
+        """Names of other tensors that it writes in place."""
 
         self.state: tuple[str, ...] = ()
         """Names of the Python state that the function changes."""

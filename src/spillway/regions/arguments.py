@@ -116,6 +116,10 @@ class Arguments:
         """What is no tensor, number or word."""
         return [leaf for leaf in self._leaves if type(leaf) not in _NUMBERS]
 
+    def numbers(self) -> tuple[Any, ...]:
+        """The numbers, words and flags among them."""
+        return tuple([(type(leaf), leaf) for leaf in self._leaves if leaf is not None and type(leaf) in _NUMBERS])
+
     def kind(self, tensors: Sequence[torch.Tensor]) -> Kind | None:
         """What tells calls apart: forms of tensors, and numbers. ``None``: it cannot be said."""
         said: list[Any] = []

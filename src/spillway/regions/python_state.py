@@ -35,7 +35,7 @@ import random
 import sys
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy as shallow_copy
 from typing import Any
@@ -44,7 +44,6 @@ import torch
 from torch.nn import Module
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import _disable_current_modes
-
 
 _DEPTH = 6
 """How many containers and objects deep state is copied."""
@@ -160,7 +159,7 @@ class PythonState:
         """Random generators: how to set the state, how to get it, and the state."""
         self._live: tuple[list[Any], list[Any], list[int]] | None = None
         """Views of all containers, what they had, and addresses of tensors: see :meth:`_places_are_current`."""
-        self._reachable: list[torch.Tensor] | None = None
+        self._reachable: list[tuple[str, torch.Tensor]] | None = None
         self._seen: set[int] | None = set()
         self._add_generator(_set_python, _python_words)
         numpy = sys.modules.get("numpy.random")
@@ -216,13 +215,17 @@ class PythonState:
         for values in (*copies, *lists, *single):
             yield from (value for value in values if isinstance(value, torch.Tensor))
 
-    def reachable(self) -> list[torch.Tensor]:
+    def reachable(self) -> list[tuple[str, torch.Tensor]]:
         """The tensors and plain parameters that the function can reach, each once, if they have versions."""
         if self._reachable is None:
-            found = {id(tensor): tensor for tensor in self.tensors()}
-            for _, copy in self._parameters:
-                found.update((id(value), value) for value in copy.values() if value is not None)
-            self._reachable = [tensor for tensor in found.values() if not tensor.is_inference()]
+            found = {}
+            for _, copy in (*self._attributes, *self._dicts, *self._classes, *self._parameters):
+                found.update((id(v), (str(k), v)) for k, v in copy.items() if isinstance(v, torch.Tensor))
+            for _, kept in self._lists:
+                found.update((id(v), ("an item", v)) for v in kept if isinstance(v, torch.Tensor))
+            single = (*(("a variable", value) for _, value in self._cells), *((n, v) for _, n, v in self._names))
+            found.update((id(v), (k, v)) for k, v in single if isinstance(v, torch.Tensor))
+            self._reachable = [pair for pair in found.values() if not pair[1].is_inference()]
         return self._reachable
 
     @property

@@ -262,9 +262,14 @@ class Region:
 
     def _tell_outer(self) -> None:
         outer = self.outer()
-        if outer is not None and not outer._trace.complete:
-            outer._tell_outer()
-            outer._keep_all()
+        if outer is not None:
+            outer.has_gradient_inside()
+
+    def has_gradient_inside(self) -> None:
+        """Something inside is asked for, while the first run goes on or later."""
+        if not self._trace.complete:
+            self._tell_outer()
+            self._keep_all()
 
     def _chose(self, choice: KernelChoice | None) -> None:
         """See NOTE [ Kernels under a mode ]. No tape has what was run with modes off."""

@@ -1,0 +1,115 @@
+"""Tensors that a checkpointed function reaches besides its arguments: parameters, buffers, others in its Python state.
+
+NOTE [ What a function writes ]
+
+A replay must read what forward read, and leave no trace. Forward notes the version of each reached tensor before and
+after. It also copies the small ones that need no gradient, and those that earlier calls were seen to write: some
+functions write a buffer now and then only, and kernels of batch norm write without a version.
+
+If forward has written any, the copies are held, and the replay starts from them. In any case the replay ends with the
+contents that were there when it began, and with the same versions.
+
+What forward has written without a copy of it (a large tensor, for the first time) cannot be put back. In a call that is
+compared in full the comparison decides whether that matters. In another call the replay is refused if it reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+from spillway.checkpointing.contents import copies_of, has_content_of, may_be_written, write_back
+from spillway.checkpointing.learned import Learned
+from spillway.regions.tensors import below_modes, is_strided
+
+_MOST_OBSERVED, _MOST_COPIED = 64 << 20, 1 << 20
+"""Bytes of a tensor that is copied in case that the function writes it, in observed calls and in others."""
+
+
+class ReachedTensors:
+    """See NOTE [ What a function writes ].
+
+    Args:
+        named: the tensors, each with the name that it was found under.
+        learned: which names earlier calls were seen to write.
+        is_observed: whether this call is compared in full.
+        odd: a tensor of a subclass among what the function reads, if there is one.
+    """
+
+    __slots__ = ("_before", "_copied", "_is_observed", "_learned", "_lost", "_named", "_odd", "_unwritten", "_versions")
+
+    def __init__(
+        self,
+        named: Sequence[tuple[str, torch.Tensor]],
+        learned: Learned,
+        odd: torch.Tensor | None,
+        *,
+        is_observed: bool,
+    ) -> None:
+        self._named = named
+        self._learned = learned
+        self._is_observed = is_observed
+        self._odd = odd
+        self._versions = [tensor._version for _, tensor in named]
+        written, most = learned.written, _MOST_OBSERVED if is_observed else _MOST_COPIED
+        self._copied = [tensor for name, tensor in named if may_be_written(tensor, most) or name in written]
+        """What is copied in forward and protected in the replay."""
+        self._before = list(zip(self._copied, copies_of(self._copied), strict=True)) if self._copied else []
+        self._unwritten: Sequence[tuple[torch.Tensor, int]] = ()
+        """What no forward wrote, with its versions when forward had ended."""
+        self._lost: list[torch.Tensor] = []
+        """What forward wrote, of which there is no copy."""
+
+    def forward_ended(self) -> None:
+        """Settle what forward has written."""
+        named, versions, learned = self._named, self._versions, self._learned
+        after = [tensor._version for _, tensor in named]
+        wrote = set() if after == versions else {i for i, version in enumerate(after) if version != versions[i]}
+        if self._is_observed and self._before:
+            differ = {id(tensor) for tensor, before in self._before if not has_content_of(tensor, before)}
+            wrote |= {place for place, (_, tensor) in enumerate(named) if id(tensor) in differ}
+        if wrote:
+            learned.written |= {named[place][0] for place in wrote}
+        elif not (learned.written and any(name in learned.written for name, _ in named)):
+            self._before.clear()
+        copied = {id(tensor) for tensor, _ in self._before}
+        self._lost = [named[place][1] for place in wrote if id(named[place][1]) not in copied]
+        self._unwritten = [
+            (tensor, version)
+            for place, ((_, tensor), version) in enumerate(zip(named, after, strict=True))
+            if place not in wrote and id(tensor) not in copied
+        ]
+        self._named, self._versions = (), []
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All of them."""
+        return [*(tensor for tensor, _ in self._unwritten), *(tensor for tensor, _ in self._before), *self._lost]
+
+    def changed(self) -> list[tuple[torch.Tensor, int]]:
+        """What is not what forward read, with the versions as they were, and cannot be put back."""
+        changed = [(tensor, version) for tensor, version in self._unwritten if tensor._version != version]
+        return changed if self._is_observed else [*changed, *((tensor, -1) for tensor in self._lost)]
+
+    def storages(self) -> set[int]:
+        """Memory that gets its content of now back when a replay is over."""
+        return {each.untyped_storage()._cdata for each in (*self._copied, *self._lost) if is_strided(each)}
+
+    @contextmanager
+    def as_before(self) -> Iterator[None]:
+        """A context that begins with the contents from before forward, and ends with those of now."""
+        protected = [*self._copied, *self._lost]
+        if not protected:
+            yield
+            return
+        with below_modes(self._odd):
+            now = list(zip(protected, copies_of(protected), strict=True))
+            write_back(self._before)
+        try:
+            with _unsafe_preserve_version_counter(tuple(protected)):
+                yield
+        finally:
+            with below_modes(self._odd):
+                write_back(now)
