@@ -72,7 +72,7 @@ _weak = weakref.ref
 class SavedSlot:
     """What autograd holds in place of a tensor that a checkpointed function saved."""
 
-    __slots__ = ("__weakref__", "call", "number", "seen", "tracker", "value", "version")
+    __slots__ = ("__weakref__", "call", "number", "seen", "tracked", "value")
 
     def __init__(self, call: CheckpointedCall, number: int) -> None:
         self.call = call
@@ -81,15 +81,13 @@ class SavedSlot:
         """The replayed tensor, and its version when the replay saved it."""
         self.seen: Callable[[], torch.Tensor | None] | None = None
         """The tensor that autograd was given last, if it is alive: some nodes ask several times."""
-        self.tracker: torch.Tensor | None = None
-        """Shares the version counter of the saved tensor, and not its memory."""
-        self.version = -1
+        self.tracked: tuple[torch.Tensor, int] | None = None
+        """Shares the version counter of the saved tensor, and not its memory; and the version at that time."""
 
     def track(self, tensor: torch.Tensor) -> None:
         """Notice in-place writes from now on, as autograd does for tensors that it holds itself."""
         if type(tensor) in PLAIN and is_strided(tensor) and not tensor.is_inference():
-            self.version = tensor._version
-            self.tracker = tensor_without_memory(tensor)
+            self.tracked = tensor_without_memory(tensor), tensor._version
 
     def keep(self, tensor: torch.Tensor) -> None:
         """Hold the tensor."""
@@ -97,8 +95,10 @@ class SavedSlot:
             self.value = alias_of(tensor), -1 if tensor.is_inference() else tensor._version
 
     def unpack(self) -> torch.Tensor:
-        if self.tracker is not None and self.tracker._version != self.version:
-            check_version(self.tracker, self.version, self.tracker)
+        if self.tracked is not None:
+            tracker, version = self.tracked
+            if tracker._version != version:
+                check_version(tracker, version, tracker)
         return self.call.value_of(self)
 
 
@@ -239,12 +239,16 @@ class CheckpointedCall:
     def _save_inputs(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         """Have the arguments saved; gives copies of them, in an observed call."""
         around = _top_saved_tensors_default_hooks(True)
+        passage, is_light = self._passage, False
         pack: Callable[[torch.Tensor], Any] = KeptHandle
         back: Callable[[Any], torch.Tensor] = unpack
         if self._inputs is not None and self._inputs is not _KEEP:
-            pack = self._passage.pack_to_leave
+            pack = passage.pack_to_leave
         elif self._inputs is None and around is not None:
             pack, back = around
+            if getattr(pack, "__self__", None) is passage and passage.keeps_the_rest:
+                # What needs no gradient is mostly alive anyway: to count it is not worth the time.
+                pack, is_light = passage.keep, True
         written = self._learned.written_inputs
         copies: list[torch.Tensor | None] = [None] * len(tensors)
         for place, tensor in enumerate(tensors):
@@ -253,7 +257,8 @@ class CheckpointedCall:
                 copy = copy_of(tensor)
                 self._tensors.append((KeptHandle(copy), unpack, tensor.requires_grad, True))
                 continue
-            self._tensors.append((pack(tensor), back, tensor.requires_grad, False))
+            handle = KeptHandle(tensor) if is_light and not tensor.requires_grad else pack(tensor)
+            self._tensors.append((handle, back, tensor.requires_grad, False))
             if self._is_observed:
                 copies[place] = copy_of(tensor)
         return copies
@@ -267,16 +272,16 @@ class CheckpointedCall:
             if leaving.nbytes and leaving.is_batch:
                 passage.advance()
             number = len(metas)
-            slot = SavedSlot(self, number)
-            if self._keeps:
-                slot.keep(tensor)
             metas.append(meta_of(tensor))
+            slot = SavedSlot(self, number)
             slots.append(_weak(slot))
             if looks:
                 self._observe(tensor, number, slot)
             elif number in escaping:
                 with below_modes(tensor):
                     slot.track(tensor)
+            if self._keeps:
+                slot.keep(tensor)
             return slot
 
         return pack
@@ -309,7 +314,10 @@ class CheckpointedCall:
         learned = self._learned
         learned.draws |= any(not torch.equal(a.get_state(), b) for a, b in self._states)
         learned.state = tuple(dict.fromkeys((*learned.state, *self._state.changed())))
-        outside = [*tensors_in(tree_leaves(output)), *self._state.again().tensors()]
+        # What the function reached before is watched anyway.
+        known = {id(tensor) for tensor in self._reached.tensors()}
+        kept = (tensor for tensor in self._state.again().tensors() if id(tensor) not in known)
+        outside = (*tensors_in(tree_leaves(output)), *kept)
         storages = {each.untyped_storage()._cdata for each in outside if type(each) in PLAIN and is_strided(each)}
         learned.escaping |= {number for number, storage in self._storages.items() if storage in storages}
         self._storages.clear()
@@ -463,6 +471,9 @@ def _argument(handle: Any, back: Callable[[Any], torch.Tensor], requires_grad: b
     tensor = back(handle)
     if tensor.requires_grad and tensor.is_leaf and not is_written:
         return tensor
+    if not requires_grad and not is_written:
+        with below_modes(tensor):
+            return tensor.detach()
     with below_modes(tensor), torch.enable_grad():
         alias = tensor.detach().requires_grad_(requires_grad)
         if is_written:

@@ -9,7 +9,7 @@ wanted needs no gradient, and was not there before the replay, the replay ends w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from spillway.checkpointing.contents import print_of, prints_of
 from spillway.errors import RecomputeError
 from spillway.regions.outside import refuse_written
 from spillway.regions.packs import Enough
-from spillway.regions.tensors import PLAIN, below_modes, is_strided, storage_bytes
+from spillway.regions.tensors import PLAIN, below_modes, is_strided, tensors_in
 from spillway.regions.verdicts import differed
 
 _next_node = torch._C._autograd._get_sequence_nr
@@ -59,37 +59,38 @@ class Collector:
         self._waits = waits
         """Whether it must be known now whether values are the same; else the device tells later."""
         self._count = 0
-        self._known: set[int] = set()
+        self._known: Set[int] = frozenset()
         self._cells: list[list[torch.Tensor]] = []
         """What the graph of the replay has: a graph that somebody keeps would hold all of it."""
         self._values: dict[int, tuple[torch.Tensor, int]] = {}
         self._pending: list[tuple[int, torch.Tensor, int]] = []
         self._pairs: list[tuple[int, torch.Tensor, torch.Tensor]] = []
-        self._unwritten = self._last = -1
-        """Nodes: the last one that saves what it may write yet, and the one with which the replay ends."""
+        self._node = self._last = -1
+        """The node that saves, and the one with which the replay ends."""
+        self._saving: list[torch.Tensor] = []
+        """What that node has saved that is wanted."""
         self._other = ""
         """How what was saved differs from what forward saved."""
         self.has_ended = False
 
     def know(self, tensors: Sequence[torch.Tensor]) -> None:
         """These are there without the replay."""
-        self._known = {each.untyped_storage()._cdata for each in tensors if type(each) in PLAIN and is_strided(each)}
+        self._known = _storages_of(tensors).keys()
 
     def made_bytes(self, values: dict[int, tuple[torch.Tensor, int]]) -> int:
         """Bytes of the storages that the replay made."""
-        made = (tensor for tensor, _ in values.values())
-        return storage_bytes(
-            each
-            for each in made
-            if not is_strided(each) or type(each) not in PLAIN or each.untyped_storage()._cdata not in self._known
-        )
+        made = _storages_of([tensor for tensor, _ in values.values()])
+        return sum(nbytes for storage, nbytes in made.items() if storage not in self._known)
 
     def pack(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """The hook. See NOTE [ When a replay ends ]."""
         node = _next_node()
-        if 0 <= self._last < node:
-            self.has_ended = True
-            raise Enough
+        if node != self._node:
+            if self._last >= 0:
+                self.has_ended = True
+                raise Enough
+            self._node = node
+            self._saving.clear()
         number, self._count = self._count, self._count + 1
         if self.has_ended:
             return [tensor.detach()]
@@ -110,14 +111,12 @@ class Collector:
                 if self._changed and is_strided(alias) and (known := self._changed.get(alias.untyped_storage()._cdata)):
                     refuse_written(*known)
                 self._values[number] = alias, self._version_of(alias)
-                if not self._is_written(tensor):
-                    self._unwritten = node
+                self._saving.append(tensor)
         if self._until is not None and number >= self._until:
-            if self._unwritten == node:
-                self._last = node
-            else:
+            if all(map(self._is_written, self._saving)):
                 self.has_ended = True
                 raise Enough
+            self._last = node
         return cell
 
     def _is_written(self, tensor: torch.Tensor) -> bool:
@@ -178,6 +177,7 @@ class Collector:
         for cell in self._cells:
             cell.clear()
         self._cells.clear()
+        self._saving.clear()
 
     def take(self) -> dict[int, tuple[torch.Tensor, int]]:
         """What is wanted, by numbers. It is not held here any more."""
@@ -218,6 +218,16 @@ class Collector:
             f"reads something besides its arguments, parameters and Python state that changed in between. Pass that "
             f"as an argument, or leave it outside of the checkpointed function."
         )
+
+
+def _storages_of(tensors: Sequence[torch.Tensor]) -> dict[int, int]:
+    """Storages of the tensors, and of the parts of wrappers, with their bytes."""
+    found = {}
+    for tensor in tensors if all(type(each) in PLAIN for each in tensors) else tensors_in(tensors):
+        if is_strided(tensor):
+            storage = tensor.untyped_storage()
+            found[storage._cdata] = storage.nbytes()
+    return found
 
 
 def alias_of(tensor: torch.Tensor) -> torch.Tensor:
