@@ -201,7 +201,7 @@ class CheckpointedCall:
             self._restore = states_of(generators)
             if observed:
                 self._states = [(each, each.get_state()) for each in generators]
-        watched = self._state.reachable()
+        watched = [tensor for _, tensor in self._state.reachable()]
         self._odd = next((tensor for tensor in (*tensors, *watched) if type(tensor) not in PLAIN), None)
         with below_modes(self._odd):
             copies = self._save_inputs(tensors)

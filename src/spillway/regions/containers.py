@@ -1,0 +1,313 @@
+"""Containers of Python state, by kind: how each is read, what changed in it, and how its content is put back.
+
+The content of a container is a copy that holds its values: a dictionary where they have names, a list where they have
+none. Values are compared by identity, since tensors and arrays have no truth value when they are compared.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import types
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.nn import Module
+
+
+MISSING: Any = object()
+"""Stands for the value of a name that has none."""
+DICTS = (dict, OrderedDict, defaultdict, Counter)
+LISTS = (list, deque, bytearray)
+INTERNAL = frozenset((*vars(Module()), "_compiled_call_impl", "forward", "__compiled_call_impl")) - {"training"}
+"""Attributes of modules that are torch's own business."""
+
+Content = Any
+"""``dict[Any, Any]`` of a container with names, ``list[Any]`` of one without."""
+
+
+class Container:
+    """A kind of container, here one with content that never changes: tuples, arguments of partial functions."""
+
+    has_names = False
+    is_parameters = False
+    """Whether the values are a module's parameters."""
+    is_plain = False
+    """Whether tensors in it may be let go: see :meth:`PythonState.release`."""
+
+    def open(self, thing: Any) -> Any:
+        """Its values; where they have names, a mapping."""
+        return thing
+
+    def content(self, keys: Sequence[Any], values: Sequence[Any]) -> Content:
+        """The content of one that was read: names and values."""
+        return dict(zip(keys, values, strict=True)) if self.has_names else list(values)
+
+    def copy(self, thing: Any) -> Content:
+        """The content that it has now."""
+        opened = self.open(thing)
+        return dict(opened.items()) if self.has_names else list(opened)
+
+    def names(self, keys: Sequence[Any], count: int) -> list[str]:
+        """Names of its values, which are the same in every call."""
+        return [str(key) for key in keys] if self.has_names else ["an item of a tuple"] * count
+
+    def changes(self, thing: Any, content: Content) -> Iterator[str]:
+        """Names of what is not as in the content."""
+        return iter(())
+
+    def put_back(self, thing: Any, content: Content) -> None:
+        """Give it this content."""
+
+
+class Bound(Container):
+    """The parts of bound methods and of partial functions."""
+
+    def open(self, thing: Any) -> tuple[Any, ...]:
+        if isinstance(thing, functools.partial):
+            return (thing.func, *thing.args, *thing.keywords.values())
+        return (thing.__self__, thing.__func__)
+
+    def names(self, keys: Sequence[Any], count: int) -> list[str]:
+        return ["an argument of a partial function"] * count
+
+
+class Children(Container):
+    """Modules in a scripted module."""
+
+    def open(self, thing: Any) -> list[Any]:
+        return list(thing.values())
+
+
+class Items(Container):
+    """Lists, deques and arrays of bytes."""
+
+    is_plain = True
+
+    def names(self, keys: Sequence[Any], count: int) -> list[str]:
+        return ["an item of a list"] * count
+
+    def changes(self, thing: Any, content: Content) -> Iterator[str]:
+        if not are_identical(thing, content):
+            yield f"a {type(thing).__name__}"
+
+    def put_back(self, thing: Any, content: Content) -> None:
+        if not are_identical(thing, content):
+            thing.clear()
+            thing.extend(content)
+
+
+class Members(Container):
+    """Sets."""
+
+    def names(self, keys: Sequence[Any], count: int) -> list[str]:
+        return ["a member of a set"] * count
+
+    def changes(self, thing: Any, content: Content) -> Iterator[str]:
+        if thing != set(content):
+            yield "a set"
+
+    def put_back(self, thing: Any, content: Content) -> None:
+        if not are_identical(thing, content) and thing != set(content):
+            thing.clear()
+            thing.update(content)
+
+
+class Dictionary(Container):
+    """Dictionaries: their order is a part of the content."""
+
+    has_names = is_plain = True
+
+    def changes(self, thing: Any, content: Content) -> Iterator[str]:
+        if not are_identical(thing.values(), content.values()) or not are_identical(thing, content):
+            names = list(_changed_names(thing, content))
+            yield from names or ["the order of a dictionary"]
+
+    def put_back(self, thing: Any, content: Content) -> None:
+        if not are_identical(thing, content):
+            thing.clear()
+        for name, value in content.items():
+            if thing.get(name, MISSING) is not value:
+                thing[name] = value
+
+
+class Parameters(Dictionary):
+    """A module's parameters."""
+
+    is_parameters, is_plain = True, False
+
+    def changes(self, thing: Any, content: Content) -> Iterator[str]:
+        return super().changes(thing, content) if are_plain(thing.values()) else iter(())
+
+    def put_back(self, thing: Any, content: Content) -> None:
+        if are_plain(thing.values()):
+            super().put_back(thing, content)
+
+
+class ForeignParameters(Container):
+    """Parameters that a wrapper (FSDP2) exchanges for its own, or that a lazy layer has yet to make."""
+
+    has_names = is_parameters = True
+
+
+class Attributes(Container):
+    """Attributes of a plain object, or of a function."""
+
+    has_names = is_plain = True
+
+    def open(self, thing: Any) -> Mapping[str, Any]:
+        return vars(thing)
+
+    def is_left_out(self, name: Any) -> bool:
+        """Whether an attribute is none of the function's state."""
+        return False
+
+    def changes(self, thing: Any, content: Content) -> Iterator[str]:
+        return (name for name in _changed_names(self.open(thing), content) if not self.is_left_out(name))
+
+    def put_back(self, thing: Any, content: Content) -> None:
+        now = self.open(thing)
+        for name in [name for name in now if name not in content and not self.is_left_out(name)]:
+            self._delete(thing, name)
+        for name, value in content.items():
+            if now.get(name, MISSING) is not value and not self.is_left_out(name):
+                self._set(thing, name, value)
+
+    def _delete(self, thing: Any, name: str) -> None:
+        del vars(thing)[name]
+
+    def _set(self, thing: Any, name: str, value: Any) -> None:
+        # A setter of the object's own would do more.
+        vars(thing)[name] = value
+
+
+class ModuleAttributes(Attributes):
+    """Attributes of a module but for torch's own."""
+
+    def is_left_out(self, name: Any) -> bool:
+        return name in INTERNAL
+
+
+class ClassAttributes(Attributes):
+    """Attributes of a class, its methods among them: somebody may replace one."""
+
+    is_plain = False
+
+    def is_left_out(self, name: Any) -> bool:
+        return str(name).startswith("__")
+
+    def _delete(self, thing: Any, name: str) -> None:
+        delattr(thing, name)
+
+    def _set(self, thing: Any, name: str, value: Any) -> None:
+        setattr(thing, name, value)
+
+
+class Slots(Container):
+    """What lies in an object's slots.
+
+    Args:
+        names: names of the slots.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = list(names)
+
+    def open(self, thing: Any) -> list[Any]:
+        return [getattr(thing, name, MISSING) for name in self._names]
+
+    def names(self, keys: Sequence[Any], count: int) -> list[str]:
+        return self._names
+
+    def changes(self, thing: Any, content: Content) -> Iterator[str]:
+        now = self.open(thing)
+        return (name for name, a, b in zip(self._names, now, content, strict=True) if a is not b)
+
+    def put_back(self, thing: Any, content: Content) -> None:
+        for name, now, value in zip(self._names, self.open(thing), content, strict=True):
+            if now is not value:
+                if value is MISSING:
+                    object.__delattr__(thing, name)
+                else:
+                    object.__setattr__(thing, name, value)
+
+
+class Variables(Container):
+    """What a function reads besides its arguments: closure cells, defaults, and globals by their names.
+
+    Args:
+        code: the function's code.
+        globals_: names of the globals.
+    """
+
+    def __init__(self, code: types.CodeType, globals_: Sequence[str]) -> None:
+        self.code = code
+        self.globals = globals_
+        self.helpers = 0
+        """How many of them, the last ones, are functions."""
+
+    def open(self, thing: Any) -> list[Any]:
+        if thing.__code__ is not self.code:
+            raise KeyError("the code of a function has changed")
+        cells = [content_of(cell) for cell in thing.__closure__] if thing.__closure__ else []
+        if thing.__defaults__:
+            cells += thing.__defaults__
+        if thing.__kwdefaults__:
+            cells += thing.__kwdefaults__.values()
+        names = thing.__globals__
+        return cells + [names.get(name, MISSING) for name in self.globals] if self.globals else cells
+
+    def names(self, keys: Sequence[Any], count: int) -> list[str]:
+        cells = self.code.co_freevars
+        defaults = ["a default"] * (count - len(cells) - len(self.globals))
+        return [*cells, *defaults, *self.globals]
+
+    def changes(self, thing: Any, content: Content) -> Iterator[str]:
+        for cell, value in zip(thing.__closure__ or (), content, strict=False):
+            if content_of(cell) is not value:
+                yield "a variable of an enclosing function"
+        for name, value in self._of_globals(content):
+            if thing.__globals__.get(name, MISSING) is not value:
+                yield name
+
+    def put_back(self, thing: Any, content: Content) -> None:
+        for cell, value in zip(thing.__closure__ or (), content, strict=False):
+            if content_of(cell) is not value:
+                if value is MISSING:
+                    del cell.cell_contents
+                else:
+                    cell.cell_contents = value
+        for name, value in self._of_globals(content):
+            if value is MISSING:
+                thing.__globals__.pop(name, None)
+            elif thing.__globals__.get(name, MISSING) is not value:
+                thing.__globals__[name] = value
+
+    def _of_globals(self, content: Content) -> Iterable[tuple[str, Any]]:
+        return zip(self.globals, content[len(content) - len(self.globals) :], strict=True)
+
+
+def content_of(cell: Any) -> Any:
+    """What is in a closure's cell."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return MISSING
+
+
+def are_plain(parameters: Iterable[Any]) -> bool:
+    """Whether no wrapper (FSDP2) exchanges these parameters for its own."""
+    return all(value is None or type(value) is torch.nn.Parameter for value in parameters)
+
+
+def are_identical(a: Any, b: Any) -> bool:
+    """Whether two collections have the very same values in the same order."""
+    return len(a) == len(b) and all(map(operator.is_, a, b))
+
+
+def _changed_names(now: Mapping[Any, Any], content: Mapping[Any, Any]) -> Iterator[str]:
+    for name in dict.fromkeys((*content, *now)):
+        if now.get(name, MISSING) is not content.get(name, MISSING):
+            yield str(name)
