@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-
 MISSING: Any = object()
 """Stands for the value of a name that has none."""
 DICTS = (dict, OrderedDict, defaultdict, Counter)
@@ -26,6 +25,10 @@ INTERNAL = frozenset((*vars(Module()), "_compiled_call_impl", "forward", "__comp
 
 Content = Any
 """``dict[Any, Any]`` of a container with names, ``list[Any]`` of one without."""
+
+
+class OtherPlacesError(Exception):
+    """The state of a function lies in other places than before. Users never see it."""
 
 
 class Container:
@@ -158,7 +161,8 @@ class Attributes(Container):
     has_names = is_plain = True
 
     def open(self, thing: Any) -> Mapping[str, Any]:
-        return vars(thing)
+        found: Mapping[str, Any] = vars(thing)
+        return found
 
     def is_left_out(self, name: Any) -> bool:
         """Whether an attribute is none of the function's state."""
@@ -216,7 +220,7 @@ class Slots(Container):
         self._names = list(names)
 
     def open(self, thing: Any) -> list[Any]:
-        return [getattr(thing, name, MISSING) for name in self._names]
+        return [_in_slot(thing, name) for name in self._names]
 
     def names(self, keys: Sequence[Any], count: int) -> list[str]:
         return self._names
@@ -240,32 +244,28 @@ class Variables(Container):
     Args:
         code: the function's code.
         globals_: names of the globals.
+        helpers: how many of them, the last ones, are functions.
     """
 
-    def __init__(self, code: types.CodeType, globals_: Sequence[str]) -> None:
+    def __init__(self, code: types.CodeType, globals_: Sequence[str], helpers: int) -> None:
         self.code = code
         self.globals = globals_
-        self.helpers = 0
-        """How many of them, the last ones, are functions."""
+        self.helpers = helpers
 
     def open(self, thing: Any) -> list[Any]:
         if thing.__code__ is not self.code:
-            raise KeyError("the code of a function has changed")
-        cells = [content_of(cell) for cell in thing.__closure__] if thing.__closure__ else []
-        if thing.__defaults__:
-            cells += thing.__defaults__
-        if thing.__kwdefaults__:
-            cells += thing.__kwdefaults__.values()
-        names = thing.__globals__
-        return cells + [names.get(name, MISSING) for name in self.globals] if self.globals else cells
+            raise OtherPlacesError
+        cells = [content_of(cell) for cell in self._cells(thing)]
+        defaults = (*(thing.__defaults__ or ()), *(thing.__kwdefaults__ or {}).values())
+        return [*cells, *defaults, *self._values_of_globals(thing)]
 
     def names(self, keys: Sequence[Any], count: int) -> list[str]:
         cells = self.code.co_freevars
-        defaults = ["a default"] * (count - len(cells) - len(self.globals))
+        defaults = ["a default of an argument"] * (count - len(cells) - len(self.globals))
         return [*cells, *defaults, *self.globals]
 
     def changes(self, thing: Any, content: Content) -> Iterator[str]:
-        for cell, value in zip(thing.__closure__ or (), content, strict=False):
+        for cell, value in zip(self._cells(thing), content, strict=False):
             if content_of(cell) is not value:
                 yield "a variable of an enclosing function"
         for name, value in self._of_globals(content):
@@ -273,7 +273,7 @@ class Variables(Container):
                 yield name
 
     def put_back(self, thing: Any, content: Content) -> None:
-        for cell, value in zip(thing.__closure__ or (), content, strict=False):
+        for cell, value in zip(self._cells(thing), content, strict=False):
             if content_of(cell) is not value:
                 if value is MISSING:
                     del cell.cell_contents
@@ -287,6 +287,36 @@ class Variables(Container):
 
     def _of_globals(self, content: Content) -> Iterable[tuple[str, Any]]:
         return zip(self.globals, content[len(content) - len(self.globals) :], strict=True)
+
+    def _cells(self, thing: Any) -> Sequence[Any]:
+        return thing.__closure__ or ()
+
+    def _values_of_globals(self, thing: Any) -> list[Any]:
+        now = thing.__globals__
+        return [now.get(name, MISSING) for name in self.globals]
+
+
+class Globals(Variables):
+    """Globals that the forward of a class reads."""
+
+    def open(self, thing: Any) -> list[Any]:
+        if thing.__code__ is not self.code:
+            raise OtherPlacesError
+        return self._values_of_globals(thing) if self.globals else []
+
+    def names(self, keys: Sequence[Any], count: int) -> list[str]:
+        return list(self.globals)
+
+    def _cells(self, thing: Any) -> Sequence[Any]:
+        return ()
+
+
+def _in_slot(thing: Any, name: str) -> Any:
+    try:
+        # Without a `__getattr__` of the object's own.
+        return object.__getattribute__(thing, name)
+    except AttributeError:
+        return MISSING
 
 
 def content_of(cell: Any) -> Any:

@@ -15,6 +15,7 @@ Each layout is checked once, against the public functions. Where it differs, the
 from __future__ import annotations
 
 import ctypes
+import functools
 import pickle
 import random
 import struct
@@ -24,7 +25,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
-
 
 _WORDS = 625 * 4
 """Bytes of the state of a Mersenne Twister: 624 words, and a position."""
@@ -44,7 +44,7 @@ class Generator(NamedTuple):
 def global_generators() -> list[Generator]:
     """The generators that every function can reach: Python's, and NumPy's if it is imported."""
     numpy = sys.modules.get("numpy.random")
-    return [_PYTHON] if numpy is None else [_PYTHON, _numpys(numpy)]
+    return [_PYTHON] if numpy is None else [_PYTHON, _numpys(numpy.get_bit_generator())]
 
 
 def generator_of(value: Any) -> Generator | None:
@@ -85,13 +85,14 @@ def _torchs(generator: torch.Generator) -> Generator:
 
 
 def _pythons() -> Generator:
-    owner: Any = getattr(random, "_inst", None)
+    owner = getattr(random, "_inst", None)
     if sys.implementation.name != "cpython" or type(owner) is not random.Random:
         return Generator(random.getstate, random.setstate)
+    known: Any = owner
     address = id(owner) + object.__basicsize__
 
     def get() -> tuple[bytes, float | None]:
-        return ctypes.string_at(address, _WORDS), owner.gauss_next
+        return ctypes.string_at(address, _WORDS), known.gauss_next
 
     def put(state: tuple[bytes, float | None]) -> None:
         words, gauss_next = state
@@ -112,20 +113,11 @@ _PYTHON = _pythons()
 
 # NumPy's global generator.
 
-_known_numpys: tuple[Any, Generator] | None = None
-"""The bit generator of NumPy's global generator, and how to get and set the state: another one may be put there."""
 
-
-def _numpys(numpy: Any) -> Generator:
-    global _known_numpys
-    bits = numpy.get_bit_generator()
-    known = _known_numpys
-    if known is None or known[0] is not bits:
-        known = _known_numpys = bits, _numpys_with(numpy, bits)
-    return known[1]
-
-
-def _numpys_with(numpy: Any, bits: Any) -> Generator:
+@functools.lru_cache(maxsize=1)
+def _numpys(bits: Any) -> Generator:
+    """The generator, with the bit generator that it has: another one may be put there."""
+    numpy = sys.modules["numpy.random"]
     owner = getattr(numpy.get_state, "__self__", None)
     offset = _offset_of_pair(type(owner)) if type(bits).__name__ == "MT19937" and owner is not None else None
     if offset is None:

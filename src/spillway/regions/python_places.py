@@ -34,7 +34,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn import Embedding, EmbeddingBag, Module
+from torch.nn import Embedding, EmbeddingBag, Module, Parameter
 from torch.nn.parameter import is_lazy
 
 from spillway.regions.containers import (
@@ -49,16 +49,17 @@ from spillway.regions.containers import (
     Container,
     Dictionary,
     ForeignParameters,
+    Globals,
     Items,
     Members,
     ModuleAttributes,
+    OtherPlacesError,
     Parameters,
     Slots,
     Variables,
     are_identical,
     are_plain,
 )
-
 
 _DEPTH = 6
 """How many containers and objects deep state is copied."""
@@ -77,8 +78,12 @@ _MODULE, _ATTRIBUTES, _CLASS = ModuleAttributes(), Attributes(), ClassAttributes
 _DICTIONARY, _PARAMETERS, _FOREIGN = Dictionary(), Parameters(), ForeignParameters()
 _ITEMS, _MEMBERS, _FIXED, _BOUND, _CHILDREN = Items(), Members(), Container(), Bound(), Children()
 
-_DICT, _VARS, _LIST, _OPENED, _ARRAY, _GENERATOR, _LARGE = range(7)
+_EMPTY, _DICT, _VARS, _LIST, _OPENED, _ARRAY, _GENERATOR, _LARGE = range(8)
 """How a container is read: see :class:`_Level`."""
+
+
+_MISSES = (KeyError, AttributeError, OtherPlacesError)
+"""What is raised where an attribute is missing, a module has died, or a function has other code."""
 
 
 class Place:
@@ -96,7 +101,7 @@ class Place:
     def __init__(self, kind: Container, reading: int, parent: Place | None, index: int) -> None:
         self.kind, self.reading = kind, reading
         self.parent, self.index = parent, index
-        self.level = 0 if parent is None else parent.level + 1
+        self.level: int = 0 if parent is None else parent.level + 1
         self.keys: tuple[Any, ...] = ()
         self.start = self.count = 0
         """Its values are so many in the flat list, beginning there."""
@@ -114,8 +119,9 @@ class Place:
 
 
 class _Level:
-    """The containers of one level, ordered by how they are read: dictionaries, ``vars`` of objects, lists, and others.
+    """The containers of one level, ordered by how they are read.
 
+    First come empty ones: most modules have three. Then come dictionaries, ``vars`` of objects, lists, and others.
     Arrays, generators and large containers come last. They are found here, and have no values.
     """
 
@@ -125,16 +131,18 @@ class _Level:
         self.types = list(map(type, values))
         readings = [place.reading for place in places]
         ends = list(itertools.accumulate(readings.count(reading) for reading in range(_LARGE + 1)))
-        self._dicts, self._vars, self._lists, self._opened, _, self._large, _ = ends
+        self._empty, self._dicts, self._vars, self._lists, self._opened, _, self._large, _ = ends
         self._open = [place.kind.open for place in places[self._lists : self._opened]]
-        self._counts = [place.count for place in places[: self._opened]]
-        self._keys = [key for place in places[: self._vars] for key in place.keys]
+        self._counts = [place.count for place in places[self._empty : self._opened]]
+        self._keys = [key for place in places[self._empty : self._vars] for key in place.keys]
         # Keys of other types have a way of their own to be equal.
         self._are_same_keys: Callable[[Any, Any], bool] = operator.eq if keys_are_simple else are_identical
 
     def read(self, things: Sequence[Any]) -> list[Any] | None:
         """The values of its containers, in a flat list; ``None`` if there are more, fewer, or others by name."""
-        mappings = [*things[: self._dicts], *map(vars, things[self._dicts : self._vars])]
+        if any(things[: self._empty]):
+            return None
+        mappings = [*things[self._empty : self._dicts], *map(vars, things[self._dicts : self._vars])]
         lists = [*things[self._vars : self._lists]]
         for open_, thing in zip(self._open, things[self._lists : self._opened], strict=True):
             lists.append(open_(thing))
@@ -162,14 +170,14 @@ class Places:
         """Whether a module of the function makes its parameters or buffers when it is first called."""
         self.writes_parameters = walk.writes_parameters
         """Whether the forward of a module writes its parameters: embeddings with ``max_norm`` do."""
-        self.is_reusable = walk.keys_are_simple and bool(walk.modules)
-        """Whether these places should be held for later calls. Other keys of dictionaries may hold anything. And to
-        walk a function without modules takes no longer than to look at its places."""
+        self.is_reusable = walk.keys_are_simple and bool(walk.modules or not walk.classes)
+        """Whether these places may be held for later calls. Keys of other types may hold anything. And a class holds
+        the globals of its methods, so that it must not outlive a function without modules."""
         self._classes = walk.classes
         self._modules = [weakref.ref(module) for module in walk.modules]
         self._getters = [_picker(place.keys) for place in walk.places if place.kind is _MODULE]
         """For each module, what gives the values of its attributes."""
-        self._sizes = [_size(module.__dict__) for module in walk.modules]
+        self._sizes = _sizes([module.__dict__ for module in walk.modules])
         values: list[Any] = [*roots, *self._classes]
         by_level: dict[int, list[Place]] = {}
         for place in walk.places:
@@ -197,8 +205,10 @@ class Places:
         self.generators = _picker([number for place, number in numbers.items() if place.reading == _GENERATOR])
         owners = [place for place in self.places if place.kind is _PARAMETERS or place in walk.buffers]
         at = [at for place in owners for at in range(place.start, place.start + place.count)]
-        self.parameters = _picker([each for each in at if type(values[each]) in (torch.Tensor, torch.nn.Parameter)])
+        strided = [each for each in at if getattr(values[each], "layout", None) is torch.strided]
+        self.memory = _picker([each for each in strided if type(values[each]) in (torch.Tensor, Parameter)])
         """Gives the buffers and plain parameters of modules among the values."""
+        self.parameters = _picker([each for each in at if type(values[each]) is Parameter])
         self.tensors = list(self._tensors(values))
         """Positions of tensors among the values, each with its name, and whether it is a parameter of a module."""
 
@@ -228,8 +238,7 @@ class Places:
                     return None
                 things += found
                 values += read
-        except (KeyError, AttributeError):
-            # An attribute is missing, or a module has died.
+        except _MISSES:
             return None
         same = map(operator.is_, self._repeated(values), self._repeated_things(things))
         return (things, values) if all(same) else None
@@ -245,14 +254,14 @@ class Places:
                     return None
                 values += read
                 start += level.size
-        except (KeyError, AttributeError):
+        except _MISSES:
             return None
         return values
 
     def _read_modules(self, roots: Sequence[Any], modules: Sequence[Any]) -> list[Any] | None:
         """The values of level 0; ``None`` if a module has more attributes, or fewer."""
         attributes = [module.__dict__ for module in modules]
-        if [_size(each) for each in attributes] != self._sizes:
+        if _sizes(attributes) != self._sizes:
             return None
         found = [get(each) for get, each in zip(self._getters, attributes, strict=True)]
         return [*roots, *self._classes, *itertools.chain.from_iterable(found)]
@@ -302,7 +311,7 @@ class _Walk:
         elif name in ("iterator", "file"):
             self.has_iterators = True
         elif name == "function":
-            self._add_function(value, parent, index, depth, opens=True)
+            self._add_function(value, parent, index, depth)
         elif name == "object":
             self._add_object(value, kind.slots, parent, index, depth)
         elif name in _SIZED and len(value) > _MOST_ITEMS:
@@ -313,7 +322,9 @@ class _Walk:
     def _add(self, value: Any, place: Place, depth: int) -> Place:
         self._found.setdefault(id(value), place)
         self.places.append(place)
-        if place.reading < _ARRAY:
+        if place.reading in (_DICT, _LIST) and not value:
+            place.reading = _EMPTY
+        elif place.has_values:
             self._todo.append((value, place, depth))
         return place
 
@@ -331,16 +342,28 @@ class _Walk:
                 self.classes.append(base)
                 self._add(base, Place(_CLASS, _VARS, self._roots, index), 1)
 
-    def _add_function(self, value: Any, parent: Place, index: int, depth: int, *, opens: bool) -> None:
-        """A function. With ``opens``, the functions among the globals that it names are read, too."""
+    def _add_function(
+        self, value: Any, parent: Place, index: int, depth: int, *, opens: bool = True, is_forward: bool = False
+    ) -> None:
+        """A function.
+
+        Args:
+            value: the function.
+            parent: what has it as a value.
+            index: as which value.
+            depth: how deep it lies.
+            opens: whether functions among the globals that it names are read, too.
+            is_forward: whether it is the forward of a class: then its globals alone are read.
+        """
         names: tuple[str, ...] = ()
         helpers: list[str] = []
         if _root_of(value) not in _OPAQUE_ROOTS:
             names, helpers = _state_and_helpers(value)
-        variables = Variables(value.__code__, (*names, *helpers) if opens else names)
-        variables.helpers = len(helpers) if opens else 0
+        kind = Globals if is_forward else Variables
+        variables = kind(value.__code__, (*names, *helpers), len(helpers)) if opens else kind(value.__code__, names, 0)
         self._add(value, Place(variables, _OPENED, parent, index), depth)
-        self._add(value, Place(_ATTRIBUTES, _VARS, parent, index), depth)
+        if not is_forward:
+            self._add(value, Place(_ATTRIBUTES, _VARS, parent, index), depth)
 
     def _read(self, thing: Any, place: Place, depth: int) -> None:
         kind = place.kind
@@ -355,12 +378,13 @@ class _Walk:
             self._read_function(kind, place, values, depth)
         else:
             for index, value in enumerate(values):
-                self._meet(value, place, index, depth + 1)
+                if type(value) not in _SIMPLE:
+                    self._meet(value, place, index, depth + 1)
 
     def _hold(self, place: Place, mapping: Any, values: Any) -> list[Any]:
         if mapping is not None:
             place.keys = tuple(mapping)
-            self.keys_are_simple = self.keys_are_simple and all(type(key) in _SIMPLE for key in place.keys)
+            self.keys_are_simple = self.keys_are_simple and _SIMPLE.issuperset(map(type, place.keys))
             values = mapping.values()
         found = self.values[place] = list(values)
         place.count = len(found)
@@ -374,17 +398,18 @@ class _Walk:
         if type(parameters) in DICTS:
             is_plain = are_plain(parameters.values())
             self._add_part(parameters, Place(_PARAMETERS if is_plain else _FOREIGN, _DICT, place, 0))
-            self.is_lazy = self.is_lazy or not is_plain and any(map(is_lazy, parameters.values()))
+            self.is_lazy = self.is_lazy or (not is_plain and any(map(is_lazy, parameters.values())))
         if type(buffers) in DICTS:
             self.buffers.add(self._add_part(buffers, Place(_DICTIONARY, _DICT, place, 1)))
-            self.is_lazy = self.is_lazy or any(map(is_lazy, buffers.values()))
+            self.is_lazy = self.is_lazy or (len(buffers) > 0 and any(map(is_lazy, buffers.values())))
         # Those of a scripted module are no dictionary.
-        is_dict = type(children) in DICTS
-        self._add_part(children, Place(_DICTIONARY, _DICT, place, 2) if is_dict else Place(_CHILDREN, _OPENED, place, 2))
+        kind, reading = (_DICTIONARY, _DICT) if type(children) in DICTS else (_CHILDREN, _OPENED)
+        self._add_part(children, Place(kind, reading, place, 2))
         if isinstance(module, (Embedding, EmbeddingBag)) and module.max_norm is not None:
             self.writes_parameters = True
         for index in range(len(_PARTS), place.count):
-            self._meet(values[index], place, index, 1)
+            if type(values[index]) not in _SIMPLE:
+                self._meet(values[index], place, index, 1)
 
     def _add_part(self, part: Any, place: Place) -> Place:
         known = self._found.get(id(part))
@@ -401,7 +426,7 @@ class _Walk:
                 if id(value) in self._found:
                     self.repeated.append((place, index, self._found[id(value)]))
                 else:
-                    self._add_function(value, place, index, 1, opens=True)
+                    self._add_function(value, place, index, 1, is_forward=True)
             elif not name.startswith("__") and _kind_of(type(value)).name in _SHARED:
                 self._meet(value, place, index, 1)
 
@@ -512,9 +537,9 @@ def _globals_in(code: types.CodeType) -> tuple[tuple[str, ...], frozenset[str]]:
     return tuple(found), frozenset(written)
 
 
-def _size(attributes: dict[str, Any]) -> int:
-    """How many attributes a module has, but for those of torch's own that come and go."""
-    return len(attributes) - ("forward" in attributes) - ("_compiled_call_impl" in attributes)
+def _sizes(attributes: Sequence[dict[str, Any]]) -> list[int]:
+    """How many attributes each module has, but for those of torch's own that come and go."""
+    return [len(each) - ("forward" in each) - ("_compiled_call_impl" in each) for each in attributes]
 
 
 def _picker(keys: Sequence[Any]) -> Callable[[Any], tuple[Any, ...]]:

@@ -34,13 +34,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.nn import Module, Parameter
+from torch.nn import Module
 
 from spillway.errors import UnsupportedError
 from spillway.regions.containers import MISSING, Attributes, Container, Dictionary
 from spillway.regions.python_generators import Generator, generator_of, global_generators
 from spillway.regions.python_places import Places
-
 
 _MOST_BYTES = 1 << 16
 """Bytes of an array that is copied."""
@@ -84,9 +83,8 @@ class PythonState:
         self._contents: Contents | None = None
         """Containers with their contents, made of the values where something has changed."""
         with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
-            tensors = places.parameters(values)
-            self._flags = [(each, each.requires_grad) for each in tensors if type(each) is Parameter]
-            self._memory = [(each, each.data) for each in tensors if each.layout is torch.strided]
+            self._flags = [(each, each.requires_grad) for each in places.parameters(values)]
+            self._memory = [(each, each.data) for each in places.memory(values)]
         self._copy_others()
 
     @property
@@ -250,7 +248,8 @@ class PythonState:
 
 def _roots_of(function: Any) -> list[Any]:
     """The function, or the module that it belongs to; of a method, the function as well."""
-    owner = getattr(function, "__self__", None)
+    # A module looks for other attributes than its own for long.
+    owner = function if isinstance(function, Module) else getattr(function, "__self__", None)
     if not isinstance(owner, Module):
         return [function]
     return [owner, function.__func__] if isinstance(function, types.MethodType) else [owner]
