@@ -10,7 +10,7 @@ import functools
 import operator
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,8 @@ DICTS = (dict, OrderedDict, defaultdict, Counter)
 LISTS = (list, deque, bytearray)
 INTERNAL = frozenset((*vars(Module()), "_compiled_call_impl", "forward", "__compiled_call_impl")) - {"training"}
 """Attributes of modules that are torch's own business."""
+
+_METHODS = (types.FunctionType, classmethod, staticmethod, property)
 
 Content = Any
 """``dict[Any, Any]`` of a container with names, ``list[Any]`` of one without."""
@@ -164,15 +166,18 @@ class Attributes(Container):
         found: Mapping[str, Any] = vars(thing)
         return found
 
+    def copy(self, thing: Any) -> Content:
+        return dict(vars(thing))
+
     def is_left_out(self, name: Any) -> bool:
         """Whether an attribute is none of the function's state."""
         return False
 
     def changes(self, thing: Any, content: Content) -> Iterator[str]:
-        return (name for name in _changed_names(self.open(thing), content) if not self.is_left_out(name))
+        return (name for name in _changed_names(vars(thing), content) if not self.is_left_out(name))
 
     def put_back(self, thing: Any, content: Content) -> None:
-        now = self.open(thing)
+        now = vars(thing)
         for name in [name for name in now if name not in content and not self.is_left_out(name)]:
             self._delete(thing, name)
         for name, value in content.items():
@@ -195,12 +200,33 @@ class ModuleAttributes(Attributes):
 
 
 class ClassAttributes(Attributes):
-    """Attributes of a class, its methods among them: somebody may replace one."""
+    """Attributes of a class. Of a module's class, its methods are among them: somebody may replace one.
+
+    Args:
+        attributes: all of the class's attributes.
+        has_methods: whether methods are read, too.
+    """
 
     is_plain = False
 
+    def __init__(self, attributes: Mapping[str, Any], *, has_methods: bool) -> None:
+        self.names_read = [
+            name
+            for name, value in attributes.items()
+            if not name.startswith("__") and (has_methods or not isinstance(value, _METHODS))
+        ]
+        self._left_out = attributes.keys() - self.names_read
+        self._get = picker(self.names_read)
+        self._size = len(attributes)
+
+    def open(self, thing: Any) -> Any:
+        attributes = vars(thing)
+        if len(attributes) != self._size:
+            raise OtherPlacesError
+        return self._get(attributes)
+
     def is_left_out(self, name: Any) -> bool:
-        return str(name).startswith("__")
+        return name in self._left_out or str(name).startswith("__")
 
     def _delete(self, thing: Any, name: str) -> None:
         delattr(thing, name)
@@ -255,9 +281,13 @@ class Variables(Container):
     def open(self, thing: Any) -> list[Any]:
         if thing.__code__ is not self.code:
             raise OtherPlacesError
-        cells = [content_of(cell) for cell in self._cells(thing)]
-        defaults = (*(thing.__defaults__ or ()), *(thing.__kwdefaults__ or {}).values())
-        return [*cells, *defaults, *self._values_of_globals(thing)]
+        # Most functions have little of this.
+        found = [content_of(cell) for cell in thing.__closure__] if thing.__closure__ else []
+        if thing.__defaults__:
+            found += thing.__defaults__
+        if thing.__kwdefaults__:
+            found += thing.__kwdefaults__.values()
+        return found + self._values_of_globals(thing) if self.globals else found
 
     def names(self, keys: Sequence[Any], count: int) -> list[str]:
         cells = self.code.co_freevars
@@ -309,6 +339,13 @@ class Globals(Variables):
 
     def _cells(self, thing: Any) -> Sequence[Any]:
         return ()
+
+
+def picker(keys: Sequence[Any]) -> Callable[[Any], tuple[Any, ...]]:
+    """Make what gives the values with these keys, or at these positions."""
+    if len(keys) > 1:
+        return operator.itemgetter(*keys)
+    return (lambda _: ()) if not keys else (lambda values: (values[keys[0]],))
 
 
 def _in_slot(thing: Any, name: str) -> Any:

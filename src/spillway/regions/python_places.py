@@ -27,6 +27,7 @@ import functools
 import itertools
 import operator
 import random
+import sys
 import types
 import weakref
 from collections import deque
@@ -59,6 +60,7 @@ from spillway.regions.containers import (
     Variables,
     are_identical,
     are_plain,
+    picker,
 )
 
 _DEPTH = 6
@@ -74,7 +76,7 @@ _PARTS = ("_parameters", "_buffers", "_modules")
 _SIMPLE = frozenset((int, float, bool, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range))
 _OPAQUE_ROOTS = frozenset(("torch", "spillway", "builtins", "_thread", "threading", "weakref", "logging", "functools"))
 
-_MODULE, _ATTRIBUTES, _CLASS = ModuleAttributes(), Attributes(), ClassAttributes()
+_MODULE, _ATTRIBUTES = ModuleAttributes(), Attributes()
 _DICTIONARY, _PARAMETERS, _FOREIGN = Dictionary(), Parameters(), ForeignParameters()
 _ITEMS, _MEMBERS, _FIXED, _BOUND, _CHILDREN = Items(), Members(), Container(), Bound(), Children()
 
@@ -96,12 +98,17 @@ class Place:
         index: which of the parent's values it is.
     """
 
-    __slots__ = ("count", "index", "keys", "kind", "level", "parent", "reading", "start")
+    __slots__ = ("count", "index", "is_shared", "keys", "kind", "level", "parent", "reading", "start")
 
     def __init__(self, kind: Container, reading: int, parent: Place | None, index: int) -> None:
         self.kind, self.reading = kind, reading
         self.parent, self.index = parent, index
         self.level: int = 0 if parent is None else parent.level + 1
+        self.is_shared: bool = isinstance(kind, ClassAttributes) or (
+            parent is not None and parent.is_shared and not isinstance(kind, Variables)
+        )
+        """Whether it is a class, or a container that a class has. Of what lies there, containers alone are read:
+        registries of functions and objects are there, too."""
         self.keys: tuple[Any, ...] = ()
         self.start = self.count = 0
         """Its values are so many in the flat list, beginning there."""
@@ -125,9 +132,9 @@ class _Level:
     Arrays, generators and large containers come last. They are found here, and have no values.
     """
 
-    def __init__(self, places: list[Place], values: list[Any], *, keys_are_simple: bool) -> None:
+    def __init__(self, places: list[Place], values: list[Any]) -> None:
         self.size = len(places)
-        self.pick = _picker([place.position for place in places])
+        self.pick = picker([place.position for place in places])
         self.types = list(map(type, values))
         readings = [place.reading for place in places]
         ends = list(itertools.accumulate(readings.count(reading) for reading in range(_LARGE + 1)))
@@ -135,8 +142,9 @@ class _Level:
         self._open = [place.kind.open for place in places[self._lists : self._opened]]
         self._counts = [place.count for place in places[self._empty : self._opened]]
         self._keys = [key for place in places[self._empty : self._vars] for key in place.keys]
-        # Keys of other types have a way of their own to be equal.
-        self._are_same_keys: Callable[[Any, Any], bool] = operator.eq if keys_are_simple else are_identical
+        # Equal strings are the same key. Others may be equal and not the same: 1 and True, say.
+        are_strings = all(type(key) is str for key in self._keys)
+        self._are_same_keys: Callable[[Any, Any], bool] = operator.eq if are_strings else are_identical
 
     def read(self, things: Sequence[Any]) -> list[Any] | None:
         """The values of its containers, in a flat list; ``None`` if there are more, fewer, or others by name."""
@@ -175,7 +183,7 @@ class Places:
         the globals of its methods, so that it must not outlive a function without modules."""
         self._classes = walk.classes
         self._modules = [weakref.ref(module) for module in walk.modules]
-        self._getters = [_picker(place.keys) for place in walk.places if place.kind is _MODULE]
+        self._getters = [picker(place.keys) for place in walk.places if place.kind is _MODULE]
         """For each module, what gives the values of its attributes."""
         self._sizes = _sizes([module.__dict__ for module in walk.modules])
         values: list[Any] = [*roots, *self._classes]
@@ -195,20 +203,20 @@ class Places:
             for place in places:
                 place.start = len(values)
                 values += walk.values.get(place, ())
-            self._levels.append(_Level(places, values[start:], keys_are_simple=walk.keys_are_simple))
+            self._levels.append(_Level(places, values[start:]))
             self.places += places
         numbers = {place: number for number, place in enumerate(self.places)}
-        self._repeated = _picker([parent.start + index for parent, index, _ in walk.repeated])
-        self._repeated_things = _picker([numbers[place] for *_, place in walk.repeated])
-        self.arrays = _picker([number for place, number in numbers.items() if place.reading == _ARRAY])
+        self._repeated = picker([parent.start + index for parent, index, _ in walk.repeated])
+        self._repeated_things = picker([numbers[place] for *_, place in walk.repeated])
+        self.arrays = picker([number for place, number in numbers.items() if place.reading == _ARRAY])
         """Gives the arrays among the containers; and so on."""
-        self.generators = _picker([number for place, number in numbers.items() if place.reading == _GENERATOR])
+        self.generators = picker([number for place, number in numbers.items() if place.reading == _GENERATOR])
         owners = [place for place in self.places if place.kind is _PARAMETERS or place in walk.buffers]
         at = [at for place in owners for at in range(place.start, place.start + place.count)]
         strided = [each for each in at if getattr(values[each], "layout", None) is torch.strided]
-        self.memory = _picker([each for each in strided if type(values[each]) in (torch.Tensor, Parameter)])
+        self.memory = picker([each for each in strided if type(values[each]) in (torch.Tensor, Parameter)])
         """Gives the buffers and plain parameters of modules among the values."""
-        self.parameters = _picker([each for each in at if type(values[each]) is Parameter])
+        self.parameters = picker([each for each in at if type(values[each]) is Parameter])
         self.tensors = list(self._tensors(values))
         """Positions of tensors among the values, each with its name, and whether it is a parameter of a module."""
 
@@ -296,7 +304,7 @@ class _Walk:
         """A value of a container, which may be another one."""
         kind = _kind_of(type(value))
         name = kind.name
-        if name == "simple":
+        if name == "simple" or (parent.is_shared and name not in _SHARED):
             return
         known = self._found.get(id(value))
         if known is not None:
@@ -305,7 +313,7 @@ class _Walk:
             place = self._add(value, Place(_MODULE, _VARS, None, 0), 0)
             self.modules.append(value)
             self.repeated.append((parent, index, place))
-            self._add_classes(type(value))
+            self._add_classes(type(value), has_methods=True)
         elif depth > _DEPTH or (name == "file" and depth > _FILE_DEPTH):
             return
         elif name in ("iterator", "file"):
@@ -333,14 +341,16 @@ class _Walk:
             self._add(value, Place(_ATTRIBUTES, _VARS, parent, index), depth)
         if slots:
             self._add(value, Place(Slots(slots), _OPENED, parent, index), depth)
-        self._add_classes(type(value))
+        self._add_classes(type(value), has_methods=False)
 
-    def _add_classes(self, kind: type) -> None:
+    def _add_classes(self, kind: type, *, has_methods: bool) -> None:
         for base in kind.__mro__:
-            if id(base) not in self._found and _root_of(base) not in _OPAQUE_ROOTS:
+            root = _root_of(base)
+            if id(base) not in self._found and root not in _OPAQUE_ROOTS and root not in sys.stdlib_module_names:
                 index = self._roots.count + len(self.classes)
                 self.classes.append(base)
-                self._add(base, Place(_CLASS, _VARS, self._roots, index), 1)
+                attributes = ClassAttributes(vars(base), has_methods=has_methods)
+                self._add(base, Place(attributes, _OPENED, self._roots, index), 1)
 
     def _add_function(
         self, value: Any, parent: Place, index: int, depth: int, *, opens: bool = True, is_forward: bool = False
@@ -370,11 +380,12 @@ class _Walk:
         if kind is _MODULE:
             self._read_module(thing, place)
             return
+        if isinstance(kind, ClassAttributes):
+            self._read_class(thing, place, kind)
+            return
         opened = kind.open(thing)
         values = self._hold(place, opened if kind.has_names else None, opened)
-        if kind is _CLASS:
-            self._read_class(place, values)
-        elif isinstance(kind, Variables):
+        if isinstance(kind, Variables):
             self._read_function(kind, place, values, depth)
         else:
             for index, value in enumerate(values):
@@ -419,15 +430,16 @@ class _Walk:
         self.repeated.append((place.parent, place.index, known))
         return known
 
-    def _read_class(self, place: Place, values: list[Any]) -> None:
-        """Of a class, ``forward`` is read, and containers that all objects share."""
+    def _read_class(self, thing: type, place: Place, kind: ClassAttributes) -> None:
+        """Of a class, ``forward`` is read, and containers that all its objects share."""
+        values = self._hold(place, {name: vars(thing)[name] for name in kind.names_read}, None)
         for index, (name, value) in enumerate(zip(place.keys, values, strict=True)):
             if name == "forward" and type(value) is types.FunctionType:
                 if id(value) in self._found:
                     self.repeated.append((place, index, self._found[id(value)]))
                 else:
                     self._add_function(value, place, index, 1, is_forward=True)
-            elif not name.startswith("__") and _kind_of(type(value)).name in _SHARED:
+            else:
                 self._meet(value, place, index, 1)
 
     def _read_function(self, kind: Variables, place: Place, values: list[Any], depth: int) -> None:
@@ -459,7 +471,7 @@ _KINDS: dict[str, tuple[Container, int]] = {
 }
 _SIZED = frozenset(("dict", "list", "set", "tuple"))
 _SHARED = _SIZED | {"array", "generator"}
-"""Kinds of class attributes that are read."""
+"""Kinds of values that are read in classes."""
 _kinds: dict[int, tuple[_Kind, weakref.ref[type]]] = {}
 """Kinds by the identities of classes, which are not held: a class holds the globals of its methods."""
 
@@ -540,10 +552,3 @@ def _globals_in(code: types.CodeType) -> tuple[tuple[str, ...], frozenset[str]]:
 def _sizes(attributes: Sequence[dict[str, Any]]) -> list[int]:
     """How many attributes each module has, but for those of torch's own that come and go."""
     return [len(each) - ("forward" in each) - ("_compiled_call_impl" in each) for each in attributes]
-
-
-def _picker(keys: Sequence[Any]) -> Callable[[Any], tuple[Any, ...]]:
-    """What gives the values with these keys, or at these positions."""
-    if len(keys) > 1:
-        return operator.itemgetter(*keys)
-    return (lambda _: ()) if not keys else (lambda values: (values[keys[0]],))

@@ -84,7 +84,7 @@ class PythonState:
         """Containers with their contents, made of the values where something has changed."""
         with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
             self._flags = [(each, each.requires_grad) for each in places.parameters(values)]
-            self._memory = [(each, each.data) for each in places.memory(values)]
+            self._memory = [(each, each.data) for each in places.memory(values) if each.layout is torch.strided]
         self._copy_others()
 
     @property
@@ -213,6 +213,11 @@ class PythonState:
         now = self.places.read(self._roots, self._things)
         return now is not None and all(map(operator.is_, now, self._values))
 
+    def _with_other_memory(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Tensors whose ``.data`` was given other memory, or the same with another shape, strides or type."""
+        with torch._C._DisableTorchDispatch():
+            return [(a, b) for a, b in self._memory if not (a.dtype is b.dtype and _are_set_alike(a, b))]
+
     def changed(self) -> Iterator[str]:
         """Names of what is not what it was."""
         if not self._has_same_values():
@@ -222,7 +227,7 @@ class PythonState:
             yield "whether a parameter requires grad"
         if any(array.tobytes() != content.tobytes() for array, content in self._arrays):
             yield "an array"
-        if any(_is_other_memory(tensor, alias) for tensor, alias in self._memory):
+        if self._with_other_memory():
             yield "the memory of a parameter or buffer"
         if any(generator.get() != state for generator, state in self._generators):
             yield "the state of a Python or NumPy random generator"
@@ -237,9 +242,9 @@ class PythonState:
         for array, content in self._arrays:
             if array.tobytes() != content.tobytes():
                 array[...] = content
-        for tensor, alias in self._memory:
+        for tensor, alias in self._with_other_memory():
             # FSDP takes the memory of a parameter: there is none to put back.
-            if _is_other_memory(tensor, alias) and alias.untyped_storage().nbytes():
+            if alias.untyped_storage().nbytes():
                 tensor.data = alias
         for generator, state in self._generators:
             if generator.get() != state:
@@ -255,13 +260,16 @@ def _roots_of(function: Any) -> list[Any]:
     return [owner, function.__func__] if isinstance(function, types.MethodType) else [owner]
 
 
-def _is_other_memory(tensor: torch.Tensor, alias: torch.Tensor) -> bool:
-    """Whether ``.data`` was given other memory, or the same with another shape or other strides."""
+def _are_set_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors have the same memory, shape and strides."""
+    if a.is_cpu or a.is_cuda:
+        return a.is_set_to(b)
+    # Other devices need not have that operator, which takes a third of the time.
     return (
-        tensor.untyped_storage() is not alias.untyped_storage()
-        or tensor.stride() != alias.stride()
-        or tensor.shape != alias.shape
-        or tensor.storage_offset() != alias.storage_offset()
+        a.untyped_storage() is b.untyped_storage()
+        and a.stride() == b.stride()
+        and a.shape == b.shape
+        and a.storage_offset() == b.storage_offset()
     )
 
 
