@@ -281,6 +281,9 @@ class Variables(Container):
     def open(self, thing: Any) -> list[Any]:
         if thing.__code__ is not self.code:
             raise OtherPlacesError
+        return self.copy(thing)
+
+    def copy(self, thing: Any) -> list[Any]:
         # Most functions have little of this.
         found = [content_of(cell) for cell in thing.__closure__] if thing.__closure__ else []
         if thing.__defaults__:
@@ -329,9 +332,7 @@ class Variables(Container):
 class Globals(Variables):
     """Globals that the forward of a class reads."""
 
-    def open(self, thing: Any) -> list[Any]:
-        if thing.__code__ is not self.code:
-            raise OtherPlacesError
+    def copy(self, thing: Any) -> list[Any]:
         return self._values_of_globals(thing) if self.globals else []
 
     def names(self, keys: Sequence[Any], count: int) -> list[str]:
