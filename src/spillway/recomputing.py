@@ -280,10 +280,11 @@ def _call_region(
 
     if in_rerun():
         # A part of a region that runs again: the outer one sees to it all, and counts what is saved as before.
-        state = PythonState(function, arguments.objects(), numpy_draws=True)
-        if state.has_iterators or state.is_lazy:
-            return first()
         owner = session if session is not None else Session.default()
+        proofs = owner.proofs(_identity_of(function, arguments.callables()))
+        state = _state_of(function, arguments, proofs)
+        if state.has_iterators or state.is_lazy or state.writes_parameters:
+            return first()
         if not how.use_reentrant:
             return CheckpointedCall(
                 ReplayedFunction(function, arguments, state),
@@ -297,7 +298,7 @@ def _call_region(
                 draws=how.preserve_rng_state,
                 checks=False,
             ).run(first, tensors)
-        if owner.proofs(_identity_of(function, arguments.callables())).takes_gradients:
+        if proofs.takes_gradients:
             return first()
         with nullcontext() if how.choices.inputs is None else saved_tensors_hooks(pack_kept, unpack):
             return _checked(how, ReplayedFunction(function, arguments, state, is_first=True), tensors)
@@ -334,6 +335,12 @@ def _call_region(
             f"kept, not recomputed."
         )
         return first()
+    if state.writes_parameters:
+        passage.ledger.note(
+            f"{_label(function)} has an embedding with max_norm, whose forward writes its weight. What autograd saves "
+            f"is kept, not recomputed."
+        )
+        return first()
     again = ReplayedFunction(function, arguments, state, reentrant=how.use_reentrant)
     is_steered = getattr(function, "is_steered", False)
     if _is_plain(how, partition, observer) and not is_steered:
@@ -360,9 +367,7 @@ def _call_region(
             unused=choices.unused(),
             tell_outer=None if outer is None else outer.has_gradient_inside,
         )
-        output = checkpointed.run(first, tensors)
-        proofs.numpy_draws = state.numpy_draws
-        return output
+        return checkpointed.run(first, tensors)
     if proofs.takes_gradients:
         passage.ledger.note(keeps_note(_label(function)))
         return first()
@@ -423,16 +428,9 @@ def _is_plain(how: Recompute, partition: Partition | None, observer: Observer | 
 
 
 def _state_of(function: Callable[..., Any], arguments: Arguments, proofs: Proofs) -> PythonState:
-    """The function's Python state. An attached block holds its last copy, which is as good where nothing changed."""
-    objects = arguments.objects()
-    holder = getattr(function, "state_holder", None)
-    if holder is None or objects:
-        return PythonState(function, objects, numpy_draws=proofs.numpy_draws)
-    state: PythonState | None = None if holder.state is None else holder.state.renewed()
-    if state is None:
-        state = PythonState(function, numpy_draws=proofs.numpy_draws)
-        # The first one has all of the state of NumPy's generator, which takes longer to compare.
-        holder.state = state if state.is_shareable and not proofs.numpy_draws else None
+    """The function's Python state, which is found faster where it lay in the last call."""
+    state = PythonState(function, arguments.objects(), proofs.places)
+    proofs.places = state.places if state.places.is_reusable else None
     return state
 
 

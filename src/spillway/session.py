@@ -392,4 +392,7 @@ def _host_budget() -> int:
 
 
 def _is_gone(function: Hashable) -> bool:
+    """Whether what tells a function from others names a module that is gone."""
+    if isinstance(function, tuple):
+        return any(map(_is_gone, function))
     return isinstance(function, weakref.ref) and function() is None

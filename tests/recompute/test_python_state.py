@@ -10,6 +10,7 @@ import gc
 import io
 import itertools
 import random
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -351,28 +352,6 @@ def test_changed_state_is_told_by_name(regions: Regions) -> None:
     assert "Stateful: its forward changes Python state (steps)" in str(context.stats().notes)
 
 
-def test_a_replaced_tensor_that_was_never_read_is_not_held(regions: Regions) -> None:
-    """A block that leaves its output in an attribute, for others to look at, does not hold that of the step before."""
-    import weakref
-
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up, self.seen = nn.Linear(8, 8), torch.zeros(1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.seen = torch.tanh(self.up(x))
-            return self.seen.sin()
-
-    block, x = Block(), torch.randn(4, 8, requires_grad=True)
-    with regions.offload():
-        spillway.recompute(block, x * 1, session=regions.session).sum().backward()
-        last = weakref.ref(block.seen.untyped_storage())
-        y = spillway.recompute(block, x * 1, session=regions.session)
-    assert last() is None
-    y.sum().backward()
-
-
 def test_a_state_is_put_back_where_the_function_fails(regions: Regions) -> None:
     class Box:
         def __init__(self) -> None:
@@ -565,3 +544,340 @@ def test_what_changes_in_names_alone_is_seen(regions: Regions, kind: str) -> Non
 
 def test_a_source_without_state_is_no_state(regions: Regions) -> None:
     assert not PythonState(partial(lambda source: source, random.SystemRandom())).changes
+
+
+class Plain:
+    """An object without a class attribute of its state."""
+
+    def __init__(self) -> None:
+        self.count = 1
+
+
+class Late(nn.Module):
+    """Changes its state in later calls only: by then its places are known."""
+
+    shared: dict[str, list[float]] = {"all": []}
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        seed_all()
+        self.kind, self.up = kind, nn.Linear(8, 8)
+        self.todo, self.done = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0], list[float]()
+        self.named: dict[str, Any] = {"a": None, "b": None}
+        self.plain, self.order = Plain(), collections.OrderedDict(a=1.0, b=2.0)
+        self.register_buffer("grid", torch.arange(16.0).view(2, 8))
+        self.shared["all"].clear()
+        globals().pop("FIRST", None)
+
+    def forward(self, x: Tensor, changes: bool) -> Tensor:
+        factor = LATE[self.kind](self, changes)
+        return torch.tanh(self.up(x) * factor).sin()
+
+
+def moves_an_item(m: Late, changes: bool) -> float:
+    factor = m.todo[-1]
+    if changes:
+        m.todo.pop()
+        m.done.insert(0, factor)
+    return factor
+
+
+def renames_a_key(m: Late, changes: bool) -> float:
+    name = next(iter(m.named))
+    if changes:
+        m.named = m.named
+        m.named[name + "a"] = m.named.pop(name)
+    return float(len(name))
+
+
+def reorders_a_dictionary(m: Late, changes: bool) -> float:
+    name = next(iter(m.order))
+    if changes:
+        m.order.move_to_end(name)
+    return m.order[name]
+
+
+def gives_other_strides(m: Late, changes: bool) -> Tensor:
+    factor = m.get_buffer("grid")[0].clone()
+    if changes:
+        data = m.grid.data  # type: ignore[union-attr]
+        m.grid.data = data.view(8, 2).t() if data.is_contiguous() else data.t().view(2, 8)  # type: ignore[union-attr]
+    return factor
+
+
+def replaces_the_attributes(m: Late, changes: bool) -> float:
+    factor = m.plain.count
+    if changes:
+        m.plain.__dict__ = {"count": factor + 1}
+    return float(factor)
+
+
+def draws_a_normal_number(m: Late, changes: bool) -> float:
+    return float(np.random.randn()) if changes else 1.0
+
+
+def content_that_objects_share(m: Late, changes: bool) -> float:
+    if changes:
+        m.shared["all"].append(2.0)
+    return sum(m.shared["all"], 1.0)
+
+
+def a_first_global(m: Late, changes: bool) -> float:
+    global FIRST
+    factor = globals().get("FIRST", 1.0)
+    if changes:
+        FIRST = factor + 1.0
+    return float(factor)
+
+
+LATE: dict[str, Callable[[Late, bool], Any]] = {
+    each.__name__: each
+    for each in (
+        *(moves_an_item, renames_a_key, reorders_a_dictionary, gives_other_strides, replaces_the_attributes),
+        *(draws_a_normal_number, content_that_objects_share),
+    )
+}
+
+
+class FirstGlobal(Late):
+    def forward(self, x: Tensor, changes: bool) -> Tensor:
+        return torch.tanh(self.up(x) * a_first_global(self, changes)).sin()
+
+
+class Around(nn.Module):
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, *args: Any) -> Any:
+        return self.block(*args)
+
+
+def late_state(block: Late) -> Iterator[Tensor]:
+    yield from (torch.tensor(each) for each in (block.todo, block.done, [float(block.plain.count)]))
+    yield torch.tensor([ord(each) for each in "".join((*block.named, *block.order))])
+    grid = block.get_buffer("grid")
+    yield from (grid, torch.tensor(grid.stride()), torch.tensor(block.shared["all"]))
+    yield torch.tensor(globals().get("FIRST", 0.0))
+
+
+@pytest.mark.parametrize("kind", [*LATE, "a_first_global"])
+@pytest.mark.parametrize("attached", [False, True], ids=["recomputed", "attached"])
+def test_what_a_later_call_changes_first_is_seen(regions: Regions, kind: str, attached: bool) -> None:
+    def run(call: Callable[[nn.Module], Callable[..., Tensor]]) -> list[Tensor]:
+        torch.manual_seed(0)
+        block = FirstGlobal(kind) if kind == "a_first_global" else Late(kind)
+        function, found = call(block), list[Tensor]()
+        for step in range(5):
+            x = torch.randn(4, 8, requires_grad=True)
+            block.zero_grad()
+            function(x, step > 1).sum().backward()
+            found += [each.clone() for each in (*gradients(x, block), *late_state(block), *generators())]
+        return found
+
+    def attach(block: nn.Module) -> Callable[..., Tensor]:
+        model = Around(block)
+        spillway.attach(model, policy=spillway.Recompute(), blocks=[type(block)], session=regions.session)
+        return model
+
+    expected = run(lambda block: block)
+    got = run(attach if attached else lambda block: partial(spillway.recompute, block, session=regions.session))
+    assert_identical(got, expected)
+
+
+class Held(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.attribute, self.items = nn.Linear(8, 8), torch.zeros(1), [torch.zeros(1)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(x).sin()
+
+
+def test_no_memory_is_held_between_calls(regions: Regions) -> None:
+    model = nn.Sequential(Held(), Held())
+    attached = spillway.attach(model, policy=spillway.Recompute(), blocks=[Held], session=regions.session)
+    for _ in range(3):
+        for block in model:
+            block.attribute, block.items = torch.zeros(8), [torch.zeros(8)]
+        model(torch.randn(4, 8, requires_grad=True)).sum().backward()
+    weights = [weakref.ref(each.untyped_storage()) for each in model.parameters()]
+    values = [weakref.ref(each) for block in model for each in (block.attribute, *block.items)]
+    for each in model.parameters():
+        each.data = torch.empty(0)
+        each.grad = None
+    for block in model:
+        block.attribute, block.items = None, []
+    gc.collect()
+    assert not [each for each in (*weights, *values) if each() is not None]
+    parameters = [weakref.ref(each) for each in model.parameters()]
+    del model, block, each
+    gc.collect()
+    assert not [each for each in parameters if each() is not None]
+    attached.remove()
+
+
+def test_memory_is_not_held_after_removal(regions: Regions) -> None:
+    block = nn.Sequential(Held())
+    attached = spillway.attach(block, policy=spillway.Recompute(), blocks=[Held], session=regions.session)
+    block(torch.randn(4, 8, requires_grad=True)).sum().backward()
+    attached.remove()
+    inner = weakref.ref(block[0].up)
+    block[0].up = nn.Identity()
+    gc.collect()
+    assert inner() is None
+
+
+def test_dead_namespaces_and_modules_are_not_held(regions: Regions) -> None:
+    tensors = []
+    for _ in range(4):
+        names: dict[str, Any] = {"T": torch.zeros(4)}
+        tensors.append(weakref.ref(names["T"]))
+        exec("def function(x): return x * T + 1", names)
+        spillway.recompute(
+            names["function"], torch.randn(2, 4, requires_grad=True), session=regions.session
+        ).sum().backward()
+    del names
+    gc.collect()
+    assert not [each for each in tensors if each() is not None]
+    for _ in range(8):
+        function = partial(lambda module, x: module(x), nn.Linear(4, 4))
+        spillway.recompute(function, torch.randn(2, 4, requires_grad=True), session=regions.session).sum().backward()
+    assert len(regions.session._proofs) <= 3
+
+
+class Owner:
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.method(x)
+
+    def method(self, x: Tensor) -> Tensor:
+        return x * self.tensor
+
+
+class SlotOwner:
+    __slots__ = ("tensor",)
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+class ClassOwner(nn.Module):
+    tensor = torch.zeros(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.tensor
+
+
+def reaching(where: str, tensor: Tensor) -> Callable[..., Any]:
+    """A function that reaches a tensor somewhere."""
+    if where == "partial":
+        return partial(lambda tensor, x: x * tensor, tensor)
+    if where == "default":
+        return lambda x, tensor=tensor: x * tensor
+    if where == "keyword default":
+        return lambda x, *, tensor=tensor: x * tensor
+    if where == "tuple":
+        both = (tensor, 1)
+        return lambda x: x * both[0]
+    if where == "slots":
+        owner = SlotOwner(tensor)
+        return lambda x: x * owner.tensor
+    if where == "class attribute":
+        ClassOwner.tensor = tensor
+        return ClassOwner()
+    return Owner(tensor).method if where == "method" else Owner(tensor)
+
+
+@pytest.mark.parametrize(
+    "where", ["partial", "default", "keyword default", "tuple", "slots", "class attribute", "method", "object"]
+)
+def test_each_tensor_that_a_function_reaches_is_known(regions: Regions, where: str) -> None:
+    tensor = torch.ones(8)
+    function = reaching(where, tensor)
+    state = PythonState(function)
+    names = [name for name, each in state.reachable() if each is tensor]
+    assert len(names) == 1
+    assert [each for each in state.tensors() if each is tensor]
+    again = PythonState(function, (), state.places)
+    assert again.places is state.places
+    assert [name for name, each in again.reachable() if each is tensor] == names
+
+
+def test_a_reachable_tensor_comes_once_and_has_versions(regions: Regions) -> None:
+    block = nn.Linear(8, 8)
+    with torch.inference_mode():
+        block.inferred = torch.ones(8)
+    block.again = block.weight
+    found = PythonState(block).reachable()
+    assert {name for name, _ in found} == {"weight", "bias"}
+    assert {id(each) for _, each in found} == {id(block.weight), id(block.bias)}
+
+
+def test_places_serve_again_as_long_as_they_are_all(regions: Regions) -> None:
+    block = Late("moves_an_item")
+    places = PythonState(block).places
+
+    def are_current() -> bool:
+        return PythonState(block, (), places).places is places
+
+    block.todo[0], block.plain.count, block.kind = 7.0, 5, "renames_a_key"
+    block.grid = torch.zeros(3)
+    assert are_current()
+    for change, back in (
+        (lambda: block.done.append(1.0), block.done.clear),
+        (lambda: block.named.update(c=None), lambda: block.named.pop("c")),
+        (lambda: setattr(block, "new", 1), lambda: delattr(block, "new")),
+        (lambda: setattr(block, "kind", None), lambda: setattr(block, "kind", "")),
+        (lambda: block.add_module("more", nn.Identity()), lambda: delattr(block, "more")),
+        (lambda: setattr(block, "up", nn.Linear(8, 8)), lambda: None),
+    ):
+        assert are_current()
+        change()
+        assert not are_current()
+        back()
+
+
+def test_an_embedding_that_writes_its_weight_is_kept_and_told(regions: Regions) -> None:
+    class Embeds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.up = nn.Embedding(8, 8, max_norm=1.0), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(self.up(self.embedding(torch.arange(4)) + x))
+
+    def step(call: Call) -> Iterator[Tensor]:
+        seed_all()
+        block = Embeds()
+        for _ in range(3):
+            x = torch.randn(4, 8, requires_grad=True)
+            block.zero_grad()
+            with call.context():
+                loss = call(lambda x: call(block, x) * 2, x * 1).sum()
+            loss.backward()
+            yield from (*gradients(x, block), block.embedding.weight)
+
+    regions(step)
+    assert "has an embedding with max_norm" in str(regions.last.stats().notes)
+
+
+def test_numpys_second_normal_number_set_by_hand(regions: Regions) -> None:
+    """The words are the same with a second number and without: `set_state` may exchange the two."""
+    results = []
+    for call in (lambda f, x: f(x), partial(spillway.recompute, session=regions.session)):
+        seed_all()
+        np.random.randn()
+        one_left = np.random.get_state()
+        np.random.randn()
+        linear, found = nn.Linear(8, 8), list[Any]()
+        for step in range(4):
+            if step % 2:
+                np.random.set_state(one_left)
+            x = torch.randn(4, 8, requires_grad=True)
+            call(lambda x: torch.tanh(linear(x)) * float(np.random.randn()), x).sum().backward()  # noqa: B023
+            found += [x.grad, *generators()]
+        results.append(found)
+    assert_identical(*results)

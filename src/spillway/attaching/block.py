@@ -24,7 +24,6 @@ from spillway.offloading import keep
 from spillway.operators import Planned
 from spillway.recomputing import Recompute, call_untraced_region
 from spillway.regions.observer import Observer
-from spillway.regions.python_state import PythonState
 from spillway.regions.region import Surroundings, surroundings
 from spillway.regions.rerun import in_rerun
 from spillway.regions.sending import Sending
@@ -58,8 +57,6 @@ class RegionCall(ModuleCall):
         self.observer: Observer | None = None
         self.writes_tape: bool | None = None
         self.watches: bool | None = None
-        self.state: PythonState | None = None
-        """The last copy of its Python state, for later calls that find it unchanged."""
         self.runner: Callable[..., Any] = call_untraced_region
         """What runs it as a region."""
         inside = {id(module) for module in named.module.modules()} - {id(named.module)}
@@ -146,7 +143,6 @@ class _Run:
         self.__self__ = module
         self.writes_tape = call.writes_tape
         self.watches = call.watches
-        self.state_holder = call
         self.is_steered = call.pilot is not None
         self._call = call
         self._forward = forward

@@ -471,7 +471,6 @@ class Region:
 
     def _note_state(self) -> None:
         """See NOTE [ Python state ]: calls of a function that changes some are not told apart by their tensors."""
-        self._proofs.numpy_draws = self._state.numpy_draws
         if not self._state.changes:
             return
         self._key = None
