@@ -15,7 +15,8 @@ half-way     ``attach(model, budget=<mean of keep's and checkpoint's peaks>)``
 A step is forward, backward, ``optimizer.step()`` and ``zero_grad()``. *ms* is the median of ``--steps`` steps, each
 between two synchronizations, with the range. *of keep* divides by keep's median in the same process. *peak* is
 ``max_memory_allocated`` over one step. The losses of the first steps, from one seed, must be keep's in every way, bit
-for bit. ``search`` is the number of steps, and seconds, until the plan is active.
+for bit. ``search`` is the number of steps, and seconds, until the plan is active, and the highest peak until then, the
+steps included that are compared.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import spillway
@@ -291,7 +293,9 @@ class Way:
         """Those of the first steps, by kernels that add up in one order."""
         torch.use_deterministic_algorithms(True, warn_only=True)
         try:
-            return [self.step() for _ in range(COMPARED)]
+            # The backward of cuDNN's attention does not.
+            with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
+                return [self.step() for _ in range(COMPARED)]
         finally:
             torch.use_deterministic_algorithms(False)
 
@@ -339,11 +343,14 @@ def measure(name: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         row: dict[str, Any] = {"model": name, "way": way}
         try:
             training = Way(name, way, peaks, options)
+            if training.cuda:
+                torch.cuda.reset_peak_memory_stats()
             found = training.losses()
             losses = losses or [loss.item() for loss in found]
             row["same_losses"] = [loss.item() for loss in found] == losses
             if training.attached is not None and way != "recompute":
                 row["search_steps"], row["search_seconds"] = training.search()
+                row["search_peak"] = torch.cuda.max_memory_allocated() if training.cuda else 0
             training.times(2)
             times = training.times(options.steps)
             row.update(seconds=statistics.median(times), fastest=min(times), slowest=max(times))
@@ -367,7 +374,9 @@ def line(row: dict[str, Any]) -> str:
     head = f"{row['model']:12s} {row['way']:10s}"
     if "failed" in row:
         return f"{head} failed: {row['failed'][:120]}"
-    search = f"  search {row['search_steps']} steps {row['search_seconds']:.1f} s" if "search_steps" in row else ""
+    search = ""
+    if "search_steps" in row:
+        search = f"  search {row['search_steps']} steps {row['search_seconds']:.1f} s {format_bytes(row['search_peak'])}"
     return (
         f"{head} {row['seconds'] * 1e3:8.1f} ms ({row['fastest'] * 1e3:.1f} to {row['slowest'] * 1e3:.1f})  "
         f"{row['of_keep']:.3f} of keep  {format_bytes(row['peak'])}"
