@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 import spillway
+from recompute.regions import HiddenAttribute
 from spillway import RecomputeError, UnsupportedError, UsageError
 from spillway.attaching.call import ModuleCall
 from spillway.policies import Keep, Offload
@@ -59,20 +60,23 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.fixture
-def compiler() -> Iterator[Callable[[Any, Any], Any]]:
-    """A backend of ``torch.compile`` that counts how often what it compiled runs forward."""
-    torch._dynamo.reset()
+class Compiler:
+    """A backend of ``torch.compile`` that counts how often what it compiled runs forward, unseen by Spillway."""
 
-    def backend(graph: torch.fx.GraphModule, examples: list[Tensor]) -> Any:
+    runs = HiddenAttribute(0)
+
+    def __call__(self, graph: torch.fx.GraphModule, examples: list[Tensor]) -> Any:
         def run(*args: Any) -> Any:
-            backend.runs += 1  # type: ignore[attr-defined]
+            self.runs += 1
             return graph(*args)
 
         return run
 
-    backend.runs = 0  # type: ignore[attr-defined]
-    yield backend
+
+@pytest.fixture
+def compiler() -> Iterator[Compiler]:
+    torch._dynamo.reset()
+    yield Compiler()
     torch._dynamo.reset()
 
 

@@ -434,7 +434,7 @@ class CheckpointedCall:
             with below_modes(self._odd):
                 tensors = [_argument(*each) for each in self._tensors]
             collector.know([*tensors, *reached.tensors()])
-            with reached.as_before():
+            with reached.as_before(self._state.sole_buffers(), tensors) as swapped:
                 try:
                     self._restore()
                     with (
@@ -444,7 +444,7 @@ class CheckpointedCall:
                         saved_tensors_hooks(collector.pack, collector.unpack),
                         nullcontext() if refusing is None else refusing,
                     ):
-                        output = self._function(*tensors)
+                        output = self._function(*tensors, buffers=swapped)
                         collector.gave(output)
                 except Enough:
                     pass

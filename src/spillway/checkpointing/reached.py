@@ -6,8 +6,9 @@ A replay must read what forward read, and leave no trace. Forward notes the vers
 after. It also copies the small ones that need no gradient, and those that earlier calls were seen to write: some
 functions write a buffer now and then only, and kernels of batch norm write without a version.
 
-If forward has written any, the copies are held, and the replay starts from them. In any case the replay ends with the
-contents that were there when it began, and with the same versions.
+If forward has written any, the copies are held, and the replay starts from them. In any case the contents, and the
+versions, after the replay are those from before it. Of buffers that nothing refers to but their modules, the modules
+get copies for as long as the replay runs. Other tensors are written twice: before the replay, and after it.
 
 What forward has written without a copy of it (a large tensor, for the first time) cannot be put back. In a call that is
 compared in full the comparison decides whether that matters. In another call the replay is refused if it reads it.
@@ -15,15 +16,16 @@ compared in full the comparison decides whether that matters. In another call th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Iterator, Sequence, Set
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from spillway.checkpointing.contents import copies_of, has_content_of, may_be_written, write_back
 from spillway.checkpointing.learned import Learned
-from spillway.regions.tensors import below_modes, is_strided
+from spillway.regions.tensors import PLAIN, below_modes, is_strided
 
 _MOST_OBSERVED, _MOST_COPIED = 64 << 20, 1 << 20
 """Bytes of a tensor that is copied in case that the function writes it, in observed calls and in others."""
@@ -94,22 +96,48 @@ class ReachedTensors:
         return changed if self._is_observed else [*changed, *((tensor, -1) for tensor in self._lost)]
 
     def storages(self) -> set[int]:
-        """Memory that gets its content of now back when a replay is over."""
+        """Memory that gets its content of now back when a replay is over, or is a copy's meanwhile."""
         return {each.untyped_storage()._cdata for each in (*self._copied, *self._lost) if is_strided(each)}
 
     @contextmanager
-    def as_before(self) -> Iterator[None]:
-        """A context that begins with the contents from before forward, and ends with those of now."""
+    def as_before(self, sole: Set[int], inputs: Sequence[torch.Tensor]) -> Iterator[dict[int, torch.Tensor]]:
+        """A context in which tensors have the contents from before forward, and after which they have those of now.
+
+        Gives what modules are to have in the place of their buffers, by the buffers' ids.
+
+        Args:
+            sole: ids of buffers that nothing refers to but their modules.
+            inputs: the function's inputs.
+        """
         protected = [*self._copied, *self._lost]
         if not protected:
-            yield
+            yield {}
             return
         with below_modes(self._odd):
-            now = list(zip(protected, copies_of(protected), strict=True))
-            write_back(self._before)
+            before = {id(tensor): copy for tensor, copy in self._before}
+            alone = self._alone(sole, inputs)
+            others = [tensor for tensor in protected if id(tensor) not in alone]
+            contents = [before.get(id(tensor), tensor) for tensor in alone.values()]
+            swapped = dict(zip(alone, copies_of(contents), strict=True)) if alone else {}
+            now = list(zip(others, copies_of(others), strict=True)) if others else []
+            write_back([(tensor, before[id(tensor)]) for tensor in others if id(tensor) in before])
         try:
-            with _unsafe_preserve_version_counter(tuple(protected)):
-                yield
+            with _unsafe_preserve_version_counter(tuple(others)) if others else nullcontext():
+                yield swapped
         finally:
             with below_modes(self._odd):
                 write_back(now)
+
+    def _alone(self, sole: Set[int], inputs: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """What is copied that shares no memory with anything else that the function reaches, by ids."""
+        plain = (each for each in (*self.tensors(), *inputs) if type(each) in PLAIN and is_strided(each))
+        storages = Counter(each.untyped_storage()._cdata for each in plain)
+        # Whether the function reads what was written since forward is seen of the buffer itself.
+        written = {id(tensor) for tensor, _ in self.changed()}
+        return {
+            id(each): each
+            for each in self._copied
+            if id(each) in sole - written
+            and type(each) is torch.Tensor
+            and storages[each.untyped_storage()._cdata] == 1
+        }

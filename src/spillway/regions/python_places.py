@@ -130,6 +130,7 @@ class Places:
         self._repeated_things = picker([numbers[place] for *_, place in walk.repeated])
         self.arrays = picker([number for place, number in numbers.items() if place.reading == Reading.ARRAY])
         """Gives the arrays among the containers; and so on."""
+        self.buffers = picker([number for place, number in numbers.items() if place in walk.buffers])
         self.generators = picker([number for place, number in numbers.items() if place.reading == Reading.GENERATOR])
         owners = [place for place in self.places if isinstance(place.kind, Parameters) or place in walk.buffers]
         at = [at for place in owners for at in range(place.start, place.start + place.count)]

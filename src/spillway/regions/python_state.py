@@ -29,7 +29,8 @@ from __future__ import annotations
 
 import operator
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -153,6 +154,39 @@ class PythonState:
             if not kind.is_parameters:
                 values = content.values() if kind.has_names else content
                 yield from (value for value in values if isinstance(value, torch.Tensor))
+
+    def sole_buffers(self) -> set[int]:
+        """Ids of buffers that nothing has but modules, each under one name or several, where they were before."""
+        values = self._values
+        if values is None:
+            return set()
+        counts = Counter(id(values[position]) for position, *_ in self.places.tensors)
+        found = [buffer for each in self.places.buffers(self._things) for buffer in each.values() if buffer is not None]
+        counts.subtract(map(id, found))
+        elsewhere = {id(buffer) for buffer, _ in self._with_other_memory()}
+        return {id(buffer) for buffer in found if not counts[id(buffer)]} - elsewhere
+
+    @contextmanager
+    def swapped(self, others: Mapping[int, torch.Tensor]) -> Iterator[None]:
+        """A context in which modules have other buffers.
+
+        Args:
+            others: these, by the ids of the buffers that they stand for.
+        """
+        undo = []
+        if others:
+            for buffers in self.places.buffers(self._things):
+                for name, buffer in buffers.items():
+                    other = others.get(id(buffer))
+                    if other is not None:
+                        undo.append((buffers, name, buffer, other))
+                        buffers[name] = other
+        try:
+            yield
+        finally:
+            for buffers, name, buffer, other in undo:
+                if buffers.get(name) is other:
+                    buffers[name] = buffer
 
     # What is compared, and put back.
 

@@ -57,12 +57,19 @@ class ReplayedFunction:
         finally:
             self._as_it_is = False
 
-    def __call__(self, *tensors: torch.Tensor) -> Any:
+    def __call__(self, *tensors: torch.Tensor, buffers: dict[int, torch.Tensor] | None = None) -> Any:
+        """Call the function.
+
+        Args:
+            tensors: those among its arguments.
+            buffers: what modules have in the place of their buffers meanwhile, by the buffers' ids.
+        """
         args, kwargs = self._arguments.put(tensors)
         is_first, self._is_first = self._is_first, False
         if is_first or self._as_it_is:
-            return self._function(*args, **kwargs)
-        with self._state.in_force():
+            with self._state.swapped(buffers or {}):
+                return self._function(*args, **kwargs)
+        with self._state.in_force(), self._state.swapped(buffers or {}):
             output = self._function(*args, **kwargs)
             names = self._state.histories() if self._reentrant else ()
         if names:
