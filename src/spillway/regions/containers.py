@@ -1,188 +1,97 @@
 """Containers of Python state, by kind: what changed in each, and how its content is put back.
 
-The content of a container is a copy that holds its values: a dictionary where they have names, a list or a set where
-they have none. Values are compared by identity, since tensors and arrays have no truth value when they are compared.
+A content is a copy: a dictionary where values have names, else a list. Values are compared by identity: tensors and
+arrays have no truth value when they are compared.
 """
 
 from __future__ import annotations
 
 import operator
-from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import torch
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
 MISSING: Any = object()
 """Stands for the value of a name that has none."""
-DICTS = frozenset((dict, OrderedDict, defaultdict, Counter))
-LISTS = frozenset((list, deque, bytearray))
 INTERNAL = frozenset((*vars(Module()), "_compiled_call_impl", "forward", "__compiled_call_impl")) - {"training"}
 """Attributes of modules that are torch's own business."""
-
-_PLAIN_PARAMETERS = frozenset((torch.nn.Parameter, type(None)))
+_PLAIN_PARAMETERS = frozenset((Parameter, type(None)))
 
 Content = Any
-"""``dict[Any, Any]``, ``list[Any]`` or ``set[Any]``."""
+"""``dict[Any, Any]`` or ``list[Any]``."""
 
 
 class Container:
-    """A kind of container whose values have names, and that is told to have some."""
+    """A kind of container whose values have names.
 
-    is_parameters = False
-    """Whether the values are a module's parameters."""
-    is_plain = False
-    """Whether tensors in it may be let go: see :meth:`PythonState.release`."""
+    Args:
+        get: gives a value by its name.
+        put: sets a value.
+        delete: deletes a value.
+        open_: gives all names and values; ``None``: names that are not in the content are none of the state.
+        is_left_out: whether a name is none of the state.
+        is_plain: whether tensors in it may be released: see :meth:`PythonState.release`.
+    """
+
+    def __init__(
+        self,
+        get: Callable[[Any, Any], Any],
+        put: Callable[[Any, Any, Any], object],
+        delete: Callable[[Any, Any], object],
+        open_: Callable[[Any], Mapping[Any, Any]] | None = None,
+        *,
+        is_left_out: Callable[[Any], bool] = lambda name: False,
+        is_plain: bool = False,
+    ) -> None:
+        self._get, self._put, self._delete = get, put, delete
+        self._open, self._is_left_out, self.is_plain = open_, is_left_out, is_plain
+
+    def value(self, thing: Any, name: Any) -> Any:
+        """The value of a name now, or ``MISSING``."""
+        try:
+            return self._get(thing, name)
+        except (LookupError, AttributeError, ValueError):
+            return MISSING
 
     def copy(self, thing: Any, content: Content) -> Content:
-        """The content now, of one that had this content."""
-        return {name: self.get(thing, name) for name in content}
+        """The content now, of a container that had this content."""
+        if self._open is None:
+            return {name: self.value(thing, name) for name in content}
+        return dict(self._open(thing).items())
 
-    def changes(self, thing: Any, content: Content) -> list[str]:
+    def changes(self, thing: Any, content: Content) -> list[Any]:
         """Names of values that are not as in the content."""
-        return [str(name) for name, value in content.items() if self.get(thing, name) is not value]
+        names = content if self._open is None else dict.fromkeys((*content, *self._open(thing)))
+        changed = [name for name in names if self.value(thing, name) is not content.get(name, MISSING)]
+        return [name for name in changed if not self._is_left_out(name)]
 
     def put_back(self, thing: Any, content: Content) -> None:
         """Give it this content."""
-        for name, value in content.items():
-            if self.get(thing, name) is not value:
-                self.set(thing, name, value)
-
-    def get(self, thing: Any, name: Any) -> Any:
-        """The value of a name, or ``MISSING``."""
-        raise NotImplementedError
-
-    def set(self, thing: Any, name: Any, value: Any) -> None:
-        """Give a name this value, or none."""
-        raise NotImplementedError
+        for name in Container.changes(self, thing, content):
+            if content.get(name, MISSING) is MISSING:
+                self._delete(thing, name)
+            else:
+                self._put(thing, name, content[name])
 
 
-class Cell(Container):
-    """The cell of a closure: one variable of an enclosing function."""
-
-    def get(self, thing: Any, name: Any) -> Any:
-        try:
-            return thing.cell_contents
-        except ValueError:
-            return MISSING
-
-    def set(self, thing: Any, name: Any, value: Any) -> None:
-        if value is MISSING:
-            del thing.cell_contents
-        else:
-            thing.cell_contents = value
-
-
-class Globals(Container):
-    """Some names of a function's globals."""
-
-    def get(self, thing: Any, name: Any) -> Any:
-        return thing.get(name, MISSING)
-
-    def set(self, thing: Any, name: Any, value: Any) -> None:
-        if value is MISSING:
-            del thing[name]
-        else:
-            thing[name] = value
-
-
-class Slots(Container):
-    """What lies in an object's slots."""
-
-    def get(self, thing: Any, name: Any) -> Any:
-        try:
-            # Without a `__getattr__` of the object's own.
-            return object.__getattribute__(thing, name)
-        except AttributeError:
-            return MISSING
-
-    def set(self, thing: Any, name: Any, value: Any) -> None:
-        if value is MISSING:
-            object.__delattr__(thing, name)
-        else:
-            object.__setattr__(thing, name, value)
-
-
-class Attributes(Globals):
-    """Attributes of a plain object, or of a function. Unlike above, the content has all names."""
-
-    is_plain = True
-
-    def open(self, thing: Any) -> Mapping[Any, Any]:
-        """Its names and values now."""
-        found: Mapping[Any, Any] = vars(thing)
-        return found
-
-    def is_left_out(self, name: Any) -> bool:
-        """Whether an attribute is none of the function's state."""
-        return False
-
-    def copy(self, thing: Any, content: Content) -> Content:
-        return dict(self.open(thing).items())
-
-    def changes(self, thing: Any, content: Content) -> list[str]:
-        return [str(name) for name in self._changed_names(thing, content)]
-
-    def put_back(self, thing: Any, content: Content) -> None:
-        for name in self._changed_names(thing, content):
-            self.set(thing, name, content.get(name, MISSING))
-
-    def set(self, thing: Any, name: Any, value: Any) -> None:
-        # A setter of the object's own would do more.
-        super().set(self.open(thing), name, value)
-
-    def _changed_names(self, thing: Any, content: Content) -> list[Any]:
-        now = self.open(thing)
-        names = [name for name in dict.fromkeys((*content, *now)) if not self.is_left_out(name)]
-        return [name for name in names if now.get(name, MISSING) is not content.get(name, MISSING)]
-
-
-class ModuleAttributes(Attributes):
-    """Attributes of a module but for torch's own."""
-
-    def is_left_out(self, name: Any) -> bool:
-        return name in INTERNAL
-
-
-class ClassAttributes(Attributes):
-    """Attributes of a class, its methods among them: somebody may replace one."""
-
-    is_plain = False
-
-    def is_left_out(self, name: Any) -> bool:
-        return str(name).startswith("__")
-
-    def set(self, thing: Any, name: Any, value: Any) -> None:
-        if value is MISSING:
-            delattr(thing, name)
-        else:
-            setattr(thing, name, value)
-
-
-class Dictionary(Attributes):
+class Dictionary(Container):
     """Dictionaries: their order is a part of the content."""
 
-    def open(self, thing: Any) -> Mapping[Any, Any]:
-        found: Mapping[Any, Any] = thing
-        return found
-
-    def changes(self, thing: Any, content: Content) -> list[str]:
+    def changes(self, thing: Any, content: Content) -> list[Any]:
         names = super().changes(thing, content)
-        return names if names or are_identical(thing, content) else ["the order of a dictionary"]
+        return names if names or _are_identical(thing, content) else ["the order of a dictionary"]
 
     def put_back(self, thing: Any, content: Content) -> None:
-        if not are_identical(thing, content):
+        if not _are_identical(thing, content):
             thing.clear()
         super().put_back(thing, content)
 
 
 class Parameters(Dictionary):
-    """A module's parameters, as long as no wrapper has exchanged them."""
+    """A module's parameters, as long as no wrapper (FSDP2) has exchanged them for its own."""
 
-    is_parameters, is_plain = True, False
-
-    def changes(self, thing: Any, content: Content) -> list[str]:
+    def changes(self, thing: Any, content: Content) -> list[Any]:
         return super().changes(thing, content) if are_plain(thing.values()) else []
 
     def put_back(self, thing: Any, content: Content) -> None:
@@ -191,40 +100,62 @@ class Parameters(Dictionary):
 
 
 class Items(Container):
-    """Lists, deques and arrays of bytes."""
+    """Lists, deques, arrays of bytes, and sets: values have no names."""
 
     def copy(self, thing: Any, content: Content) -> Content:
         return list(thing)
 
-    def changes(self, thing: Any, content: Content) -> list[str]:
-        return [] if are_identical(thing, content) else [f"a {type(thing).__name__}"]
+    def changes(self, thing: Any, content: Content) -> list[Any]:
+        return [] if _are_identical(thing, content) else [f"a {type(thing).__name__}"]
 
     def put_back(self, thing: Any, content: Content) -> None:
-        if not are_identical(thing, content):
+        if not _are_identical(thing, content):
             thing.clear()
-            thing.extend(content)
-
-
-class Members(Container):
-    """Sets."""
-
-    def copy(self, thing: Any, content: Content) -> Content:
-        return thing.copy()
-
-    def changes(self, thing: Any, content: Content) -> list[str]:
-        return [] if thing == content else ["a set"]
-
-    def put_back(self, thing: Any, content: Content) -> None:
-        if thing != content:
-            thing.clear()
-            thing.update(content)
+            (thing.update if isinstance(thing, set) else thing.extend)(content)
 
 
 def are_plain(parameters: Iterable[Any]) -> bool:
-    """Whether no wrapper (FSDP2) exchanges these parameters for its own."""
+    """Whether all parameters of a module are torch's own."""
     return _PLAIN_PARAMETERS.issuperset(map(type, parameters))
 
 
-def are_identical(a: Any, b: Any) -> bool:
-    """Whether two collections have the very same values in the same order."""
+def _are_identical(a: Any, b: Any) -> bool:
     return len(a) == len(b) and all(map(operator.is_, a, b))
+
+
+def _attributes(thing: Any) -> Any:
+    return thing.__dict__
+
+
+def _items(thing: Any) -> Any:
+    return thing
+
+
+def _of(open_: Callable[[Any], Any]) -> Any:
+    """How to get, set and delete a value in the dictionary that ``open_`` gives; and ``open_``."""
+    return (
+        # A dictionary may make what it does not have, if it is asked otherwise.
+        lambda thing, name: open_(thing).get(name, MISSING),
+        lambda thing, name, value: operator.setitem(open_(thing), name, value),
+        lambda thing, name: operator.delitem(open_(thing), name),
+        open_,
+    )
+
+
+# A setter of the object's own would do more.
+ATTRIBUTES = Container(*_of(_attributes), is_plain=True)
+MODULE = Container(*_of(_attributes), is_left_out=INTERNAL.__contains__, is_plain=True)
+CLASS = Container(
+    _of(_attributes)[0], setattr, delattr, _attributes, is_left_out=lambda name: str(name).startswith("__")
+)
+# Without a `__getattr__` of the object's own.
+SLOTS = Container(object.__getattribute__, object.__setattr__, object.__delattr__)
+CELL = Container(
+    lambda cell, _: cell.cell_contents,
+    lambda cell, _, value: setattr(cell, "cell_contents", value),
+    lambda cell, _: delattr(cell, "cell_contents"),
+)
+GLOBALS = Container(*_of(_items)[:3])
+DICTIONARY = Dictionary(*_of(_items), is_plain=True)
+PARAMETERS = Parameters(*_of(_items))
+ITEMS = Items(*_of(_items))

@@ -30,25 +30,22 @@ function had. Nothing is held between calls.
 
 from __future__ import annotations
 
+import copy
 import operator
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch.nn import Module
 
-from spillway.regions.containers import MISSING, Attributes, Container, Dictionary
-from spillway.regions.python_generators import Generator, generator_of, global_generators
-from spillway.regions.python_walk import Walk
-
-_Kind = TypeVar("_Kind", bound=Container)
-_DICTIONARY = Dictionary()
+from spillway.regions.containers import DICTIONARY, PARAMETERS
+from spillway.regions.python_walk import Contents, Walk
 
 
-class PythonState:
+class PythonState(Walk):
     """A copy of a function's Python state, taken now. See NOTE [ Python state ].
 
     Args:
@@ -56,38 +53,21 @@ class PythonState:
         objects: objects among its arguments: generators, modules and others whose state it may change.
     """
 
-    __slots__ = (
-        *("_arrays", "_attributes", "_dictionaries", "_fixed", "_flags", "_generators", "_memory", "_others"),
-        *("_tensors", "_were_empty", "has_iterators", "is_lazy", "writes_parameters"),
-    )
-
     def __init__(self, function: Any, objects: Sequence[Any] = ()) -> None:
-        walk = Walk((*_roots_of(function), *objects))
-        self.has_iterators = walk.has_iterators
-        """Whether the function has state that cannot be copied."""
-        self.is_lazy = walk.is_lazy
-        """Whether a module of the function makes its parameters or buffers when it is first called."""
-        self.writes_parameters = walk.writes_parameters
-        """Whether the forward of a module writes its parameters: embeddings with ``max_norm`` do."""
-        self._attributes, self._dictionaries, self._were_empty = walk.attributes, walk.dictionaries, walk.empty
-        self._others, self._fixed, self._tensors = walk.others, walk.fixed, walk.tensors
+        super().__init__((*_roots_of(function), *objects))
         with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
-            self._flags = [(each, each.requires_grad) for each in walk.parameters]
-            strided = [each for each in (*walk.parameters, *walk.buffers) if each.layout is torch.strided]
+            self._flags = [(each, each.requires_grad) for each in self._parameters]
+            strided = [each for each in (*self._parameters, *self._buffers) if each.layout is torch.strided]
             self._memory = [(each, each.data) for each in strided]
-        self._arrays = [(array, array.copy()) for array in walk.arrays]
-        own = [found for each in walk.generators if (found := generator_of(each)) is not None]
-        self._generators: list[tuple[Generator, Any]] = [(each, each.get()) for each in (*global_generators(), *own)]
+        # Names and values of owners and dictionaries, made when they are first compared.
+        self._flat: tuple[list[list[Any]], list[Any]] | None = None
 
     def again(self) -> PythonState:
         """A copy of the same containers, taken now."""
-        other = PythonState.__new__(PythonState)
-        other.has_iterators, other.is_lazy = self.has_iterators, self.is_lazy
-        other.writes_parameters = self.writes_parameters
-        other._attributes, other._dictionaries = _copies(self._attributes), _copies(self._dictionaries)
-        other._dictionaries += _copies([(_DICTIONARY, each, {}) for each in self._were_empty])
-        other._others, other._were_empty = _copies(self._others), []
-        other._fixed, other._tensors = self._fixed, []
+        other = copy.copy(self)
+        other._owners, other._others = _copies(self._owners), _copies(self._others)
+        other._dictionaries = _copies([*self._dictionaries, *((DICTIONARY, each, {}) for each in self._empty)])
+        other._empty, other._flat = [], None
         with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
             other._flags = [(tensor, tensor.requires_grad) for tensor, _ in self._flags]
             other._memory = [(tensor, tensor.data) for tensor, _ in self._memory]
@@ -95,11 +75,9 @@ class PythonState:
         other._generators = [(generator, generator.get()) for generator, _ in self._generators]
         return other
 
-    def _mappings(self) -> Iterator[tuple[Attributes, Any, dict[Any, Any]]]:
-        """All dictionaries, and what has attributes."""
-        yield from self._attributes
-        yield from self._dictionaries
-        yield from ((_DICTIONARY, each, {}) for each in self._were_empty)
+    def _contents(self) -> Contents:
+        empty: Contents = [(DICTIONARY, each, {}) for each in self._empty]
+        return [*self._owners, *self._dictionaries, *self._others, *empty]
 
     # What the function reads.
 
@@ -115,9 +93,8 @@ class PythonState:
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Those that the copy holds, but for modules' parameters: a replay finds them where they were."""
-        named = [content.values() for kind, _, content in self._mappings() if not kind.is_parameters]
-        others = [content.values() if type(content) is dict else content for *_, content in self._others]
-        for values in (*named, *others, *self._fixed):
+        contents = [content for kind, _, content in self._contents() if kind is not PARAMETERS]
+        for values in (*[each.values() if type(each) is dict else each for each in contents], *self._fixed):
             yield from (value for value in values if isinstance(value, torch.Tensor))
 
     # What is compared, and put back.
@@ -150,11 +127,11 @@ class PythonState:
     def histories(self) -> list[str]:
         """Names of attributes that had a tensor which the function read, and now have one that needs gradients."""
         return [
-            name
-            for kind, thing, content in self._mappings()
+            str(name)
+            for kind, thing, content in self._contents()
             if kind.is_plain
             for name in kind.changes(thing, content)
-            if _is_read_tensor(content.get(name)) and getattr(kind.open(thing).get(name), "requires_grad", False)
+            if _is_read_tensor(content.get(name)) and getattr(kind.value(thing, name), "requires_grad", False)
         ]
 
     def release(self, is_read: Callable[[torch.Tensor], bool]) -> None:
@@ -162,43 +139,40 @@ class PythonState:
 
         It may be of an earlier step. A stand-in takes its place, since the function may have asked for its shape.
         """
-        for kind, thing, content in self._mappings():
-            if kind.is_plain:
-                now = kind.open(thing)
-                for name, value in content.items():
-                    # A subclass may say more of itself than a stand-in does.
-                    is_plain = type(value) is torch.Tensor and value.layout is torch.strided
-                    if is_plain and now.get(name, MISSING) is not value and not is_read(value):
-                        content[name] = _stand_in(value)
-                        self._tensors = [pair for pair in self._tensors if pair[1] is not value]
+        for kind, thing, content in self._contents():
+            for name in kind.changes(thing, content) if kind.is_plain else ():
+                value = content.get(name)
+                # A subclass may say more of itself than a stand-in does.
+                if type(value) is torch.Tensor and value.layout is torch.strided and not is_read(value):
+                    content[name] = _stand_in(value)
+                    self._tensors = [pair for pair in self._tensors if pair[1] is not value]
+                    self._flat = None
 
-    def _has_same_mappings(self) -> bool:
-        """Whether all mappings have the very names and values that they had, in the same order."""
-        if any(self._were_empty):
-            return False
-        now, then = [vars(thing) for _, thing, _ in self._attributes], [content for *_, content in self._attributes]
-        # Names of attributes are strings: of these, equal ones are the same.
-        if [*map(list, now)] != [*map(list, then)] or not _have_same_values(now, then):
-            return False
-        now, then = [thing for _, thing, _ in self._dictionaries], [content for *_, content in self._dictionaries]
+    def _has_same_contents(self) -> bool:
+        """Whether all containers have the very names and values that they had, in the same order."""
+        if self._flat is None:
+            contents = [content for *_, content in (*self._owners, *self._dictionaries)]
+            self._flat = [*map(list, contents)], [*chain.from_iterable([each.values() for each in contents])]
+        names, values = self._flat
+        now = [thing.__dict__ for _, thing, _ in self._owners] + [thing for _, thing, _ in self._dictionaries]
         return (
-            [*map(len, now)] == [*map(len, then)]
-            and all(map(operator.is_, chain.from_iterable(now), chain.from_iterable(then)))
-            and _have_same_values(now, then)
+            not any(self._empty)
+            # Names are strings: equal ones are the same.
+            and [*map(list, now)] == names
+            and all(map(operator.is_, chain.from_iterable([each.values() for each in now]), values))
+            and not any(kind.changes(thing, content) for kind, thing, content in self._others)
         )
 
     def _with_other_memory(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Tensors whose ``.data`` was given other memory, or the same with another shape, strides or type."""
         with torch._C._DisableTorchDispatch():
-            return [(a, b) for a, b in self._memory if a.dtype is not b.dtype or not _are_set_alike(a, b)]
+            return [(a, b) for a, b in self._memory if not (a.dtype is b.dtype and _are_set_alike(a, b))]
 
     def changed(self) -> Iterator[str]:
         """Names of what is not what it was."""
-        if not self._has_same_mappings():
-            for kind, thing, content in self._mappings():
-                yield from kind.changes(thing, content)
-        for other, thing, content in self._others:
-            yield from other.changes(thing, content)
+        if not self._has_same_contents():
+            for kind, thing, content in self._contents():
+                yield from map(str, kind.changes(thing, content))
         if any(tensor.requires_grad is not flag for tensor, flag in self._flags):
             yield "whether a parameter requires grad"
         if any(array.tobytes() != content.tobytes() for array, content in self._arrays):
@@ -209,11 +183,9 @@ class PythonState:
             yield "the state of a Python or NumPy random generator"
 
     def _put_back(self) -> None:
-        if not self._has_same_mappings():
-            for kind, thing, content in self._mappings():
+        if not self._has_same_contents():
+            for kind, thing, content in self._contents():
                 kind.put_back(thing, content)
-        for other, thing, content in self._others:
-            other.put_back(thing, content)
         for tensor, flag in self._flags:
             if tensor.requires_grad is not flag:
                 tensor.requires_grad_(flag)
@@ -238,28 +210,18 @@ def _roots_of(function: Any) -> list[Any]:
     return [owner, function.__func__] if isinstance(function, types.MethodType) else [owner]
 
 
-def _copies(contents: list[tuple[_Kind, Any, Any]]) -> list[tuple[_Kind, Any, Any]]:
-    """The same containers with their content now."""
+def _copies(contents: Contents) -> Contents:
+    """The same containers, with their content now."""
     return [(kind, thing, kind.copy(thing, content)) for kind, thing, content in contents]
-
-
-def _have_same_values(now: Sequence[Mapping[Any, Any]], then: Sequence[Mapping[Any, Any]]) -> bool:
-    """Whether mappings have the very same values. They have as many."""
-    values_now, values_then = [each.values() for each in now], [each.values() for each in then]
-    return all(map(operator.is_, chain.from_iterable(values_now), chain.from_iterable(values_then)))
 
 
 def _are_set_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors have the same memory, shape and strides."""
     if a.is_cpu or a.is_cuda:
         return a.is_set_to(b)
-    # Other devices need not have that operator, which takes a third of the time.
-    return (
-        a.untyped_storage() is b.untyped_storage()
-        and a.stride() == b.stride()
-        and a.shape == b.shape
-        and a.storage_offset() == b.storage_offset()
-    )
+    # Other devices need not have that operator.
+    same = a.untyped_storage() is b.untyped_storage() and a.storage_offset() == b.storage_offset()
+    return same and a.shape == b.shape and a.stride() == b.stride()
 
 
 def _stand_in(tensor: torch.Tensor) -> torch.Tensor:

@@ -8,31 +8,18 @@ import random
 import sys
 import types
 import weakref
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Iterable
+from itertools import repeat
+from typing import Any
 
 import torch
 from torch.nn import Embedding, EmbeddingBag, Module, Parameter
 from torch.nn.parameter import is_lazy
 
-from spillway.regions.containers import (
-    DICTS,
-    INTERNAL,
-    LISTS,
-    MISSING,
-    Attributes,
-    Cell,
-    ClassAttributes,
-    Container,
-    Dictionary,
-    Globals,
-    Items,
-    Members,
-    ModuleAttributes,
-    Parameters,
-    Slots,
-    are_plain,
-)
+from spillway.regions import containers
+from spillway.regions.containers import INTERNAL, MISSING, Container, are_plain
+from spillway.regions.python_generators import generator_of, global_generators
 
 _DEPTH = 6
 """How many containers and objects deep state is copied."""
@@ -43,15 +30,29 @@ _MOST_ITEMS = 4096
 _MOST_BYTES = 1 << 16
 """Bytes of an array that is copied."""
 
-_SIMPLE = frozenset((int, float, bool, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range))
+_DICTS = frozenset((dict, OrderedDict, defaultdict, Counter))
+_SIMPLE: frozenset[type] = frozenset(
+    (int, float, bool, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range)
+)
 _CODE = _SIMPLE | {types.FunctionType, classmethod, staticmethod, property, type}
 """Classes of most attributes of a class."""
+_NAMES: dict[type, str] = {
+    **dict.fromkeys(_SIMPLE, "simple"),
+    **dict.fromkeys(_DICTS, "dict"),
+    **dict.fromkeys((list, deque, bytearray, set), "items"),
+    **dict.fromkeys((tuple, frozenset), "fixed"),
+    **dict.fromkeys((types.MethodType, functools.partial), "bound"),
+    types.FunctionType: "function",
+}
+"""What is done with objects of these classes."""
+_STRINGS = frozenset((str,))
 _FIRST = [*vars(Module())]
 _OPAQUE_ROOTS = frozenset(("torch", "spillway", "builtins", "_thread", "threading", "weakref", "logging", "functools"))
+_SHARED = frozenset(("dict", "items", "fixed", "array", "generator"))
+"""Kinds of objects that are read in classes: there are registries of functions and other objects, too."""
 
-_MODULE, _ATTRIBUTES, _CLASS = ModuleAttributes(), Attributes(), ClassAttributes()
-_DICTIONARY, _PARAMETERS, _ITEMS, _MEMBERS = Dictionary(), Parameters(), Items(), Members()
-_CELL, _GLOBALS, _SLOTS = Cell(), Globals(), Slots()
+Contents = list[tuple[Container, Any, Any]]
+"""Containers: the kind, the object, and its content."""
 
 
 class Walk:
@@ -62,110 +63,95 @@ class Walk:
     """
 
     def __init__(self, roots: Iterable[Any]) -> None:
-        self.has_iterators = self.is_lazy = self.writes_parameters = False
-        self.attributes: list[tuple[Attributes, Any, dict[str, Any]]] = []
-        """What has attributes: the kind, the object, and its content."""
-        self.dictionaries: list[tuple[Dictionary, Any, dict[Any, Any]]] = []
-        self.empty: list[dict[str, Any]] = []
-        """Dictionaries of modules that have no content. Most modules have two."""
-        self.others: list[tuple[Container, Any, Any]] = []
-        """Other containers."""
-        self.fixed: list[Sequence[Any]] = []
-        """Containers that never change: tuples, arguments of partial functions, and such."""
-        self.tensors: list[tuple[str, torch.Tensor]] = []
-        """All tensors, each with the name that it is found under."""
-        self.parameters: list[Parameter] = []
-        """Plain parameters of modules."""
-        self.buffers: list[torch.Tensor] = []
-        self.arrays: list[Any] = []
-        self.generators: list[Any] = []
+        self.has_iterators = False
+        """Whether the function has state that cannot be copied."""
+        self.is_lazy = False
+        """Whether a module of the function makes its parameters or buffers when it is first called."""
+        self.writes_parameters = False
+        """Whether the forward of a module writes its parameters: embeddings with ``max_norm`` do."""
+        # Objects with attributes; dictionaries with names; other containers.
+        self._owners, self._dictionaries, self._others = Contents(), Contents(), Contents()
+        # Of modules: most have two.
+        self._empty: list[dict[str, Any]] = []
+        # Containers that never change: tuples, arguments of partial functions, and such.
+        self._fixed: list[Iterable[Any]] = []
+        # All tensors, each with the name that it is found under; plain parameters of modules; buffers.
+        self._tensors: list[tuple[str, torch.Tensor]] = []
+        self._parameters: list[torch.Tensor] = []
+        self._buffers: list[torch.Tensor] = []
+        self._arrays: list[tuple[Any, Any]] = []
+        self._generators = [(each, each.get()) for each in global_generators()]
         self._seen: set[int] = set()
-        self._todo: list[tuple[Any, _Kind, int, bool]] = []
-        for root in roots:
-            self._meet(root, "an argument", 0)
+        self._todo: list[tuple[Any, str, int, bool]] = []
+        self._meet(zip(repeat(""), roots), 0)
         # It grows while it is read.
-        for value, kind, depth, is_shared in self._todo:
-            self._read(value, kind, depth, is_shared)
+        for value, what, depth, is_shared in self._todo:
+            self._read(value, what, depth, is_shared)
+        del self._seen, self._todo
 
-    def _meet(self, value: Any, name: Any, depth: int, is_shared: bool = False) -> None:
-        """A value of a container: it is to be read.
+    def _meet(self, pairs: Iterable[tuple[Any, Any]], depth: int, is_shared: bool = False) -> None:
+        """Values with their names: containers among them are to be read.
 
         Args:
-            value: the value.
-            name: what it is called there.
-            depth: how deep it lies.
-            is_shared: whether a class has it. Then it is read if it is a container: there are registries of functions
-                and objects, too.
+            pairs: the names and values.
+            depth: how deep they lie.
+            is_shared: whether a class has them.
         """
-        kind = kind_of(type(value))
-        what = kind.name
-        if what == "tensor":
-            self.tensors.append((str(name), value))
-        elif what == "simple" or id(value) in self._seen or (is_shared and what not in _SHARED):
-            return
-        elif what == "module":
-            self._seen.add(id(value))
-            self._todo.append((value, kind, 0, False))
-        elif depth <= (_FILE_DEPTH if what == "file" else _DEPTH):
-            self._seen.add(id(value))
-            self._todo.append((value, kind, depth, is_shared))
+        simple = _CODE if is_shared else _SIMPLE
+        for name, value in pairs:
+            if type(value) in simple:
+                continue
+            what = (_known.get(id(type(value))) or _facts_of(type(value)))[0]
+            if what == "tensor":
+                self._tensors.append((str(name), value))
+            elif what == "simple" or id(value) in self._seen or (is_shared and what not in _SHARED):
+                continue
+            elif what == "module" or depth <= (_FILE_DEPTH if what == "file" else _DEPTH):
+                self._seen.add(id(value))
+                self._todo.append((value, what, depth + 1, is_shared))
 
-    def _read(self, value: Any, kind: _Kind, depth: int, is_shared: bool) -> None:
-        what = kind.name
+    def _read(self, value: Any, what: str, depth: int, is_shared: bool) -> None:
         if what == "module":
             self._read_module(value)
-        elif what in _SIZED:
+        elif what in ("dict", "items", "fixed"):
             if len(value) <= _MOST_ITEMS:
-                self._read_container(value, what, depth + 1, is_shared)
+                self._read_container(value, what, depth, is_shared)
         elif what == "object":
-            self._read_object(value, kind.slots, depth + 1)
-        elif what == "function":
-            self._read_function(value, depth + 1, opens=True)
-        elif what == "helper":
-            self._read_function(value, depth + 1, opens=False)
+            self._read_object(value, depth)
+        elif what in ("function", "helper"):
+            self._read_function(value, depth, opens=what == "function")
         elif what == "bound":
-            if isinstance(value, functools.partial):
-                values = (value.func, *value.args, *value.keywords.values())
-            else:
-                values = (value.__self__, value.__func__)
-            self._read_fixed(values, "an argument of a partial function", depth + 1)
+            is_partial = isinstance(value, functools.partial)
+            parts = (
+                (value.func, *value.args, *value.keywords.values()) if is_partial else (value.__self__, value.__func__)
+            )
+            self._read_fixed(parts, "an argument of a partial function", depth)
         elif what == "generator":
-            self.generators.append(value)
+            if (generator := generator_of(value)) is not None:
+                self._generators.append((generator, generator.get()))
         elif what == "array":
             if value.nbytes <= _MOST_BYTES:
-                self.arrays.append(value)
+                self._arrays.append((value, value.copy()))
         else:
             self.has_iterators = True
 
     def _read_container(self, value: Any, what: str, depth: int, is_shared: bool = False) -> None:
         if what == "dict":
             content = value.copy() if type(value) is dict else dict(value.items())
-            self.dictionaries.append((_DICTIONARY, value, content))
-            self._meet_named(content, depth, is_shared)
-        elif what == "list":
+            # Other keys may be equal and not the same: 1 and True, say.
+            found = self._dictionaries if _STRINGS.issuperset(map(type, content)) else self._others
+            found.append((containers.DICTIONARY, value, content))
+            self._meet(content.items(), depth, is_shared)
+        elif what == "items":
             items = list(value)
-            self.others.append((_ITEMS, value, items))
-            self._meet_all(items, "an item of a list", depth, is_shared)
-        elif what == "set":
-            members = value.copy()
-            self.others.append((_MEMBERS, value, members))
-            self._meet_all(members, "a member of a set", depth, is_shared)
+            self._others.append((containers.ITEMS, value, items))
+            self._meet(zip(repeat(f"an item of a {type(value).__name__}"), items), depth, is_shared)
         else:
             self._read_fixed(value, "an item of a tuple", depth, is_shared)
 
     def _read_fixed(self, values: Any, name: str, depth: int, is_shared: bool = False) -> None:
-        self.fixed.append(values)
-        self._meet_all(values, name, depth, is_shared)
-
-    def _meet_all(self, values: Iterable[Any], name: str, depth: int, is_shared: bool = False) -> None:
-        for value in values:
-            if type(value) not in _SIMPLE:
-                self._meet(value, name, depth, is_shared)
-
-    def _meet_named(self, content: dict[Any, Any], depth: int, is_shared: bool = False) -> None:
-        for name, value in content.items():
-            if type(value) not in _SIMPLE:
-                self._meet(value, name, depth, is_shared)
+        self._fixed.append(values)
+        self._meet(zip(repeat(name), values), depth, is_shared)
 
     # Modules.
 
@@ -173,190 +159,142 @@ class Walk:
         if id(type(module)) not in self._seen:
             self._add_classes(type(module))
         attributes = module.__dict__.copy()
-        self.attributes.append((_MODULE, module, attributes))
-        if parameters := attributes["_parameters"]:
+        self._owners.append((containers.MODULE, module, attributes))
+        parameters, buffers, children = attributes["_parameters"], attributes["_buffers"], attributes["_modules"]
+        if not parameters:
+            self._empty.append(parameters)
+        elif type(parameters) in _DICTS:
             self._read_parameters(parameters)
-        else:
-            self.empty.append(parameters)
-        if buffers := attributes["_buffers"]:
+        if not buffers:
+            self._empty.append(buffers)
+        elif type(buffers) in _DICTS:
             self._read_buffers(buffers)
+        if not children:
+            self._empty.append(children)
+        elif type(children) in _DICTS:
+            self._read_container(children, "dict", 0)
         else:
-            self.empty.append(buffers)
-        if children := attributes["_modules"]:
-            self._read_children(children)
-        else:
-            self.empty.append(children)
+            # Those of a scripted module.
+            self._read_fixed([*children.values()], "a module", 0)
         names = [*attributes]
         if names[: len(_FIRST)] == _FIRST:
             # Most have torch's own attributes first.
             names = names[len(_FIRST) :]
         for name in names:
-            value = attributes[name]
-            if type(value) not in _SIMPLE and name not in INTERNAL:
-                self._meet(value, name, 1)
+            if type(value := attributes[name]) not in _SIMPLE and name not in INTERNAL:
+                self._meet(((name, value),), 1)
         if "max_norm" in names and isinstance(module, (Embedding, EmbeddingBag)) and module.max_norm is not None:
             self.writes_parameters = True
 
-    def _read_children(self, children: Any) -> None:
-        if type(children) in DICTS:
-            self._read_container(children, "dict", 0)
-        else:
-            # Those of a scripted module.
-            self._read_fixed(list(children.values()), "a module", 0)
-
     def _read_parameters(self, parameters: Any) -> None:
-        if type(parameters) not in DICTS:
-            return
         content = parameters.copy()
         if not are_plain(content.values()):
             self.is_lazy = self.is_lazy or any(map(is_lazy, content.values()))
             return
-        self.dictionaries.append((_PARAMETERS, parameters, content))
-        for pair in content.items():
-            if pair[1] is not None:
-                self.tensors.append(pair)
-                self.parameters.append(pair[1])
+        self._dictionaries.append((containers.PARAMETERS, parameters, content))
+        found = [pair for pair in content.items() if pair[1] is not None]
+        self._tensors += found
+        self._parameters += [parameter for _, parameter in found]
 
     def _read_buffers(self, buffers: Any) -> None:
-        if type(buffers) not in DICTS:
-            return
-        content = buffers.copy()
-        self.dictionaries.append((_DICTIONARY, buffers, content))
-        for name, buffer in content.items():
-            if type(buffer) is torch.Tensor:
-                self.buffers.append(buffer)
-            elif type(buffer) is Parameter:
-                self.parameters.append(buffer)
+        self._read_container(buffers, "dict", 1)
+        for buffer in buffers.values():
+            if type(buffer) in (torch.Tensor, Parameter):
+                self._buffers.append(buffer)
             elif is_lazy(buffer):
                 self.is_lazy = True
-            self._meet(buffer, name, 1)
 
     def _add_classes(self, kind: type) -> None:
-        """Attributes of a class and its bases: of these, ``forward`` is read, and containers that all objects share."""
+        """Of a class and its bases, ``forward`` is read, and containers that all its objects share."""
         for base in kind.__mro__:
             if id(base) in self._seen:
                 continue
             self._seen.add(id(base))
-            if kind_of(base).is_open:
+            if _facts_of(base)[2]:
                 content = vars(base).copy()
-                self.attributes.append((_CLASS, base, content))
-                for name, value in content.items():
-                    if type(value) not in _CODE and not name.startswith("__"):
-                        self._meet(value, name, 1, True)
+                self._owners.append((containers.CLASS, base, content))
+                own = [(name, value) for name, value in content.items() if type(value) not in _CODE]
+                self._meet([pair for pair in own if pair[0][:2] != "__"], 1, is_shared=True)
                 forward = content.get("forward")
                 if type(forward) is types.FunctionType:
                     self._add_globals(forward, opens=True)
 
     # Objects and functions.
 
-    def _read_object(self, value: Any, slots: tuple[str, ...], depth: int) -> None:
+    def _read_object(self, value: Any, depth: int) -> None:
+        self._add_classes(type(value))
         if type(attributes := getattr(value, "__dict__", None)) is dict:
             content = attributes.copy()
-            self.attributes.append((_ATTRIBUTES, value, content))
-            self._meet_named(content, depth)
-        if slots:
-            in_slots = {name: _SLOTS.get(value, name) for name in slots}
-            self.others.append((_SLOTS, value, in_slots))
-            self._meet_named(in_slots, depth)
-        self._add_classes(type(value))
+            self._owners.append((containers.ATTRIBUTES, value, content))
+            self._meet(content.items(), depth)
+        if names := _facts_of(type(value))[1]:
+            in_slots = containers.SLOTS.copy(value, names)
+            self._others.append((containers.SLOTS, value, in_slots))
+            self._meet(in_slots.items(), depth)
 
     def _read_function(self, function: types.FunctionType, depth: int, *, opens: bool) -> None:
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            value = _CELL.get(cell, name)
-            self.others.append((_CELL, cell, {"a variable of an enclosing function": value}))
-            self._meet(value, name, depth)
-        for defaults in (function.__defaults__, (function.__kwdefaults__ or {}).values()):
-            if defaults:
-                self._read_fixed(tuple(defaults), "a default of an argument", depth)
+            content = containers.CELL.copy(cell, (name,))
+            self._others.append((containers.CELL, cell, content))
+            self._meet(content.items(), depth)
+        defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+        self._read_fixed(defaults, "a default of an argument", depth)
         self._add_globals(function, opens=opens)
-        content = function.__dict__.copy()
-        self.attributes.append((_ATTRIBUTES, function, content))
-        self._meet_named(content, depth)
+        attributes = vars(function).copy()
+        self._owners.append((containers.ATTRIBUTES, function, attributes))
+        self._meet(attributes.items(), depth)
 
     def _add_globals(self, function: types.FunctionType, *, opens: bool) -> None:
-        """Globals that a function's code names: its state, and functions with state.
-
-        Args:
-            function: the function.
-            opens: whether functions are read, too.
-        """
+        """Globals that a function's code names: its state and, if it ``opens``, functions with state of theirs."""
         if _root_of(function) in _OPAQUE_ROOTS:
             return
-        content, now = {}, function.__globals__
-        read, written = _globals_in(function.__code__)
-        for name in read:
+        state, helpers, now = {}, {}, function.__globals__
+        for name, is_written in _globals_in(function.__code__).items():
             value = now.get(name, MISSING)
             if value is MISSING:
-                if name in written:
-                    content[name] = value
+                if is_written:
+                    state[name] = value
             elif type(value) is types.FunctionType:
                 if opens and _root_of(value) not in _OPAQUE_ROOTS:
-                    content[name] = value
-                    if id(value) not in self._seen:
-                        self._seen.add(id(value))
-                        self._todo.append((value, _HELPER, 0, False))
+                    helpers[name] = value
             elif isinstance(value, Module) or not (isinstance(value, types.ModuleType) or callable(value)):
-                content[name] = value
-                self._meet(value, name, 1)
-        if content:
-            self.others.append((_GLOBALS, now, content))
+                state[name] = value
+        self._meet(state.items(), 1)
+        new = [each for each in helpers.values() if id(each) not in self._seen]
+        self._seen.update(map(id, new))
+        self._todo += [(each, "helper", 1, False) for each in new]
+        if state or helpers:
+            self._others.append((containers.GLOBALS, now, state | helpers))
 
 
-class _Kind(NamedTuple):
-    """What is done with the objects of a class."""
-
-    name: str
-    slots: tuple[str, ...] = ()
-    """Names of their slots."""
-    is_open: bool = False
-    """Whether attributes of the class itself are copied."""
+_known: dict[int, tuple[str, tuple[str, ...], bool, weakref.ref[type]]] = {}
+"""Facts by the identities of classes, which are not held: a class holds the globals of its methods."""
 
 
-_SIZED = frozenset(("dict", "list", "set", "tuple"))
-_SHARED = _SIZED | {"array", "generator", "tensor"}
-"""Kinds of values that are read in classes."""
-_HELPER = _Kind("helper")
-_kinds: dict[int, tuple[_Kind, weakref.ref[type]]] = {}
-"""Kinds by the identities of classes, which are not held: a class holds the globals of its methods."""
-
-
-def kind_of(kind: type) -> _Kind:
-    """What is done with the objects of this class."""
-    known = _kinds.get(key := id(kind))
+def _facts_of(kind: type) -> tuple[str, tuple[str, ...], bool, weakref.ref[type]]:
+    """Of a class: what is done with its objects, their slots, and whether attributes of the class are copied."""
+    known = _known.get(key := id(kind))
     if known is None:
         members = types.MemberDescriptorType
         slots = [name for base in kind.__mro__ for name, value in vars(base).items() if isinstance(value, members)]
-        root, name = _root_of(kind), _name_of_kind(kind, has_slots=bool(slots))
+        root = _root_of(kind)
         is_open = root not in _OPAQUE_ROOTS and root not in sys.stdlib_module_names
-        found = _Kind(name, tuple(dict.fromkeys(slots)), is_open)
-        known = _kinds[key] = found, weakref.ref(kind, lambda _: _kinds.pop(key, None))
-    return known[0]
+        facts = _name_of(kind, root, has_slots=bool(slots)), tuple(slots), is_open
+        known = _known[key] = (*facts, weakref.ref(kind, lambda _: _known.pop(key, None)))
+    return known
 
 
-def _name_of_kind(kind: type, *, has_slots: bool) -> str:
-    if issubclass(kind, torch.Tensor):
-        return "tensor"
-    if kind in _SIMPLE or issubclass(kind, (type, types.ModuleType)):
-        return "simple"
-    if issubclass(kind, Module):
-        return "module"
-    for kinds, name in ((DICTS, "dict"), (LISTS, "list"), ((set,), "set"), ((tuple, frozenset), "tuple")):
-        if kind in kinds:
+def _name_of(kind: type, root: str, *, has_slots: bool) -> str:
+    if kind in _NAMES:
+        return _NAMES[kind]
+    for base, name in ((torch.Tensor, "tensor"), (Module, "module"), (type, "simple"), (types.ModuleType, "simple")):
+        if issubclass(kind, base):
             return name
-    if issubclass(kind, (random.Random, torch.Generator)):
-        return "generator"
-    root = _root_of(kind)
-    if root == "numpy":
+    if root == "numpy" or issubclass(kind, (random.Random, torch.Generator)):
         return "array" if kind.__name__ == "ndarray" else "generator"
-    if kind is types.FunctionType:
-        return "function"
-    if kind is types.MethodType or kind is functools.partial:
-        return "bound"
     if hasattr(kind, "__next__"):
         return "file" if root in ("io", "_io") else "iterator"
-    if root in _OPAQUE_ROOTS:
-        return "simple"
-    return "object" if kind.__dictoffset__ or has_slots else "simple"
+    return "object" if root not in _OPAQUE_ROOTS and (kind.__dictoffset__ or has_slots) else "simple"
 
 
 def _root_of(value: Any) -> str:
@@ -365,18 +303,14 @@ def _root_of(value: Any) -> str:
 
 
 @functools.lru_cache(maxsize=1024)
-def _globals_in(code: types.CodeType) -> tuple[tuple[str, ...], frozenset[str]]:
-    """Names of globals in a function's code, and in the functions inside; and those among them that it writes."""
-    found: dict[str, None] = {}
-    written: set[str] = set()
+def _globals_in(code: types.CodeType) -> dict[str, bool]:
+    """Globals that a function's code names, also in functions inside; each with whether it is written."""
+    found: dict[str, bool] = {}
     for each in dis.get_instructions(code):
         if "GLOBAL" in each.opname or each.opname == "LOAD_NAME":
-            found[each.argval] = None
-            if each.opname == "STORE_GLOBAL":
-                written.add(each.argval)
+            found[each.argval] = found.get(each.argval, False) or each.opname == "STORE_GLOBAL"
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            names, more = _globals_in(constant)
-            found.update(dict.fromkeys(names))
-            written |= more
-    return tuple(found), frozenset(written)
+            for name, is_written in _globals_in(constant).items():
+                found[name] = found.get(name, False) or is_written
+    return found
