@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch.nn import Module, Parameter
@@ -22,57 +23,47 @@ Content = Any
 """``dict[Any, Any]`` or ``list[Any]``."""
 
 
+@dataclass(frozen=True, eq=False)
 class Container:
-    """A kind of container whose values have names.
+    """A kind of container whose values have names."""
 
-    Args:
-        get: gives a value by its name.
-        put: sets a value.
-        delete: deletes a value.
-        open_: gives all names and values; ``None``: names that are not in the content are none of the state.
-        is_left_out: whether a name is none of the state.
-        is_plain: whether tensors in it may be released: see :meth:`PythonState.release`.
-    """
-
-    def __init__(
-        self,
-        get: Callable[[Any, Any], Any],
-        put: Callable[[Any, Any, Any], object],
-        delete: Callable[[Any, Any], object],
-        open_: Callable[[Any], Mapping[Any, Any]] | None = None,
-        *,
-        is_left_out: Callable[[Any], bool] = lambda name: False,
-        is_plain: bool = False,
-    ) -> None:
-        self._get, self._put, self._delete = get, put, delete
-        self._open, self._is_left_out, self.is_plain = open_, is_left_out, is_plain
+    get: Callable[[Any, Any], Any]
+    """Gives a value by its name."""
+    put: Callable[[Any, Any, Any], object]
+    delete: Callable[[Any, Any], object]
+    open: Callable[[Any], Mapping[Any, Any]] | None = None
+    """Gives all names and values; ``None``: names that are not in the content are none of the state."""
+    is_left_out: Callable[[Any], bool] = lambda name: False
+    """Whether a name is none of the state."""
+    is_plain: bool = False
+    """Whether tensors in it may be released: see :meth:`PythonState.release`."""
 
     def value(self, thing: Any, name: Any) -> Any:
         """The value of a name now, or ``MISSING``."""
         try:
-            return self._get(thing, name)
+            return self.get(thing, name)
         except (LookupError, AttributeError, ValueError):
             return MISSING
 
     def copy(self, thing: Any, content: Content) -> Content:
         """The content now, of a container that had this content."""
-        if self._open is None:
+        if self.open is None:
             return {name: self.value(thing, name) for name in content}
-        return dict(self._open(thing).items())
+        return dict(self.open(thing).items())
 
     def changes(self, thing: Any, content: Content) -> list[Any]:
         """Names of values that are not as in the content."""
-        names = content if self._open is None else dict.fromkeys((*content, *self._open(thing)))
+        names = content if self.open is None else dict.fromkeys((*content, *self.open(thing)))
         changed = [name for name in names if self.value(thing, name) is not content.get(name, MISSING)]
-        return [name for name in changed if not self._is_left_out(name)]
+        return [name for name in changed if not self.is_left_out(name)]
 
     def put_back(self, thing: Any, content: Content) -> None:
         """Give it this content."""
         for name in Container.changes(self, thing, content):
             if content.get(name, MISSING) is MISSING:
-                self._delete(thing, name)
+                self.delete(thing, name)
             else:
-                self._put(thing, name, content[name])
+                self.put(thing, name, content[name])
 
 
 class Dictionary(Container):
@@ -131,7 +122,7 @@ def _items(thing: Any) -> Any:
     return thing
 
 
-def _of(open_: Callable[[Any], Any]) -> Any:
+def _of(open_: Callable[[Any], Any]) -> tuple[Any, Any, Any, Any]:
     """How to get, set and delete a value in the dictionary that ``open_`` gives; and ``open_``."""
     return (
         # A dictionary may make what it does not have, if it is asked otherwise.

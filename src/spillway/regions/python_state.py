@@ -59,6 +59,7 @@ class PythonState(Walk):
             self._flags = [(each, each.requires_grad) for each in self._parameters]
             strided = [each for each in (*self._parameters, *self._buffers) if each.layout is torch.strided]
             self._memory = [(each, each.data) for each in strided]
+        del self._parameters, self._buffers
         # Names and values of owners and dictionaries, made when they are first compared.
         self._flat: tuple[list[list[Any]], list[Any]] | None = None
 
@@ -146,6 +147,7 @@ class PythonState(Walk):
                 if type(value) is torch.Tensor and value.layout is torch.strided and not is_read(value):
                     content[name] = _stand_in(value)
                     self._tensors = [pair for pair in self._tensors if pair[1] is not value]
+                    self._memory = [pair for pair in self._memory if pair[0] is not value]
                     self._flat = None
 
     def _has_same_contents(self) -> bool:
@@ -166,7 +168,12 @@ class PythonState(Walk):
     def _with_other_memory(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Tensors whose ``.data`` was given other memory, or the same with another shape, strides or type."""
         with torch._C._DisableTorchDispatch():
-            return [(a, b) for a, b in self._memory if not (a.dtype is b.dtype and _are_set_alike(a, b))]
+            return [
+                (a, b)
+                for a, b in self._memory
+                # Other devices need not have that operator.
+                if a.dtype is not b.dtype or not (a.is_set_to(b) if a.is_cpu or a.is_cuda else _are_set_alike(a, b))
+            ]
 
     def changed(self) -> Iterator[str]:
         """Names of what is not what it was."""
@@ -217,9 +224,6 @@ def _copies(contents: Contents) -> Contents:
 
 def _are_set_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors have the same memory, shape and strides."""
-    if a.is_cpu or a.is_cuda:
-        return a.is_set_to(b)
-    # Other devices need not have that operator.
     same = a.untyped_storage() is b.untyped_storage() and a.storage_offset() == b.storage_offset()
     return same and a.shape == b.shape and a.stride() == b.stride()
 
