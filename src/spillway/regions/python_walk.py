@@ -87,6 +87,8 @@ class Walk:
         # It grows while it is read.
         for value, what, depth, is_shared in self._todo:
             self._read(value, what, depth, is_shared)
+        # Those of scripted modules are no dictionaries.
+        self._empty = [each for each in self._empty if type(each) in _DICTS]
         del self._seen, self._todo
 
     def _meet(self, pairs: Iterable[tuple[Any, Any]], depth: int, is_shared: bool = False) -> None:
@@ -198,7 +200,7 @@ class Walk:
 
     def _read_buffers(self, buffers: Any) -> None:
         self._read_container(buffers, "dict", 1)
-        for buffer in buffers.values():
+        for buffer in [*buffers.values()]:
             if type(buffer) in (torch.Tensor, Parameter):
                 self._buffers.append(buffer)
             elif is_lazy(buffer):
