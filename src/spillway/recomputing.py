@@ -282,7 +282,7 @@ def _call_region(
         # A part of a region that runs again: the outer one sees to it all, and counts what is saved as before.
         owner = session if session is not None else Session.default()
         proofs = owner.proofs(_identity_of(function, arguments.callables()))
-        state = _state_of(function, arguments, proofs)
+        state = PythonState(function, arguments.objects())
         if state.has_iterators or state.is_lazy or state.writes_parameters:
             return first()
         if not how.use_reentrant:
@@ -322,7 +322,7 @@ def _call_region(
         around = Surroundings.TORCH
     elif choices.inputs is not None and around is not Surroundings.TORCH:
         around = Surroundings.KEEP if choices.inputs is Decision.KEEP else Surroundings.PASS
-    state = _state_of(function, arguments, proofs)
+    state = PythonState(function, arguments.objects())
     if state.has_iterators:
         passage.ledger.note(
             f"{_label(function)} has an iterator, or a file, whose state cannot be copied for a second run. Its saved "
@@ -425,13 +425,6 @@ def _is_plain(how: Recompute, partition: Partition | None, observer: Observer | 
     special = how.use_reentrant or how.drop_output or partition is not None or observer is not None
     # What a plan foresees of memory are the parts of tapes.
     return not (special or how.choices.preserves or how.choices.is_planned)
-
-
-def _state_of(function: Callable[..., Any], arguments: Arguments, proofs: Proofs) -> PythonState:
-    """The function's Python state, which is found faster where it lay in the last call."""
-    state = PythonState(function, arguments.objects(), proofs.places)
-    proofs.places = state.places if state.places.is_reusable else None
-    return state
 
 
 def _learned(

@@ -26,7 +26,6 @@ from typing import Any
 
 import torch
 
-from spillway.regions.python_places import Places
 from spillway.regions.script import Script
 from spillway.regions.tensors import has_bits, is_dense
 from spillway.runtime.bytes import over
@@ -65,8 +64,6 @@ class Proofs:
         """What calls of each kind taught the engine without modes."""
         self.wrong: str | None = None
         """Why its regions are not pruned, if they must not be."""
-        self.places: Places | None = None
-        """Where its Python state lay in the last call."""
         self.takes_gradients = False
         """Whether the function takes a gradient of what it computes: then nothing is left out when it runs again."""
         self.ranks_agreed = False
