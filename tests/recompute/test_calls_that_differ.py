@@ -296,3 +296,19 @@ def test_a_large_buffer_that_is_written(regions: Regions, monkeypatch: pytest.Mo
 
     regions(functools.partial(step, After))
     regions.right_or_refused(functools.partial(step, Before))
+
+
+def test_statistics_that_are_first_written_in_a_sampled_call(regions: Regions, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("spillway.checkpointing.learned._EVERY", 1)
+
+    def step(call: Call) -> Iterator[Tensor]:
+        torch.manual_seed(0)
+        block = Statistics()
+        for number in range(3):
+            block.is_late = number > 0
+            x = torch.randn(4, 8, requires_grad=True)
+            call(block, x * 1).sum().backward()
+            yield from (*gradients(x), *(buffer.clone() for buffer in block.buffers()))
+
+    regions(step)
+    regions.session.verdicts.read(wait=True)

@@ -29,8 +29,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -215,7 +215,7 @@ class CheckpointedCall:
         self._odd = next((each for each in (*tensors, *(each for _, each in named)) if type(each) not in PLAIN), None)
         with below_modes(self._odd):
             copies = self._save_inputs(tensors)
-            self._reached = ReachedTensors(named, learned, self._odd, is_observed=observed)
+            self._reached = ReachedTensors(named, learned, self._odd, is_observed=observed, is_compared=self._compares)
             self._passage.flush()
         input_versions = [-1 if tensor.is_inference() else tensor._version for tensor in tensors] if observed else []
         self._is_running, output = True, None
@@ -434,32 +434,41 @@ class CheckpointedCall:
             with below_modes(self._odd):
                 tensors = [_argument(*each) for each in self._tensors]
             collector.know([*tensors, *reached.tensors()])
-            with reached.as_before(self._state.sole_buffers(), tensors) as swapped:
-                try:
-                    self._restore()
-                    with (
-                        rerunning(),
-                        self._ambience.in_force(),
-                        torch.enable_grad(),
-                        saved_tensors_hooks(collector.pack, collector.unpack),
-                        nullcontext() if refusing is None else refusing,
-                    ):
-                        output = self._function(*tensors, buffers=swapped)
-                        collector.gave(output)
-                except Enough:
-                    pass
-                except Exception:
-                    # The function may have made another error of ours.
-                    if not collector.has_ended:
-                        raise
-                finally:
-                    # What was saved of the tensors that are put back is compared before they are.
-                    collector.end()
-                    restore()
+            try:
+                self._restore()
+                with (
+                    rerunning(),
+                    self._ambience.in_force(),
+                    torch.enable_grad(),
+                    saved_tensors_hooks(collector.pack, collector.unpack),
+                    nullcontext() if refusing is None else refusing,
+                ):
+                    output = self._function(*tensors, within=self._as_before(collector, tensors))
+                    collector.gave(output)
+            except Enough:
+                pass
+            except Exception:
+                # The function may have made another error of ours.
+                if not collector.has_ended:
+                    raise
+            finally:
+                collector.end()
+                restore()
         if refusing is not None:
             refusing.check()
         del output
         return collector
+
+    @contextmanager
+    def _as_before(self, collector: Collector, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+        """A context around the function's code, in which reached tensors have the content from before forward."""
+        state = self._state
+        with self._reached.as_before(state.sole_buffers(), tensors) as others, state.swapped(others):
+            try:
+                yield
+            finally:
+                # What was saved of them is compared before they are put back.
+                collector.compare_pending()
 
 
 def _nothing() -> None:

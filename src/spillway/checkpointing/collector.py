@@ -166,11 +166,14 @@ class Collector:
             if ours is not None and theirs is not None
         ]
 
+    def compare_pending(self) -> None:
+        """Take fingerprints of what is still to be compared."""
+        if self._prints is not None:
+            with below_modes():
+                self._compare_pending(None)
+
     def end(self) -> None:
         """The replay is over, whichever way."""
-        with below_modes():
-            if self._prints is not None:
-                self._compare_pending(None)
         if not self._other and not self.has_ended and self._count <= max(self._wanted, default=-1):
             self._other = f"{self._count} tensors, not the {len(self._metas)} of the forward pass"
         self.has_ended = True

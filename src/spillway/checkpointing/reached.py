@@ -38,10 +38,14 @@ class ReachedTensors:
         named: the tensors, each with the name that it was found under.
         learned: which names earlier calls were seen to write.
         is_observed: whether this call is compared in full.
+        is_compared: whether its values are compared.
         odd: a tensor of a subclass among what the function reads, if there is one.
     """
 
-    __slots__ = ("_before", "_copied", "_is_observed", "_learned", "_lost", "_named", "_odd", "_unwritten", "_versions")
+    __slots__ = (
+        *("_before", "_copied", "_is_compared", "_is_observed", "_learned", "_lost", "_named", "_odd", "_unwritten"),
+        "_versions",
+    )
 
     def __init__(
         self,
@@ -50,10 +54,11 @@ class ReachedTensors:
         odd: torch.Tensor | None,
         *,
         is_observed: bool,
+        is_compared: bool,
     ) -> None:
         self._named = named
         self._learned = learned
-        self._is_observed = is_observed
+        self._is_observed, self._is_compared = is_observed, is_compared
         self._odd = odd
         self._versions = [tensor._version for _, tensor in named]
         written, most = learned.written, _MOST_OBSERVED if is_observed else _MOST_COPIED
@@ -75,7 +80,8 @@ class ReachedTensors:
             wrote |= {place for place, (_, tensor) in enumerate(named) if id(tensor) in differ}
         if wrote:
             learned.written |= {named[place][0] for place in wrote}
-        elif not (learned.written and any(name in learned.written for name, _ in named)):
+        elif not (self._is_compared or (learned.written and any(name in learned.written for name, _ in named))):
+            # A comparison would see what a kernel has written without a version.
             self._before.clear()
         copied = {id(tensor) for tensor, _ in self._before}
         self._lost = [named[place][1] for place in wrote if id(named[place][1]) not in copied]

@@ -95,7 +95,8 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor | None:
 
     A sum of the tensor's elements as integers, or of both halves of wide ones, each times an odd number that its place
     gives (multiplicative hashing, Dietzfelbinger et al. 1997), in pieces, since the device may be full. Integer sums do
-    not depend on their order.
+    not depend on their order. The odd numbers are mixed by a shift and a second product (Steele et al. 2014): in a
+    series with equal steps, some changes of signs would add up to nothing.
     """
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or tensor.dtype is torch.uint8:
         return None
@@ -115,7 +116,9 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor | None:
         if words.numel() > places.numel():
             places = torch.empty(words.numel(), dtype=torch.int64, device=tensor.device)
         here = torch.arange(start, start + words.numel(), device=places.device, out=places[: words.numel()])
-        total += here.mul_(_ODD).add_(_SHIFT).bitwise_or_(1).mul_(words).sum()
+        here.mul_(_ODD).add_(_SHIFT)
+        here.bitwise_xor_(here >> 32).mul_(_ODD).bitwise_or_(1)
+        total += here.mul_(words).sum()
         start += words.numel()
     return total
 

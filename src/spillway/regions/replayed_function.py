@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -11,6 +11,8 @@ import torch
 from spillway.errors import RecomputeError
 from spillway.regions.arguments import Arguments
 from spillway.regions.python_state import PythonState
+
+_NOTHING = nullcontext()
 
 
 class ReplayedFunction:
@@ -57,19 +59,19 @@ class ReplayedFunction:
         finally:
             self._as_it_is = False
 
-    def __call__(self, *tensors: torch.Tensor, buffers: dict[int, torch.Tensor] | None = None) -> Any:
+    def __call__(self, *tensors: torch.Tensor, within: AbstractContextManager[None] = _NOTHING) -> Any:
         """Call the function.
 
         Args:
             tensors: those among its arguments.
-            buffers: what modules have in the place of their buffers meanwhile, by the buffers' ids.
+            within: a context around its code, on its Python state.
         """
         args, kwargs = self._arguments.put(tensors)
         is_first, self._is_first = self._is_first, False
         if is_first or self._as_it_is:
-            with self._state.swapped(buffers or {}):
+            with within:
                 return self._function(*args, **kwargs)
-        with self._state.in_force(), self._state.swapped(buffers or {}):
+        with self._state.in_force(), within:
             output = self._function(*args, **kwargs)
             names = self._state.histories() if self._reentrant else ()
         if names:
