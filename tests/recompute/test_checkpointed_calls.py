@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import spillway
-from recompute.regions import Call, HiddenAttribute, Regions, gradients, one_place
+from recompute.regions import Call, HiddenAttribute, HiddenList, Regions, gradients, one_place
 from spillway.checkpointing import learned
 from spillway.regions.rerun import in_rerun
 from support import assert_identical
@@ -199,6 +199,59 @@ def test_hidden_changes_are_told_in_each_call_or_in_a_sample(regions: Regions, m
 def test_an_unknown_word_for_verify_is_refused(regions: Regions) -> None:
     with pytest.raises(spillway.UsageError, match="verify: got 'often'"):
         spillway.recompute(torch.sin, torch.ones(1), verify="often")
+
+
+class Reader(nn.Module):
+    """Has a buffer, a tensor in an attribute, and a parameter, of which it reads one or none."""
+
+    def __init__(self, reads: str, *, catches: bool = False) -> None:
+        super().__init__()
+        self.reads, self.catches = reads, catches
+        self.register_buffer("buffer", torch.ones(8))
+        self.parameter = nn.Parameter(torch.ones(8))
+        self.attribute, self.items, self.fixed = torch.ones(8), [torch.ones(8)], (torch.ones(8),)
+        self.modes: list[int] = HiddenList()
+
+    def tensors(self) -> dict[str, Tensor]:
+        named = {name: getattr(self, name) for name in ("buffer", "parameter", "attribute")}
+        return {**named, "items": self.items[0], "fixed": self.fixed[0]}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.modes.append(torch._C._len_torch_dispatch_stack())
+        assert self.tensors()["buffer"].shape == (8,)
+        if self.reads == "nothing":
+            return x.sin()
+        try:
+            return (x * self.tensors()[self.reads].clone()).sin()
+        except spillway.RecomputeError:
+            if not self.catches:
+                raise
+            return x.sin()
+
+
+@pytest.mark.parametrize("late", [0, 2])
+@pytest.mark.parametrize("name", ["buffer", "parameter", "attribute", "items", "fixed"])
+def test_what_is_written_before_backward_is_refused_where_it_is_read(regions: Regions, name: str, late: int) -> None:
+    for reads, catches in ((name, False), (name, True), ("nothing", False)):
+        block = Reader(reads, catches=catches)
+        for number in range(late + 1):
+            x = torch.randn(4, 8, requires_grad=True)
+            y = spillway.recompute(block, x * 1, session=regions.session)
+            if number < late:
+                y.sum().backward()
+        with torch.no_grad():
+            block.tensors()[name].mul_(2)
+        # A compared call holds copies of what is small.
+        if reads == "nothing" or (late == 0 and name != "parameter"):
+            y.sum().backward()
+            assert x.grad is not None
+            assert torch.equal(x.grad, x.cos())
+        else:
+            with pytest.raises(spillway.RecomputeError, match="written in place"):
+                y.sum().backward()
+        # A mode would have some operators take other kernels.
+        assert set(block.modes) == {0} or name == "fixed"
+        assert all(type(each) in (Tensor, nn.Parameter) for each in block.tensors().values())
 
 
 # What is written in place.

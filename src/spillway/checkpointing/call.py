@@ -45,6 +45,7 @@ from spillway.checkpointing.collector import Collector, Meta, alias_of, meta_of
 from spillway.checkpointing.contents import copy_of, has_content_of, overlap, print_of, prints_of
 from spillway.checkpointing.learned import Learned
 from spillway.checkpointing.reached import ReachedTensors
+from spillway.checkpointing.refused import RefusedTensor
 from spillway.errors import RecomputeError
 from spillway.records import Decision
 from spillway.regions.generators import drawing, generators_of, states_of
@@ -427,7 +428,11 @@ class CheckpointedCall:
             checks=self._checks,
             waits=self._is_observed,
         )
-        refusing = Refusing(changed) if changed else None
+        asked: list[RefusedTensor] = []
+        may_go = self._state.replaceable() if changed else set()
+        refused = {id(each): RefusedTensor.of(each, v, asked) for each, v in changed if _may_be_refused(each, may_go)}
+        others = [pair for pair in changed if id(pair[0]) not in refused]
+        refusing = Refusing(others) if others else None
         output = None
         with drawing:
             restore = states_of(generators_of(self._devices)) if self._draws else _nothing
@@ -443,7 +448,7 @@ class CheckpointedCall:
                     saved_tensors_hooks(collector.pack, collector.unpack),
                     nullcontext() if refusing is None else refusing,
                 ):
-                    output = self._function(*tensors, within=self._as_before(collector, tensors))
+                    output = self._function(*tensors, within=self._as_before(collector, tensors, refused))
                     collector.gave(output)
             except Enough:
                 pass
@@ -456,14 +461,19 @@ class CheckpointedCall:
                 restore()
         if refusing is not None:
             refusing.check()
+        for each in asked:
+            each.refuse()
         del output
         return collector
 
     @contextmanager
-    def _as_before(self, collector: Collector, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    def _as_before(
+        self, collector: Collector, tensors: Sequence[torch.Tensor], refused: dict[int, RefusedTensor]
+    ) -> Iterator[None]:
         """A context around the function's code, in which reached tensors have the content from before forward."""
-        state = self._state
-        with self._reached.as_before(state.sole_buffers(), tensors) as others, state.swapped(others):
+        state, reached = self._state, self._reached
+        sole = state.sole_buffers() if reached.may_be_written else set()
+        with reached.as_before(sole, tensors) as others, state.swapped(others), state.replaced(refused):
             try:
                 yield
             finally:
@@ -473,6 +483,11 @@ class CheckpointedCall:
 
 def _nothing() -> None:
     return None
+
+
+def _may_be_refused(tensor: torch.Tensor, replaceable: set[int]) -> bool:
+    """Whether a stand-in can take its place: see NOTE [ What was written since forward ]."""
+    return id(tensor) in replaceable and type(tensor) in PLAIN and is_strided(tensor)
 
 
 def _argument(handle: Any, back: Callable[[Any], torch.Tensor], requires_grad: bool, is_written: bool) -> torch.Tensor:

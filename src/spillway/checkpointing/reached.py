@@ -92,6 +92,11 @@ class ReachedTensors:
         ]
         self._named, self._versions = (), []
 
+    @property
+    def may_be_written(self) -> bool:
+        """Whether there is anything that the function may write."""
+        return bool(self._copied or self._lost)
+
     def tensors(self) -> list[torch.Tensor]:
         """All of them."""
         return [*(tensor for tensor, _ in self._unwritten), *(tensor for tensor, _ in self._before), *self._lost]

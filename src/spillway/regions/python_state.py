@@ -129,6 +129,32 @@ class PythonState(Walk):
                 if buffers.get(name) is other:
                     buffers[name] = buffer
 
+    def replaceable(self) -> set[int]:
+        """Ids of tensors that lie in containers alone in which another one can be put in their place."""
+        fixed = {id(value) for values in self._fixed for value in values}
+        fixed.update(id(value) for _, thing, content in self._others if isinstance(thing, set) for value in content)
+        return {id(tensor) for _, tensor in self._tensors} - fixed
+
+    @contextmanager
+    def replaced(self, others: Mapping[int, torch.Tensor]) -> Iterator[None]:
+        """A context in which containers have other tensors.
+
+        Args:
+            others: these, by the ids of the tensors that they stand for.
+        """
+        undo: list[tuple[Callable[[Any, Any, Any], object], Any, Any, Any]] = []
+        for kind, thing, content in self._contents() if others else ():
+            for name, value in content.items() if type(content) is dict else enumerate(content):
+                if id(value) in others and isinstance(value, torch.Tensor):
+                    put = kind.put if type(content) is dict else operator.setitem
+                    put(thing, name, others[id(value)])
+                    undo.append((put, thing, name, value))
+        try:
+            yield
+        finally:
+            for put, thing, name, value in undo:
+                put(thing, name, value)
+
     # What is compared, and put back.
 
     @property
