@@ -66,7 +66,7 @@ class ReachedTensors:
         """What is copied in forward and protected in the replay."""
         self._before = list(zip(self._copied, copies_of(self._copied), strict=True)) if self._copied else []
         self._unwritten: Sequence[tuple[torch.Tensor, int]] = ()
-        """What no forward wrote, with its versions when forward had ended."""
+        """What forward was not seen to write, with its versions when forward had ended."""
         self._lost: list[torch.Tensor] = []
         """What forward wrote, of which there is no copy."""
 
@@ -88,7 +88,7 @@ class ReachedTensors:
         self._unwritten = [
             (tensor, version)
             for place, ((_, tensor), version) in enumerate(zip(named, after, strict=True))
-            if place not in wrote and id(tensor) not in copied
+            if place not in wrote
         ]
         self._named, self._versions = (), []
 
@@ -99,7 +99,8 @@ class ReachedTensors:
 
     def tensors(self) -> list[torch.Tensor]:
         """All of them."""
-        return [*(tensor for tensor, _ in self._unwritten), *(tensor for tensor, _ in self._before), *self._lost]
+        found = {id(tensor): tensor for tensor, _ in (*self._unwritten, *self._before)}
+        return [*found.values(), *self._lost]
 
     def changed(self) -> list[tuple[torch.Tensor, int]]:
         """What is not what forward read, with the versions as they were, and cannot be put back."""
@@ -125,8 +126,10 @@ class ReachedTensors:
             yield {}
             return
         with below_modes(self._odd):
-            before = {id(tensor): copy for tensor, copy in self._before}
-            alone = self._alone(sole, inputs)
+            # What somebody else has written since is refused, not put back: autograd would raise an error.
+            changed = {id(tensor) for tensor, _ in self.changed()}
+            before = {id(tensor): copy for tensor, copy in self._before if id(tensor) not in changed}
+            alone = self._alone(sole - changed, inputs)
             others = [tensor for tensor in protected if id(tensor) not in alone]
             contents = [before.get(id(tensor), tensor) for tensor in alone.values()]
             swapped = dict(zip(alone, copies_of(contents), strict=True)) if alone else {}
@@ -143,12 +146,8 @@ class ReachedTensors:
         """What is copied that shares no memory with anything else that the function reaches, by ids."""
         plain = (each for each in (*self.tensors(), *inputs) if type(each) in PLAIN and is_strided(each))
         storages = Counter(each.untyped_storage()._cdata for each in plain)
-        # Whether the function reads what was written since forward is seen of the buffer itself.
-        written = {id(tensor) for tensor, _ in self.changed()}
         return {
             id(each): each
             for each in self._copied
-            if id(each) in sole - written
-            and type(each) is torch.Tensor
-            and storages[each.untyped_storage()._cdata] == 1
+            if id(each) in sole and type(each) is torch.Tensor and storages[each.untyped_storage()._cdata] == 1
         }
