@@ -19,6 +19,7 @@ from operator_bench import IGNORED, first_dtype, name_of
 from recompute.models import HOWS, MODELS, plainly, recomputed, steps
 from recompute.region_bench import RegionBench, few_samples
 from recompute.regions import HiddenAttribute
+from spillway.checkpointing.call import CheckpointedCall
 from spillway.errors import RecomputeError
 from spillway.regions.trial import Trial
 from spillway.regions.unwatched import Unwatched
@@ -140,7 +141,7 @@ def test_that_a_re_run_made_something_else_is_told_later(told: str) -> None:
         return call(block, x * 1).square().sum()
 
     def ours(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = spillway.recompute(block, x, session=session, watch=False)
+        y: torch.Tensor = spillway.recompute(block, x, session=session, verify="always")
         return y
 
     for scale in (1.0, 1.0, 1.0, 1.5, 1.25):
@@ -258,27 +259,30 @@ def test_what_attention_gave_is_handed_in(
     assert calls == (0 if watch else 3 * 3)
 
 
+@pytest.mark.parametrize("how", [{}, {"save": "pointwise"}], ids=["nothing", "some"])
 def test_seeds_of_attention_that_nobody_wrote_are_compared_in_no_size(
-    session: spillway.Session, monkeypatch: pytest.MonkeyPatch
+    session: spillway.Session, monkeypatch: pytest.MonkeyPatch, how: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
     model, numbers, tried = nn.ModuleList(Layer() for _ in range(3)).to(DEVICE, torch.bfloat16), itertools.count(), []
-    fingerprints = Trial._fingerprints
+    kind: Any = Trial if how else CheckpointedCall
+    name = "_fingerprints" if how else "_run_again"
+    runs = getattr(kind, name)
 
-    def after_others(self: Trial, *args: Any, **kwargs: Any) -> Any:
+    def after_others(self: Any, *args: Any, **kwargs: Any) -> Any:
         # Whoever asks for so little memory next finds something else in it each time.
         left = [torch.full((), next(numbers), dtype=torch.int64, device=DEVICE) for _ in range(256)]
         left.clear()
-        tried.append(kwargs["poisoned"])
-        return fingerprints(self, *args, **kwargs)
+        tried.append(kwargs.get("poisoned", False))
+        return runs(self, *args, **kwargs)
 
-    monkeypatch.setattr(Trial, "_fingerprints", after_others)
+    monkeypatch.setattr(kind, name, after_others)
     for tokens in (64, 128, 192, 256):
         x = torch.randn(2, tokens, 64, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
         with spillway.offload(session=session) as context:
             hidden = x * 1
             for block in model:
-                hidden = spillway.recompute(block, hidden, session=session)
+                hidden = spillway.recompute(block, hidden, session=session, **how)
         hidden.float().square().sum().backward()
         assert not [note for note in context.stats().notes if "whole" in note]
     assert False in tried

@@ -237,7 +237,7 @@ REFUSED = """
 @pytest.mark.parametrize(
     ("refused", "instead", "call", "why"),
     [
-        ("keep", "keep", "region", "found right before"),
+        ("keep", "keep", "region", "one of which a call was recomputed before"),
         ("offload(tier='disk')", "offload(tier='host')", "plainly", "tier='host'"),
     ],
     ids=["a region that was not tried", "the disk"],

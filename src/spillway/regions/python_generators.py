@@ -55,8 +55,9 @@ def generator_of(value: Any) -> Generator | None:
     if isinstance(value, random.Random):
         return Generator(value.getstate, value.setstate)
     if isinstance(value, torch.Generator):
-        # Only the CPU's has a state that is here: checkpointed calls set those of devices themselves.
-        return _torchs(value) if value.device.type == "cpu" else None
+        # A graph that is being captured has generators of its own.
+        is_captured = value.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        return None if is_captured else _torchs(value)
     if hasattr(value, "get_state"):
         return Generator(
             lambda: pickle.dumps(value.get_state(legacy=False)), lambda state: value.set_state(pickle.loads(state))
