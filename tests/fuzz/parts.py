@@ -124,7 +124,7 @@ VALUES = [
     Part(
         "strided nested tensor",
         "n = torch.nested.as_nested_tensor([h[:1].tanh(), h[1:] * 2])\n"
-        "h = torch.cat({torch.relu(n)|n * n|torch.tanh(n)}.unbind())",
+        "h = torch.cat({torch.relu(n)|(n * n)|torch.tanh(n)}.unbind())",
     ),
     Part("requires no grad", "h = h + F.max_pool1d(self.c$[None], 3, 1, 1)[0]", "self.c$ = torch.randn(R, D)"),
     Part("requires no grad", "h = h * F.max_pool1d(self.c$[None], 2).pow(2).mean()", "self.c$ = torch.randn(R, D)"),

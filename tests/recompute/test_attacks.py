@@ -1497,3 +1497,22 @@ def test_under_the_adversary_with_any_window(place: Place, regions: Regions) -> 
         yield from gradients(x, *blocks)
 
     regions(step, passes=3)
+
+
+@modes
+def test_what_was_made_in_inference_mode_stays(regions: Regions, reentrant: bool) -> None:
+    """It has no version, by which a write would be noticed."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        with torch.inference_mode():
+            scale = float(x.detach().abs().mean())
+        return (x / (scale + 1)).sin()
+
+    def step(call: Call) -> Iterator[torch.Tensor]:
+        x = torch.randn(4, 8, requires_grad=True)
+        with call.context():
+            loss = call(function, x * 1, offload=[lambda *_: True], use_reentrant=reentrant).sum()
+        loss.backward()
+        yield from gradients(x)
+
+    regions(step)

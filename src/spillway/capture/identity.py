@@ -210,6 +210,8 @@ def why_unmovable(tensor: torch.Tensor) -> str | None:
         return f"its layout is {'nested' if tensor.is_nested else tensor.layout}, not strided"
     if tensor.is_quantized:
         return "it is quantized, and its scales are not in its storage"
+    if tensor.is_inference():
+        return "it was made in inference mode, and has no version"
     if tensor.numel() == 0:
         return "it has no element"
     if _HAS_NAMES and tensor.has_names():  # type: ignore[attr-defined]
