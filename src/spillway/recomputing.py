@@ -281,7 +281,6 @@ def _call_region(
     if in_rerun():
         # A part of a region that runs again: the outer one sees to it all, and counts what is saved as before.
         owner = session if session is not None else Session.default()
-        proofs = owner.proofs(_identity_of(function, arguments.callables()))
         state = PythonState(function, arguments.objects())
         if state.has_iterators or state.is_lazy or state.writes_parameters:
             return first()
@@ -298,7 +297,7 @@ def _call_region(
                 draws=how.preserve_rng_state,
                 checks=False,
             ).run(first, tensors)
-        if proofs.takes_gradients:
+        if owner.proofs(_identity_of(function, arguments.callables())).takes_gradients:
             return first()
         with nullcontext() if how.choices.inputs is None else saved_tensors_hooks(pack_kept, unpack):
             return _checked(how, ReplayedFunction(function, arguments, state, is_first=True), tensors)

@@ -2,7 +2,8 @@
 
 NOTE [ Learning ]
 
-The first call of each kind (the types of its arguments) is observed, without a dispatch mode:
+The first call of each kind (types of tensors, numbers among the arguments, whether the module trains) is observed,
+without a dispatch mode:
 
 * Of each saved tensor a fingerprint is taken. The first replay is run to its end, and compared with the fingerprints.
 * The version counters of inputs, buffers and other tensors that the function can reach are compared before and after,
