@@ -64,3 +64,9 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield
     torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def _no_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which later call is compared depends on how many functions there were before: tests of samples say so."""
+    monkeypatch.setattr("spillway.checkpointing.learned._EVERY", 1 << 40)

@@ -22,12 +22,6 @@ from support import assert_identical
 pytestmark = one_place
 
 
-@pytest.fixture(autouse=True)
-def _no_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which later call is compared depends on how many functions there were before."""
-    monkeypatch.setattr(learned, "_EVERY", 1 << 40)
-
-
 class Layer(nn.Module):
     def __init__(self, width: int = 8) -> None:
         super().__init__()
