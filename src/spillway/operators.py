@@ -16,7 +16,7 @@ A *selector* names operators. It is one of
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -239,6 +239,13 @@ class Choices:
             return bool(self._planned.decisions)
         return self.any or bool(self.saved_by)
 
+    @property
+    def key(self) -> Hashable:
+        """What tells these choices from others that may decide otherwise."""
+        if self._planned is not None:
+            return self._planned
+        return _key_of(self._policy), *((name, *map(_key_of, selectors)) for selectors, name in self.said)
+
     def by_name(self, operator: Any) -> Decision | None:
         """The decision, if it follows from the operator alone."""
         try:
@@ -339,6 +346,15 @@ def _context(output: Any) -> SelectiveCheckpointContext:
     context = SelectiveCheckpointContext(is_recompute=False)
     context.op_output = output  # type: ignore[attr-defined, unused-ignore]  # younger than the oldest torch served
     return context
+
+
+def _key_of(selector: Any) -> Hashable:
+    """What tells a selector from others: functions by their code and what they close over."""
+    code = getattr(selector, "__code__", None)
+    if code is None:
+        return selector if isinstance(selector, Hashable) else id(selector)
+    cells = (cell.cell_contents for cell in selector.__closure__ or ())
+    return code, *(each if isinstance(each, Hashable) else id(each) for each in cells)
 
 
 def _listed(selectors: Any) -> Iterable[Any]:

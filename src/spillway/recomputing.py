@@ -21,6 +21,7 @@ from spillway.capture.dynamo import has_compiled, keep_out, untraced
 from spillway.capture.handles import pack_kept, unpack
 from spillway.capture.hooks import Pass, in_backward, refuse_transforms
 from spillway.checkpointing.call import CheckpointedCall
+from spillway.checkpointing.decisions import Selection
 from spillway.checkpointing.learned import Learned
 from spillway.errors import UsageError
 from spillway.operators import Choices, Planned, Selector
@@ -96,6 +97,7 @@ class Recompute:
     choices: Choices = field(init=False, repr=False, compare=False)
     partition: Partition | None = field(init=False, repr=False, compare=False)
     tape_key: Hashable = field(init=False, repr=False, compare=False)
+    choices_key: Hashable = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.determinism_check not in _CHECKS:
@@ -118,6 +120,7 @@ class Recompute:
                     )
         object.__setattr__(self, "choices", choices)
         object.__setattr__(self, "tape_key", self._tape_key())
+        object.__setattr__(self, "choices_key", choices.key)
         if self.check_partition and self.partition_inputs is None:
             raise UsageError("check_partition: got it without partition_inputs, expected the group to compare over")
         partition = None
@@ -341,8 +344,7 @@ def _call_region(
         )
         return first()
     again = ReplayedFunction(function, arguments, state, reentrant=how.use_reentrant)
-    is_steered = getattr(function, "is_steered", False)
-    if _is_plain(how, partition, observer) and not is_steered:
+    if _is_plain(how, partition, observer):
         learned = _learned(proofs, function, tensors, arguments)
         if learned.takes_gradients:
             passage.ledger.note(keeps_note(_label(function)))
@@ -363,7 +365,8 @@ def _call_region(
             checks=how.determinism_check != "none",
             compares=how.verify == "always",
             is_captured=is_captured,
-            unused=choices.unused(),
+            unused=() if choices.preserves else choices.unused(),
+            selection=Selection(choices, how.choices_key, _module_of(function)) if choices.preserves else None,
             tell_outer=None if outer is None else outer.has_gradient_inside,
         )
         return checkpointed.run(first, tensors)
@@ -422,8 +425,7 @@ def _is_plain(how: Recompute, partition: Partition | None, observer: Observer | 
         # A reentrant region around runs again, under a mode that redirects what is written.
         return False
     special = how.use_reentrant or how.drop_output or partition is not None or observer is not None
-    # What a plan foresees of memory are the parts of tapes.
-    return not (special or how.choices.preserves or how.choices.is_planned)
+    return not special
 
 
 def _learned(

@@ -13,6 +13,14 @@ The replay is right if the function does the same when it runs again, as for ``t
 more of that than torch does: the number, shape, dtype and device of each saved tensor in every call, versions of what
 the function reads, and the values themselves in the first call and in samples of the later ones (``learned.py``).
 
+NOTE [ Preserved tensors ]
+
+Selectors, a policy or a plan may preserve some of what autograd saves. Which tensors these are is known by their
+numbers, once the first replay has recorded the program of such calls (``recorder.py``). A handle stands for the whole
+tensor that an operator gave, and each saved tensor is a view of it. The call holds the handles that its replay is
+handed, until it has been replayed. A call that saves something else than its program drops what comes after it, is
+replayed whole, and the next call is recorded anew.
+
 NOTE [ Gradients inside ]
 
 A function may take a gradient of what it computes. Autograd then asks for a slot while forward goes on. The function
@@ -38,13 +46,20 @@ from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from spillway.capture.dynamo import untraced
-from spillway.capture.handles import KeptHandle, check_version, unpack
+from spillway.capture.dynamo import may_run_compiled, untraced
+from spillway.capture.handles import Handle, KeptHandle, check_version, unpack
 from spillway.capture.hooks import Pass
+from spillway.capture.identity import ViewRecipe
+from spillway.capture.keeping import Keeping
 from spillway.checkpointing.collector import Collector, Meta, alias_of, meta_of
 from spillway.checkpointing.contents import copy_of, has_content_of, overlap, print_of, prints_of
+from spillway.checkpointing.decisions import Decisions, Input, Preserved, Selection
 from spillway.checkpointing.learned import Learned
+from spillway.checkpointing.partial_replay import PartialReplay
+from spillway.checkpointing.preserved import ViewHandle, view_of
+from spillway.checkpointing.program import Program, lies_within
 from spillway.checkpointing.reached import ReachedTensors
+from spillway.checkpointing.recorder import Recorder
 from spillway.checkpointing.refused import RefusedTensor
 from spillway.errors import RecomputeError
 from spillway.records import Decision
@@ -120,6 +135,7 @@ class CheckpointedCall:
         compares: whether the values of each call are compared, and not only of samples.
         is_captured: whether the call is captured into a graph, where nothing is compared.
         unused: selectors that choose nothing, for a note.
+        selection: what is preserved; ``None``: nothing.
         tell_outer: called before each replay, for a region around that still runs.
     """
 
@@ -139,6 +155,7 @@ class CheckpointedCall:
         compares: bool = False,
         is_captured: bool = False,
         unused: Sequence[object] = (),
+        selection: Selection | None = None,
         tell_outer: Callable[[], None] | None = None,
     ) -> None:
         self._function = function
@@ -159,6 +176,20 @@ class CheckpointedCall:
         self._is_observed = learned.begins() and not is_captured
         """Whether it is observed in full: see NOTE [ Learning ]."""
         self._compares = not is_captured and (compares or self._is_observed or learned.is_sampled())
+        self._selection = selection
+        self._decisions: Decisions | None = None
+        """What is preserved, and left out of a replay, if that is known of such calls."""
+        self._records = False
+        """Whether its first replay records the program."""
+        self._shapes: tuple[Any, ...] = ()
+        """Of the function's tensors."""
+        self._is_other = False
+        """Whether it saved something else than its program says."""
+        self._recipes: list[ViewRecipe | None] = []
+        """Where the function's tensors lie in their memory."""
+        self._given: dict[int, Handle] = {}
+        """What is preserved, by values."""
+        self._keeping = Keeping(passage)
         self._ambience = Ambience.now()
         self._restore: Callable[[], None] = _nothing
         self._states: list[tuple[torch.Generator, torch.Tensor]] = []
@@ -207,6 +238,12 @@ class CheckpointedCall:
             )
             return first()
         self._devices = {tensor.device for tensor in tensors}
+        if self._selection is not None:
+            self._select(self._selection, tensors)
+            if self._decisions is not None:
+                self._recipes = [
+                    ViewRecipe.of(each) if type(each) in PLAIN and is_strided(each) else None for each in tensors
+                ]
         if self._draws:
             generators = generators_of(self._devices)
             self._restore = states_of(generators)
@@ -230,6 +267,7 @@ class CheckpointedCall:
                 if self._compares:
                     self._output_prints = prints_of(output)
                 self._reached.forward_ended()
+                self._end_preserving(output)
                 if observed:
                     self._learn(output, tensors, input_versions, copies)
                 if learned.state:
@@ -264,16 +302,24 @@ class CheckpointedCall:
                 copies[place] = copy_of(tensor)
         return copies
 
-    def _packing(self) -> Callable[[torch.Tensor], SavedSlot]:
+    def _packing(self) -> Callable[[torch.Tensor], SavedSlot | Handle]:
         """The pack hook of forward."""
         metas, slots, passage = self._metas, self._slots, self._passage
         leaving, escaping, looks = passage.waiting, self._learned.escaping, self._compares or self._is_observed
+        saved = () if self._decisions is None else self._decisions.saved
+        count = len(saved)
 
-        def pack(tensor: torch.Tensor) -> SavedSlot:
+        def pack(tensor: torch.Tensor) -> SavedSlot | Handle:
             if leaving.nbytes and leaving.is_batch:
                 passage.advance()
             number = len(metas)
             metas.append(meta_of(tensor))
+            if number < count and saved[number] is not False and not (self._keeps or self._is_other):
+                handle = self._preserve(tensor, saved[number])
+                if handle is not None:
+                    slots.append(_nothing)
+                    return handle
+                self._is_other = True
             slot = SavedSlot(self, number)
             slots.append(_weak(slot))
             if looks:
@@ -286,6 +332,69 @@ class CheckpointedCall:
             return slot
 
         return pack
+
+    # What is preserved. See NOTE [ Preserved tensors ].
+
+    def _select(self, selection: Selection, tensors: Sequence[torch.Tensor]) -> None:
+        """Find what is known of such calls."""
+        self._shapes = tuple([meta_of(tensor)[0] for tensor in tensors])
+        decisions, self._records = self._learned.decisions(self._shapes, selection)
+        if self._is_captured:
+            # Nothing can be compared there.
+            self._records = False
+            self._decisions = decisions if decisions is not None and decisions.is_validated else None
+            return
+        self._decisions = decisions
+        is_new = decisions is not None and not decisions.is_validated
+        self._compares = self._compares or self._records or is_new
+
+    def _preserve(self, tensor: torch.Tensor, how: Preserved | Input | bool) -> Handle | None:
+        """A handle of a saved tensor; ``None``, if it is another one than the program says."""
+        if how is True:
+            return KeptHandle(tensor) if type(tensor) in PLAIN else None
+        assert not isinstance(how, bool)
+        recipe = how.recipe
+        if type(tensor) not in PLAIN or tensor.shape != recipe.size or tensor.dtype is not recipe.dtype:
+            return None
+        if not recipe.is_of(tensor):
+            return None
+        if isinstance(how, Input):
+            handle, back, _, is_written = self._tensors[how.place]
+            around = self._recipes[how.place]
+            if is_written or around is None or not lies_within(recipe, around):
+                return None
+            return ViewHandle(handle, around, recipe, back)
+        with below_modes():
+            known = self._given.get(how.value)
+            if known is None:
+                whole = tensor
+                if how.whole is not recipe:
+                    whole = view_of(tensor.detach(), how.whole, how.whole.offset)
+                if how.decision is _KEEP:
+                    known = self._keeping.keep(whole, how.value, self._kept_bytes)
+                else:
+                    self._passage.advance()
+                    known = self._passage.save_made(whole, how.whole, how.decision)
+                self._given[how.value] = known
+            return known if how.whole is recipe else ViewHandle(known, how.whole, recipe, unpack)
+
+    @property
+    def _kept_bytes(self) -> dict[int, int]:
+        assert self._decisions is not None
+        return self._decisions.kept_bytes
+
+    def _end_preserving(self, output: Any) -> None:
+        """Forward has ended, or has failed."""
+        self._keeping.end(output)
+        decisions = self._decisions
+        if decisions is None:
+            return
+        if len(self._metas) != len(decisions.saved):
+            self._is_other = True
+        handed = set() if self._is_other else decisions.handed
+        self._given = {value: handle for value, handle in self._given.items() if value in handed}
+        if self._is_other and not self._keeps:
+            self._learned.differed(decisions.program, is_final=False)
 
     def _observe(self, tensor: torch.Tensor, number: int, slot: SavedSlot) -> None:
         with below_modes(tensor):
@@ -380,7 +489,9 @@ class CheckpointedCall:
         compares = self._compares
         if self._is_running:
             self._print_pending(None)
-        collector = self._run_again(compares)
+        collector = self._replay_by_program(compares)
+        if collector is None:
+            collector = self._run_again(compares)
         if compares and not collector.is_same():
             again = self._run_on_todays_state(compares)
             if again is None or not again.is_same():
@@ -398,6 +509,60 @@ class CheckpointedCall:
         for differs in collector.differences():
             self._verdicts.add(self._label, differs)
 
+    def _replay_by_program(self, compares: bool) -> Collector | None:
+        """A replay that records the program, or leaves out what it need not run; ``None``, if there was none."""
+        given, self._given = self._given, {}
+        if self._is_running:
+            return None
+        if self._records:
+            return self._record()
+        decisions = self._decisions
+        if decisions is None or self._is_other or not decisions.leaves_out:
+            return None
+        if not (given.keys() >= decisions.handed and all(handle.is_intact() for handle in given.values())):
+            return None
+
+        def tensor_of(value: int) -> torch.Tensor | None:
+            handle = given.get(value)
+            return None if handle is None else handle.unpack()
+
+        poisons = not decisions.is_validated or any(map(self._passage.poisons, self._devices))
+        mode = PartialReplay(decisions, tensor_of, poisons=poisons)
+        try:
+            collector = self._run_again(compares, mode)
+        except Exception:
+            # The function may have made another error of ours.
+            if mode.differs is None:
+                raise
+            collector = None
+        if mode.differs is not None or collector is None or collector.is_other or not collector.is_same():
+            self._learned.differed(decisions.program, is_final=mode.differs is None)
+            self._passage.ledger.note(
+                f"{self._label} was recomputed whole, since it did not do the same as in an earlier call"
+                f"{'' if mode.differs is None else f' ({mode.differs})'}."
+            )
+            return None
+        if compares:
+            decisions.is_validated = True
+        return collector
+
+    def _record(self) -> Collector | None:
+        """See NOTE [ Where a program is recorded ] in ``recorder.py``."""
+        self._records = False
+        selection, learned = self._selection, self._learned
+        assert selection is not None
+        if may_run_compiled(selection.root):
+            learned.record(self._shapes, selection, Program(opaque="it may call compiled code"))
+            return None
+        recorder = Recorder(selection)
+        collector = self._run_again(True, recorder)
+        if not collector.is_same():
+            learned.record(self._shapes, selection, Program(opaque="it gives other values under a dispatch mode"))
+            return None
+        learned.record(self._shapes, selection, recorder.program())
+        self._passage.ledger.note_unused(selection.choices.unused())
+        return collector
+
     def _run_on_todays_state(self, compares: bool) -> Collector | None:
         """A replay for a function that prepares itself in its first call; ``None``, if there is no other state."""
         with self._function.on_todays_state() as is_another:
@@ -409,24 +574,37 @@ class CheckpointedCall:
                 # On a state that is no longer the first run's, anything may be missing.
                 raise differed([self._label]) from error
 
-    def _run_again(self, compares: bool) -> Collector:
-        """Run the function, and collect what it saves."""
+    def _run_again(self, compares: bool, mode: Recorder | PartialReplay | None = None) -> Collector:
+        """Run the function, and collect what it saves.
+
+        Args:
+            compares: whether that is compared with what forward saved.
+            mode: sees its operators.
+        """
         wanted = {number for number, slot in enumerate(self._slots) if slot() is not None}
         # Within the function itself, forward has come no further.
         stops = self._is_running or (self._stops_early and not compares)
+        until, prints = max(wanted), self._prints
+        outputs: list[torch.Tensor | None] | None = self._output_prints
+        if isinstance(mode, PartialReplay):
+            # What is left out has no content, and outputs may be.
+            saved = mode.decisions.saved
+            until = max(until, mode.decisions.until)
+            prints, outputs = {number: found for number, found in prints.items() if saved[number] is False}, None
         reached = self._reached
         changed = reached.changed()
         collector = Collector(
             self._label,
             wanted,
-            max(wanted) if stops else None,
+            until if stops else None,
             self._metas,
-            self._prints if compares else None,
-            self._output_prints if compares else [],
+            prints if compares else None,
+            outputs,
             reached.storages(),
             {tensor.untyped_storage()._cdata: (tensor, v) for tensor, v in changed if is_strided(tensor)},
             checks=self._checks,
-            waits=self._is_observed,
+            waits=self._is_observed or isinstance(mode, Recorder) or (mode is not None and mode.is_new),
+            saves=None if mode is None else mode.saves,
         )
         asked: list[RefusedTensor] = []
         may_go = self._state.replaceable() if changed else set()
@@ -439,6 +617,8 @@ class CheckpointedCall:
             with below_modes(self._odd):
                 tensors = [_argument(*each) for each in self._tensors]
             collector.know([*tensors, *reached.tensors()])
+            if isinstance(mode, Recorder):
+                mode.begin(tensors)
             try:
                 self._restore()
                 with (
@@ -447,6 +627,7 @@ class CheckpointedCall:
                     torch.enable_grad(),
                     saved_tensors_hooks(collector.pack, collector.unpack),
                     nullcontext() if refusing is None else refusing,
+                    nullcontext() if mode is None else mode,
                 ):
                     output = self._function(*tensors, within=self._as_before(collector, tensors, refused))
                     collector.gave(output)

@@ -9,7 +9,7 @@ wanted needs no gradient, and was not there before the replay, the replay ends w
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import torch
@@ -38,12 +38,13 @@ class Collector:
         until: int | None,
         metas: Sequence[Meta],
         prints: dict[int, torch.Tensor] | None,
-        output_prints: Sequence[torch.Tensor | None],
+        output_prints: Sequence[torch.Tensor | None] | None,
         written: set[int],
         changed: dict[int, tuple[torch.Tensor, int]],
         *,
         checks: bool,
         waits: bool,
+        saves: Callable[[int, torch.Tensor], None] | None = None,
     ) -> None:
         self._label = label
         self._wanted = wanted
@@ -58,6 +59,8 @@ class Collector:
         self._checks = checks
         self._waits = waits
         """Whether it must be known now whether values are the same; else the device tells later."""
+        self._saves = saves
+        """Is told of each tensor that the replay saves, and its number."""
         self._count = 0
         self._known: Set[int] = frozenset()
         self._cells: list[list[torch.Tensor]] = []
@@ -94,6 +97,8 @@ class Collector:
         number, self._count = self._count, self._count + 1
         if self.has_ended:
             return [tensor.detach()]
+        if self._saves is not None:
+            self._saves(number, tensor)
         if number < len(self._metas):
             if self._checks and not self._other and (meta := meta_of(tensor)) != self._metas[number]:
                 self._other = f"tensor {number} is {_named(meta)}, and was {_named(self._metas[number])}"
@@ -154,7 +159,7 @@ class Collector:
 
     def gave(self, output: Any) -> None:
         """The function has come to its end."""
-        if self._prints is None:
+        if self._prints is None or self._output_prints is None:
             return
         found = prints_of(output)
         if len(found) != len(self._output_prints):
@@ -190,6 +195,11 @@ class Collector:
             number: (tensor if tensor.is_leaf else alias_of(tensor), version)
             for number, (tensor, version) in values.items()
         }
+
+    @property
+    def is_other(self) -> bool:
+        """Whether shapes, dtypes, devices or the number of tensors were not those of forward."""
+        return bool(self._other)
 
     def is_same(self) -> bool:
         """Whether all that was compared is equal, where that must be known now; else the device tells later."""

@@ -17,13 +17,17 @@ Later calls rely on it. One call in 64 is compared again, by fingerprints that t
 from __future__ import annotations
 
 import itertools
+from collections.abc import Hashable
 
+from spillway.checkpointing.decisions import Decisions, Selection
+from spillway.checkpointing.program import Program
 from spillway.errors import UnsupportedError
 
 _EVERY = 64
 """Calls of which one is compared."""
 _MOST_OBSERVED = 8
 """Calls that are observed in full before one of them was replayed."""
+_MOST_PROGRAMS, _MOST_DECISIONS, _MOST_FAILURES = 8, 32, 3
 _numbers = itertools.count()
 
 
@@ -31,13 +35,18 @@ class Learned:
     """What is known of one kind of call of a function. See NOTE [ Learning ]."""
 
     __slots__ = (
-        *("_calls", "_offset", "draws", "escaping", "is_validated", "state", "takes_gradients", "written"),
-        "written_inputs",
+        *("_calls", "_decisions", "_failures", "_offset", "_programs", "draws", "escaping", "is_validated", "state"),
+        *("takes_gradients", "written", "written_inputs"),
     )
 
     def __init__(self) -> None:
         self._calls = 0
         self._offset = next(_numbers)
+        self._programs: dict[Hashable, Program] = {}
+        """Programs of calls with tensors of such shapes."""
+        self._failures: dict[Hashable, int] = {}
+        self._decisions: dict[tuple[Hashable, Hashable], Decisions] = {}
+        """By shapes, and by what is to be preserved."""
         self.is_validated = False
         """Whether a replay was compared in full, and was right."""
         self.draws = False
@@ -77,6 +86,51 @@ class Learned:
                 "recomputed before, and that draws no random numbers; run a step like it in the same session first, "
                 "without capturing, and keep or offload what dropout gives (save='random')"
             )
+
+    def decisions(self, shapes: Hashable, selection: Selection) -> tuple[Decisions | None, bool]:
+        """What is preserved of a call with tensors of such shapes, if that is known; and whether to record its program.
+
+        Raises:
+            RecomputeError: if a policy says that an output must be saved, and that output is written in place.
+        """
+        program = self._programs.get(shapes)
+        if program is None:
+            return None, len(self._programs) < _MOST_PROGRAMS
+        if program.opaque is not None:
+            return None, False
+        known = self._decisions.get((shapes, selection.key))
+        if known is None:
+            chosen = program.chosen.get(selection.key)
+            if chosen is None and selection.choices.asks and not selection.choices.is_planned:
+                # Each operator has to be asked about while it runs.
+                return None, True
+            if len(self._decisions) >= _MOST_DECISIONS:
+                self._decisions.clear()
+            known = self._decisions[shapes, selection.key] = Decisions.of(program, selection.choices, chosen)
+        return known, False
+
+    def record(self, shapes: Hashable, selection: Selection, program: Program) -> None:
+        """A program was recorded."""
+        before = self._programs.get(shapes)
+        if before is not None:
+            program.chosen = {**before.chosen, **program.chosen}
+        self._programs[shapes] = program
+
+    def differed(self, program: Program, *, is_final: bool) -> None:
+        """A call did something else than the program says.
+
+        Args:
+            program: of the call.
+            is_final: whether no such program may be used again. Otherwise the next call is recorded, a few times.
+        """
+        for shapes, known in list(self._programs.items()):
+            if known is program:
+                failures = self._failures[shapes] = self._failures.get(shapes, 0) + 1
+                self._decisions = {key: each for key, each in self._decisions.items() if key[0] != shapes}
+                if is_final or failures >= _MOST_FAILURES:
+                    self._programs[shapes] = Program(opaque="calls differ from each other")
+                else:
+                    del self._programs[shapes]
 
     def begins(self) -> bool:
         """A call begins; gives whether it is observed in full."""

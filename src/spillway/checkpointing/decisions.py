@@ -1,0 +1,149 @@
+"""What is done with each tensor that a checkpointed function saves, and with each operator when it is replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import NamedTuple
+
+import torch
+
+from spillway.capture.identity import ViewRecipe
+from spillway.checkpointing.program import Act, Program, needed
+from spillway.errors import RecomputeError
+from spillway.operators import Choices
+from spillway.records import Decision
+
+
+class Selection(NamedTuple):
+    """What is to be preserved of a function's calls."""
+
+    choices: Choices
+    key: Hashable
+    """Tells these choices from others."""
+    root: torch.nn.Module | None
+    """The module that the function belongs to: paths of submodules begin below it."""
+
+
+class Preserved(NamedTuple):
+    """A saved tensor that is kept or offloaded."""
+
+    value: int
+    decision: Decision
+    recipe: ViewRecipe
+    """Where it lies in the memory of the value."""
+    whole: ViewRecipe
+    """The tensor that the operator gave, which is preserved."""
+
+
+class Input(NamedTuple):
+    """A saved tensor that is one of the function's own, or a view of one."""
+
+    place: int
+    recipe: ViewRecipe
+
+
+class Decisions:
+    """Decisions about the calls of a function that do what a program says.
+
+    Args:
+        program: what the function does.
+        preserved: the values that are kept or offloaded.
+    """
+
+    def __init__(self, program: Program, preserved: Mapping[int, Decision]) -> None:
+        self.program = program
+        self.saved: list[Preserved | Input | bool] = []
+        """Of each saved tensor: how it is preserved, which input it is, ``True`` for a parameter, which is held as it
+        is, or ``False``: it is dropped."""
+        wanted: list[tuple[int, int]] = []
+        last = -1
+        first_of: dict[int, int] = {}
+        for number, each in enumerate(program.saved):
+            value, recipe = each.value, each.recipe
+            if value is None or recipe is None:
+                self.saved.append(False)
+            elif value in preserved:
+                first_of.setdefault(value, number)
+                self.saved.append(Preserved(value, preserved[value], recipe, program.recipes[value]))
+                continue
+            elif each.is_parameter:
+                self.saved.append(True)
+                continue
+            elif value in program.inputs and value not in program.written:
+                self.saved.append(Input(program.inputs[value], recipe))
+                continue
+            else:
+                self.saved.append(False)
+            last = number
+            if value in program.makers:
+                place = each.place
+                if place < len(program.operators) and value in program.operators[place].writes:
+                    # The operator that saved it writes it (rrelu its noise).
+                    place += 1
+                wanted.append((value, place))
+        self.acts: list[Act] = needed(program.operators, wanted, preserved.keys())
+        """What a replay does with each operator."""
+        self.handed: set[int] = {
+            value
+            for operator, act in zip(program.operators, self.acts, strict=True)
+            if act is Act.GIVE
+            for value in operator.makes
+            if value in preserved
+        }
+        """Values that a replay is handed."""
+        self.until: int = max([last, *(first_of[value] for value in self.handed)])
+        """The saved tensor with which a replay may end."""
+        self.is_validated = False
+        """Whether a replay was compared in full, and was right."""
+        self.kept_bytes: dict[int, int] = {}
+        """Bytes that were counted of what is kept, by values."""
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether a replay leaves out anything."""
+        return any(act is not Act.RUN for act in self.acts)
+
+    @classmethod
+    def of(cls, program: Program, choices: Choices, chosen: Mapping[int, tuple[Decision, bool]] | None) -> Decisions:
+        """By a plan, selectors or a policy.
+
+        Args:
+            program: what the function does.
+            choices: the plan, selectors or policy.
+            chosen: what these said when the program was recorded; ``None``: it was recorded for others.
+
+        Raises:
+            RecomputeError: if a policy says that an output must be saved, and that output is written in place.
+        """
+        if program.opaque is not None:
+            return cls(program, {})
+        found: dict[int, Decision] = {}
+
+        def add(values: set[int], decision: Decision) -> None:
+            for value in values:
+                if found.get(value) is not Decision.KEEP:
+                    found[value] = decision
+
+        for place, operator in enumerate(program.operators):
+            decision, must = (None, False) if chosen is None else chosen.get(place, (None, False))
+            if choices.is_planned:
+                decision = choices.by_place(place, operator.func) if operator.makes else None
+            elif chosen is None:
+                decision = choices.by_name(operator.func)
+            if decision is None or decision is Decision.RECOMPUTE:
+                continue
+            for value in operator.makes:
+                if must and value in program.written:
+                    raise RecomputeError(
+                        f"The policy says that the output of {operator.func} must be saved, but the function writes "
+                        f"into it in place. Answer with a PREFER value, which allows to recompute it, or write out of "
+                        f"place."
+                    )
+                add(program.standing_for(value), decision)
+        for saved in program.saved:
+            if saved.value is None or saved.saved_by is None:
+                continue
+            saving = choices.by_saving(program.operators[saved.saved_by].func)
+            if saving is not None and program.can_be_preserved(saved.value) and saved.value not in found:
+                found[saved.value] = saving
+        return cls(program, found)

@@ -1,0 +1,165 @@
+"""Leaves operators out of a replay.
+
+NOTE [ A partial replay ]
+
+The function's own code runs. A dispatch mode sees its operators, in the order of the program. What was preserved is
+handed in, and operators that the replay does not need are left out (``needed`` in ``program.py``). The replay is
+partial only as long as the function does what the program says:
+
+* Each operator must be the program's next one.
+* No operator that runs may read memory without content.
+* Each preserved tensor that the replay saves must lie in the memory that was handed in for it. So the replay goes on
+  until each value that was handed in was saved once.
+
+Otherwise the replay ends, and the function is replayed whole, without the mode.
+
+NOTE [ Kernels that no mode sees ]
+
+A kernel that is launched without the dispatcher (Triton's, an extension's) reads and writes unseen, so that a needed
+operator may seem not to be. So the first partial replay is compared in full with what forward saved, and memory without
+content is filled with NaN in it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from spillway.capture.identity import ViewRecipe
+from spillway.checkpointing.decisions import Decisions, Preserved
+from spillway.checkpointing.program import Act, Argument, Operator
+from spillway.checkpointing.recorder import advance, is_cast
+from spillway.regions.generators import default_generator, device_of
+from spillway.regions.labels import Unseen
+from spillway.regions.mode import OperatorMode
+from spillway.regions.schema import argument, facts_of
+from spillway.regions.tensors import alias_of, split
+from spillway.runtime.bytes import Bytes
+
+_RUN, _GIVE = Act.RUN, Act.GIVE
+
+
+class Differs(Exception):  # noqa: N818  (no error of anybody's: the function is replayed again, whole)
+    """The function does something else than its program."""
+
+
+class PartialReplay(OperatorMode):
+    """The mode. See NOTE [ A partial replay ].
+
+    Args:
+        decisions: what is preserved, and what is done with each operator.
+        given: gives a preserved value, as the tensor that its operator gave.
+        poisons: whether memory without content is filled with NaN.
+    """
+
+    def __init__(self, decisions: Decisions, given: Callable[[int], torch.Tensor | None], *, poisons: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.decisions = decisions
+        self.is_new = not decisions.is_validated
+        """Whether it is the first replay with these decisions."""
+        self._operators, self._acts = decisions.program.operators, decisions.acts
+        self._given = given
+        self._poisons = poisons
+        self._unseen = Unseen()
+        self._place = 0
+        self._empty: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        """Memory without content."""
+        self._handed: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        """Memory that was handed in, by values."""
+        self.differs: str | None = None
+        """How the function differs from its program."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self.differs is not None:
+            raise Differs(self.differs)
+        operator = self._operators[self._place] if self._place < len(self._operators) else None
+        if operator is None or operator.func is not func or self._unseen.depth:
+            facts = facts_of(func)
+            if facts.ignored or ((facts.is_label or self._unseen.depth) and self._unseen(func, args)):
+                return func(*args, **kwargs)
+            if facts.casts and is_cast(args):
+                return func(*args, **kwargs)
+            raise self._other(f"operator {self._place} is {func}, not {operator and operator.func}")
+        if operator.facts.casts and is_cast(args):
+            return func(*args, **kwargs)
+        act = self._acts[self._place]
+        self._place += 1
+        if act is _RUN:
+            if self._empty and not operator.is_view:
+                self._check(operator, args, kwargs)
+            return func(*args, **kwargs) if kwargs else func(*args)
+        if operator.draws:
+            advance(default_generator(device_of(args, kwargs)), operator.draws)
+        with torch._C._DisableTorchDispatch():
+            return self._hand_out(operator, act, args, kwargs)
+
+    def saves(self, number: int, tensor: torch.Tensor) -> None:
+        """The replay saves a tensor. If it is a preserved one, it must be the one that was handed in."""
+        how = self.decisions.saved[number] if number < len(self.decisions.saved) else False
+        if not isinstance(how, Preserved):
+            return
+        storage = tensor.untyped_storage()
+        handed = self._handed.get(how.value)
+        if handed is None:
+            if self._is_empty(storage):
+                return
+        elif handed() is storage:
+            return
+        raise self._other("it saves another tensor than the one that was preserved")
+
+    def _check(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for tensor in split(args, kwargs)[0]:
+            try:
+                storage = tensor.untyped_storage()
+            except (NotImplementedError, RuntimeError):
+                continue
+            if self._is_empty(storage):
+                raise self._other(f"{operator.func} reads a tensor that was not recomputed")
+
+    def _is_empty(self, storage: torch.UntypedStorage) -> bool:
+        known = self._empty.get(storage._cdata)
+        return known is not None and known() is storage
+
+    def _other(self, differs: str) -> Differs:
+        self.differs = differs
+        return Differs(differs)
+
+    def _hand_out(self, operator: Operator, act: Act, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        makes = iter(operator.makes)
+        outputs: list[Any] = []
+        for output in operator.outputs:
+            if isinstance(output, ViewRecipe):
+                value = next(makes)
+                tensor = self._preserved(value) if act is _GIVE else None
+                outputs.append(self._without_content(output) if tensor is None else tensor)
+            elif isinstance(output, Argument):
+                outputs.append(argument(args, kwargs, output.key))
+            else:
+                outputs.append(output)
+        if operator.single:
+            return outputs[0]
+        # As the operator's kernel gives it: one list, or a tuple of outputs.
+        return outputs if len(operator.func._schema.returns) == 1 else tuple(outputs)
+
+    def _preserved(self, value: int) -> torch.Tensor | None:
+        tensor = self._given(value)
+        if tensor is None:
+            return None
+        # Autograd gives it a history, which would come to hold what holds the handle: an alias each time.
+        tensor = alias_of(tensor)
+        self._handed[value] = weakref.ref(tensor.untyped_storage())
+        return tensor
+
+    def _without_content(self, recipe: ViewRecipe) -> torch.Tensor:
+        tensor = torch.empty_strided(recipe.size, recipe.stride, dtype=recipe.dtype, device=recipe.device)
+        storage = tensor.untyped_storage()
+        if self._poisons:
+            Bytes(storage, 0, storage.nbytes()).tensor().fill_(0xFF)
+        self._empty[storage._cdata] = weakref.ref(storage)
+        return tensor

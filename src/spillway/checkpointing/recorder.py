@@ -1,0 +1,248 @@
+"""Records the program of a function while it is replayed for the first time.
+
+NOTE [ Where a program is recorded ]
+
+Under a dispatch mode some functions of torch choose other kernels, and give other bits. So a program is recorded in a
+replay, and not in forward. What the replay saved is compared with what forward saved, as in every first replay. If it
+differs, the function is replayed again without the mode, and its calls have no program.
+
+NOTE [ Autocast's casts ]
+
+Autocast casts a weight once, and remembers it until its outermost context exits. So the cast is a part of one replay
+and not of another one. Casts of leaves that require grad are therefore not counted: they always run.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from spillway.capture.identity import ViewRecipe, is_parameter
+from spillway.capture.location import Locator
+from spillway.checkpointing.decisions import Selection
+from spillway.checkpointing.program import Argument, Operator, Program, SavedTensor
+from spillway.operators import OperatorCall
+from spillway.records import Decision
+from spillway.regions.generators import default_generator, device_of, given_generator, state_now
+from spillway.regions.labels import Unseen
+from spillway.regions.mode import OperatorMode
+from spillway.regions.schema import Facts, argument, facts_of_call
+from spillway.regions.tensors import PLAIN, is_strided, nbytes_of, split, tensors_in
+from spillway.regions.values import Values
+
+_next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
+_NUMBERS = (int, float, bool, complex, type(None))
+_OFFSET = 8
+"""Bytes of a generator's state before its offset, on devices whose generators have one."""
+
+
+class Recorder(OperatorMode):
+    """Runs every operator, and notes it. See NOTE [ Where a program is recorded ].
+
+    Args:
+        selection: what is preserved.
+    """
+
+    def __init__(self, selection: Selection) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._choices, self._key = selection.choices, selection.key
+        wants_modules = self._choices.wants_modules
+        self._locator = Locator(modules=True, operators=False, root=selection.root) if wants_modules else None
+        self._unseen = Unseen()
+        self.values = Values()
+        self.count = 0
+        """How many values there are."""
+        self.operators: list[Operator] = []
+        self.saved: list[SavedTensor] = []
+        self.saves_at: list[int] = []
+        """After how many operators autograd saved something for another operator than before."""
+        self.makers: dict[int, int] = {}
+        self.recipes: dict[int, ViewRecipe] = {}
+        self.written: set[int] = set()
+        self.outside: dict[int, Callable[[], torch.Tensor | None]] = {}
+        """Of each value that no operator made, weakly, a tensor over it."""
+        self.casts: set[int] = set()
+        """Values that autocast cast leaves to."""
+        self._depends: set[int] = set()
+        self._nodes: dict[int, int] = {}
+        """Of each node's number, the first operator that ran after it was made."""
+        self._saving: list[int] = []
+        """The node that each saved tensor was saved for."""
+        self._chosen: dict[int, tuple[Decision, bool]] = {}
+        self.inputs: list[tuple[int, ...]] = []
+        """Values of each of the function's tensors."""
+
+    def begin(self, inputs: Sequence[torch.Tensor]) -> None:
+        """The function is about to be called with these tensors."""
+        self.inputs = [tuple([self._value(part, is_input=True) for part in tensors_in((each,))]) for each in inputs]
+
+    def __enter__(self) -> Recorder:
+        if self._locator is not None:
+            self._locator.__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        if self._locator is not None:
+            self._locator.__exit__(*error)
+
+    def saves(self, number: int, tensor: torch.Tensor) -> None:
+        """Autograd saves a tensor."""
+        node = _next_node()
+        if not self._saving or node > self._saving[-1]:
+            self.saves_at.append(len(self.operators))
+        self._saving.append(node)
+        value, recipe, is_own = None, None, False
+        if type(tensor) in PLAIN:
+            with torch._C._DisableTorchDispatch():
+                value = self.values.find(tensor)
+                is_own = is_parameter(tensor)
+                recipe = ViewRecipe.of(tensor) if is_strided(tensor) else None
+        self.saved.append(SavedTensor(value, len(self.operators), recipe, is_own))
+
+    def values_of(self, tensor: torch.Tensor) -> list[int]:
+        """The values of a tensor, or of a wrapper's parts."""
+        return [value for part in tensors_in((tensor,)) if (value := self.values.find(part)) is not None]
+
+    def program(self) -> Program:
+        """What was recorded."""
+        saved = [
+            each._replace(saved_by=self._nodes.get(node)) for each, node in zip(self.saved, self._saving, strict=True)
+        ]
+        return Program(
+            self.operators,
+            saved,
+            self.makers,
+            {values[0]: place for place, values in enumerate(self.inputs) if len(values) == 1},
+            frozenset(self.written),
+            self.recipes,
+            {self._key: self._chosen},
+            self.values.opaque,
+        )
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        facts = facts_of_call(func, args)
+        if facts.ignored or ((facts.is_label or self._unseen.depth) and self._unseen(func, args)):
+            return func(*args, **kwargs)
+        if facts.casts and is_cast(args):
+            output = func(*args, **kwargs)
+            for part in tensors_in((output,)):
+                self.casts.add(self._value(part, is_input=True))
+            return output
+        node = _next_node()
+        operator = Operator(func, facts, tuple([self._value(each) for each in split(args, kwargs)[0]]))
+        targets = [argument(args, kwargs, key) for key in facts.writes]
+        operator.writes = tuple([self._value(each) for each in tensors_in(targets)])
+        self.written.update(operator.writes)
+        draws = _Draws(args, kwargs) if facts.is_random else None
+        output = func(*args, **kwargs)
+        operator.draws = 0 if draws is None else draws.count()
+        operator.depends = not self._depends.isdisjoint(operator.reads)
+        self._nodes.setdefault(node, len(self.operators))
+        new = self._take(operator, output)
+        if operator.depends:
+            self._depends.update(operator.makes, operator.writes)
+        self.makers.update(dict.fromkeys(operator.makes, len(self.operators)))
+        if new and self._choices.any and not self._choices.is_planned:
+            self._ask(operator, new, output, args, kwargs)
+        self.operators.append(operator)
+        return output
+
+    def _value(self, tensor: torch.Tensor, *, is_input: bool = False) -> int:
+        """The tensor's value. One that has none comes from outside."""
+        value = self.values.find_or_name(tensor, self.count)
+        if value == self.count:
+            self.count += 1
+            self.outside[value] = weakref.ref(tensor)
+            if is_input or tensor.requires_grad:
+                self._depends.add(value)
+        return value
+
+    def _take(self, operator: Operator, output: Any) -> list[torch.Tensor]:
+        """Note what the operator gave; gives the new tensors."""
+        facts: Facts = operator.facts
+        operator.single = not isinstance(output, (list, tuple))
+        outputs: list[Any] = []
+        makes: list[int] = []
+        new: list[torch.Tensor] = []
+        is_plain, is_alias = facts.returned is not None, facts.is_view
+        for index, each in enumerate((output,) if operator.single else output):
+            key = None if facts.returned is None or index >= len(facts.returned) else facts.returned[index]
+            if key is not None:
+                outputs.append(Argument(key))
+            elif not isinstance(each, torch.Tensor):
+                is_plain = is_plain and isinstance(each, _NUMBERS)
+                outputs.append(each)
+            elif any(self.values.find(part) is not None for part in tensors_in((each,))):
+                # Memory of an argument, by the schema or not.
+                is_alias = True
+            else:
+                for part in tensors_in((each,)):
+                    makes.append(self.values.find_or_name(part, self.count))
+                    self.count += 1
+                    new.append(part)
+                is_strided_alone = type(each) is torch.Tensor and is_strided(each)
+                is_plain = is_plain and is_strided_alone
+                if is_strided_alone:
+                    recipe = ViewRecipe.of(each)
+                    outputs.append(recipe)
+                    self.recipes[makes[-1]] = recipe
+        operator.outputs, operator.makes = tuple(outputs), tuple(makes)
+        operator.is_plain = is_plain and not is_alias
+        operator.is_view = is_alias and not makes and not operator.writes
+        return new
+
+    def _ask(self, operator: Operator, new: list[torch.Tensor], output: Any, args: Any, kwargs: Any) -> None:
+        """What the selectors say of it."""
+        must = False
+        decision = self._choices.by_name(operator.func)
+        if decision is not Decision.KEEP and self._choices.asks:
+            module = self._locator.here()[0] if self._locator is not None else None
+            asked = OperatorCall(operator.func, module, len(self.operators), sum(map(nbytes_of, new)))
+            answer, must = self._choices.by_call(asked, output, args, kwargs)
+            if decision is None or answer is Decision.KEEP:
+                decision = answer
+        if decision is not None and decision is not Decision.RECOMPUTE:
+            self._chosen[len(self.operators)] = decision, must
+
+
+def is_cast(args: tuple[Any, ...]) -> bool:
+    """Whether a copy of its first argument may be autocast's. See NOTE [ Autocast's casts ]."""
+    # Whether autocast is on cannot be asked here: it is off inside of its own casts.
+    tensor = args[0]
+    return bool(tensor.requires_grad and tensor.is_leaf and tensor._base is None)
+
+
+class _Draws:
+    """By how much an operator advances its generator."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._is_own = given_generator(args, kwargs) is not None
+        self._generator = default_generator(device_of(args, kwargs))
+        self._state = state_now(self._generator)
+
+    def count(self) -> int | None:
+        """So far. ``None``: that cannot be told, or not be repeated."""
+        if self._is_own:
+            return None
+        now = state_now(self._generator)
+        if torch.equal(now, self._state):
+            return 0
+        if self._generator.device.type == "cpu" or len(now) != 2 * _OFFSET:
+            return None
+        (before,), (after,) = (state[_OFFSET:].view(torch.int64).tolist() for state in (self._state, now))
+        return int(after - before)
+
+
+def advance(generator: torch.Generator, count: int) -> None:
+    """Leave a generator where an operator that is left out would have left it."""
+    state = generator.get_state()
+    state[_OFFSET:].view(torch.int64).add_(count)
+    generator.set_state(state)
