@@ -60,5 +60,8 @@ def few_samples(operator: Any, dtype: torch.dtype, device: str = "cpu") -> Itera
     for number, sample in enumerate(operator_samples(operator, dtype, device)):
         if number == 4:
             break
+        if operator.name == "nn.functional.rrelu" and number == 3:
+            # Without training, it saves memory that no kernel has written: a replay saves other numbers.
+            break
         made = sample.make
         yield replace(sample, make=lambda made=made: inside(made()))

@@ -495,4 +495,4 @@ def test_what_a_function_comes_to_keep_is_written(regions: Regions, hides: bool)
         assert regions.last is not None
         notes += regions.last.stats().notes
     # State that Spillway sees is put back after the re-run, so that nothing of that is in anybody's hands.
-    assert any("run again whole" in note for note in notes) == hides
+    assert any("was recomputed whole" in note for note in notes) == hides

@@ -185,10 +185,12 @@ class CheckpointedCall:
         """Of the function's tensors."""
         self._is_other = False
         """Whether it saved something else than its program says."""
-        self._recipes: list[ViewRecipe | None] = []
-        """Where the function's tensors lie in their memory."""
+        self._recipes: list[tuple[ViewRecipe, Callable[[], torch.UntypedStorage | None]] | None] = []
+        """Where the function's tensors lie in their memory, and that memory."""
         self._given: dict[int, Handle] = {}
         """What is preserved, by values."""
+        self._memory: dict[int, Callable[[], torch.UntypedStorage | None]] = {}
+        """In forward, the memory of what is preserved."""
         self._keeping = Keeping(passage)
         self._ambience = Ambience.now()
         self._restore: Callable[[], None] = _nothing
@@ -240,9 +242,14 @@ class CheckpointedCall:
         self._devices = {tensor.device for tensor in tensors}
         if self._selection is not None:
             self._select(self._selection, tensors)
+            # A replay that records must draw what forward drew: nothing is preserved yet.
+            self._draws |= self._records
             if self._decisions is not None:
                 self._recipes = [
-                    ViewRecipe.of(each) if type(each) in PLAIN and is_strided(each) else None for each in tensors
+                    (ViewRecipe.of(each), _weak(each.untyped_storage()))
+                    if type(each) in PLAIN and is_strided(each)
+                    else None
+                    for each in tensors
                 ]
         if self._draws:
             generators = generators_of(self._devices)
@@ -315,6 +322,8 @@ class CheckpointedCall:
             number = len(metas)
             metas.append(meta_of(tensor))
             if number < count and saved[number] is not False and not (self._keeps or self._is_other):
+                if looks:
+                    self._print_pending(_next_node())
                 handle = self._preserve(tensor, saved[number])
                 if handle is not None:
                     slots.append(_nothing)
@@ -360,23 +369,28 @@ class CheckpointedCall:
             return None
         if isinstance(how, Input):
             handle, back, _, is_written = self._tensors[how.place]
-            around = self._recipes[how.place]
-            if is_written or around is None or not lies_within(recipe, around):
+            known = self._recipes[how.place]
+            if is_written or known is None or known[1]() is not tensor.untyped_storage():
                 return None
-            return ViewHandle(handle, around, recipe, back)
+            return ViewHandle(handle, known[0], recipe, back) if lies_within(recipe, known[0]) else None
         with below_modes():
-            known = self._given.get(how.value)
-            if known is None:
+            storage = tensor.untyped_storage()
+            handle = self._given.get(how.value)
+            if handle is not None and self._memory[how.value]() is not storage:
+                # In another call of this kind, two tensors that autograd saved were one.
+                return None
+            if handle is None:
+                self._memory[how.value] = _weak(storage)
                 whole = tensor
                 if how.whole is not recipe:
                     whole = view_of(tensor.detach(), how.whole, how.whole.offset)
                 if how.decision is _KEEP:
-                    known = self._keeping.keep(whole, how.value, self._kept_bytes)
+                    handle = self._keeping.keep(whole, how.value, self._kept_bytes)
                 else:
                     self._passage.advance()
-                    known = self._passage.save_made(whole, how.whole, how.decision)
-                self._given[how.value] = known
-            return known if how.whole is recipe else ViewHandle(known, how.whole, recipe, unpack)
+                    handle = self._passage.save_made(whole, how.whole, how.decision)
+                self._given[how.value] = handle
+            return handle if how.whole is recipe else ViewHandle(handle, how.whole, recipe, unpack)
 
     @property
     def _kept_bytes(self) -> dict[int, int]:
@@ -386,6 +400,7 @@ class CheckpointedCall:
     def _end_preserving(self, output: Any) -> None:
         """Forward has ended, or has failed."""
         self._keeping.end(output)
+        self._memory.clear()
         decisions = self._decisions
         if decisions is None:
             return
@@ -527,7 +542,7 @@ class CheckpointedCall:
             return None if handle is None else handle.unpack()
 
         poisons = not decisions.is_validated or any(map(self._passage.poisons, self._devices))
-        mode = PartialReplay(decisions, tensor_of, poisons=poisons)
+        mode = PartialReplay(decisions, tensor_of, draws=self._draws, poisons=poisons)
         try:
             collector = self._run_again(compares, mode)
         except Exception:
@@ -535,12 +550,14 @@ class CheckpointedCall:
             if mode.differs is None:
                 raise
             collector = None
-        if mode.differs is not None or collector is None or collector.is_other or not collector.is_same():
+        why = mode.differs
+        if why is None and mode.is_held():
+            why = "it keeps a tensor that was left out of its replay"
+        if why is None and (collector is None or collector.is_other or not collector.is_same()):
+            why = "other tensors were saved"
+        if why is not None or collector is None:
             self._learned.differed(decisions.program, is_final=mode.differs is None)
-            self._passage.ledger.note(
-                f"{self._label} was recomputed whole, since it did not do the same as in an earlier call"
-                f"{'' if mode.differs is None else f' ({mode.differs})'}."
-            )
+            self._passage.ledger.note(f"{self._label} was recomputed whole: {why}.")
             return None
         if compares:
             decisions.is_validated = True

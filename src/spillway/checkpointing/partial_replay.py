@@ -52,16 +52,20 @@ class PartialReplay(OperatorMode):
     Args:
         decisions: what is preserved, and what is done with each operator.
         given: gives a preserved value, as the tensor that its operator gave.
+        draws: whether generators are to be where operators that are left out would have left them.
         poisons: whether memory without content is filled with NaN.
     """
 
-    def __init__(self, decisions: Decisions, given: Callable[[int], torch.Tensor | None], *, poisons: bool) -> None:
+    def __init__(
+        self, decisions: Decisions, given: Callable[[int], torch.Tensor | None], *, draws: bool, poisons: bool
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.decisions = decisions
         self.is_new = not decisions.is_validated
         """Whether it is the first replay with these decisions."""
         self._operators, self._acts = decisions.program.operators, decisions.acts
         self._given = given
+        self._draws = draws
         self._poisons = poisons
         self._unseen = Unseen()
         self._place = 0
@@ -94,7 +98,7 @@ class PartialReplay(OperatorMode):
             if self._empty and not operator.is_view:
                 self._check(operator, args, kwargs)
             return func(*args, **kwargs) if kwargs else func(*args)
-        if operator.draws:
+        if operator.draws and self._draws:
             advance(default_generator(device_of(args, kwargs)), operator.draws)
         with torch._C._DisableTorchDispatch():
             return self._hand_out(operator, act, args, kwargs)
@@ -112,6 +116,10 @@ class PartialReplay(OperatorMode):
         elif handed() is storage:
             return
         raise self._other("it saves another tensor than the one that was preserved")
+
+    def is_held(self) -> bool:
+        """Whether somebody still holds memory without content, when the replay is over."""
+        return any(storage() is not None for storage in self._empty.values())
 
     def _check(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for tensor in split(args, kwargs)[0]:

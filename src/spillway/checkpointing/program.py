@@ -8,6 +8,10 @@ values that it reads are wanted, too. An operator whose wanted outputs are all p
 in. Operators that nothing is wanted of do not run either. Their outputs get memory, but no content, since the
 function's own code still holds and reshapes them. Views always run: they compute nothing.
 
+An operator that is left out must leave its random generator where it would have left it. A generator that cannot be
+advanced without drawing is left alone, if all operators that draw from such generators are left out. Otherwise all of
+these run.
+
 NOTE [ Values ]
 
 A value is the memory of one tensor that an operator made. Views of it are the same value. So two tensors that autograd
@@ -65,7 +69,7 @@ class Operator:
     def always_runs(self) -> bool:
         """Whether every replay runs it: shapes or Python code may depend on it, or its outputs cannot be replaced."""
         facts = self.facts
-        return not (self.is_plain and self.depends) or facts.is_settled or facts.reshapes or self.draws is None
+        return not (self.is_plain and self.depends) or facts.is_settled or facts.reshapes
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +157,16 @@ def needed(operators: Sequence[Operator], wanted: Iterable[tuple[int, int]], pre
         wanted: values to be recomputed, each with the number of operators that had run when it was saved.
         preserved: values that can be handed in.
     """
+    wanted = list(wanted)
+    acts = _acts(operators, wanted, preserved, all_draw=False)
+    if any(act is Act.RUN and each.draws is None for each, act in zip(operators, acts, strict=True)):
+        return _acts(operators, wanted, preserved, all_draw=True)
+    return acts
+
+
+def _acts(
+    operators: Sequence[Operator], wanted: Sequence[tuple[int, int]], preserved: Collection[int], *, all_draw: bool
+) -> list[Act]:
     at: dict[int, list[int]] = {}
     for value, place in wanted:
         at.setdefault(place, []).append(value)
@@ -160,7 +174,7 @@ def needed(operators: Sequence[Operator], wanted: Iterable[tuple[int, int]], pre
     acts: list[Act] = []
     for place in range(len(operators) - 1, -1, -1):
         operator = operators[place]
-        act = _act_on(operator, want, preserved)
+        act = Act.RUN if all_draw and operator.draws is None else _act_on(operator, want, preserved)
         want.difference_update(operator.makes)
         if act is Act.RUN and not operator.is_view:
             want.update(operator.reads)

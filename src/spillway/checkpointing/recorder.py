@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from spillway.capture.identity import ViewRecipe, is_parameter
 from spillway.capture.location import Locator
@@ -62,8 +63,8 @@ class Recorder(OperatorMode):
         self.makers: dict[int, int] = {}
         self.recipes: dict[int, ViewRecipe] = {}
         self.written: set[int] = set()
-        self.outside: dict[int, Callable[[], torch.Tensor | None]] = {}
-        """Of each value that no operator made, weakly, a tensor over it."""
+        self.outside: dict[int, OutsideTensor] = {}
+        """Of each value that no operator made, what it was."""
         self.casts: set[int] = set()
         """Values that autocast cast leaves to."""
         self._depends: set[int] = set()
@@ -150,7 +151,7 @@ class Recorder(OperatorMode):
         if operator.depends:
             self._depends.update(operator.makes, operator.writes)
         self.makers.update(dict.fromkeys(operator.makes, len(self.operators)))
-        if new and self._choices.any and not self._choices.is_planned:
+        if new and self._choices.any and not (self._choices.is_planned or operator.always_runs):
             self._ask(operator, new, output, args, kwargs)
         self.operators.append(operator)
         return output
@@ -160,7 +161,7 @@ class Recorder(OperatorMode):
         value = self.values.find_or_name(tensor, self.count)
         if value == self.count:
             self.count += 1
-            self.outside[value] = weakref.ref(tensor)
+            self.outside[value] = OutsideTensor(tensor)
             if is_input or tensor.requires_grad:
                 self._depends.add(value)
         return value
@@ -213,6 +214,27 @@ class Recorder(OperatorMode):
             self._chosen[len(self.operators)] = decision, must
 
 
+class OutsideTensor:
+    """A tensor that the function reads and did not make."""
+
+    __slots__ = ("device", "is_floating_point", "is_leaf", "requires_grad", "storage")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.device = tensor.device
+        self.is_floating_point = tensor.is_floating_point()
+        self.is_leaf = tensor.is_leaf
+        self.requires_grad = tensor.requires_grad
+        self.storage: Callable[[], torch.UntypedStorage | None] = _nothing
+        """Its memory, if it is alive."""
+        if is_strided(tensor):
+            # No reference to the tensor: torch.utils.swap_tensors would refuse it.
+            self.storage = weakref.ref(tensor.untyped_storage())
+
+
+def _nothing() -> None:
+    return None
+
+
 def is_cast(args: tuple[Any, ...]) -> bool:
     """Whether a copy of its first argument may be autocast's. See NOTE [ Autocast's casts ]."""
     # Whether autocast is on cannot be asked here: it is off inside of its own casts.
@@ -232,17 +254,19 @@ class _Draws:
         """So far. ``None``: that cannot be told, or not be repeated."""
         if self._is_own:
             return None
-        now = state_now(self._generator)
-        if torch.equal(now, self._state):
-            return 0
-        if self._generator.device.type == "cpu" or len(now) != 2 * _OFFSET:
-            return None
-        (before,), (after,) = (state[_OFFSET:].view(torch.int64).tolist() for state in (self._state, now))
-        return int(after - before)
+        with _disable_current_modes():
+            now = state_now(self._generator)
+            if torch.equal(now, self._state):
+                return 0
+            if self._generator.device.type == "cpu" or len(now) != 2 * _OFFSET:
+                return None
+            (before,), (after,) = (state[_OFFSET:].view(torch.int64).tolist() for state in (self._state, now))
+            return int(after - before)
 
 
 def advance(generator: torch.Generator, count: int) -> None:
     """Leave a generator where an operator that is left out would have left it."""
-    state = generator.get_state()
-    state[_OFFSET:].view(torch.int64).add_(count)
-    generator.set_state(state)
+    with _disable_current_modes():
+        state = generator.get_state()
+        state[_OFFSET:].view(torch.int64).add_(count)
+        generator.set_state(state)
