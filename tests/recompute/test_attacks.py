@@ -1236,13 +1236,14 @@ def test_an_exception_in_a_policy_or_predicate(
 
     how: Options = {"policy": decide} if asked == "policy" else {"save": decide}
     with pytest.raises(error):
+        # Selectors are asked while the first call is replayed.
         spillway.recompute(
             torch.nn.Linear(4, 4),
             torch.randn(2, 4, requires_grad=True),
             session=regions.session,
             use_reentrant=reentrant,
             **how,
-        )
+        ).sum().backward()
     gc.collect()
     regions.assert_nothing_left()
     regions(healthy)
@@ -1287,7 +1288,7 @@ def test_a_selector_of_what_saves_is_checked_when_it_is_made() -> None:
 @one_place
 def test_a_policy_that_answers_nonsense(regions: Regions) -> None:
     with pytest.raises(spillway.PolicyError, match="CheckpointPolicy"):
-        spillway.recompute(torch.sin, torch.randn(4, requires_grad=True), policy=lambda *args: "save")
+        spillway.recompute(torch.sin, torch.randn(4, requires_grad=True), policy=lambda *args: "save").sum().backward()
     gc.collect()
     regions.assert_nothing_left()
 

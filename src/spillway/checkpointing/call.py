@@ -46,7 +46,7 @@ from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from spillway.capture.dynamo import may_run_compiled, untraced
+from spillway.capture.dynamo import untraced
 from spillway.capture.handles import Handle, KeptHandle, check_version, unpack
 from spillway.capture.hooks import Pass
 from spillway.capture.identity import ViewRecipe
@@ -267,6 +267,10 @@ class CheckpointedCall:
         try:
             with saved_tensors_hooks(self._packing(), unpack):
                 output = first()
+        except BaseException:
+            # A replay ends with what was saved until then.
+            self._is_other, self._records, self._compares = True, False, False
+            raise
         finally:
             self._is_running = False
             with below_modes(self._odd):
@@ -532,6 +536,8 @@ class CheckpointedCall:
         if self._records:
             return self._record()
         decisions = self._decisions
+        if decisions is not None:
+            self._passage.ledger.note_unused(decisions.unused)
         if decisions is None or self._is_other or not decisions.leaves_out:
             return None
         if not (given.keys() >= decisions.handed and all(handle.is_intact() for handle in given.values())):
@@ -568,16 +574,16 @@ class CheckpointedCall:
         self._records = False
         selection, learned = self._selection, self._learned
         assert selection is not None
-        if may_run_compiled(selection.root):
-            learned.record(self._shapes, selection, Program(opaque="it may call compiled code"))
-            return None
         recorder = Recorder(selection)
         collector = self._run_again(True, recorder)
         if not collector.is_same():
             learned.record(self._shapes, selection, Program(opaque="it gives other values under a dispatch mode"))
             return None
         learned.record(self._shapes, selection, recorder.program())
-        self._passage.ledger.note_unused(selection.choices.unused())
+        # Selectors are asked what they preserve.
+        decisions, _ = learned.decisions(self._shapes, selection)
+        if decisions is not None:
+            self._passage.ledger.note_unused(decisions.unused)
         return collector
 
     def _run_on_todays_state(self, compares: bool) -> Collector | None:

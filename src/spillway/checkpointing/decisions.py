@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -95,6 +95,8 @@ class Decisions:
         """The saved tensor with which a replay may end."""
         self.is_validated = False
         """Whether a replay was compared in full, and was right."""
+        self.unused: list[Any] = []
+        """Selectors that chose nothing."""
         self.kept_bytes: dict[int, int] = {}
         """Bytes that were counted of what is kept, by values."""
 
@@ -146,4 +148,6 @@ class Decisions:
             saving = choices.by_saving(program.operators[saved.saved_by].func)
             if saving is not None and program.can_be_preserved(saved.value) and saved.value not in found:
                 found[saved.value] = saving
-        return cls(program, found)
+        decisions = cls(program, found)
+        decisions.unused = choices.unused()
+        return decisions
