@@ -260,9 +260,9 @@ class Choices:
         return bool(self._predicates) or self._policy is not None
 
     @property
-    def is_planned(self) -> bool:
-        """Whether the decisions follow from operators and their places."""
-        return self._planned is not None
+    def planned(self) -> Planned | None:
+        """The plan, if the decisions follow from operators and their places."""
+        return self._planned
 
     def by_place(self, place: int, operator: Any) -> Decision:
         """The plan's decision about the operator at a place."""

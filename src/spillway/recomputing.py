@@ -20,9 +20,10 @@ from spillway.capture.alone import see_again
 from spillway.capture.dynamo import has_compiled, keep_out, untraced
 from spillway.capture.handles import pack_kept, unpack
 from spillway.capture.hooks import Pass, in_backward, refuse_transforms
-from spillway.checkpointing.call import CheckpointedCall
+from spillway.checkpointing.call import CheckpointedCall, shapes_of
 from spillway.checkpointing.decisions import Selection
 from spillway.checkpointing.learned import Learned
+from spillway.checkpointing.preserving import PreservingCall
 from spillway.errors import UsageError
 from spillway.operators import Choices, Planned, Selector
 from spillway.records import Decision
@@ -324,6 +325,15 @@ def _call_region(
         around = Surroundings.TORCH
     elif choices.inputs is not None and around is not Surroundings.TORCH:
         around = Surroundings.KEEP if choices.inputs is Decision.KEEP else Surroundings.PASS
+    planned = choices.planned
+    if planned is not None and not planned.recomputes and observer is None and around is not Surroundings.TORCH:
+        learned = _learned(proofs, function, tensors, arguments)
+        order = learned.order(shapes_of(tensors), planned)
+        if order is not None:
+            output, is_whole = PreservingCall(order, passage).run(first)
+            if not is_whole:
+                learned.differed(order.program, is_final=False)
+            return output
     state = PythonState(function, arguments.objects())
     if state.has_iterators:
         passage.ledger.note(
@@ -352,6 +362,7 @@ def _call_region(
         is_captured = any(passage.is_captured(tensor.device) for tensor in tensors)
         if is_captured:
             learned.check_capture(draws=how.preserve_rng_state)
+        records = choices.preserves or observer is not None or (planned is not None and not planned.recomputes)
         checkpointed = CheckpointedCall(
             again,
             state,
@@ -366,7 +377,8 @@ def _call_region(
             compares=how.verify == "always",
             is_captured=is_captured,
             unused=() if choices.preserves else choices.unused(),
-            selection=Selection(choices, how.choices_key, _module_of(function)) if choices.preserves else None,
+            selection=Selection(choices, how.choices_key, _module_of(function)) if records else None,
+            observer=observer,
             tell_outer=None if outer is None else outer.has_gradient_inside,
         )
         return checkpointed.run(first, tensors)
@@ -424,7 +436,7 @@ def _is_plain(how: Recompute, partition: Partition | None, observer: Observer | 
     if hooks is not None and isinstance(getattr(hooks[0], "__self__", None), Regraph):
         # A reentrant region around runs again, under a mode that redirects what is written.
         return False
-    special = how.use_reentrant or how.drop_output or partition is not None or observer is not None
+    special = how.use_reentrant or how.drop_output or partition is not None
     return not special
 
 
@@ -510,7 +522,7 @@ def _by_tape(
 def _tape(choices: Choices, key: TapeKey, script: Script) -> Tape | None:
     """The tape of such calls, if there is one."""
     tape = script.tape(key)
-    if tape is not None or not choices.is_planned:
+    if tape is not None or choices.planned is None:
         return tape
     for other in script.like(key):
         decided = other.decided(choices.by_place)

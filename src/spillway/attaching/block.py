@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -21,12 +22,9 @@ from spillway.capture.alone import LeftAlone
 from spillway.capture.location import Locator
 from spillway.errors import RecomputeError, UsageError
 from spillway.offloading import keep
-from spillway.operators import Planned
 from spillway.recomputing import Recompute, call_untraced_region
 from spillway.regions.observer import Observer
-from spillway.regions.region import Surroundings, surroundings
 from spillway.regions.rerun import in_rerun
-from spillway.regions.sending import Sending
 from spillway.session import Session
 
 
@@ -55,8 +53,6 @@ class RegionCall(ModuleCall):
         self.pilot: Steers | None = None
         """Who says how, if somebody does, and wants to know of each call."""
         self.observer: Observer | None = None
-        self.writes_tape: bool | None = None
-        self.watches: bool | None = None
         self.runner: Callable[..., Any] = call_untraced_region
         """What runs it as a region."""
         inside = {id(module) for module in named.module.modules()} - {id(named.module)}
@@ -64,7 +60,6 @@ class RegionCall(ModuleCall):
         """Whether there are regions inside."""
         self._session = session
         self._number = _Number()
-        self._sending: Sending | None = None
         self._alone = LeftAlone()
         self._is_lazy = _has_lazy(named.module)
         self._forward = RegionForward(self.module, self.region)
@@ -109,24 +104,8 @@ class RegionCall(ModuleCall):
         how = self.how
         if how is None:
             return forward(*args, **kwargs)
-        sending = self._sending_of(how)
-        if sending is not None:
-            session = self._session if self._session is not None else Session.default()
-            session.check_open()
-            return sending(forward, args, kwargs, session.current_pass())
         run = _Run(self, module, forward, how, self._number.now)
         return self.runner(how, run, args, kwargs, self._session, self.observer)
-
-    def _sending_of(self, how: Recompute) -> Sending | None:
-        """By what it is called, if nothing of it is computed again, nobody watches, and no other region is around."""
-        planned = how.policy
-        if not isinstance(planned, Planned) or planned.recomputes or self.observer is not None:
-            return None
-        if not torch.is_grad_enabled() or in_rerun() or surroundings() is Surroundings.TORCH:
-            return None
-        if self._sending is None or self._sending.planned is not planned:
-            self._sending = Sending(planned)
-        return self._sending
 
 
 class _Run:
@@ -141,9 +120,6 @@ class _Run:
         number: int,
     ) -> None:
         self.__self__ = module
-        self.writes_tape = call.writes_tape
-        self.watches = call.watches
-        self.is_steered = call.pilot is not None
         self._call = call
         self._forward = forward
         self._wants_modules = how.choices.wants_modules
@@ -153,7 +129,13 @@ class _Run:
         if self._call.removed:
             self._check_inner()
         if not in_rerun():
-            return self._call_forward(args, kwargs)
+            pilot = self._call.pilot
+            if pilot is None:
+                return self._call_forward(args, kwargs)
+            begin = time.perf_counter()
+            output = self._call_forward(args, kwargs)
+            pilot.block_ran(self._number, time.perf_counter() - begin)
+            return output
         with self.rerunning():
             return self._call_forward(args, kwargs)
 

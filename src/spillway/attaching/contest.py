@@ -91,8 +91,7 @@ def _seconds_of(watched: Watched) -> float:
 def decisions(plan: Plan) -> Hashable:
     """What a plan does, without what is foreseen of it."""
     blocks = tuple(
-        (block.name, block.plain, block.recomputes, block.watched, block.inputs, _operators(block.operators))
-        for block in plan.blocks
+        (block.name, block.plain, block.recomputes, block.inputs, _operators(block.operators)) for block in plan.blocks
     )
     return blocks, plan.window, plan.ahead, plan.optimizer_fraction
 

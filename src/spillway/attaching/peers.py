@@ -168,12 +168,8 @@ def shared_profile(profiles: Sequence[Profile]) -> Profile:
     largest = max(profiles, key=lambda profile: profile.saved_bytes)
     fullest = max(profiles, key=lambda profile: profile.static_bytes)
 
-    def is_told(number: int) -> bool:
-        return all(each.is_told for profile in profiles for each in profile.kinds[number : number + 1])
-
     return replace(
         largest,
-        kinds=tuple(replace(kind, is_told=is_told(number)) for number, kind in enumerate(largest.kinds)),
         static_bytes=fullest.static_bytes,
         static=fullest.static,
         before=_fullest(largest.before, [profile.before for profile in profiles]),

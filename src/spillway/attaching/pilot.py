@@ -35,9 +35,6 @@ that, and the pass has had its backward, its step ends with that call: what an e
 Called without gradients in training mode, it is a part of the step that it comes in. Passes of another thread than the
 one that is watched are not looked at. Frozen blocks before all others save nothing: they are left alone.
 
-Where a plan is given, blocks that it computes again are computed again as a whole in the first pass (``TRACING``): in
-that their tapes are written, by which they go in parts. Then it is held.
-
 An optimizer that was given steps all of its elements on the host as long as is measured; ``MEASURING`` goes on until
 two of its steps were seen. Its state is moved between two passes. Ranks that share a model go through all this in step:
 see NOTE [ One plan for many ranks ] in ``peers.py``.
@@ -48,7 +45,6 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -60,7 +56,7 @@ from spillway.attaching.contest import Contest, decisions
 from spillway.attaching.peers import Peers, peers_of, shared_profile
 from spillway.attaching.steering import Divided
 from spillway.attaching.survey import Survey
-from spillway.attaching.treating import LEAST, calls_of, told_of, treat_by, treat_whole, tried_by
+from spillway.attaching.treating import LEAST, learned_by, treat_by
 from spillway.attaching.watcher import Watcher
 from spillway.errors import BudgetError, UsageError
 from spillway.planning.plan import Plan
@@ -112,7 +108,6 @@ _CALLS_LEFT = {Stage.TRACING: 3, Stage.WEIGHING: 2, Stage.MEASURING: 1}
 """Of the model, after the one that the stage is of: the last makes the plan."""
 _SEEKING = tuple(_CALLS_LEFT)
 """Before there is a profile."""
-_WRITES_TAPES = {Stage.TRACING: True, Stage.TRYING: True, Stage.HOLDING: None}
 _LAG = 0.1
 """Seconds by which the device is behind the host where it is timed."""
 _MOST_LEAD = 0.5
@@ -260,8 +255,6 @@ class Pilot(Watcher):
             block.how = LEAST
         if self.plan is not None:
             self.apply(self.plan)
-            if treat_whole(blocks, self._used_session):
-                self.stage = Stage.TRACING
         elif self._optimizer is not None:
             self._optimizer.divide(1.0)
 
@@ -305,8 +298,6 @@ class Pilot(Watcher):
             self._used_session.trim(self._device)
         if looks:
             self._look_at_level()
-        if self.stage in (Stage.WEIGHING, Stage.MEASURING):
-            calls_of(self._blocks, self._used_session)
         if self.stage is Stage.WEIGHING:
             self._survey.begin()
         if self.stage is not Stage.HOLDING:
@@ -373,15 +364,10 @@ class Pilot(Watcher):
         if not all(self._peers.share(self.stage.value, lambda: has_ended)):
             return
         assert watched is not None
-        if self._is_given:
-            assert self.plan is not None
-            self.apply(self.plan)
-            self.stage = Stage.HOLDING
-            self._reset_peak()
-        elif self.stage is Stage.TRACING:
+        if self.stage is Stage.TRACING:
             self.stage = Stage.WEIGHING
         elif self.stage is Stage.WEIGHING:
-            self._survey.weigh(watched, self._seen, calls_of(self._blocks, self._used_session))
+            self._survey.weigh(watched, self._seen)
             self.stage = Stage.MEASURING
         elif self.stage is Stage.MEASURING:
             self.profile = shared_profile(self._peers.share("profile", lambda: self._compiled(watched)))
@@ -420,8 +406,7 @@ class Pilot(Watcher):
         return True
 
     def _compiled(self, watched: Watched) -> Profile:
-        profile = self._survey.profile(watched, self._probes, calls_of(self._blocks, self._used_session))
-        profile = told_of(profile, self._blocks, self._used_session, self._survey.calls)
+        profile = self._survey.profile(watched, self._probes)
         # What the loop waits for after an evaluation was not seen, and an optimizer's step waits for gradients.
         if watched is self._ended or self._optimizer is not None:
             profile = without_lead(profile)
@@ -467,10 +452,6 @@ class Pilot(Watcher):
         if self._planner is None or self._aim is None:
             return
         assert self.profile is not None
-        profile = self.profile
-        # What blocks do may have changed since.
-        told = partial(told_of, profile, self._blocks, self._used_session, self._survey.calls)
-        self.profile = shared_profile(self._known_peers.share("told", told))
         self._slowness = None
         self._contest = Contest()
         self.plan = self._planner(self.profile, self._aim.nbytes, self._known_peers)
@@ -580,13 +561,6 @@ class Pilot(Watcher):
             self._rival, self._contest = rival, Contest(timed)
         return True
 
-    @property
-    def _writes_tapes(self) -> bool | None:
-        """See :meth:`~spillway.regions.script.Script.wants_tape`."""
-        # It costs two re-runs, which are not to be measured. A pass in which a block is watched operator by operator is
-        # no measure, and comes again.
-        return _WRITES_TAPES.get(self.stage, self.stage is Stage.WEIGHING and self._has_traced)
-
     def _hold(self) -> None:
         if self._budget is None or self._aim is None:
             return
@@ -658,8 +632,8 @@ class Pilot(Watcher):
         )
 
     def _has_learned(self) -> bool:
-        """Whether calls of a size came that had not come before, since this was last asked: they run again whole."""
-        before, self._tried = self._tried, tried_by(self._blocks, self._used_session)
+        """Whether calls came that were learned from, since this was last asked."""
+        before, self._tried = self._tried, learned_by(self._blocks, self._used_session)
         return self._tried != before
 
     def _start_anew(self) -> None:
@@ -703,7 +677,7 @@ class Pilot(Watcher):
 
     @property
     def _traces(self) -> bool:
-        return self.stage in (Stage.TRACING, Stage.WEIGHING) and not self._is_given
+        return self.stage in (Stage.TRACING, Stage.WEIGHING)
 
     @property
     def _weighs(self) -> bool:
@@ -717,10 +691,6 @@ class Pilot(Watcher):
             return 0.0
         # A plan that counts on it is checked with it.
         return min(self.profile.lead_seconds, _MOST_LEAD)
-
-    @property
-    def _looks_away(self) -> bool:
-        return self.stage is Stage.MEASURING
 
     def _new_watch(self) -> Watch:
         if self.stage not in _TIMED:

@@ -29,18 +29,16 @@ from spillway.attaching.pilot import Pilot, Stage
 from spillway.attaching.treating import LEAST
 from spillway.capture.handles import KeptHandle, unpack
 from spillway.capture.identity import is_parameter
+from spillway.checkpointing.decisions import Selection
+from spillway.checkpointing.recorder import Recorder
 from spillway.operators import Choices
-from spillway.planning.profile import Again, BlockProfile, Profile
+from spillway.planning.profile import Profile
 from spillway.profiling.compile import compile_profile
 from spillway.profiling.fakes import META, FakeDevice, FakeMeter, FakeProbe
 from spillway.profiling.probe import Probe
 from spillway.profiling.watch import Watch, Watched
 from spillway.recomputing import Recompute
 from spillway.regions.observer import Observer
-from spillway.regions.packs import NOT_WANTED, Pack, Packs
-from spillway.regions.recording import Recording
-from spillway.regions.scribe import OWN
-from spillway.regions.trace import Trace
 from spillway.runtime.bytes import over
 from spillway.session import Session
 
@@ -140,30 +138,10 @@ class Rehearsal(Pilot):
         # What was there again took no time, and the host that queued it is not the target's.
         return replace(
             profile,
-            kinds=tuple(
-                replace(kind, rerun_factor=_RERUN_FACTOR, host=None, is_told=_can_be_told(kind))
-                for kind in profile.kinds
-            ),
+            kinds=tuple(replace(kind, rerun_factor=_RERUN_FACTOR, host=None) for kind in profile.kinds),
             before=replace(profile.before, host_seconds=0.0),
             middle=replace(profile.middle, host_seconds=0.0),
         )
-
-
-def _can_be_told(kind: BlockProfile) -> bool:
-    """Whether, by its operators, there can be a tape of it: see NOTE [ Tapes ] in ``regions/tape.py``."""
-    own = tuple(f"{library}::" for library in OWN)
-    told = [
-        each
-        for each in kind.operators
-        if each.name.startswith(own)
-        and each.again is not Again.GIVEN
-        and not (each.again is Again.ALWAYS and each.reads)
-    ]
-    written = [(kind.values[number], place) for place, each in enumerate(kind.operators) for number in each.writes]
-    are_own = all(
-        value.maker is not None and (value.saved_at is None or value.saved_at > place) for value, place in written
-    )
-    return are_own and len(told) == len(kind.operators)
 
 
 class FakeRegion:
@@ -182,11 +160,8 @@ class FakeRegion:
         self._first = device.count
         self._inputs: set[int] = set()
         self._handles: weakref.WeakSet[AwayHandle] = weakref.WeakSet()
-        self._trace: Trace | None = None
+        self._recorder: Recorder | None = None
         self._observer: Observer | None = None
-        self._node = 0
-        self._packs = Packs(stops_early=True)
-        self._unknown: list[tuple[Pack, torch.Tensor]] = []
 
     def run(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], observer: Observer | None
@@ -204,21 +179,17 @@ class FakeRegion:
         del tensors, storages
         with ExitStack() as around:
             around.enter_context(saved_tensors_hooks(self._pack, unpack))
-            if observer is None:
+            if observer is None or not observer.wants_operators:
                 return function(*args, **kwargs)
-            self._trace = trace = Trace()
+            self._recorder = recorder = Recorder(Selection(Choices(), None, None))
             self._observer = observer
-            trace.take_inputs([leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)])
-            with Recording(trace, Choices((), (), None), None, root=None, draws=False), observer.watching(trace):
+            recorder.begin([leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)])
+            with recorder, observer.watching(recorder):
                 output = function(*args, **kwargs)
         with torch._C._DisableTorchDispatch():
-            for pack, tensor in self._unknown:
-                value = trace.values.find(tensor)
-                pack.values = () if value is None else (value,)
-        self._unknown.clear()
-        trace.settle()
-        observer.ended(trace, self._packs, trace.values_in(output))
-        self._trace = self._observer = None
+            recorder.gave(output)
+        observer.ended(recorder)
+        self._recorder = self._observer = None
         return output
 
     def come_back(self) -> None:
@@ -230,39 +201,18 @@ class FakeRegion:
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         with torch._C._DisableTorchDispatch():
-            if self._trace is not None:
-                self._note(self._trace, tensor)
+            if self._recorder is not None:
+                self._recorder.saves(0, tensor)
             number = self._device.number_of(tensor) if tensor.device == META else -1
             if is_parameter(tensor) or not (number > self._first or number in self._inputs):
                 return KeptHandle(tensor)
             is_input = number in self._inputs
             tell = None
-            if self._trace is not None and self._observer is not None and not is_input:
-                tell = partial(self._observer.asked, len(self._trace.calls))
+            if self._recorder is not None and self._observer is not None and not is_input:
+                tell = partial(self._observer.asked, len(self._recorder.operators))
             handle = AwayHandle(self, tensor, number, is_input=is_input, tell=tell)
         self._handles.add(handle)
         return handle
-
-    def _note(self, trace: Trace, tensor: torch.Tensor) -> None:
-        """What a region's own hook writes down (``regions/region.py``)."""
-        node = _next_node()
-        if node > self._node:
-            self._node = node
-            self._packs.saves_at.append(len(trace.calls))
-        value = trace.values.find(tensor)
-        maker = None if value is None else trace.makers.get(value)
-        if maker is None and is_parameter(tensor):
-            return
-        if value is not None and maker is None:
-            self._packs.add(NOT_WANTED)
-            self._packs.outside[value] = len(trace.calls)
-            return
-        if maker is not None and maker.is_given:
-            return
-        pack = Pack(len(trace.calls), () if value is None else (value,))
-        self._packs.add(pack)
-        if value is None:
-            self._unknown.append((pack, tensor))
 
 
 class AwayHandle:

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from spillway.attaching.pilot import Pilot, Stage
 from spillway.attaching.steering import Steered
-from spillway.attaching.treating import LEAST, tried_by
+from spillway.attaching.treating import LEAST, learned_by
 from spillway.planning.plan import Plan
 from spillway.planning.stages import StageProfile
 from spillway.session import Session
@@ -65,7 +65,7 @@ class StagePilot(Pilot):
         """A block is called; -1: of a chunk that nobody watches."""
         if self.is_turn:
             return super().block_begins(call, module, args, kwargs)
-        call.observer = call.writes_tape = call.watches = None
+        call.observer = None
         return -1
 
     def leave(self) -> None:
@@ -145,4 +145,4 @@ class StagePilot(Pilot):
     @property
     def tried(self) -> int:
         """How often calls of its blocks cost more than they do."""
-        return tried_by(self._blocks, self._used_session)
+        return learned_by(self._blocks, self._used_session)

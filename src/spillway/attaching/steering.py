@@ -18,11 +18,7 @@ class Steered(Protocol):
     name: str
     """The module's, dotted."""
     observer: Observer | None
-    """Who watches its next region."""
-    writes_tape: bool | None
-    """Whether a tape is to be written when that runs again: at once, not now, or if its arguments came before."""
-    watches: bool | None
-    """Whether its operators are looked at; ``None``: as its options say."""
+    """Who watches its next call."""
 
 
 class Steers(Protocol):
@@ -34,6 +30,10 @@ class Steers(Protocol):
 
     def block_ended(self, number: int, output: Any) -> None:
         """It has returned."""
+        ...
+
+    def block_ran(self, number: int, seconds: float) -> None:
+        """Its own code has run in forward, which took the host so long."""
         ...
 
     def rerun_begins(self, number: int) -> None:

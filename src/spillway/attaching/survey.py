@@ -5,7 +5,7 @@ The stages are those of NOTE [ How a plan is found ] in ``pilot.py``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Set
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,8 +20,6 @@ from spillway.profiling.watch import Watched
 if TYPE_CHECKING:
     from spillway.profiling.statics import Known
 
-Calls = Mapping[str, Set[Hashable]]
-"""What calls of each block were like."""
 _MOST_OTHERS = 4
 _MOST_STRANGERS = 32
 
@@ -32,7 +30,6 @@ class _Weighed:
 
     watched: Watched
     inputs: int
-    calls: Calls
 
 
 class Survey:
@@ -60,8 +57,6 @@ class Survey:
         self._strangers = 0
         self.is_rough = False
         """Whether bytes are those of a pass with kinds of blocks that had not come before."""
-        self.calls: Calls = {}
-        """Those of the profile."""
         self.inputs = 0
         """Bytes of the model's inputs in the profile."""
 
@@ -69,15 +64,14 @@ class Survey:
         """The step begins in which bytes are measured."""
         self._known = None if self._tell is None else self._tell()
 
-    def weigh(self, watched: Watched, inputs: int, calls: Calls) -> None:
+    def weigh(self, watched: Watched, inputs: int) -> None:
         """It has ended.
 
         Args:
             watched: its pass.
             inputs: bytes of the model's inputs.
-            calls: of the blocks.
         """
-        self._weighed, self._others = _Weighed(watched, inputs, calls), 0
+        self._weighed, self._others = _Weighed(watched, inputs), 0
 
     def takes_stranger(self) -> bool:
         """Whether a pass counts in which a kind of block was traced: not before it is known that none comes twice."""
@@ -92,20 +86,19 @@ class Survey:
         self._others += 1
         return self._others <= _MOST_OTHERS
 
-    def profile(self, watched: Watched, probes: Mapping[Hashable, Probe], calls: Calls) -> Profile:
+    def profile(self, watched: Watched, probes: Mapping[Hashable, Probe]) -> Profile:
         """The profile of the model.
 
         Args:
             watched: the pass in which times were measured.
             probes: of one call of each kind of block.
-            calls: of the blocks in that pass.
         """
         weighed = self._weighed
         assert weighed is not None
         if not self._is_as_weighed(watched):
             # Bytes decide about what fits: those of that pass, and its times as they are.
-            watched, calls = weighed.watched, weighed.calls
-        self.inputs, self.calls = weighed.inputs, calls
+            watched = weighed.watched
+        self.inputs = weighed.inputs
         # The profile says all that it has, shorter.
         self._weighed = None
         return compile_profile(

@@ -1,19 +1,16 @@
-"""How blocks are called: in the least memory, by a plan, or as a whole, so that tapes of them are written."""
+"""How blocks are called: in the least memory, or by a plan."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from spillway.errors import UsageError
 from spillway.operators import Planned
 from spillway.planning.plan import BlockPlan, Plan
-from spillway.planning.profile import Profile
 from spillway.recomputing import Recompute
 from spillway.records import Decision
-from spillway.regions.script import Script
 from spillway.session import Session
 
 if TYPE_CHECKING:
@@ -49,47 +46,11 @@ def treat_by(plan: Plan, blocks: Sequence[RegionCall], *, is_whole: bool = True)
         call.how = None if call.name in frozen else LEAST if block is None else how_of(block)
 
 
-def treat_whole(blocks: Iterable[RegionCall], session: Session) -> bool:
-    """From the next call on, blocks that are computed again are so as a whole: where no tape was tried yet.
-
-    Returns:
-        Whether there are such blocks.
-    """
-    found = False
-    for block in blocks:
-        planned = None if block.how is None else block.how.policy
-        if isinstance(planned, Planned) and planned.recomputes and not _script(block, session).is_known:
-            block.how = Recompute(policy=Planned({}, planned.inputs))
-            found = True
-    return found
-
-
-def calls_of(blocks: Iterable[RegionCall], session: Session) -> dict[str, Set[Hashable]]:
-    """What each block's calls were like since this was last asked."""
-    return {block.name: _script(block, session).came() for block in blocks}
-
-
-def tried_by(blocks: Iterable[RegionCall], session: Session) -> int:
-    """How often calls of blocks cost more than calls do: see :attr:`~spillway.regions.script.Script.tried`."""
-    return sum(_script(block, session).tried for block in blocks if block.module() is not None)
-
-
-def told_of(
-    profile: Profile, blocks: Iterable[RegionCall], session: Session, calls: Mapping[str, Set[Hashable]]
-) -> Profile:
-    """The profile, with the kinds of blocks of which each has a tape of such calls."""
-    have = {block.name: _script(block, session).tells(calls[block.name]) for block in blocks}
-    told = [True] * len(profile.kinds)
-    for each in profile.calls:
-        told[each.kind] &= have[each.name]
-    kinds = zip(profile.kinds, told, strict=True)
-    return replace(profile, kinds=tuple(replace(kind, is_told=is_told) for kind, is_told in kinds))
-
-
-def _script(block: RegionCall, session: Session) -> Script:
-    module = block.module()
-    assert module is not None
-    return session.proofs(weakref.ref(module)).script
+def learned_by(blocks: Iterable[RegionCall], session: Session) -> int:
+    """How many calls of blocks were learned from, and so cost more than others do."""
+    modules = [module for block in blocks if (module := block.module()) is not None]
+    found = (session.proofs(weakref.ref(module)).learned.values() for module in modules)
+    return sum(each.learned_from for several in found for each in several)
 
 
 def _is_frozen(call: RegionCall) -> bool:
@@ -103,4 +64,4 @@ def how_of(block: BlockPlan) -> Recompute | None:
         return None
     decisions = {each.place: (each.operator, each.decision) for each in block.operators}
     inputs = Decision.KEEP if block.inputs is Decision.RECOMPUTE else block.inputs
-    return Recompute(policy=Planned(decisions, inputs, block.recomputes), watch=block.watched)
+    return Recompute(policy=Planned(decisions, inputs, block.recomputes))

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from spillway.attaching.steering import Steered
 from spillway.blocks import signature
-from spillway.profiling.probe import Probe, WatchedRegion
+from spillway.profiling.probe import Probe, WatchedCall
 from spillway.profiling.watch import Watch, Watched
 from spillway.runtime.mover import Mover
 from spillway.session import Session
@@ -63,8 +63,6 @@ class Watcher:
     def block_begins(self, call: Steered, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """A block is called; gives the number of its call in the pass, or -1 if nobody is watching."""
         call.observer = None
-        call.writes_tape = self._writes_tapes
-        call.watches = None
         if self._watch is None or self._is_strange(self._watch):
             return -1
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
@@ -79,20 +77,23 @@ class Watcher:
             if len(self._probes) >= _MOST_PROBES:
                 self._probes.clear()
             probe = self._probes[kind] = self._new_probe(known)
-            call.writes_tape = self._writes_tapes
-        if self._looks_away:
-            call.watches = not self._watch.count_of(kind) % 2
-        number = self._watch.block_begins(call.name, kind, (args, kwargs), is_seen=call.watches is not False)
+        number = self._watch.block_begins(call.name, kind, (args, kwargs))
         if self._weighs:
-            call.observer = WatchedRegion(probe, partial(self._watch.asked, number), self._watch.casts)
-        else:
-            call.observer = probe
+            call.observer = WatchedCall(probe, partial(self._watch.asked, number), self._watch.casts)
+        elif self._traces:
+            # What it does is recorded in any case.
+            call.observer = WatchedCall(probe, _ignore, _ignore)
         return self._first + number
 
     def block_ended(self, number: int, output: Any) -> None:
         """It has returned."""
         if self._watch is not None and number >= self._first:
             self._watch.block_ended(number - self._first, output)
+
+    def block_ran(self, number: int, seconds: float) -> None:
+        """Its own code has run in forward, which took the host so long."""
+        if self._watch is not None and number >= self._first:
+            self._watch.block_ran(number - self._first, seconds)
 
     def rerun_begins(self, number: int) -> None:
         """A block runs again."""
@@ -117,19 +118,9 @@ class Watcher:
         return False
 
     @property
-    def _looks_away(self) -> bool:
-        """Whether of each kind every second call goes unwatched, so that it is seen what that takes."""
-        return False
-
-    @property
     def _lead(self) -> float:
         """Seconds by which the host is to be ahead of the device where the pass begins."""
         return 0.0
-
-    @property
-    def _writes_tapes(self) -> bool | None:
-        """See :meth:`~spillway.regions.script.Script.wants_tape`."""
-        return None
 
     def _new_probe(self, before: Probe | None) -> Probe:
         return Probe(self._device, before)
@@ -179,3 +170,7 @@ class Watcher:
     def _carried(self) -> int:
         counts = self._mover().counts()
         return counts["leaving bytes"] + counts["held bytes"] + counts["returning bytes"]
+
+
+def _ignore(*args: object) -> None:
+    """Nobody wants to know."""

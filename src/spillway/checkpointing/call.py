@@ -38,7 +38,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -65,6 +65,7 @@ from spillway.errors import RecomputeError
 from spillway.records import Decision
 from spillway.regions.generators import drawing, generators_of, states_of
 from spillway.regions.globals import Ambience
+from spillway.regions.observer import Observer
 from spillway.regions.packs import Enough
 from spillway.regions.python_state import PythonState
 from spillway.regions.refusing import Refusing
@@ -135,7 +136,8 @@ class CheckpointedCall:
         compares: whether the values of each call are compared, and not only of samples.
         is_captured: whether the call is captured into a graph, where nothing is compared.
         unused: selectors that choose nothing, for a note.
-        selection: what is preserved; ``None``: nothing.
+        selection: what is preserved; ``None``: nothing, and its operators are not recorded.
+        observer: a profiler.
         tell_outer: called before each replay, for a region around that still runs.
     """
 
@@ -156,6 +158,7 @@ class CheckpointedCall:
         is_captured: bool = False,
         unused: Sequence[object] = (),
         selection: Selection | None = None,
+        observer: Observer | None = None,
         tell_outer: Callable[[], None] | None = None,
     ) -> None:
         self._function = function
@@ -177,8 +180,13 @@ class CheckpointedCall:
         """Whether it is observed in full: see NOTE [ Learning ]."""
         self._compares = not is_captured and (compares or self._is_observed or learned.is_sampled())
         self._selection = selection
+        self._observer = observer
+        self._casts: dict[int, Callable[[], torch.UntypedStorage | None]] = {}
+        """For the profiler, memory that leaves were cast to."""
         self._decisions: Decisions | None = None
         """What is preserved, and left out of a replay, if that is known of such calls."""
+        self._program: Program | None = None
+        """What such calls do, if that is known."""
         self._records = False
         """Whether its first replay records the program."""
         self._shapes: tuple[Any, ...] = ()
@@ -283,6 +291,8 @@ class CheckpointedCall:
                     self._learn(output, tensors, input_versions, copies)
                 if learned.state:
                     self._note_state()
+                if self._observer is not None and not self._is_other:
+                    self._profile(self._observer)
                 self._passage.flush()
         return output
 
@@ -318,13 +328,15 @@ class CheckpointedCall:
         metas, slots, passage = self._metas, self._slots, self._passage
         leaving, escaping, looks = passage.waiting, self._learned.escaping, self._compares or self._is_observed
         saved = () if self._decisions is None else self._decisions.saved
-        count = len(saved)
+        count, observer = len(saved), self._observer
 
         def pack(tensor: torch.Tensor) -> SavedSlot | Handle:
             if leaving.nbytes and leaving.is_batch:
                 passage.advance()
             number = len(metas)
             metas.append(meta_of(tensor))
+            if observer is not None:
+                self._note_cast(tensor)
             if number < count and saved[number] is not False and not (self._keeps or self._is_other):
                 if looks:
                     self._print_pending(_next_node())
@@ -350,8 +362,9 @@ class CheckpointedCall:
 
     def _select(self, selection: Selection, tensors: Sequence[torch.Tensor]) -> None:
         """Find what is known of such calls."""
-        self._shapes = tuple([meta_of(tensor)[0] for tensor in tensors])
+        self._shapes = shapes_of(tensors)
         decisions, self._records = self._learned.decisions(self._shapes, selection)
+        self._program = None if decisions is None else decisions.program
         if self._is_captured:
             # Nothing can be compared there.
             self._records = False
@@ -496,6 +509,8 @@ class CheckpointedCall:
             if version != -1 and value._version != version:
                 check_version(value, version, value)
             slot.seen = _weak(value)
+            if self._observer is not None and self._program is not None:
+                self._observer.asked(self._program.saved[slot.number].place, value, slot)
             return value
 
     @untraced
@@ -506,6 +521,8 @@ class CheckpointedCall:
         passage.was_recomputed = True
         passage.ledger.note_unused(self._unused)
         compares = self._compares
+        if self._is_observed or self._records or (self._decisions is not None and not self._decisions.is_validated):
+            self._learned.learned_from += 1
         if self._is_running:
             self._print_pending(None)
         collector = self._replay_by_program(compares)
@@ -629,6 +646,24 @@ class CheckpointedCall:
             waits=self._is_observed or isinstance(mode, Recorder) or (mode is not None and mode.is_new),
             saves=None if mode is None else mode.saves,
         )
+        self._run_into(collector, changed, mode)
+        return collector
+
+    def _run_into(
+        self,
+        collector: Collector,
+        changed: Sequence[tuple[torch.Tensor, int]],
+        mode: Recorder | PartialReplay | None,
+        watching: Callable[[Recorder], AbstractContextManager[object]] | None = None,
+    ) -> None:
+        """Run the function.
+
+        Args:
+            collector: takes what it saves.
+            changed: what was written since forward, with the versions from before.
+            mode: sees its operators.
+            watching: gives a context around the function, within a recorder's mode.
+        """
         asked: list[RefusedTensor] = []
         may_go = self._state.replaceable() if changed else set()
         refused = {id(each): RefusedTensor.of(each, v, asked) for each, v in changed if _may_be_refused(each, may_go)}
@@ -639,7 +674,7 @@ class CheckpointedCall:
             restore = states_of(generators_of(self._devices)) if self._draws else _nothing
             with below_modes(self._odd):
                 tensors = [_argument(*each) for each in self._tensors]
-            collector.know([*tensors, *reached.tensors()])
+            collector.know([*tensors, *self._reached.tensors()])
             if isinstance(mode, Recorder):
                 mode.begin(tensors)
             try:
@@ -651,6 +686,7 @@ class CheckpointedCall:
                     saved_tensors_hooks(collector.pack, collector.unpack),
                     nullcontext() if refusing is None else refusing,
                     nullcontext() if mode is None else mode,
+                    watching(mode) if watching is not None and isinstance(mode, Recorder) else nullcontext(),
                 ):
                     output = self._function(*tensors, within=self._as_before(collector, tensors, refused))
                     collector.gave(output)
@@ -663,12 +699,46 @@ class CheckpointedCall:
             finally:
                 collector.end()
                 restore()
+        if isinstance(mode, Recorder):
+            mode.gave(output)
         if refusing is not None:
             refusing.check()
         for each in asked:
             each.refuse()
         del output
-        return collector
+
+    # For a profiler.
+
+    def _profile(self, observer: Observer) -> None:
+        """Forward has ended. If operators are to be measured, the function runs once more, and keeps nothing."""
+        for storage in self._casts.values():
+            if (cast := storage()) is not None:
+                observer.casts(cast)
+        self._casts.clear()
+        if not observer.wants_operators or self._is_captured:
+            return
+        assert self._selection is not None
+        # Casts that autocast remembers would not be seen.
+        torch.clear_autocast_cache()
+        recorder = Recorder(self._selection)
+        collector = Collector(
+            self._label, set(), None, self._metas, None, None, self._reached.storages(), {}, checks=False, waits=False,
+            saves=recorder.saves, holds=self._keeps,
+        )  # fmt: skip
+        self._run_into(collector, (), recorder, observer.watching)
+        observer.ended(recorder)
+        program = recorder.program()
+        self._learned.record(self._shapes, self._selection, program)
+        self._program, self._records = program, False
+
+    def _note_cast(self, tensor: torch.Tensor) -> None:
+        """Note a saved tensor that a leaf was cast to."""
+        node = tensor.grad_fn
+        if node is None or node.name() != "ToCopyBackward0" or not is_strided(tensor):
+            return
+        if hasattr(node.next_functions[0][0], "variable"):
+            storage = tensor.untyped_storage()
+            self._casts[storage._cdata] = _weak(storage)
 
     @contextmanager
     def _as_before(
@@ -683,6 +753,11 @@ class CheckpointedCall:
             finally:
                 # What was saved of them is compared before they are put back.
                 collector.compare_pending()
+
+
+def shapes_of(tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+    """What tells calls apart that have programs of their own."""
+    return tuple([meta_of(tensor)[0] for tensor in tensors])
 
 
 def _nothing() -> None:

@@ -45,6 +45,7 @@ class Collector:
         checks: bool,
         waits: bool,
         saves: Callable[[int, torch.Tensor], None] | None = None,
+        holds: bool = True,
     ) -> None:
         self._label = label
         self._wanted = wanted
@@ -59,6 +60,8 @@ class Collector:
         self._checks = checks
         self._waits = waits
         """Whether it must be known now whether values are the same; else the device tells later."""
+        self._holds = holds
+        """Whether the graph of the replay has what it saves."""
         self._saves = saves
         """Is told of each tensor that the replay saves, and its number."""
         self._count = 0
@@ -99,6 +102,8 @@ class Collector:
             return [tensor.detach()]
         if self._saves is not None:
             self._saves(number, tensor)
+            if not self._holds:
+                return []
         if number < len(self._metas):
             if self._checks and not self._other and (meta := meta_of(tensor)) != self._metas[number]:
                 self._other = f"tensor {number} is {_named(meta)}, and was {_named(self._metas[number])}"

@@ -103,7 +103,7 @@ class Decisions:
     @property
     def leaves_out(self) -> bool:
         """Whether a replay leaves out anything."""
-        return any(act is not Act.RUN for act in self.acts)
+        return bool(self.handed)
 
     @classmethod
     def of(cls, program: Program, choices: Choices, chosen: Mapping[int, tuple[Decision, bool]] | None) -> Decisions:
@@ -128,7 +128,7 @@ class Decisions:
 
         for place, operator in enumerate(program.operators):
             decision, must = (None, False) if chosen is None else chosen.get(place, (None, False))
-            if choices.is_planned:
+            if choices.planned is not None:
                 decision = choices.by_place(place, operator.func) if operator.makes else None
             elif chosen is None:
                 decision = choices.by_name(operator.func)
@@ -141,7 +141,10 @@ class Decisions:
                         f"into it in place. Answer with a PREFER value, which allows to recompute it, or write out of "
                         f"place."
                     )
-                add(program.standing_for(value), decision)
+                if choices.planned is None:
+                    add(program.standing_for(value), decision)
+                elif program.can_be_preserved(value):
+                    add({value}, decision)
         for saved in program.saved:
             if saved.value is None or saved.saved_by is None:
                 continue

@@ -20,8 +20,10 @@ import itertools
 from collections.abc import Hashable
 
 from spillway.checkpointing.decisions import Decisions, Selection
+from spillway.checkpointing.preserving import Order
 from spillway.checkpointing.program import Program
 from spillway.errors import UnsupportedError
+from spillway.operators import Planned
 
 _EVERY = 64
 """Calls of which one is compared."""
@@ -35,8 +37,8 @@ class Learned:
     """What is known of one kind of call of a function. See NOTE [ Learning ]."""
 
     __slots__ = (
-        *("_calls", "_decisions", "_failures", "_offset", "_programs", "draws", "escaping", "is_validated", "state"),
-        *("takes_gradients", "written", "written_inputs"),
+        *("_calls", "_decisions", "_failures", "_offset", "_order", "_programs", "draws", "escaping", "is_validated"),
+        *("learned_from", "state", "takes_gradients", "written", "written_inputs"),
     )
 
     def __init__(self) -> None:
@@ -44,11 +46,15 @@ class Learned:
         self._offset = next(_numbers)
         self._programs: dict[Hashable, Program] = {}
         """Programs of calls with tensors of such shapes."""
+        self._order: tuple[Hashable, Planned, Order] | None = None
+        """The latest."""
         self._failures: dict[Hashable, int] = {}
         self._decisions: dict[tuple[Hashable, Hashable], Decisions] = {}
         """By shapes, and by what is to be preserved."""
         self.is_validated = False
         """Whether a replay was compared in full, and was right."""
+        self.learned_from = 0
+        """How many calls were compared in full, or recorded."""
         self.draws = False
         """Whether the function was seen to draw random numbers of torch's."""
         self.escaping: frozenset[int] = frozenset()
@@ -101,13 +107,22 @@ class Learned:
         known = self._decisions.get((shapes, selection.key))
         if known is None:
             chosen = program.chosen.get(selection.key)
-            if chosen is None and selection.choices.asks and not selection.choices.is_planned:
+            if chosen is None and selection.choices.asks and selection.choices.planned is None:
                 # Each operator has to be asked about while it runs.
                 return None, True
             if len(self._decisions) >= _MOST_DECISIONS:
                 self._decisions.clear()
             known = self._decisions[shapes, selection.key] = Decisions.of(program, selection.choices, chosen)
         return known, False
+
+    def order(self, shapes: Hashable, planned: Planned) -> Order | None:
+        """What is done with each tensor that such a call saves, where nothing is recomputed, if that is known."""
+        program = self._programs.get(shapes)
+        if program is None or program.opaque is not None:
+            return None
+        if self._order is None or self._order[:2] != (shapes, planned):
+            self._order = shapes, planned, Order(program, planned)
+        return self._order[2]
 
     def record(self, shapes: Hashable, selection: Selection, program: Program) -> None:
         """A program was recorded."""

@@ -89,6 +89,7 @@ class SavedTensor(NamedTuple):
     recipe: ViewRecipe | None
     """Where it lies in the memory of the value."""
     is_parameter: bool
+    requires_grad: bool = False
     saved_by: int | None = None
     """The operator that saved it."""
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 from spillway.capture.identity import ViewRecipe, is_parameter
 from spillway.capture.location import Locator
@@ -35,6 +36,7 @@ from spillway.regions.tensors import PLAIN, is_strided, nbytes_of, split, tensor
 from spillway.regions.values import Values
 
 _next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
+_graph_task: Callable[[], int] = torch._C._current_graph_task_id
 _NUMBERS = (int, float, bool, complex, type(None))
 _OFFSET = 8
 """Bytes of a generator's state before its offset, on devices whose generators have one."""
@@ -75,6 +77,9 @@ class Recorder(OperatorMode):
         self._chosen: dict[int, tuple[Decision, bool]] = {}
         self.inputs: list[tuple[int, ...]] = []
         """Values of each of the function's tensors."""
+        self.outputs: set[int] = set()
+        """Values that the function gave."""
+        self._task = _graph_task()
 
     def begin(self, inputs: Sequence[torch.Tensor]) -> None:
         """The function is about to be called with these tensors."""
@@ -91,6 +96,10 @@ class Recorder(OperatorMode):
         if self._locator is not None:
             self._locator.__exit__(*error)
 
+    def gave(self, output: Any) -> None:
+        """The function has returned this, or was ended."""
+        self.outputs = {value for leaf in tree_leaves(output) for value in self.values_of(leaf)}
+
     def saves(self, number: int, tensor: torch.Tensor) -> None:
         """Autograd saves a tensor."""
         node = _next_node()
@@ -103,9 +112,9 @@ class Recorder(OperatorMode):
                 value = self.values.find(tensor)
                 is_own = is_parameter(tensor)
                 recipe = ViewRecipe.of(tensor) if is_strided(tensor) else None
-        self.saved.append(SavedTensor(value, len(self.operators), recipe, is_own))
+        self.saved.append(SavedTensor(value, len(self.operators), recipe, is_own, tensor.requires_grad))
 
-    def values_of(self, tensor: torch.Tensor) -> list[int]:
+    def values_of(self, tensor: Any) -> list[int]:
         """The values of a tensor, or of a wrapper's parts."""
         return [value for part in tensors_in((tensor,)) if (value := self.values.find(part)) is not None]
 
@@ -129,6 +138,9 @@ class Recorder(OperatorMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if _graph_task() != self._task:
+            self.values.opaque = "it takes a gradient of what it computes"
+            return func(*args, **kwargs)
         facts = facts_of_call(func, args)
         if facts.ignored or ((facts.is_label or self._unseen.depth) and self._unseen(func, args)):
             return func(*args, **kwargs)
@@ -151,7 +163,7 @@ class Recorder(OperatorMode):
         if operator.depends:
             self._depends.update(operator.makes, operator.writes)
         self.makers.update(dict.fromkeys(operator.makes, len(self.operators)))
-        if new and self._choices.any and not (self._choices.is_planned or operator.always_runs):
+        if new and self._choices.any and self._choices.planned is None and not operator.always_runs:
             self._ask(operator, new, output, args, kwargs)
         self.operators.append(operator)
         return output

@@ -53,17 +53,14 @@ def menu(block: BlockProfile, *, min_bytes: int, allow: Collection[str] = ALL) -
     ]
     if not tiers and "keep" not in allow and "recompute" in allow:
         sets = [frozenset()]
-    found: dict[tuple[tuple[Decision, ...], bool], Option] = {}
+    found: dict[tuple[Decision, ...], Option] = {}
     for preserved in sets:
-        # What leaves takes the host as long, however large it is: few large values cost it least. Where it is not
-        # waited for, so many more options are in the way of the search.
-        for by_size in (False, True) if preserved == sets[0] or block.is_late else (False,):
+        # To offload a tensor takes the CPU as long, however large it is: few large ones cost it least.
+        for by_size in (False, True) if preserved == sets[0] else (False,):
             spread = _spread(block, preserved, tiers, min_bytes, keeps="keep" in allow or not tiers, by_size=by_size)
             for decisions in spread:
-                for watched in (True, False) if block.is_late else (True,):
-                    if (decisions, watched) not in found:
-                        option = treat(block, decisions, min_bytes=min_bytes, watched=watched)
-                        found[decisions, option.watched] = option
+                if decisions not in found:
+                    found[decisions] = treat(block, decisions, min_bytes=min_bytes)
     return _worthwhile(found.values())
 
 
@@ -160,16 +157,10 @@ class _Cut:
         self._block = block
         operators = block.operators
         count = len(operators)
-        # What is always kept costs nothing more.
-        given = [each.again is Again.GIVEN for each in operators]
-        self._bytes = np.array(
-            [
-                0 if given[place] else sum(block.values[number].nbytes for number in each.makes)
-                for place, each in enumerate(operators)
-            ]
-        )
+        self._bytes = np.array([sum(block.values[number].nbytes for number in each.makes) for each in operators])
         self._seconds = np.array([each.seconds for each in operators])
         rows: list[tuple[int, int]] = []
+        read = {number for each in operators for number in (*each.reads, *each.writes)}
         writers: dict[int, list[int]] = {}
         for place, each in enumerate(operators):
             for number in each.writes:
@@ -183,8 +174,10 @@ class _Cut:
                 for number in (*each.reads, *each.writes)
                 for source in _sources(block, writers, number, place)
             ]
-            if each.again is Again.FREE and (each.writes or not writers.keys().isdisjoint(each.makes)):
-                # What was written later on is not what it gave.
+            if each.again is Again.FREE and (
+                each.writes or not writers.keys().isdisjoint(each.makes) or not _are_saved(block, each.makes, read)
+            ):
+                # What was written later on is not what it gave, and what autograd does not save cannot be preserved.
                 rows.append((place, count + place))
         saved = {
             source
@@ -203,7 +196,7 @@ class _Cut:
         always = [each.again is Again.ALWAYS for each in operators]
         self._bounds = [
             *((1.0 if place in saved or always[place] else 0.0, 1.0) for place in range(count)),
-            *((1.0 if always[place] else 0.0, 0.0 if given[place] else 1.0) for place in range(count)),
+            *((1.0 if always[place] else 0.0, 1.0) for place in range(count)),
         ]
         self._free = free
         self.dear = float(self._seconds.sum()) / _SMALL
@@ -227,6 +220,11 @@ class _Cut:
             int(sum(self._bytes[place] for place in kept)),
             frozenset(number for place in kept for number in self._block.operators[place].makes),
         )
+
+
+def _are_saved(block: BlockProfile, makes: Collection[int], read: Collection[int]) -> bool:
+    """Whether autograd saves all that an operator makes and anything is computed from."""
+    return all(block.values[number].saved_at is not None or number not in read for number in makes)
 
 
 def _sources(block: BlockProfile, writers: Mapping[int, Sequence[int]], number: int, before: int) -> list[int]:

@@ -8,16 +8,15 @@ then what it reads is wanted too. What nobody wants is not run, but while the co
 
 NOTE [ What a plan can say ]
 
-A plan says one thing of all that an operator makes, and one of all inputs: so does what is treated here. What shapes or
-the host hang on stays. Where there is a region, what runs again in any case is not kept (no plan names it), and neither
-is what is written after it was made, nor what nobody needs: a region would hold it for as long as the block runs. A
-block of which nothing is computed again is no region, and keeps these, too.
+A plan says one thing of all that an operator makes, and one of all inputs: so does what is treated here. A block that
+is recomputed in part keeps nothing that its replay computes anyway, nor what is written after it was made. A block of
+which nothing is recomputed keeps these, too. Only what autograd saves can be preserved.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from spillway.planning.profile import Again, BlockProfile, Value
 from spillway.records import Decision
@@ -41,8 +40,6 @@ class Outcome:
     """Values that a re-run is handed."""
     casts: frozenset[int]
     """Casts that autograd saved."""
-    copied: frozenset[int]
-    """Values of which a region holds copies: shapes or the host hang on them, and code may write those unseen."""
     reach: int
     """How many operators a re-run goes through: it ends with the last value that is wanted."""
 
@@ -67,66 +64,12 @@ class Outcome:
         if again:
             # Whether or not an operator saved them.
             held.update(number for number, value in enumerate(values) if value.is_input)
-        given_anyway = {number for each in block.operators if each.again is Again.GIVEN for number in each.makes}
-        held |= given_anyway
         leaves = {
             number: decisions[number] is Decision.OFFLOAD_DISK
             for number in sorted(held, key=lambda number: leaves_at(block, number))
             if decisions[number] in _LEAVES and values[number].nbytes >= min_bytes
         }
-        copied = frozenset(given_anyway) if again else frozenset()
-        return cls(runs, frozenset(held - leaves.keys()), leaves, again, given, casts, copied, reach)
-
-    def parts(self, block: BlockProfile) -> list[Outcome]:
-        """What is computed again, in parts of which each is computed when it is first asked for.
-
-        They hang on nothing of each other but on what is there: NOTE [ Parts ] in ``regions/tape.py``.
-        """
-        last: dict[int, int] = {}
-        """Of each operator that runs, a later one of its part, or itself."""
-
-        def last_of(place: int) -> int:
-            while last[place] != place:
-                last[place] = place = last[last[place]]
-            return place
-
-        for place in sorted(self.runs):
-            last[place] = place
-            for number in block.operators[place].reads:
-                maker = block.values[number].maker
-                if maker in self.runs and number not in self.given:
-                    last[last_of(maker)] = place
-        runs: dict[int, set[int]] = {}
-        for place in last:
-            runs.setdefault(last_of(place), set()).add(place)
-        again: dict[int, set[int]] = {}
-        for number in sorted(self.again):
-            maker = block.values[number].maker
-            assert maker is not None
-            again.setdefault(last_of(maker), set()).add(number)
-        return [
-            replace(
-                self,
-                runs=frozenset(runs[end]),
-                again=frozenset(numbers),
-                given=self.given.intersection(number for place in runs[end] for number in block.operators[place].reads),
-            )
-            for end, numbers in again.items()
-        ]
-
-    def users(self, block: BlockProfile) -> dict[int, list[int]]:
-        """Of each value that a re-run is handed, what of the saved values is computed from it."""
-        values: dict[int, set[int]] = {number: {number} for number in self.given}
-        for place in sorted(self.runs):
-            each = block.operators[place]
-            hangs_on = set[int]().union(*(values.get(number, ()) for number in each.reads))
-            made = (*each.makes, *each.writes)
-            values.update((number, hangs_on) for number in made if number not in self.given)
-        users: dict[int, list[int]] = {}
-        for number in sorted(self.again):
-            for given in values.get(number, ()):
-                users.setdefault(given, []).append(number)
-        return users
+        return cls(runs, frozenset(held - leaves.keys()), leaves, again, given, casts, reach)
 
     def told(self, block: BlockProfile, decisions: Sequence[Decision]) -> list[Decision]:
         """These decisions without those about what nobody needs. See NOTE [ What a plan can say ]."""
@@ -202,9 +145,7 @@ def as_planned(block: BlockProfile, decisions: Sequence[Decision], min_bytes: in
     written = {number for each in block.operators for number in each.writes}
     for each in block.operators:
         decision = said[each.makes[0]] if each.makes else Decision.KEEP
-        if each.again is Again.GIVEN:
-            decision = Decision.KEEP
-        elif each.again is not Again.FREE or not written.isdisjoint(each.makes):
+        if each.again is not Again.FREE or not written.isdisjoint(each.makes):
             again += each.makes
             decision = Decision.RECOMPUTE if decision is Decision.RECOMPUTE else Decision.KEEP
         for number in each.makes:

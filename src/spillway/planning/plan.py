@@ -15,7 +15,7 @@ from spillway.planning.tasks import Option, Phase
 from spillway.records import Decision
 from spillway.units import format_bytes, format_seconds
 
-SCHEMA = 2
+SCHEMA = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +57,12 @@ class BlockPlan:
     """What is computed again."""
     recomputes: bool = True
     """Whether anything is; else what is not named stays."""
-    watched: bool = True
-    """Whether its operators are looked at: not if all is computed again, and the host would be late."""
 
     def __str__(self) -> str:
         name = printable(self.name)
         if self.plain:
             return f"{name}: keeps all of its {format_bytes(self.kept_bytes)}"
         again = f"{format_seconds(self.rerun_seconds)} again" if self.recomputes else "nothing again"
-        again += "" if self.watched else ", unwatched"
         return (
             f"{name}: keeps {format_bytes(self.kept_bytes)}, sends away {format_bytes(self.sent_bytes)}, computes "
             f"{again}"
@@ -191,7 +188,6 @@ def planned_block(name: str, block: BlockProfile, option: Option) -> BlockPlan:
         sent_bytes=option.sent_bytes,
         rerun_seconds=option.rerun_seconds,
         recomputes=reruns,
-        watched=option.watched,
     )
 
 

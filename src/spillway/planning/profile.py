@@ -20,10 +20,7 @@ from spillway.errors import printable
 from spillway.planning.files import STRICT, Count, Seconds, is_none, read_file, read_json, write_file
 from spillway.units import format_bytes
 
-SCHEMA = 7
-_SLOWEST = 2.0
-"""How much longer a host may need than when it was measured: what else ran on the machines of H100s made hosts take 1.8
-times as long at one moment as at another."""
+SCHEMA = 8
 
 
 class Again(enum.Enum):
@@ -34,9 +31,8 @@ class Again(enum.Enum):
     VIEW = "view"
     """It computes nothing, and runs."""
     ALWAYS = "always"
-    """It runs: it writes in place, or makes what is not a plain new tensor, or a constant."""
-    GIVEN = "given"
-    """What it gave is always kept: shapes or the host hang on it."""
+    """It runs: it writes in place, makes what is not a plain new tensor, or a constant, or shapes or Python code depend
+    on it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,15 +105,11 @@ class HostTimes:
     plain: Seconds
     """Its forward, where it is left alone."""
     region: Seconds
-    """Its forward as a region."""
+    """Its forward, checkpointed."""
     rerun: Seconds
-    """All of it again."""
+    """Its replay, if nothing is left out."""
     backward: Seconds
     """Its backward, without that."""
-    unwatched: Seconds | None = None
-    """Its forward as a region of which all is computed again, and at whose operators nobody looks."""
-    unwatched_rerun: Seconds | None = None
-    """All of that again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,18 +137,9 @@ class BlockProfile:
     ones leaves. Without them, it leaves at once."""
     host: HostTimes | None = None
     """``None``: the host is not waited for."""
-    is_told: bool = False
-    """Whether its operators run again by themselves, without the block's own code."""
     cached_bytes: Count = 0
     """Of its casts, what is there from its forward to the end of the model's, whatever is decided: see NOTE [ Casts ]
     in ``treatment.py``."""
-
-    @property
-    def is_late(self) -> bool:
-        """Whether the host may be slower than the device in its forward, if calls are looked at, and less so if not."""
-        if self.host is None or self.host.unwatched is None:
-            return False
-        return self.host.region > max(self.forward_seconds / _SLOWEST, self.host.unwatched)
 
     @property
     def saved_bytes(self) -> int:

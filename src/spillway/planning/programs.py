@@ -115,7 +115,6 @@ def options_of(profile: Profile, plan: Plan) -> tuple[Option, ...]:
             profile.kinds[call.kind],
             _decisions(profile.kinds[call.kind], block),
             min_bytes=profile.min_bytes,
-            watched=block.watched,
         )
         for call, block in zip(profile.calls, plan.blocks, strict=True)
     )

@@ -156,8 +156,6 @@ def _of_field(name: str, first: Any, second: Any, share: float) -> Any:
         return nbytes if name.endswith("change_bytes") else max(nbytes, 0)
     if isinstance(first, float) and isinstance(second, float):
         return max(first + share * (second - first), 0.0)
-    if name == "is_told":
-        return first and second
     found = _between(first, second, share)
     # Without its parts, a backward is taken to need its most all the time.
     if name == "backward_parts" and found is _OTHER:

@@ -118,8 +118,6 @@ class Option:
     """Of what it keeps, its inputs."""
     let_go_bytes: int = 0
     """Of what it keeps, what is there to the end of the model's forward, and no longer."""
-    watched: bool = True
-    """Whether its operators are looked at: see NOTE [ What the host needs ] in ``treatment.py``."""
 
     def placed(self, prefix: str, by: int, twice: int) -> tuple[tuple[Task, ...], tuple[Task, ...]]:
         """Its tasks as those of a block, forward and backward: see :meth:`Task.shifted`.

@@ -4,8 +4,7 @@ NOTE [ When what happens ]
 
 A saved storage leaves when autograd saves something for a later operator; what is only handed in leaves when the block
 has ended. In backward, work is taken to be spread over operators as it is in forward. A re-run comes when the first
-storage is asked for that it makes, and makes all of them. Where the block's own code runs again, that is one re-run;
-where its operators do by themselves, each of their parts is one (:meth:`~spillway.planning.outcome.Outcome.parts`).
+storage is asked for that it makes, and makes all of them.
 
 What has been sent is on the device for as long as the block's own code holds it, whether or not the window has let go
 of it: it is counted for both, which is too much as long as it is on its way.
@@ -25,29 +24,14 @@ there again for its backward; where nothing of it is, autograd holds them from t
 holds them whatever is decided, but no longer than to the end of its outermost context, which is that of the model's
 forward, or of its loss: what of them is there when a block's call has returned tells whether it does
 (``BlockProfile.cached_bytes``). Where it lasts through backward, a profile has them in what is there before the blocks.
-For a re-run in parts, all casts are taken to come with the first one.
+NOTE [ What the CPU needs ]
 
-NOTE [ What the host needs ]
-
-A block that is left alone is queued in a fraction of the time that a region takes, of which each call is compared; so
-is one of which nothing is computed again, but for what it keeps and sends. What else is done is put in multiples of
-what an operator of a plain block takes: twice as much to keep a tensor, ten times to send one, 6.4 times to bring it
-back. On an H200's host that was 17, 103 and 69 us where a plain operator took about 9 (a layer of transformers' Llama
-of width 2048 under its trainer). What is computed again is queued operator by operator, and nothing else is. A checked
-step corrects all of it.
-
-Where the host may take longer for a region than the device, and less if nobody looks at it in forward, there are both
-options for the search. Where nobody looks, and some of it is handed in, its operators are looked at when it runs again
-(``regions/unwatched.py``), from the first one that is left out to the last: which takes what a region's forward takes
-beyond a plain one, for so many of its operators, and half as much for each later one, which comes by a mode that looks
-away.
-
-NOTE [ What is compared ]
-
-Where nobody looks at a forward, both runs are compared by sums of what all the rest of what is computed again goes
-into: what is saved of it, and no operator reads that runs again. The device reads that once in each run. A byte is
-taken to need what it needs in the fastest of the block's operators for each byte that these make: on an H100 a layer of
-transformers' Llama of width 2048 took 0.23 ms for some 200 MiB, twice.
+A checkpointed block takes the CPU longer to queue than a plain one, by what was measured. What else is done is put in
+multiples of what an operator of a plain block takes: twice as much to keep a tensor, ten times to offload one, 6.4
+times to reload it. On an H100's host that was 17, 103 and 69 us where a plain operator took about 9 (a layer of
+transformers' Llama of width 2048 under its trainer). If the replay is handed something, a dispatch mode sees its
+operators, each of which then takes about twice as long; and what is left out takes as long as what runs. A checked step
+corrects all of it.
 
 NOTE [ What is free ]
 
@@ -70,13 +54,11 @@ from spillway.records import Decision
 
 _SECONDS_A_BYTE = 2e-13
 """See NOTE [ What is free ]."""
-_LARGE = 1 << 20
-"""Bytes that take the device long enough to tell its rate."""
-_KEEP, _SEND, _TAKE = 2.0, 10.0, 6.4
-"""See NOTE [ What the host needs ]."""
+_KEEP, _SEND, _TAKE, _MODE = 2.0, 10.0, 6.4, 1.0
+"""See NOTE [ What the CPU needs ]."""
 
 
-def treat(block: BlockProfile, decisions: Sequence[Decision], *, min_bytes: int, watched: bool = False) -> Option:
+def treat(block: BlockProfile, decisions: Sequence[Decision], *, min_bytes: int) -> Option:
     """The tasks of a block that is treated so.
 
     Args:
@@ -85,21 +67,16 @@ def treat(block: BlockProfile, decisions: Sequence[Decision], *, min_bytes: int,
             operator makes, the first counts; of inputs, the first that leaves. What comes of them is the option's
             ``decisions``: see NOTE [ What a plan can say ] in ``outcome.py``.
         min_bytes: what is smaller stays where it was to leave.
-        watched: whether somebody looks at its calls in forward, also where nobody need.
     """
     said = as_planned(block, decisions, min_bytes)
     outcome = Outcome.of(block, said, min_bytes)
-    handed = (block.values[number] for number in (*outcome.stays, *outcome.leaves))
-    shown = all(value.is_input or value.saved_at is not None for value in handed)
-    watched = watched or not (block.is_late and block.is_told and outcome.again and shown)
     return Option(
         tuple(outcome.told(block, said)),
-        _forward(block, outcome, watched=watched),
-        _backward(block, outcome, watched=watched),
+        _forward(block, outcome),
+        _backward(block, outcome),
         output_bytes=sum(block.values[number].nbytes for number in outcome.stays if _outlives(block, number)),
         input_bytes=sum(block.values[number].nbytes for number in outcome.stays if block.values[number].is_input),
         let_go_bytes=_held_casts(block, outcome) - _kept_casts(block, outcome),
-        watched=watched,
     )
 
 
@@ -155,7 +132,7 @@ def _levels(
     return levels, peaks
 
 
-def _forward(block: BlockProfile, outcome: Outcome, *, watched: bool) -> tuple[Task, ...]:
+def _forward(block: BlockProfile, outcome: Outcome) -> tuple[Task, ...]:
     values, count = block.values, len(block.operators)
     held = outcome.stays | outcome.leaves.keys()
     levels, peaks = _levels(block, held, (), range(count), count)
@@ -167,8 +144,7 @@ def _forward(block: BlockProfile, outcome: Outcome, *, watched: bool) -> tuple[T
     peaks = [peak + casts for peak in peaks]
     cuts = sorted({0, count, *(leaves_at(block, number) for number in outcome.leaves)})
     seconds = _seconds(block)
-    host_seconds = _forward_host(block, outcome, watched=watched)
-    compared = 0.0 if watched else _compared_seconds(block, outcome)
+    host_seconds = _forward_host(block, outcome)
     tasks = []
     for start, end in list(pairwise(cuts)) or [(0, 0)]:
         change = levels[end] - levels[start]
@@ -176,7 +152,6 @@ def _forward(block: BlockProfile, outcome: Outcome, *, watched: bool) -> tuple[T
             # Who called the block lets go of its inputs, and of its outputs later on.
             change -= sum(value.nbytes for number, value in enumerate(values) if value.is_input and number not in held)
             change += sum(values[number].nbytes for number in held if _outlives(block, number))
-            change += sum(values[number].nbytes for number in outcome.copied)
         sends = tuple(
             Sent(number, values[number].nbytes, on_disk)
             for number, on_disk in outcome.leaves.items()
@@ -187,9 +162,7 @@ def _forward(block: BlockProfile, outcome: Outcome, *, watched: bool) -> tuple[T
             Task(
                 "forward",
                 Phase.FORWARD,
-                seconds=(sum(seconds[start:end]) if count else block.forward_seconds)
-                + _SECONDS_A_BYTE * leaving
-                + (compared if end == count else 0.0),
+                seconds=(sum(seconds[start:end]) if count else block.forward_seconds) + _SECONDS_A_BYTE * leaving,
                 peak_bytes=max(max(peaks[start:end], default=0) - levels[start], change),
                 change_bytes=change,
                 sends=sends,
@@ -199,32 +172,21 @@ def _forward(block: BlockProfile, outcome: Outcome, *, watched: bool) -> tuple[T
     return tuple(tasks)
 
 
-def _forward_host(block: BlockProfile, outcome: Outcome, *, watched: bool) -> float:
-    """See NOTE [ What the host needs ]."""
+def _forward_host(block: BlockProfile, outcome: Outcome) -> float:
+    """See NOTE [ What the CPU needs ]."""
     if block.host is None:
         return 0.0
-    if not (outcome.again or outcome.leaves):
-        return block.host.plain
-    queued, stays, leaves = block.host.plain, set(outcome.stays), set(outcome.leaves)
-    if not watched and block.host.unwatched is not None:
-        # That was with inputs that leave.
-        inputs = _inputs(block)
-        unsent = _SEND * _host_by_operator(block) * len(inputs & stays)
-        queued, stays, leaves = max(block.host.unwatched - unsent, queued), stays - inputs, leaves - inputs
-    elif outcome.again:
-        queued = block.host.region
-    return queued + _host_by_operator(block) * (_KEEP * len(stays) + _SEND * len(leaves))
+    queued = block.host.region if outcome.again else block.host.plain
+    return queued + _host_by_operator(block) * (_KEEP * len(outcome.stays) + _SEND * len(outcome.leaves))
 
 
-def _rerun_host(block: BlockProfile, outcome: Outcome, *, watched: bool) -> float:
+def _rerun_host(block: BlockProfile, outcome: Outcome) -> float:
+    """See NOTE [ What the CPU needs ]."""
     if block.host is None:
         return 0.0
-    if not watched and block.host.unwatched_rerun is not None:
-        if not outcome.given - _inputs(block):
-            return block.host.unwatched_rerun
-        looks = max(block.host.region - block.host.plain, 0.0)
-        return block.host.unwatched_rerun + looks * _share_looked_at(block, outcome.runs)
-    return block.host.rerun * _share_run(block, outcome.runs)
+    share = outcome.reach / max(len(block.operators), 1)
+    is_partial = bool(outcome.given - _inputs(block))
+    return block.host.rerun * share + (_MODE * _host_by_operator(block) * outcome.reach if is_partial else 0.0)
 
 
 def _inputs(block: BlockProfile) -> set[int]:
@@ -235,35 +197,6 @@ def _host_by_operator(block: BlockProfile) -> float:
     if block.host is None:
         return 0.0
     return block.host.plain / max(len(block.operators), 1)
-
-
-def _share_run(block: BlockProfile, runs: Collection[int]) -> float:
-    """How many of the operators that make something are run again, of all."""
-    makers = {place for place, each in enumerate(block.operators) if each.makes}
-    return len(makers.intersection(runs)) / max(len(makers), 1)
-
-
-def _share_looked_at(block: BlockProfile, runs: Collection[int]) -> float:
-    """How many operators come between the first that is left out and the last, and half of the later ones, of all.
-
-    From when autograd has last saved something before the first, to when it saves what an operator has just made: then
-    it saves that for the next one, too, when no more of them have run.
-    """
-    count, saves = len(block.operators), block.saves_at
-    left = [place for place in range(max(runs, default=0)) if block.operators[place].makes and place not in runs]
-    first, last = (left[0], left[-1] + 1) if left else (0, 0)
-    first = max((place for place in saves if place < first), default=0)
-    until = next((place for place, after in pairwise(saves) if place == after > last), count)
-    return (last - first + (until - last) / 2) / max(count, 1)
-
-
-def _compared_seconds(block: BlockProfile, outcome: Outcome) -> float:
-    """Of one run. See NOTE [ What is compared ]."""
-    operators = block.operators
-    made = [(each.seconds, sum(block.values[number].nbytes for number in each.makes)) for each in operators]
-    fastest = min((seconds / nbytes for seconds, nbytes in made if nbytes >= _LARGE and seconds), default=0.0)
-    read = {number for place in outcome.runs for number in operators[place].reads}
-    return fastest * sum(block.values[number].nbytes for number in outcome.again if number not in read)
 
 
 def _outlives(block: BlockProfile, number: int) -> bool:
@@ -280,7 +213,7 @@ def _seconds(block: BlockProfile) -> list[float]:
     return [block.forward_seconds * (each.seconds / total) for each in block.operators]
 
 
-def _backward(block: BlockProfile, outcome: Outcome, *, watched: bool) -> tuple[Task, ...]:
+def _backward(block: BlockProfile, outcome: Outcome) -> tuple[Task, ...]:
     values, count = block.values, len(block.operators)
     weights = [each.seconds for each in block.operators]
     if not any(weights):
@@ -290,32 +223,21 @@ def _backward(block: BlockProfile, outcome: Outcome, *, watched: bool) -> tuple[
     """To where it is wanted."""
     asked_at = {number: min((value.asked_at or 0) + 1, count) for number, value in enumerate(values)}
     """From where on."""
-    over_at = _over_at(block, outcome, wanted_at)
-    by_parts = block.is_told and watched
-    rerun_at: dict[int, list[Outcome]] = {}
-    for part in outcome.parts(block) if by_parts else [outcome] if outcome.again else []:
-        # All of the block's own code runs again for the first cast that is asked for.
-        asked = part.again if by_parts else part.again | outcome.casts
-        rerun_at.setdefault(max(asked_at[number] for number in asked), []).append(part)
+    over_at = _over_at(block, wanted_at)
+    # The replay comes when the first of what it makes is asked for, a cast among others.
+    rerun_at = max((asked_at[number] for number in outcome.again | outcome.casts), default=0) if outcome.again else -1
     taken = [number for number in outcome.leaves if values[number].saved_at is not None]
     cuts = {count, 0, *(places[number] for number in taken for places in (wanted_at, asked_at))}
-    cuts.update(rerun_at)
+    cuts.update({rerun_at} - {-1})
     places = sorted(cuts, reverse=True)
     host_seconds = 0.0 if block.host is None else block.host.backward
     tasks: list[Task] = []
     freed: set[int] = set()
     cast_again = 0
     for start, end in list(pairwise(places)) or [(0, 0)]:
-        again = [
-            _rerun(block, part, _part_at(block, start).begin_bytes, watched=watched, by_parts=by_parts)
-            for part in rerun_at.get(start, ())
-        ]
-        # One operator asks for them in an order that is not known: they are put in the one that needs the most.
-        again.sort(key=lambda task: task.peak_bytes - task.change_bytes)
-        if again and not cast_again:
+        if start == rerun_at:
             cast_again = _casts(block, outcome)
-            again[0] = _with_casts(again[0], cast_again)
-        tasks += again
+            tasks.append(_with_casts(_rerun(block, outcome, _part_at(block, start).begin_bytes), cast_again))
         takes = tuple(number for number in taken if asked_at[number] == start)
         over = {
             number
@@ -325,7 +247,6 @@ def _backward(block: BlockProfile, outcome: Outcome, *, watched: bool) -> tuple[
         freed |= over
         change = -sum(values[number].nbytes for number in over if number not in outcome.leaves)
         if end == 0:
-            change -= sum(values[number].nbytes for number in outcome.copied)
             change -= _kept_casts(block, outcome) + cast_again
         gradients = block.backward_change_bytes if end == 0 else 0
         share = (done[start] - done[end]) / done[-1] if count else 1.0
@@ -363,19 +284,9 @@ def _part_at(block: BlockProfile, place: int) -> BackwardPart:
     return parts[-1] if parts else BackwardPart(place, block.backward_peak_bytes, 0)
 
 
-def _over_at(block: BlockProfile, outcome: Outcome, wanted_at: dict[int, int]) -> dict[int, int]:
+def _over_at(block: BlockProfile, wanted_at: dict[int, int]) -> dict[int, int]:
     """To where each value is there."""
-    over_at = {
-        number: wanted_at[number] if value.saved_at is not None else 0 for number, value in enumerate(block.values)
-    }
-    if block.is_told and outcome.again:
-        # What is handed in stays as long as anything that hangs on it; the function's tensors, as long as anything.
-        end = min(wanted_at[number] for number in outcome.again)
-        for number, users in outcome.users(block).items():
-            value = block.values[number]
-            last = end if value.is_input else min(wanted_at[user] for user in users)
-            over_at[number] = last if value.saved_at is None else min(last, wanted_at[number])
-    return over_at
+    return {number: wanted_at[number] if value.saved_at is not None else 0 for number, value in enumerate(block.values)}
 
 
 def _backward_peak(
@@ -400,23 +311,17 @@ def _backward_peak(
     return max(peaks)
 
 
-def _rerun(block: BlockProfile, outcome: Outcome, begin_bytes: int, *, watched: bool, by_parts: bool) -> Task:
+def _rerun(block: BlockProfile, outcome: Outcome, begin_bytes: int) -> Task:
     values, seconds = block.values, _seconds(block)
-    given: Collection[int] = outcome.given
-    if by_parts:
-        # Nothing else is there but what the part makes.
-        makers = {number: value.maker for number, value in enumerate(values)}
-        given = {number for number, maker in makers.items() if number in outcome.given or maker not in outcome.runs}
-    _, peaks = _levels(block, outcome.again, given, outcome.runs, outcome.reach)
+    _, peaks = _levels(block, outcome.again, outcome.given, outcome.runs, outcome.reach)
     made = sum(values[number].nbytes for number in outcome.again)
     return Task(
         "again",
         Phase.RERUN,
-        seconds=block.rerun_factor * sum(seconds[place] for place in sorted(outcome.runs))
-        + (0.0 if watched else _compared_seconds(block, outcome)),
+        seconds=block.rerun_factor * sum(seconds[place] for place in sorted(outcome.runs)),
         peak_bytes=max(peaks, default=0) + begin_bytes,
         change_bytes=made,
         takes=tuple(number for number in outcome.leaves if number in outcome.given),
         recomputed_bytes=made,
-        host_seconds=_rerun_host(block, outcome, watched=watched),
+        host_seconds=_rerun_host(block, outcome),
     )

@@ -17,13 +17,6 @@ from spillway.profiling.statics import Known
 from spillway.profiling.watch import Place, Watched
 from spillway.records import Decision
 
-_PLAIN = 0.3
-"""What the host needs for the forward of a block that is left alone, of what it needs for a region. Of Llama's block it
-was 0.2 where operators are looked at (Llama-8B's with 128 tokens, an H200's host: 0.65 and 3.7 ms), and is 0.4 where
-calls of torch's functions are (transformers' of width 2048, a CPU; 0.3 on an H100's host)."""
-_PLAIN_OF_UNWATCHED = 0.5
-"""The same of what it needs for one that nobody looks at (transformers' of width 2048, an H100's host: 0.8 and 1.5)."""
-
 
 def compile_profile(
     watched: Watched,
@@ -300,27 +293,17 @@ def _fullest(calls: list[tuple[BackwardPart, ...]]) -> tuple[BackwardPart, ...]:
 def _host(watched: Watched, numbers: list[int], end: Place) -> HostTimes:
     """Of some calls, the shortest: see NOTE [ The host's clock ] in ``watch.py``."""
     ran = [number for number in numbers if watched.reruns_of(number)]
-    seen = [number for number in ran if watched.calls[number].is_seen]
-    unseen = [number for number in ran if not watched.calls[number].is_seen]
-
-    def forward(numbers: list[int]) -> float:
-        return min(watched.host_seconds(("forward", number), ("end", number)) for number in numbers)
 
     def backward(number: int) -> float:
         until = ("back", number - 1) if number else end
         spans = _between(("back", number), until, watched.reruns_of(number))
         return sum(watched.host_seconds(*span) for span in spans)
 
-    def rerun(numbers: list[int]) -> float:
-        return min(sum(watched.host_seconds(*span) for span in watched.reruns_of(number)) for number in numbers)
-
-    region = forward(seen or ran)
-    unwatched = forward(unseen) if seen and unseen else None
+    region = min(watched.host_seconds(("forward", number), ("end", number)) for number in ran)
     return HostTimes(
-        plain=_PLAIN * region if unwatched is None else min(_PLAIN_OF_UNWATCHED * unwatched, region),
+        # The function itself, within a checkpointed call.
+        plain=min(region, *(watched.calls[number].own_seconds for number in ran)),
         region=region,
-        rerun=rerun(seen or ran),
+        rerun=min(sum(watched.host_seconds(*span) for span in watched.reruns_of(number)) for number in ran),
         backward=min(map(backward, ran)),
-        unwatched=unwatched,
-        unwatched_rerun=rerun(unseen) if seen and unseen else None,
     )

@@ -25,6 +25,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from spillway.checkpointing.recorder import Recorder
 from spillway.errors import UnsupportedError
 from spillway.planning.hardware import Hardware
 from spillway.planning.roofline import seconds_of
@@ -35,7 +36,6 @@ from spillway.profiling.probe import Probe
 from spillway.profiling.workspaces import workspace_of
 from spillway.regions.schema import Facts, facts_of, facts_of_call
 from spillway.regions.tensors import split, tensors_in
-from spillway.regions.trace import Trace
 
 META = torch.device("meta")
 _GRAIN = 512
@@ -290,8 +290,8 @@ class FakeProbe(Probe):
         self._fake = device
 
     @contextmanager
-    def watching(self, trace: Trace) -> Iterator[None]:
-        with self._watch(trace):
+    def watching(self, recorder: Recorder) -> Iterator[None]:
+        with self._watch(recorder):
             yield
 
     def instant(self) -> float:

@@ -21,14 +21,13 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from spillway.checkpointing.program import Operator
+from spillway.checkpointing.recorder import Recorder
 from spillway.operators import full_name
 from spillway.planning.profile import Again, OperatorProfile, Value
 from spillway.profiling.meter import allocated
-from spillway.regions.calls import Call
 from spillway.regions.mode import OperatorMode
-from spillway.regions.packs import Packs
 from spillway.regions.tensors import tensors_in
-from spillway.regions.trace import Trace
 
 _WIDTH = 4096
 _ODD = 251
@@ -49,7 +48,7 @@ class _Note:
 
 
 class Probe:
-    """An :class:`~spillway.regions.observer.Observer` of one call: sees its operators.
+    """Measures the operators of one call.
 
     Args:
         device: where the block computes.
@@ -71,7 +70,7 @@ class Probe:
         """Once the call has ended and :meth:`read` was called."""
         self.values: tuple[Value, ...] = ()
         self.saves_at: tuple[int, ...] = ()
-        self._ended: tuple[list[Call], tuple[Value, ...]] | None = None
+        self._ended: tuple[list[Operator], tuple[Value, ...]] | None = None
 
     @property
     def is_complete(self) -> bool:
@@ -79,55 +78,53 @@ class Probe:
         return self._ended is not None and (not self._was_late or self._tries >= _MOST_TRIES)
 
     @contextmanager
-    def watching(self, trace: Trace) -> Iterator[None]:
+    def watching(self, recorder: Recorder) -> Iterator[None]:
+        """A context around the run of the function."""
         if self._device.type != "cpu":
             _keep_busy(self._device)
             self._busy = torch.Event(self._device)
             self._busy.record(torch.accelerator.current_stream(self._device))
-        with self._watch(trace):
+        with self._watch(recorder):
             yield
 
-    def _watch(self, trace: Trace) -> AbstractContextManager[object]:
-        return _Watch(self, trace)
+    def _watch(self, recorder: Recorder) -> AbstractContextManager[object]:
+        return _Watch(self, recorder)
 
-    def ended(self, trace: Trace, packs: Packs, given: Collection[int]) -> None:
-        count = len(trace.calls)
+    def ended(self, recorder: Recorder) -> None:
+        """The function has returned."""
+        count = len(recorder.operators)
         self._was_late = self._busy is not None and self._busy.query()
         self.note_deaths(count)
         saved_at: dict[int, int] = {}
-        saved_last_at = dict(packs.outside)
-        for pack in packs.all:
-            for value in pack.values:
-                saved_at.setdefault(value, pack.place)
-                saved_last_at[value] = pack.place
-        inputs = {value for values in trace.inputs for value in values}
-        made = trace.makers.keys() | trace.casts
+        saved_last_at: dict[int, int] = {}
+        for each in recorder.saved:
+            if each.value is not None and not each.is_parameter:
+                saved_at.setdefault(each.value, each.place)
+                saved_last_at[each.value] = each.place
+        inputs = {value for values in recorder.inputs for value in values}
+        made = recorder.makers.keys() | recorder.casts
         values = []
-        for number in range(trace.count):
-            maker = trace.makers.get(number)
-            place = None if maker is None else trace.calls.index(maker)
-            is_input = number in inputs and maker is None and self._may_leave(trace, number)
+        for number in range(recorder.count):
+            place = recorder.makers.get(number)
+            is_input = number in inputs and place is None and self._may_leave(recorder, number)
+            is_saved = number in saved_at and (number in made or is_input)
             values.append(
                 Value(
-                    nbytes=self._nbytes.get(number, 0) if number in made else _outside_bytes(trace, number),
+                    nbytes=self._nbytes.get(number, 0) if number in made else _outside_bytes(recorder, number),
                     maker=place,
                     is_input=is_input,
-                    # Inputs may leave at once.
-                    saved_at=0 if is_input and number in packs.outside else saved_at.get(number),
-                    saved_last_at=saved_last_at.get(number) if is_input or number in saved_at else None,
-                    # What is still there may be so because the trace holds it, for a re-run.
-                    dies_at=self._dies_at.get(number, count + (maker is None or number in given or not maker.held)),
-                    is_cast=number in trace.casts,
+                    # Inputs may be offloaded at once.
+                    saved_at=(0 if is_input else saved_at[number]) if is_saved else None,
+                    saved_last_at=saved_last_at[number] if is_saved else None,
+                    dies_at=self._dies_at.get(number, count + (place is None or number in recorder.outputs)),
+                    is_cast=number in recorder.casts,
                 )
             )
-        self.saves_at = tuple(packs.saves_at)
-        self._ended = list(trace.calls), tuple(values)
-        self._inputs = list(trace.inputs)
-        self._opaque = trace.values.opaque is not None
+        self.saves_at = tuple(recorder.saves_at)
+        self._ended = list(recorder.operators), tuple(values)
+        self._inputs = list(recorder.inputs)
+        self._opaque = recorder.values.opaque is not None
         self._alive.clear()
-
-    def asked(self, place: int, tensor: torch.Tensor, handle: object) -> None:
-        """Of its backward nothing is looked at here."""
 
     def read(self, shared: Collection[int]) -> None:
         """Make what was seen a profile. Waits for the device.
@@ -171,12 +168,11 @@ class Probe:
             return float(end - start)
         return float(start.elapsed_time(end)) / 1e3
 
-    def _may_leave(self, trace: Trace, number: int) -> bool:
-        outside = trace.outside[number]
-        tensor = outside.tracker
+    def _may_leave(self, recorder: Recorder, number: int) -> bool:
+        outside = recorder.outside[number]
         # A leaf is somebody's own, who holds it anyway.
-        is_ours = tensor.device == self._device and not (outside.is_leaf and outside.has_gradient)
-        return is_ours and not outside.is_dead() and tensor.is_floating_point()
+        is_ours = outside.device == self._device and not (outside.is_leaf and outside.requires_grad)
+        return is_ours and outside.storage() is not None and outside.is_floating_point
 
     # For the watch.
 
@@ -203,34 +199,34 @@ class Probe:
         torch.accelerator.reset_peak_memory_stats(self._device)
         return now, peak
 
-    def note(self, trace: Trace, place: int, output: Any, note: _Note) -> None:
+    def note(self, recorder: Recorder, place: int, output: Any, note: _Note) -> None:
         """An operator has run, and was counted."""
         self._notes[place] = note
-        makes = trace.calls[place].makes
+        makes = recorder.operators[place].makes
         for part in tensors_in(output if isinstance(output, (list, tuple)) else (output,)):
-            value = trace.values.find(part)
+            value = recorder.values.find(part)
             if value in makes:
                 self._alive[value] = weakref.ref(part.untyped_storage())
                 self._note_bytes(value, part)
 
-    def note_cast(self, trace: Trace, output: Any) -> None:
+    def note_cast(self, recorder: Recorder, output: Any) -> None:
         """An operator has run that was not counted."""
         for part in tensors_in((output,)):
-            value = trace.values.find(part)
-            if value in trace.casts:
+            value = recorder.values.find(part)
+            if value in recorder.casts:
                 self._note_bytes(value, part)
 
     def _note_bytes(self, value: int, tensor: torch.Tensor) -> None:
         self._nbytes[value] = -(-tensor.untyped_storage().nbytes() // _GRAIN) * _GRAIN
 
 
-class WatchedRegion:
-    """An :class:`~spillway.regions.observer.Observer` of one call, that may be watched by a probe.
+class WatchedCall:
+    """An :class:`~spillway.regions.observer.Observer` of one call.
 
     Args:
-        probe: also watches it, operator by operator.
+        probe: measures its operators, if they are to be measured.
         asked: is told when backward is given what was saved after so many operators, and gets that and its handle.
-        casts: is given each storage that a leaf was cast to, when the call has ended.
+        casts: is given each storage that a leaf was cast to.
     """
 
     def __init__(
@@ -241,18 +237,18 @@ class WatchedRegion:
     ) -> None:
         self._probe = probe
         self.asked = asked
-        self._casts = casts
+        self.casts = casts
 
-    def watching(self, trace: Trace) -> AbstractContextManager[object]:
-        return nullcontext() if self._probe is None else self._probe.watching(trace)
+    @property
+    def wants_operators(self) -> bool:
+        return self._probe is not None
 
-    def ended(self, trace: Trace, packs: Packs, given: Collection[int]) -> None:
+    def watching(self, recorder: Recorder) -> AbstractContextManager[object]:
+        return nullcontext() if self._probe is None else self._probe.watching(recorder)
+
+    def ended(self, recorder: Recorder) -> None:
         if self._probe is not None:
-            self._probe.ended(trace, packs, given)
-        for value in trace.casts:
-            storage = trace.outside[value].storage()
-            if storage is not None:
-                self._casts(storage)
+            self._probe.ended(recorder)
 
 
 def _keep_busy(device: torch.device) -> None:
@@ -268,41 +264,38 @@ def _keep_busy(device: torch.device) -> None:
 
 
 class _Watch(OperatorMode):
-    """Sits on top of the mode that writes the trace."""
+    """Sits on top of the mode that records."""
 
-    def __init__(self, probe: Probe, trace: Trace) -> None:
+    def __init__(self, probe: Probe, recorder: Recorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._probe = probe
-        self._trace = trace
+        self._recorder = recorder
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        probe, trace = self._probe, self._trace
-        place = len(trace.calls)
+        probe, recorder = self._probe, self._recorder
+        place = len(recorder.operators)
         probe.note_deaths(place)
         before, _ = probe.allocated()
         start = probe.instant()
         output = func(*args, **(kwargs or {}))
         end = probe.instant()
         after, peak = probe.allocated()
-        if len(trace.calls) > place:
-            probe.note(trace, place, output, _Note(start, end, max(peak - max(before, after), 0)))
+        if len(recorder.operators) > place:
+            probe.note(recorder, place, output, _Note(start, end, max(peak - max(before, after), 0)))
         else:
-            probe.note_cast(trace, output)
+            probe.note_cast(recorder, output)
         return output
 
 
-def _again(call: Call) -> Again:
-    if call.is_settled:
-        return Again.GIVEN
-    if call.is_only_a_view:
+def _again(operator: Operator) -> Again:
+    if operator.is_view:
         return Again.VIEW
-    if not call.plain or call.facts.reshapes or not call.depends:
-        return Again.ALWAYS
-    return Again.FREE
+    return Again.ALWAYS if operator.always_runs else Again.FREE
 
 
-def _outside_bytes(trace: Trace, number: int) -> int:
-    storage = trace.outside[number].storage() if number in trace.outside else None
+def _outside_bytes(recorder: Recorder, number: int) -> int:
+    outside = recorder.outside.get(number)
+    storage = None if outside is None else outside.storage()
     return 0 if storage is None else storage.nbytes()

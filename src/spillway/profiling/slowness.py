@@ -77,8 +77,6 @@ class Slowness:
             region=kind.host.region * forward,
             rerun=kind.host.rerun * backward,
             backward=kind.host.backward * backward,
-            unwatched=None if kind.host.unwatched is None else kind.host.unwatched * forward,
-            unwatched_rerun=None if kind.host.unwatched_rerun is None else kind.host.unwatched_rerun * backward,
         )
         return replace(kind, host=host)
 

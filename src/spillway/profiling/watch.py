@@ -31,6 +31,7 @@ the device may lag from the begin of the pass on, as it does in a step whose hos
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 import weakref
@@ -59,8 +60,8 @@ class WatchedCall:
     kind: Hashable
     shared: frozenset[int]
     """Which of its tensors, by their place, an earlier call was given too."""
-    is_seen: bool = True
-    """Whether its operators were looked at."""
+    own_seconds: float = math.inf
+    """What the host needed for the block's own code, without what checkpoints it."""
     cached_bytes: int = 0
     """What leaves were cast to in it, and was there when it had returned."""
 
@@ -217,15 +218,11 @@ class Watch:
         """Whether a backward has come through all the blocks."""
         return ("back", 0) in self._on_their_way
 
-    def count_of(self, kind: Hashable) -> int:
-        """How many calls of a kind there were."""
-        return sum(call.kind == kind for call in self._calls)
-
-    def block_begins(self, name: str, kind: Hashable, inputs: tuple[object, ...], *, is_seen: bool = True) -> int:
+    def block_begins(self, name: str, kind: Hashable, inputs: tuple[object, ...]) -> int:
         """A block is called; gives the number of the call."""
         number = len(self._calls)
         tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
-        self._calls.append(WatchedCall(name, kind, self._shared(tensors), is_seen))
+        self._calls.append(WatchedCall(name, kind, self._shared(tensors)))
         self._fall_behind("started")
         self._mark("forward", number)
         if number == 0:
@@ -243,6 +240,10 @@ class Watch:
             self._forget(number)
         else:
             self._tell_of_gradient(tensors, "back", number)
+
+    def block_ran(self, number: int, seconds: float) -> None:
+        """Its own code has run, which took the host so long."""
+        self._calls[number].own_seconds = seconds
 
     def rerun_begins(self, number: int) -> None:
         """Something of it runs again."""

@@ -1,28 +1,36 @@
-"""Who watches the first run of a region: a profiler."""
+"""Who watches the calls of a checkpointed function: a profiler."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from spillway.regions.packs import Packs
-from spillway.regions.trace import Trace
+if TYPE_CHECKING:
+    from spillway.checkpointing.recorder import Recorder
 
 
 class Observer(Protocol):
-    """Sees what a region does, and changes nothing."""
+    """Sees what a call does, and changes nothing."""
 
-    def watching(self, trace: Trace) -> AbstractContextManager[object]:
-        """A context around the function, inside of the mode that writes the trace."""
+    @property
+    def wants_operators(self) -> bool:
+        """Whether the call's operators are to be measured: then the function runs once more, after its forward."""
         ...
 
-    def ended(self, trace: Trace, packs: Packs, given: Collection[int]) -> None:
-        """The function has returned, and the trace is whole; ``given``: the values that its caller has now."""
+    def watching(self, recorder: Recorder) -> AbstractContextManager[object]:
+        """A context around that run, inside of the mode that records it."""
+        ...
+
+    def ended(self, recorder: Recorder) -> None:
+        """That run has ended."""
+        ...
+
+    def casts(self, storage: torch.UntypedStorage) -> None:
+        """The forward has cast a leaf to this, which is still there."""
         ...
 
     def asked(self, place: int, tensor: torch.Tensor, handle: object) -> None:
-        """Backward has been given what autograd saved after so many operators, by a handle that autograd holds."""
+        """Backward is given what autograd saved after so many operators, by a handle that autograd holds."""
         ...

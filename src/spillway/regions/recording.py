@@ -52,7 +52,7 @@ class Recording(OperatorMode):
         self._script = script
         self._unseen = Unseen()
         self._decides = choices.any
-        self._is_planned = choices.is_planned
+        self._is_planned = choices.planned is not None
         self._locator = Locator(modules=True, operators=False, root=root) if choices.wants_modules else None
 
     @property

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from spillway.planning.outcome import Outcome
 from spillway.planning.plan import BlockPlan, Plan
-from spillway.planning.profile import Again, BlockProfile, Profile
+from spillway.planning.profile import BlockProfile, Profile
 from spillway.planning.tasks import Option
 from spillway.records import Decision
 from spillway.units import format_bytes
@@ -110,7 +110,7 @@ def _operators(kind: BlockProfile, block: BlockPlan, option: Option, outcome: Ou
         price = f"{each.seconds / nbytes * 1e12:.1f} ps a byte" if nbytes else "no bytes"
         if place in planned:
             decision, reason = _WORDS[planned[place].decision], planned[place].reason
-        elif block.plain or each.again is Again.GIVEN:
+        elif block.plain:
             decision, reason = "keep", "the block is left alone" if block.plain else "shapes or the host hang on it"
         elif place in outcome.runs:
             decision, reason = "recompute", f"runs again: {price}"
