@@ -82,6 +82,8 @@ from spillway.regions.tensors import (
 from spillway.regions.verdicts import Verdicts, differed
 
 _KEEP = Decision.KEEP
+_VIEWS = frozenset(("TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "ExpandBackward0"))
+"""Views of a cast weight that a product may save."""
 _next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
 _weak = weakref.ref
 
@@ -645,6 +647,7 @@ class CheckpointedCall:
             checks=self._checks,
             waits=self._is_observed or isinstance(mode, Recorder) or (mode is not None and mode.is_new),
             saves=None if mode is None else mode.saves,
+            asked=mode.was_asked if isinstance(mode, PartialReplay) else None,
         )
         self._run_into(collector, changed, mode)
         return collector
@@ -732,8 +735,10 @@ class CheckpointedCall:
         self._program, self._records = program, False
 
     def _note_cast(self, tensor: torch.Tensor) -> None:
-        """Note a saved tensor that a leaf was cast to."""
-        node = tensor.grad_fn
+        """Note a saved tensor that a leaf was cast to, or a view of one."""
+        node: Any = tensor.grad_fn
+        while node is not None and node.name() in _VIEWS:
+            node = node.next_functions[0][0]
         if node is None or node.name() != "ToCopyBackward0" or not is_strided(tensor):
             return
         if hasattr(node.next_functions[0][0], "variable"):

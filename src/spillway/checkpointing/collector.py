@@ -45,6 +45,7 @@ class Collector:
         checks: bool,
         waits: bool,
         saves: Callable[[int, torch.Tensor], None] | None = None,
+        asked: Callable[[], Exception] | None = None,
         holds: bool = True,
     ) -> None:
         self._label = label
@@ -60,6 +61,8 @@ class Collector:
         self._checks = checks
         self._waits = waits
         """Whether it must be known now whether values are the same; else the device tells later."""
+        self._asked = asked
+        """In a partial replay, gives the error where the function asks for what it saved, which may have no content."""
         self._holds = holds
         """Whether the graph of the replay has what it saves."""
         self._saves = saves
@@ -111,7 +114,7 @@ class Collector:
             self._other = f"more tensors than the {len(self._metas)} of the forward pass"
         with below_modes(tensor):
             alias = alias_of(tensor)
-            cell = [alias]
+            cell = [alias] if self._asked is None or number in self._wanted else []
             self._cells.append(cell)
             if self._prints is not None:
                 self._compare_pending(node)
@@ -148,6 +151,8 @@ class Collector:
             raise Enough
         if cell:
             return cell[0]
+        if self._asked is not None and not self.has_ended:
+            raise self._asked()
         raise RecomputeError(
             f"backward reached a graph that {self._label} left behind when it was recomputed. Backward may go through "
             f"the graph of the forward pass only. Return what the function keeps in a module or a list as an output."

@@ -117,6 +117,10 @@ class PartialReplay(OperatorMode):
             return
         raise self._other("it saves another tensor than the one that was preserved")
 
+    def was_asked(self) -> Differs:
+        """The function takes a gradient of what it computes."""
+        return self._other("it takes a gradient of what it computes")
+
     def is_held(self) -> bool:
         """Whether somebody still holds memory without content, when the replay is over."""
         return any(storage() is not None for storage in self._empty.values())

@@ -116,7 +116,10 @@ class Probe:
                     # Inputs may be offloaded at once.
                     saved_at=(0 if is_input else saved_at[number]) if is_saved else None,
                     saved_last_at=saved_last_at[number] if is_saved else None,
-                    dies_at=self._dies_at.get(number, count + (place is None or number in recorder.outputs)),
+                    # The caller holds the outputs.
+                    dies_at=count + 1
+                    if place is None or number in recorder.outputs
+                    else self._dies_at.get(number, count),
                     is_cast=number in recorder.casts,
                 )
             )
