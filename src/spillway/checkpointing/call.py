@@ -29,30 +29,24 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from spillway.capture.dynamo import untraced
-from spillway.capture.handles import KeptHandle, check_version, unpack
+from spillway.capture.handles import check_version, unpack
 from spillway.capture.hooks import Pass
 from spillway.checkpointing.collector import Collector, Meta, alias_of, meta_of
-from spillway.checkpointing.contents import copy_of, has_content_of, overlap, print_of, prints_of
+from spillway.checkpointing.contents import print_of
 from spillway.checkpointing.learned import Learned
-from spillway.checkpointing.reached import ReachedTensors
-from spillway.checkpointing.refused import RefusedTensor
+from spillway.checkpointing.replayable import ReplayableCall
 from spillway.errors import RecomputeError
 from spillway.records import Decision
-from spillway.regions.generators import drawing, generators_of, states_of
-from spillway.regions.globals import Ambience
 from spillway.regions.packs import Enough
 from spillway.regions.python_state import PythonState
-from spillway.regions.refusing import Refusing
 from spillway.regions.region import keeps_note
 from spillway.regions.replayed_function import ReplayedFunction
 from spillway.regions.rerun import rerunning
@@ -103,24 +97,13 @@ class SavedSlot:
         return self.call.value_of(self)
 
 
-class CheckpointedCall:
+class CheckpointedCall(ReplayableCall):
     """One call. See NOTE [ A checkpointed call ].
 
     Args:
-        function: the function with its arguments and its Python state; called with the tensors among the arguments.
-        state: the Python state before the call.
-        learned: what earlier calls of this kind taught.
-        passage: the forward scope that the call belongs to: counts bytes, and offloads inputs if asked to.
-        inputs: what is done with the tensors among the arguments; ``None``: what the hooks around the call do.
-        verdicts: takes comparisons whose outcome the device has yet to tell.
-        label: names the function in messages.
+        function: see :class:`ReplayableCall`, as all that follows but these two.
         stops_early: whether a replay ends with the last tensor that is wanted.
-        draws: whether the replay draws the random numbers of forward.
         checks: whether shape, dtype and device of what is saved are compared.
-        compares: whether the values of each call are compared, and not only of samples.
-        is_captured: whether the call is captured into a graph, where nothing is compared.
-        unused: selectors that choose nothing, for a note.
-        tell_outer: called before each replay, for a region around that still runs.
     """
 
     def __init__(
@@ -141,47 +124,33 @@ class CheckpointedCall:
         unused: Sequence[object] = (),
         tell_outer: Callable[[], None] | None = None,
     ) -> None:
-        self._function = function
-        self._state = state
-        self._learned = learned
-        self._passage = passage
-        self._inputs = inputs
-        self._verdicts = verdicts
-        self._label = label
+        super().__init__(
+            function,
+            state,
+            learned,
+            passage,
+            inputs,
+            verdicts,
+            label=label,
+            draws=draws,
+            compares=compares,
+            is_captured=is_captured,
+            unused=unused,
+            tell_outer=tell_outer,
+        )
         self._stops_early = stops_early
-        self._draws = draws
         self._checks = checks
-        self._unused = unused
-        self._tell_outer = tell_outer
         self._keeps = False
         """Whether what autograd saves is kept: see NOTE [ Gradients inside ]."""
-        self._is_captured = is_captured
-        self._is_observed = learned.begins() and not is_captured
-        """Whether it is observed in full: see NOTE [ Learning ]."""
-        self._compares = not is_captured and (compares or self._is_observed or learned.is_sampled())
-        self._ambience = Ambience.now()
-        self._restore: Callable[[], None] = _nothing
-        self._states: list[tuple[torch.Generator, torch.Tensor]] = []
-        """In an observed call: random generators with their states when forward began."""
-        self._devices: set[torch.device] = set()
-        self._tensors: list[tuple[Any, Callable[[Any], torch.Tensor], bool, bool]] = []
-        """Of each tensor among the arguments: its handle, how to unpack it, whether it requires grad, and whether the
-        function writes it in place."""
-        self._odd: torch.Tensor | None = None
-        """A tensor of a subclass among what the function reads, if there is one: its own code runs, without modes."""
         self._metas: list[Meta] = []
         """Shape, dtype and device of what forward saved."""
         self._slots: list[Callable[[], SavedSlot | None]] = []
         self._prints: dict[int, torch.Tensor] = {}
         """Fingerprints of what forward saved, where values are compared."""
-        self._output_prints: list[torch.Tensor | None] = []
-        """Those of what forward gave."""
         self._pending: list[tuple[int, torch.Tensor, int]] = []
         """What was saved by the operator that runs, which may write it yet, with the number of its node."""
         self._storages: dict[int, int] = {}
         """In an observed call: memory of what forward saved, by numbers."""
-        self._reached: ReachedTensors
-        """What the function can reach besides its arguments."""
         self._lock = threading.RLock()
         self._is_running = False
         self._is_replaying = False
@@ -195,30 +164,9 @@ class CheckpointedCall:
             first: runs it, with the caller's own arguments.
             tensors: the tensors among the arguments.
         """
-        if not self._is_captured:
-            self._verdicts.send()
-            self._verdicts.read()
-        learned, observed = self._learned, self._is_observed
-        if learned.written_inputs and overlap(tensors, learned.written_inputs):
-            # Copies would be apart from each other.
-            self._passage.ledger.note(
-                f"{self._label} writes an argument that shares memory with another one. What autograd saves in it is "
-                f"kept, not recomputed."
-            )
+        if not self._may_begin(tensors):
             return first()
-        self._devices = {tensor.device for tensor in tensors}
-        if self._draws:
-            generators = generators_of(self._devices)
-            self._restore = states_of(generators)
-            if observed:
-                self._states = [(each, each.get_state()) for each in generators]
-        named = self._state.reachable()
-        self._odd = next((each for each in (*tensors, *(each for _, each in named)) if type(each) not in PLAIN), None)
-        with below_modes(self._odd):
-            copies = self._save_inputs(tensors)
-            self._reached = ReachedTensors(named, learned, self._odd, is_observed=observed, is_compared=self._compares)
-            self._passage.flush()
-        input_versions = [-1 if tensor.is_inference() else tensor._version for tensor in tensors] if observed else []
+        self._forward_begins(tensors)
         self._is_running, output = True, None
         try:
             with saved_tensors_hooks(self._packing(), unpack):
@@ -227,42 +175,8 @@ class CheckpointedCall:
             self._is_running = False
             with below_modes(self._odd):
                 self._print_pending(None)
-                if self._compares:
-                    self._output_prints = prints_of(output)
-                self._reached.forward_ended()
-                if observed:
-                    self._learn(output, tensors, input_versions, copies)
-                if learned.state:
-                    self._note_state()
-                self._passage.flush()
+                self._forward_ended(output, tensors)
         return output
-
-    def _save_inputs(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-        """Have the arguments saved; gives copies of them, in an observed call."""
-        around = _top_saved_tensors_default_hooks(True)
-        passage, is_light = self._passage, False
-        pack: Callable[[torch.Tensor], Any] = KeptHandle
-        back: Callable[[Any], torch.Tensor] = unpack
-        if self._inputs is not None and self._inputs is not _KEEP:
-            pack = passage.pack_to_leave
-        elif self._inputs is None and around is not None:
-            pack, back = around
-            if getattr(pack, "__self__", None) is passage and passage.keeps_the_rest:
-                # What needs no gradient is mostly alive anyway: to count it is not worth the time.
-                pack, is_light = passage.keep, True
-        written = self._learned.written_inputs
-        copies: list[torch.Tensor | None] = [None] * len(tensors)
-        for place, tensor in enumerate(tensors):
-            if place in written:
-                # What is saved is what it was before.
-                copy = copy_of(tensor)
-                self._tensors.append((KeptHandle(copy), unpack, tensor.requires_grad, True))
-                continue
-            handle = KeptHandle(tensor) if is_light and not tensor.requires_grad else pack(tensor)
-            self._tensors.append((handle, back, tensor.requires_grad, False))
-            if self._is_observed:
-                copies[place] = copy_of(tensor)
-        return copies
 
     def _packing(self) -> Callable[[torch.Tensor], SavedSlot]:
         """The pack hook of forward."""
@@ -304,39 +218,15 @@ class CheckpointedCall:
             if found is not None:
                 self._prints[number] = found
 
-    def _learn(
-        self,
-        output: Any,
-        tensors: Sequence[torch.Tensor],
-        versions: Sequence[int],
-        copies: Sequence[torch.Tensor | None],
-    ) -> None:
-        """An observed call has ended: see NOTE [ Learning ]."""
-        learned = self._learned
-        learned.draws |= any(not torch.equal(a.get_state(), b) for a, b in self._states)
-        learned.state = tuple(dict.fromkeys((*learned.state, *self._state.changed())))
+    def _learn(self, output: Any, tensors: Sequence[torch.Tensor]) -> None:
+        super()._learn(output, tensors)
         # What the function reached before is watched anyway.
         known = {id(tensor) for tensor in self._reached.tensors()}
         kept = (tensor for tensor in self._state.again().tensors() if id(tensor) not in known)
         outside = (*tensors_in(tree_leaves(output)), *kept)
         storages = {each.untyped_storage()._cdata for each in outside if type(each) in PLAIN and is_strided(each)}
-        learned.escaping |= {number for number, storage in self._storages.items() if storage in storages}
+        self._learned.escaping |= {number for number, storage in self._storages.items() if storage in storages}
         self._storages.clear()
-        for place, tensor in enumerate(tensors):
-            copy = copies[place]
-            if copy is None or versions[place] == -1:
-                continue
-            if tensor._version != versions[place] or not has_content_of(tensor, copy):
-                learned.written_inputs |= {place}
-                self._tensors[place] = (KeptHandle(copy), unpack, tensor.requires_grad, True)
-
-    def _note_state(self) -> None:
-        names = self._learned.state
-        self._passage.ledger.note(
-            f"{self._label}: its forward changes Python state ({', '.join(names[:4])}"
-            f"{' and more' if len(names) > 4 else ''}). Each recomputation starts from the state before the forward, "
-            f"and puts the later state back."
-        )
 
     # Backward.
 
@@ -372,11 +262,7 @@ class CheckpointedCall:
 
     @untraced
     def _replay(self) -> None:
-        passage = self._passage
-        if self._tell_outer is not None:
-            self._tell_outer()
-        passage.was_recomputed = True
-        passage.ledger.note_unused(self._unused)
+        self._replay_begins()
         compares = self._compares
         if self._is_running:
             self._print_pending(None)
@@ -390,7 +276,7 @@ class CheckpointedCall:
         if compares and self._is_observed and not self._is_running:
             self._learned.is_validated = True
         values = collector.take()
-        passage.ledger.recomputed_bytes += collector.made_bytes(values)
+        self._passage.ledger.recomputed_bytes += collector.made_bytes(values)
         for number, value in values.items():
             slot = self._slots[number]()
             if slot is not None:
@@ -428,27 +314,14 @@ class CheckpointedCall:
             checks=self._checks,
             waits=self._is_observed,
         )
-        asked: list[RefusedTensor] = []
-        may_go = self._state.replaceable() if changed else set()
-        refused = {id(each): RefusedTensor.of(each, v, asked) for each, v in changed if _may_be_refused(each, may_go)}
-        others = [pair for pair in changed if id(pair[0]) not in refused]
-        refusing = Refusing(others) if others else None
+        with below_modes(self._odd):
+            tensors = [_argument(*each) for each in self._tensors]
+        collector.know([*tensors, *reached.tensors()])
         output = None
-        with drawing:
-            restore = states_of(generators_of(self._devices)) if self._draws else _nothing
-            with below_modes(self._odd):
-                tensors = [_argument(*each) for each in self._tensors]
-            collector.know([*tensors, *reached.tensors()])
+        with self._as_of_forward(tensors, changed) as within:
             try:
-                self._restore()
-                with (
-                    rerunning(),
-                    self._ambience.in_force(),
-                    torch.enable_grad(),
-                    saved_tensors_hooks(collector.pack, collector.unpack),
-                    nullcontext() if refusing is None else refusing,
-                ):
-                    output = self._function(*tensors, within=self._as_before(collector, tensors, refused))
+                with rerunning(), saved_tensors_hooks(collector.pack, collector.unpack):
+                    output = self._function(*tensors, within=within(collector.compare_pending))
                     collector.gave(output)
             except Enough:
                 pass
@@ -458,36 +331,8 @@ class CheckpointedCall:
                     raise
             finally:
                 collector.end()
-                restore()
-        if refusing is not None:
-            refusing.check()
-        for each in asked:
-            each.refuse()
         del output
         return collector
-
-    @contextmanager
-    def _as_before(
-        self, collector: Collector, tensors: Sequence[torch.Tensor], refused: dict[int, RefusedTensor]
-    ) -> Iterator[None]:
-        """A context around the function's code, in which reached tensors have the content from before forward."""
-        state, reached = self._state, self._reached
-        sole = state.sole_buffers() if reached.may_be_written else set()
-        with reached.as_before(sole, tensors) as others, state.swapped(others), state.replaced(refused):
-            try:
-                yield
-            finally:
-                # What was saved of them is compared before they are put back.
-                collector.compare_pending()
-
-
-def _nothing() -> None:
-    return None
-
-
-def _may_be_refused(tensor: torch.Tensor, replaceable: set[int]) -> bool:
-    """Whether a stand-in can take its place: see NOTE [ What was written since forward ]."""
-    return id(tensor) in replaceable and type(tensor) in PLAIN and is_strided(tensor)
 
 
 def _argument(handle: Any, back: Callable[[Any], torch.Tensor], requires_grad: bool, is_written: bool) -> torch.Tensor:
