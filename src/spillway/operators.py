@@ -239,6 +239,10 @@ class Choices:
             return bool(self._planned.decisions)
         return self.any or bool(self.saved_by)
 
+    def names(self, option: str) -> bool:
+        """Whether ``save`` or ``offload`` names anything but the inputs."""
+        return any(name == option and any(each != INPUTS for each in selectors) for selectors, name in self.said)
+
     def by_name(self, operator: Any) -> Decision | None:
         """The decision, if it follows from the operator alone."""
         try:

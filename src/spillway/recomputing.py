@@ -12,16 +12,14 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 from torch._C._autograd import _top_saved_tensors_default_hooks
-from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from spillway.capture.alone import see_again
 from spillway.capture.dynamo import has_compiled, keep_out, untraced
-from spillway.capture.handles import pack_kept, unpack
 from spillway.capture.hooks import Pass, in_backward, refuse_transforms
 from spillway.checkpointing.call import CheckpointedCall
 from spillway.checkpointing.learned import Learned
+from spillway.checkpointing.reentrant import ReentrantCall
 from spillway.errors import UsageError
 from spillway.operators import Choices, Planned, Selector
 from spillway.records import Decision
@@ -33,13 +31,13 @@ from spillway.regions.partition import Partition
 from spillway.regions.proofs import Proofs
 from spillway.regions.python_state import PythonState
 from spillway.regions.region import Region, Surroundings, keeps_note, surroundings
-from spillway.regions.regraph import Regraph
 from spillway.regions.replayed_function import ReplayedFunction
 from spillway.regions.rerun import in_rerun
 from spillway.regions.script import Script, TapeKey
 from spillway.regions.skimmed import Skimmed
 from spillway.regions.tape import Tape
 from spillway.regions.unwatched import Unwatched
+from spillway.regions.verdicts import Verdicts
 from spillway.session import Session
 
 if TYPE_CHECKING:
@@ -106,15 +104,17 @@ class Recompute:
             raise UsageError(f"verify: got {self.verify!r}, expected one of {', '.join(map(repr, _VERIFIES))}")
         choices = Choices(self.save, self.offload, self.policy)
         if self.use_reentrant:
-            for name, given in (
-                ("determinism_check='none'", self.determinism_check == "none"),
-                ("drop_output", self.drop_output),
-                ("saved_by", bool(choices.saved_by)),
+            kept, plain = "saves nothing that could be kept", "runs without autograd"
+            for name, given, why in (
+                ("save", choices.names("save"), kept),
+                ("offload of more than 'inputs'", choices.names("offload"), kept),
+                ("policy", self.policy is not None, kept),
+                ("drop_output", self.drop_output, plain),
+                ("determinism_check='none'", self.determinism_check == "none", plain),
             ):
                 if given:
                     raise UsageError(
-                        f"{name}: got it with use_reentrant=True, whose first run is without autograd, expected "
-                        f"use_reentrant=False"
+                        f"got {name} with use_reentrant=True, whose forward {why}, expected use_reentrant=False"
                     )
         object.__setattr__(self, "choices", choices)
         object.__setattr__(self, "tape_key", self._tape_key())
@@ -127,7 +127,7 @@ class Recompute:
 
     def _tape_key(self) -> Hashable:
         """What tells options apart under which other things are done; ``None``: regions run their function again."""
-        if not (self.early_stop and self.preserve_rng_state) or self.use_reentrant or self.drop_output:
+        if not (self.early_stop and self.preserve_rng_state) or self.drop_output:
             return None
         if isinstance(self.policy, Planned):
             return self.policy
@@ -272,8 +272,8 @@ def _call_region(
     keep_out()
     arguments = Arguments(args, kwargs)
     tensors = arguments.take()
-    if how.use_reentrant and not any(tensor.requires_grad for tensor in tensors):
-        return _without_input_grads(how, function, args, kwargs, session)
+    if how.use_reentrant and not any(tensor.requires_grad for tensor in tensors) and not _has_gradients(function):
+        return function(*args, **kwargs)
 
     def first() -> Any:
         return function(*args, **kwargs)
@@ -284,23 +284,12 @@ def _call_region(
         state = PythonState(function, arguments.objects())
         if state.has_iterators or state.is_lazy or state.writes_parameters:
             return first()
-        if not how.use_reentrant:
-            return CheckpointedCall(
-                ReplayedFunction(function, arguments, state),
-                state,
-                Learned.believed(),
-                owner.current_pass(),
-                Decision.KEEP if how.choices.inputs is not None else None,
-                owner.verdicts,
-                label=_label(function),
-                stops_early=how.early_stop,
-                draws=how.preserve_rng_state,
-                checks=False,
-            ).run(first, tensors)
-        if owner.proofs(_identity_of(function, arguments.callables())).takes_gradients:
-            return first()
-        with nullcontext() if how.choices.inputs is None else saved_tensors_hooks(pack_kept, unpack):
-            return _checked(how, ReplayedFunction(function, arguments, state, is_first=True), tensors)
+        again = ReplayedFunction(function, arguments, state, reentrant=how.use_reentrant)
+        inputs = Decision.KEEP if how.choices.inputs is not None else None
+        passage = owner.current_pass()
+        return _replayable(
+            how, again, state, Learned.believed(), passage, inputs, owner.verdicts, label=_label(function)
+        ).run(first, tensors)
     session = session if session is not None else Session.default()
     session.check_open()
     see_again()
@@ -343,30 +332,29 @@ def _call_region(
     again = ReplayedFunction(function, arguments, state, reentrant=how.use_reentrant)
     is_steered = getattr(function, "is_steered", False)
     if _is_plain(how, partition, observer) and not is_steered:
-        learned = _learned(proofs, function, tensors, arguments)
+        learned = _learned(how, proofs, function, tensors, arguments)
         if learned.takes_gradients:
             passage.ledger.note(keeps_note(_label(function)))
             return first()
         is_captured = any(passage.is_captured(tensor.device) for tensor in tensors)
         if is_captured:
             learned.check_capture(draws=how.preserve_rng_state)
-        checkpointed = CheckpointedCall(
+        replayable = _replayable(
+            how,
             again,
             state,
             learned,
             passage,
-            choices.inputs if around is not Surroundings.TORCH or choices.inputs is not None else None,
+            choices.inputs,
             session.verdicts,
             label=_label(function),
-            stops_early=how.early_stop,
-            draws=how.preserve_rng_state and not is_captured,
             checks=how.determinism_check != "none",
             compares=how.verify == "always",
             is_captured=is_captured,
             unused=choices.unused(),
             tell_outer=None if outer is None else outer.has_gradient_inside,
         )
-        return checkpointed.run(first, tensors)
+        return replayable.run(first, tensors)
     if proofs.takes_gradients:
         passage.ledger.note(keeps_note(_label(function)))
         return first()
@@ -393,7 +381,7 @@ def _call_region(
         root=_module_of(function),
         label=_label(function),
         surroundings=around,
-        reentrant=how.use_reentrant,
+        reentrant=False,
         stops_early=how.early_stop and not how.drop_output,
         draws=how.preserve_rng_state,
         drops_output=how.drop_output,
@@ -417,26 +405,58 @@ call_untraced_region = untraced(_call_region)
 
 def _is_plain(how: Recompute, partition: Partition | None, observer: Observer | None) -> bool:
     """Whether everything is recomputed: then the function needs no modes."""
-    hooks: tuple[object, object] | None = _top_saved_tensors_default_hooks(True)
-    if hooks is not None and isinstance(getattr(hooks[0], "__self__", None), Regraph):
-        # A reentrant region around runs again, under a mode that redirects what is written.
-        return False
-    special = how.use_reentrant or how.drop_output or partition is not None or observer is not None
+    if how.use_reentrant:
+        return partition is None
+    special = how.drop_output or partition is not None or observer is not None
     # What a plan foresees of memory are the parts of tapes.
     return not (special or how.choices.preserves or how.choices.is_planned)
 
 
 def _learned(
-    proofs: Proofs, function: Callable[..., Any], tensors: Sequence[torch.Tensor], arguments: Arguments
+    how: Recompute, proofs: Proofs, function: Callable[..., Any], tensors: Sequence[torch.Tensor], arguments: Arguments
 ) -> Learned:
-    """What calls of this kind taught: by types of tensors, flags and numbers, and whether the module trains."""
+    """What calls of such a kind taught: types of tensors, flags, numbers, the mode, and whether the module trains."""
     types = tuple([(tensor.dtype, tensor.dim(), tensor.requires_grad) for tensor in tensors])
-    kind: Hashable = (types, arguments.numbers(), getattr(_module_of(function), "training", None))
+    kind: Hashable = (types, arguments.numbers(), getattr(_module_of(function), "training", None), how.use_reentrant)
     if kind not in proofs.learned and len(proofs.learned) >= _MOST_KINDS:
         # A number may count calls.
-        kind = types
+        kind = types, how.use_reentrant
     learned: Learned = proofs.learned.setdefault(kind, Learned())
     return learned
+
+
+def _replayable(
+    how: Recompute,
+    again: ReplayedFunction,
+    state: PythonState,
+    learned: Learned,
+    passage: Pass,
+    inputs: Decision | None,
+    verdicts: Verdicts,
+    *,
+    checks: bool = False,
+    is_captured: bool = False,
+    **others: Any,
+) -> CheckpointedCall | ReentrantCall:
+    """The call, in the mode that was asked for."""
+    draws = how.preserve_rng_state and not is_captured
+    if how.use_reentrant:
+        return ReentrantCall(
+            again, state, learned, passage, inputs, verdicts, draws=draws, is_captured=is_captured, **others
+        )
+    return CheckpointedCall(
+        again,
+        state,
+        learned,
+        passage,
+        inputs,
+        verdicts,
+        stops_early=how.early_stop,
+        draws=draws,
+        checks=checks,
+        is_captured=is_captured,
+        **others,
+    )
 
 
 def _run_in(
@@ -444,7 +464,14 @@ def _run_in(
 ) -> Any:
     """What a region gives that runs inside of torch's checkpoint."""
     with InputHooks(region, tensors, passage, how.choices.inputs, partition).pushed():
-        output = _checked(how, region.run, tensors)
+        output = checkpoint(
+            region.run,
+            *tensors,
+            use_reentrant=False,
+            preserve_rng_state=how.preserve_rng_state,
+            early_stop=how.early_stop,
+            determinism_check=how.determinism_check,
+        )
     if region.error is not None:
         error, region.error = region.error, None
         try:
@@ -525,9 +552,10 @@ def _tell_outer() -> Region | None:
     """The region around, if it is one, has another in it; gives that region."""
     hooks: tuple[object, object] | None = _top_saved_tensors_default_hooks(True)
     outer = None if hooks is None else getattr(hooks[0], "__self__", None)
-    if isinstance(outer, (Region, Regraph)):
-        outer.has_inner = True
-    return outer if isinstance(outer, Region) else None
+    if not isinstance(outer, Region):
+        return None
+    outer.has_inner = True
+    return outer
 
 
 def _partition(how: Recompute, passage: Pass, around: Surroundings) -> Partition | None:
@@ -579,57 +607,12 @@ def _is_filled(cell: Any) -> bool:
     return True
 
 
-def _checked(how: Recompute, run: Callable[..., Any], tensors: list[torch.Tensor]) -> Any:
-    """What a function gives inside of torch's checkpoint."""
-    if not how.use_reentrant:
-        return checkpoint(
-            run,
-            *tensors,
-            use_reentrant=False,
-            preserve_rng_state=how.preserve_rng_state,
-            early_stop=how.early_stop,
-            determinism_check=how.determinism_check,
-        )
-    # The reentrant mode gives gradients to a flat tuple only.
-    specs: list[Any] = []
-
-    def run_flat(*tensors: torch.Tensor) -> tuple[Any, ...]:
-        leaves, spec = tree_flatten(run(*tensors))
-        specs[:] = [spec]
-        return tuple(_with_a_gradient(leaves) if torch.is_grad_enabled() else leaves)
-
-    leaves = checkpoint(run_flat, *tensors, use_reentrant=True, preserve_rng_state=how.preserve_rng_state)
-    return tree_unflatten(list(leaves), specs[0])
-
-
-def _with_a_gradient(leaves: list[Any]) -> list[Any]:
-    """Outputs of a reentrant re-run: where none needs a gradient, one gets an end of its own. Torch refuses none."""
-    tensors = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-    if any(leaves[place].requires_grad for place in tensors):
-        return leaves
-    for place in tensors:
-        if leaves[place].is_floating_point() or leaves[place].is_complex():
-            leaves[place] = leaves[place].detach().requires_grad_()
-    return leaves
-
-
-def _without_input_grads(
-    how: Recompute, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], session: Session | None
-) -> Any:
-    """The reentrant mode sees a gradient only through an input: parameters alone get one by an input of ours."""
+def _has_gradients(function: Callable[..., Any]) -> bool:
+    """Whether a module, of which no input requires grad, has parameters that do."""
     module = _module_of(function)
     if module is None:
         raise UsageError(
             f"use_reentrant=True: got no input that requires grad for {function!r}, expected one, or a module whose "
             f"parameters do; use use_reentrant=False"
         )
-    if not any(parameter.requires_grad for parameter in module.parameters()):
-        return function(*args, **kwargs)
-    ticket = torch.empty(0, requires_grad=True)
-
-    def with_ticket(ticket: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return function(*args, **kwargs)
-
-    # By this the module is known, and its Python state.
-    with_ticket.__self__ = module  # type: ignore[attr-defined]
-    return call_region(how, with_ticket, (ticket, args, kwargs), {}, session)
+    return any(parameter.requires_grad for parameter in module.parameters())

@@ -75,11 +75,11 @@ class Collector:
 
     def know(self, tensors: Sequence[torch.Tensor]) -> None:
         """These are there without the replay."""
-        self._known = _storages_of(tensors).keys()
+        self._known = storages_of(tensors).keys()
 
     def made_bytes(self, values: dict[int, tuple[torch.Tensor, int]]) -> int:
         """Bytes of the storages that the replay made."""
-        made = _storages_of([tensor for tensor, _ in values.values()])
+        made = storages_of([tensor for tensor, _ in values.values()])
         return sum(nbytes for storage, nbytes in made.items() if storage not in self._known)
 
     def pack(self, tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -96,7 +96,7 @@ class Collector:
             return [tensor.detach()]
         if number < len(self._metas):
             if self._checks and not self._other and (meta := meta_of(tensor)) != self._metas[number]:
-                self._other = f"tensor {number} is {_named(meta)}, and was {_named(self._metas[number])}"
+                self._other = f"tensor {number} is {name_of(meta)}, and was {name_of(self._metas[number])}"
         elif not self._other:
             self._other = f"more tensors than the {len(self._metas)} of the forward pass"
         with below_modes(tensor):
@@ -223,7 +223,7 @@ class Collector:
         )
 
 
-def _storages_of(tensors: Sequence[torch.Tensor]) -> dict[int, int]:
+def storages_of(tensors: Sequence[torch.Tensor]) -> dict[int, int]:
     """Storages of the tensors, and of the parts of wrappers, with their bytes."""
     found = {}
     for tensor in tensors if all(type(each) in PLAIN for each in tensors) else tensors_in(tensors):
@@ -251,5 +251,8 @@ def meta_of(tensor: torch.Tensor) -> Meta:
         return tensor.numel(), tensor.dtype, tensor.device
 
 
-def _named(meta: Meta) -> str:
+def name_of(meta: Meta | None) -> str:
+    """How an error names it; ``None``: no tensor."""
+    if meta is None:
+        return "no tensor"
     return f"{tuple(meta[0]) if isinstance(meta[0], torch.Size) else meta[0]} {meta[1]} on {meta[2]}"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -26,9 +27,10 @@ from spillway.regions.tensors import PLAIN, below_modes, is_strided
 from spillway.regions.verdicts import Verdicts
 
 _KEEP = Decision.KEEP
-Within = Callable[[Callable[[], None]], AbstractContextManager[None]]
+HasRun = Callable[[Iterable[torch.Tensor]], None]
+Within = Callable[[HasRun], AbstractContextManager[None]]
 """Makes the context that goes around the function's code in a replay. What it is given is called when that has run, and
-before reached tensors get their content of now back."""
+before reached tensors get their content of now back, with those that the code may have written."""
 
 
 class ReplayableCall:
@@ -238,7 +240,7 @@ class ReplayableCall:
 
     @contextmanager
     def _as_before(
-        self, tensors: Sequence[torch.Tensor], refused: dict[int, RefusedTensor], has_run: Callable[[], None]
+        self, tensors: Sequence[torch.Tensor], refused: dict[int, RefusedTensor], has_run: HasRun
     ) -> Iterator[None]:
         """A context around the function's code, in which reached tensors have the content from before forward."""
         state, reached = self._state, self._reached
@@ -248,7 +250,7 @@ class ReplayableCall:
                 yield
             finally:
                 # What was saved of them is compared before they are put back.
-                has_run()
+                has_run(chain(others.values(), reached.protected()))
 
 
 def _nothing() -> None:
