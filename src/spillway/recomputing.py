@@ -331,7 +331,7 @@ def _call_region(
         return first()
     again = ReplayedFunction(function, arguments, state, reentrant=how.use_reentrant)
     is_steered = getattr(function, "is_steered", False)
-    if _is_plain(how, partition, observer) and not is_steered:
+    if _is_plain(how, observer) and not is_steered:
         learned = _learned(how, proofs, function, tensors, arguments)
         if learned.takes_gradients:
             passage.ledger.note(keeps_note(_label(function)))
@@ -351,6 +351,7 @@ def _call_region(
             checks=how.determinism_check != "none",
             compares=how.verify == "always",
             is_captured=is_captured,
+            partition=partition,
             unused=choices.unused(),
             tell_outer=None if outer is None else outer.has_gradient_inside,
         )
@@ -403,11 +404,9 @@ call_region: Callable[..., Any] = torch._disable_dynamo(_call_region)  # type: i
 call_untraced_region = untraced(_call_region)
 
 
-def _is_plain(how: Recompute, partition: Partition | None, observer: Observer | None) -> bool:
+def _is_plain(how: Recompute, observer: Observer | None) -> bool:
     """Whether everything is recomputed: then the function needs no modes."""
-    if how.use_reentrant:
-        return partition is None
-    special = how.drop_output or partition is not None or observer is not None
+    special = how.drop_output or observer is not None
     # What a plan foresees of memory are the parts of tapes.
     return not (special or how.choices.preserves or how.choices.is_planned)
 

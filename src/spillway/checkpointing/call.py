@@ -46,6 +46,7 @@ from spillway.checkpointing.replayable import ReplayableCall
 from spillway.errors import RecomputeError
 from spillway.records import Decision
 from spillway.regions.packs import Enough
+from spillway.regions.partition import Partition
 from spillway.regions.python_state import PythonState
 from spillway.regions.region import keeps_note
 from spillway.regions.replayed_function import ReplayedFunction
@@ -121,6 +122,7 @@ class CheckpointedCall(ReplayableCall):
         checks: bool,
         compares: bool = False,
         is_captured: bool = False,
+        partition: Partition | None = None,
         unused: Sequence[object] = (),
         tell_outer: Callable[[], None] | None = None,
     ) -> None:
@@ -135,6 +137,7 @@ class CheckpointedCall(ReplayableCall):
             draws=draws,
             compares=compares,
             is_captured=is_captured,
+            partition=partition,
             unused=unused,
             tell_outer=tell_outer,
         )
@@ -251,6 +254,7 @@ class CheckpointedCall(ReplayableCall):
                     self._replay()
                 finally:
                     self._is_replaying = False
+                    self._replay_ended()
             assert slot.value is not None
             value, version = slot.value
             if not self._keeps:
@@ -315,7 +319,8 @@ class CheckpointedCall(ReplayableCall):
             waits=self._is_observed,
         )
         with below_modes(self._odd):
-            tensors = [_argument(*each) for each in self._tensors]
+            backs = zip(self._inputs_back(), self._tensors, strict=True)
+            tensors = [_argument(tensor, needs_grad, written) for tensor, (*_, needs_grad, written) in backs]
         collector.know([*tensors, *reached.tensors()])
         output = None
         with self._as_of_forward(tensors, changed) as within:
@@ -335,9 +340,8 @@ class CheckpointedCall(ReplayableCall):
         return collector
 
 
-def _argument(handle: Any, back: Callable[[Any], torch.Tensor], requires_grad: bool, is_written: bool) -> torch.Tensor:
-    """One of the function's tensors, by its handle."""
-    tensor = back(handle)
+def _argument(tensor: torch.Tensor, requires_grad: bool, is_written: bool) -> torch.Tensor:
+    """One of the function's tensors as a replay is given it."""
     if tensor.requires_grad and tensor.is_leaf and not is_written:
         return tensor
     if not requires_grad and not is_written:

@@ -126,8 +126,11 @@ class ReentrantCall(ReplayableCall):
             given: those of its outputs.
         """
         self._replay_begins()
-        replay = self._replay()
-        self._check_histories()
+        try:
+            replay = self._replay()
+            self._check_histories()
+        finally:
+            self._replay_ended()
         outputs = [*replay.leaves, *(replay.tensors[place] for place in self._written)]
         wanted = [place for place, output in enumerate(outputs) if given[place] is not None and _needs_grad(output)]
         if wanted:
@@ -169,7 +172,8 @@ class ReentrantCall(ReplayableCall):
     def _run_again(self, *, with_grad: bool = True, mode: AbstractContextManager[Any] = _NOTHING) -> Replay:
         reached = self._reached
         with below_modes(self._odd):
-            pairs = [_input(*each) for each in self._tensors]
+            backs = zip(self._inputs_back(), self._tensors, strict=True)
+            pairs = [_input(tensor, needs_grad, written) for tensor, (*_, needs_grad, written) in backs]
         inputs, tensors = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
         had = {id(tensor) for tensor in (*tensors, *reached.protected()) if tensor.requires_grad}
         written: list[torch.Tensor] = []
@@ -308,11 +312,8 @@ class _Node(torch.autograd.Function):
         return None, None, None, None, None, *call.gradients(given)
 
 
-def _input(
-    handle: Any, back: Callable[[Any], torch.Tensor], requires_grad: bool, is_written: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """One of the function's tensors: the leaf that gets its gradient, and what the function is given."""
-    tensor = back(handle)
+def _input(tensor: torch.Tensor, requires_grad: bool, is_written: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """For one of the function's tensors: the leaf that gets its gradient, and what the function is given."""
     with below_modes(tensor), torch.enable_grad():
         leaf = tensor.detach().requires_grad_(requires_grad)
         if is_written:

@@ -20,6 +20,7 @@ from spillway.checkpointing.refused import RefusedTensor
 from spillway.records import Decision
 from spillway.regions.generators import drawing, generators_of, states_of
 from spillway.regions.globals import Ambience
+from spillway.regions.partition import PartHandle, Partition
 from spillway.regions.python_state import PythonState
 from spillway.regions.refusing import Refusing
 from spillway.regions.replayed_function import ReplayedFunction
@@ -47,6 +48,7 @@ class ReplayableCall:
         draws: whether the replay draws the random numbers of forward.
         compares: whether the values of each call are compared, and not only of samples.
         is_captured: whether the call is captured into a graph, where nothing is compared.
+        partition: how tensors among the arguments are split over ranks; ``None``: not at all.
         unused: selectors that choose nothing, for a note.
         tell_outer: called before each replay, for a region around that still runs.
     """
@@ -64,6 +66,7 @@ class ReplayableCall:
         draws: bool,
         compares: bool = False,
         is_captured: bool = False,
+        partition: Partition | None = None,
         unused: Sequence[object] = (),
         tell_outer: Callable[[], None] | None = None,
     ) -> None:
@@ -75,6 +78,7 @@ class ReplayableCall:
         self._verdicts = verdicts
         self._label = label
         self._draws = draws
+        self._partition = partition
         self._unused = unused
         self._tell_outer = tell_outer
         self._is_captured = is_captured
@@ -89,6 +93,8 @@ class ReplayableCall:
         self._tensors: list[tuple[Any, Callable[[Any], torch.Tensor], bool, bool]] = []
         """Of each tensor among the arguments: its handle, how to unpack it, whether it requires grad, and whether the
         function writes it in place."""
+        self._gathered: list[torch.Tensor] = []
+        """With a partition, in a replay: these tensors."""
         self._copies: list[torch.Tensor | None] = []
         self._versions: list[int] = []
         """In an observed call: copies of these tensors and their versions, until forward has ended."""
@@ -168,8 +174,12 @@ class ReplayableCall:
                 copy = copy_of(tensor)
                 self._tensors.append((KeptHandle(copy), unpack, tensor.requires_grad, True))
                 continue
-            handle = KeptHandle(tensor) if is_light and not tensor.requires_grad else pack(tensor)
-            self._tensors.append((handle, back, tensor.requires_grad, False))
+            if self._partition is not None and self._partition.splits(tensor):
+                part = PartHandle(tensor, self._partition, pack, back, passage.nothing(tensor.device))
+                self._tensors.append((part, unpack, tensor.requires_grad, False))
+            else:
+                handle = KeptHandle(tensor) if is_light and not tensor.requires_grad else pack(tensor)
+                self._tensors.append((handle, back, tensor.requires_grad, False))
             if self._is_observed:
                 self._copies[place] = copy_of(tensor)
 
@@ -202,6 +212,20 @@ class ReplayableCall:
             self._tell_outer()
         self._passage.was_recomputed = True
         self._passage.ledger.note_unused(self._unused)
+
+    def _inputs_back(self) -> list[torch.Tensor]:
+        """The tensors among the arguments.
+
+        Ranks gather theirs once in a replay, since one of them may run the function more often than another.
+        """
+        if self._partition is None:
+            return [back(handle) for handle, back, *_ in self._tensors]
+        if not self._gathered:
+            self._gathered = [back(handle) for handle, back, *_ in self._tensors]
+        return self._gathered
+
+    def _replay_ended(self) -> None:
+        self._gathered = []
 
     @contextmanager
     def _as_of_forward(
