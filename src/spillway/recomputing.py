@@ -349,13 +349,19 @@ def _call_region(
             session.verdicts,
             label=_label(function),
             checks=how.determinism_check != "none",
+            drops_output=how.drop_output,
             compares=how.verify == "always",
             is_captured=is_captured,
             partition=partition,
             unused=choices.unused(),
             tell_outer=None if outer is None else outer.has_gradient_inside,
         )
-        return replayable.run(first, tensors)
+        output = replayable.run(first, tensors)
+        if isinstance(replayable, CheckpointedCall):
+            for tensor, slot in replayable.outputs:
+                session.outputs.add(tensor, slot)
+            replayable.outputs.clear()
+        return output
     if proofs.takes_gradients:
         passage.ledger.note(keeps_note(_label(function)))
         return first()
@@ -406,9 +412,8 @@ call_untraced_region = untraced(_call_region)
 
 def _is_plain(how: Recompute, observer: Observer | None) -> bool:
     """Whether everything is recomputed: then the function needs no modes."""
-    special = how.drop_output or observer is not None
     # What a plan foresees of memory are the parts of tapes.
-    return not (special or how.choices.preserves or how.choices.is_planned)
+    return not (observer is not None or how.choices.preserves or how.choices.is_planned)
 
 
 def _learned(
@@ -434,6 +439,7 @@ def _replayable(
     verdicts: Verdicts,
     *,
     checks: bool = False,
+    drops_output: bool = False,
     is_captured: bool = False,
     **others: Any,
 ) -> CheckpointedCall | ReentrantCall:
@@ -453,6 +459,7 @@ def _replayable(
         stops_early=how.early_stop,
         draws=draws,
         checks=checks,
+        drops_output=drops_output,
         is_captured=is_captured,
         **others,
     )

@@ -39,7 +39,7 @@ from torch.utils._pytree import tree_leaves
 from spillway.capture.dynamo import untraced
 from spillway.capture.handles import check_version, unpack
 from spillway.capture.hooks import Pass
-from spillway.checkpointing.collector import Collector, Meta, alias_of, meta_of
+from spillway.checkpointing.collector import Collector, Meta, alias_of, meta_of, storages_of
 from spillway.checkpointing.contents import print_of
 from spillway.checkpointing.learned import Learned
 from spillway.checkpointing.replayable import ReplayableCall
@@ -98,12 +98,29 @@ class SavedSlot:
         return self.call.value_of(self)
 
 
+class OutputSlot(SavedSlot):
+    """What stands for an output that is dropped: see ``regions/outputs.py``."""
+
+    __slots__ = ("_storage", "index")
+
+    def __init__(self, call: CheckpointedCall, number: int, index: int, output: torch.Tensor) -> None:
+        super().__init__(call, number)
+        self.index = index
+        """Which of the tensors in the output it is."""
+        self._storage = _weak(output.untyped_storage())
+
+    def is_dropped(self) -> bool:
+        """Whether the output has to be computed if it is asked for."""
+        return self._storage() is None
+
+
 class CheckpointedCall(ReplayableCall):
     """One call. See NOTE [ A checkpointed call ].
 
     Args:
-        function: see :class:`ReplayableCall`, as all that follows but these two.
+        function: see :class:`ReplayableCall`, as all that follows but these three.
         stops_early: whether a replay ends with the last tensor that is wanted.
+        drops_output: whether outputs, too, can be computed again: :attr:`outputs` then has them.
         checks: whether shape, dtype and device of what is saved are compared.
     """
 
@@ -120,6 +137,7 @@ class CheckpointedCall(ReplayableCall):
         stops_early: bool,
         draws: bool,
         checks: bool,
+        drops_output: bool = False,
         compares: bool = False,
         is_captured: bool = False,
         partition: Partition | None = None,
@@ -143,11 +161,15 @@ class CheckpointedCall(ReplayableCall):
         )
         self._stops_early = stops_early
         self._checks = checks
+        self._drops_output = drops_output
+        self.outputs: list[tuple[torch.Tensor, OutputSlot]] = []
+        """Outputs that can be computed again, with their slots; whoever reads it clears it."""
         self._keeps = False
         """Whether what autograd saves is kept: see NOTE [ Gradients inside ]."""
         self._metas: list[Meta] = []
         """Shape, dtype and device of what forward saved."""
         self._slots: list[Callable[[], SavedSlot | None]] = []
+        """Those of saved tensors, and then those of outputs that are dropped."""
         self._prints: dict[int, torch.Tensor] = {}
         """Fingerprints of what forward saved, where values are compared."""
         self._pending: list[tuple[int, torch.Tensor, int]] = []
@@ -179,7 +201,17 @@ class CheckpointedCall(ReplayableCall):
             with below_modes(self._odd):
                 self._print_pending(None)
                 self._forward_ended(output, tensors)
+        if self._drops_output and not self._keeps:
+            self._add_output_slots(output, tensors)
         return output
+
+    def _add_output_slots(self, output: Any, tensors: Sequence[torch.Tensor]) -> None:
+        outside = storages_of([*tensors, *self._reached.tensors()])
+        for index, tensor in enumerate(tensors_in(tree_leaves(output))):
+            if type(tensor) in PLAIN and is_strided(tensor) and tensor.untyped_storage()._cdata not in outside:
+                slot = OutputSlot(self, len(self._slots), index, tensor)
+                self._slots.append(_weak(slot))
+                self.outputs.append((tensor, slot))
 
     def _packing(self) -> Callable[[torch.Tensor], SavedSlot]:
         """The pack hook of forward."""
@@ -301,14 +333,18 @@ class CheckpointedCall(ReplayableCall):
 
     def _run_again(self, compares: bool) -> Collector:
         """Run the function, and collect what it saves."""
-        wanted = {number for number, slot in enumerate(self._slots) if slot() is not None}
+        slots = [slot for each in self._slots if (slot := each()) is not None]
+        outputs = {each.number: each.index for each in slots if isinstance(each, OutputSlot) and each.is_dropped()}
+        wanted = {each.number for each in slots if not isinstance(each, OutputSlot)}
+        del slots
         # Within the function itself, forward has come no further.
-        stops = self._is_running or (self._stops_early and not compares)
+        stops = self._is_running or (self._stops_early and not compares and not outputs)
         reached = self._reached
         changed = reached.changed()
         collector = Collector(
             self._label,
             wanted,
+            outputs,
             max(wanted) if stops else None,
             self._metas,
             self._prints if compares else None,

@@ -13,6 +13,7 @@ from collections.abc import Sequence, Set
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from spillway.capture.handles import carry_attributes
 from spillway.checkpointing.contents import print_of, prints_of
@@ -35,6 +36,7 @@ class Collector:
         self,
         label: str,
         wanted: set[int],
+        outputs: dict[int, int],
         until: int | None,
         metas: Sequence[Meta],
         prints: dict[int, torch.Tensor] | None,
@@ -47,6 +49,8 @@ class Collector:
     ) -> None:
         self._label = label
         self._wanted = wanted
+        self._outputs = outputs
+        """Numbers of outputs that are wanted, too, with their places among the tensors of the output."""
         self._until = until
         self._metas = metas
         self._prints = prints
@@ -154,6 +158,13 @@ class Collector:
 
     def gave(self, output: Any) -> None:
         """The function has come to its end."""
+        if self._outputs:
+            tensors = tensors_in(tree_leaves(output))
+            if len(tensors) <= max(self._outputs.values()):
+                self._other = self._other or f"it gave {len(tensors)} tensors"
+                return
+            for number, index in self._outputs.items():
+                self._values[number] = tensors[index], self._version_of(tensors[index])
         if self._prints is None:
             return
         found = prints_of(output)
@@ -209,7 +220,7 @@ class Collector:
 
     def raise_if_other(self) -> None:
         """Raise, if shapes, dtypes, devices or the number of tensors were not those of forward."""
-        if self._other and self._checks:
+        if self._other and (self._checks or not self._values.keys() >= (self._wanted | self._outputs.keys())):
             raise self.error()
 
     def error(self) -> RecomputeError:
