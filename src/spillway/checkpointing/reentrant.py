@@ -128,6 +128,7 @@ class ReentrantCall(ReplayableCall):
         self._replay_begins()
         try:
             replay = self._replay()
+            self._learned.is_validated |= self._is_observed
             self._check_histories()
         finally:
             self._replay_ended()
@@ -230,11 +231,9 @@ class ReentrantCall(ReplayableCall):
         if not self._compares or self._learned.has_other_kernels:
             return True
         found = prints_of(leaves)
-        is_same = len(found) == len(self._output_prints) and all(
+        return len(found) == len(self._output_prints) and all(
             a is None or b is None or torch.equal(a, b) for a, b in zip(found, self._output_prints, strict=True)
         )
-        self._learned.is_validated |= is_same and self._is_observed
-        return is_same
 
     def _is_same_without_grad(self) -> bool:
         """See NOTE [ Kernels without grad ]."""
