@@ -6,7 +6,7 @@ The model is a small language model over bytes, and its text is this file. It is
 
 * plainly: autograd keeps all that it saves,
 * with ``spillway.recompute`` around every layer, where what attention saved is moved away and the rest computed again,
-* with the reentrant mode around every layer, where the outputs of matrix products are kept.
+* with the outputs of matrix products kept, and the rest computed again.
 
 ``docs/tutorial.md`` goes through it. Nothing in the model knows of Spillway: only ``Way.layer`` does.
 """
@@ -123,13 +123,13 @@ def plain(layer: nn.Module, x: Tensor) -> Tensor:
 # computed again that backward needs; attention itself is not.
 attention_away = spillway.Recompute(offload=[spillway.saved_by("attention")])
 
-# Torch's other mode. Matrix products are not computed twice.
-products_kept = spillway.Recompute(use_reentrant=True, save=["matmul"])
+# Matrix products stay, and are not computed twice.
+products_kept = spillway.Recompute(save=["matmul"])
 
 WAYS: dict[str, Layer] = {
     "plain": plain,
-    "non-reentrant, attention away": attention_away,
-    "reentrant, products kept": products_kept,
+    "attention away": attention_away,
+    "products kept": products_kept,
 }
 
 

@@ -246,6 +246,10 @@ class Choices:
             return self._planned
         return _key_of(self._policy), *((name, *map(_key_of, selectors)) for selectors, name in self.said)
 
+    def names(self, option: str) -> bool:
+        """Whether ``save`` or ``offload`` names anything but the inputs."""
+        return any(name == option and any(each != INPUTS for each in selectors) for selectors, name in self.said)
+
     def by_name(self, operator: Any) -> Decision | None:
         """The decision, if it follows from the operator alone."""
         try:

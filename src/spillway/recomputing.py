@@ -6,42 +6,32 @@ import functools
 import types
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 from torch._C._autograd import _top_saved_tensors_default_hooks
-from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_flatten, tree_unflatten
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint
+from torch.utils.checkpoint import CheckpointPolicy
 
 from spillway.capture.alone import see_again
-from spillway.capture.dynamo import has_compiled, keep_out, untraced
-from spillway.capture.handles import pack_kept, unpack
+from spillway.capture.dynamo import keep_out, untraced
 from spillway.capture.hooks import Pass, in_backward, refuse_transforms
 from spillway.checkpointing.call import CheckpointedCall, shapes_of
 from spillway.checkpointing.decisions import Selection
 from spillway.checkpointing.learned import Learned
 from spillway.checkpointing.preserving import PreservingCall
+from spillway.checkpointing.reentrant import ReentrantCall
 from spillway.errors import UsageError
 from spillway.operators import Choices, Planned, Selector
 from spillway.records import Decision
 from spillway.regions.arguments import Arguments
-from spillway.regions.followed import Followed, may_follow
-from spillway.regions.inputs import InputHooks
 from spillway.regions.observer import Observer
 from spillway.regions.partition import Partition
 from spillway.regions.proofs import Proofs
 from spillway.regions.python_state import PythonState
-from spillway.regions.region import Region, Surroundings, keeps_note, surroundings
-from spillway.regions.regraph import Regraph
 from spillway.regions.replayed_function import ReplayedFunction
 from spillway.regions.rerun import in_rerun
-from spillway.regions.script import Script, TapeKey
-from spillway.regions.skimmed import Skimmed
-from spillway.regions.tape import Tape
-from spillway.regions.unwatched import Unwatched
+from spillway.regions.verdicts import Verdicts
 from spillway.session import Session
 
 if TYPE_CHECKING:
@@ -72,7 +62,6 @@ class Recompute:
         drop_output: let the output go, too, after its consumer has run.
         partition_inputs: the group of ranks over which inputs are the same, and are split until the re-run.
         check_partition: compare inputs over that group at each call, and not at the first of each function alone.
-        watch: compare each call with an earlier one. ``False``: see :func:`recompute`.
         verify: ``"always"``: compare the values of each replay; ``"sampled"``: see :func:`recompute`.
 
     Raises:
@@ -93,11 +82,9 @@ class Recompute:
     drop_output: bool = False
     partition_inputs: ProcessGroup | DeviceMesh | None = field(default=None, repr=False)
     check_partition: bool = field(default=False, repr=False)
-    watch: bool = True
     verify: str = "sampled"
     choices: Choices = field(init=False, repr=False, compare=False)
     partition: Partition | None = field(init=False, repr=False, compare=False)
-    tape_key: Hashable = field(init=False, repr=False, compare=False)
     choices_key: Hashable = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -109,18 +96,19 @@ class Recompute:
             raise UsageError(f"verify: got {self.verify!r}, expected one of {', '.join(map(repr, _VERIFIES))}")
         choices = Choices(self.save, self.offload, self.policy)
         if self.use_reentrant:
-            for name, given in (
-                ("determinism_check='none'", self.determinism_check == "none"),
-                ("drop_output", self.drop_output),
-                ("saved_by", bool(choices.saved_by)),
+            kept, plain = "saves nothing that could be kept", "runs without autograd"
+            for name, given, why in (
+                ("save", choices.names("save"), kept),
+                ("offload of more than 'inputs'", choices.names("offload"), kept),
+                ("policy", self.policy is not None, kept),
+                ("drop_output", self.drop_output, plain),
+                ("determinism_check='none'", self.determinism_check == "none", plain),
             ):
                 if given:
                     raise UsageError(
-                        f"{name}: got it with use_reentrant=True, whose first run is without autograd, expected "
-                        f"use_reentrant=False"
+                        f"got {name} with use_reentrant=True, whose forward {why}, expected use_reentrant=False"
                     )
         object.__setattr__(self, "choices", choices)
-        object.__setattr__(self, "tape_key", self._tape_key())
         object.__setattr__(self, "choices_key", choices.key)
         if self.check_partition and self.partition_inputs is None:
             raise UsageError("check_partition: got it without partition_inputs, expected the group to compare over")
@@ -128,15 +116,6 @@ class Recompute:
         if self.partition_inputs is not None:
             partition = Partition(self.partition_inputs, always_checks=self.check_partition)
         object.__setattr__(self, "partition", partition)
-
-    def _tape_key(self) -> Hashable:
-        """What tells options apart under which other things are done; ``None``: regions run their function again."""
-        if not (self.early_stop and self.preserve_rng_state) or self.use_reentrant or self.drop_output:
-            return None
-        if isinstance(self.policy, Planned):
-            return self.policy
-        choices = self.choices
-        return None if choices.asks else choices.said
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function so: what it returns."""
@@ -163,7 +142,6 @@ def recompute(
     drop_output: bool = False,
     partition_inputs: ProcessGroup | DeviceMesh | None = None,
     check_partition: bool = False,
-    watch: bool = True,
     verify: str = "sampled",
     session: Session | None = None,
     **kwargs: Any,
@@ -200,11 +178,6 @@ def recompute(
             requires grad, and the ranks gather them before the re-run.
         check_partition: compare the inputs over that group at each call, which reads them once more and waits for the
             device. Without, that is done at the first call of each function alone.
-        watch: compare each call with an earlier one, by the operators or by the functions of torch's that it calls,
-            which takes the host several times as long as to queue it. ``False``: once the function was seen to do the
-            same twice, and where nothing of it is kept or sent away, it runs as under ``torch.utils.checkpoint``; the
-            device compares what both runs have made, and is not waited for. A difference is an error in a later call,
-            or when the session is closed.
         verify: whether the values of each replay are compared with those of forward (``"always"``), or those of the
             first call of each function and of one call in 64 (``"sampled"``).
         session: ``None``: the default one.
@@ -233,7 +206,6 @@ def recompute(
         drop_output=drop_output,
         partition_inputs=partition_inputs,
         check_partition=check_partition,
-        watch=watch,
         verify=verify,
     )
     if function is None:
@@ -276,8 +248,8 @@ def _call_region(
     keep_out()
     arguments = Arguments(args, kwargs)
     tensors = arguments.take()
-    if how.use_reentrant and not any(tensor.requires_grad for tensor in tensors):
-        return _without_input_grads(how, function, args, kwargs, session)
+    if how.use_reentrant and not any(tensor.requires_grad for tensor in tensors) and not _has_gradients(function):
+        return function(*args, **kwargs)
 
     def first() -> Any:
         return function(*args, **kwargs)
@@ -288,46 +260,32 @@ def _call_region(
         state = PythonState(function, arguments.objects())
         if state.has_iterators or state.is_lazy or state.writes_parameters:
             return first()
-        if not how.use_reentrant:
-            return CheckpointedCall(
-                ReplayedFunction(function, arguments, state),
-                state,
-                Learned.believed(),
-                owner.current_pass(),
-                Decision.KEEP if how.choices.inputs is not None else None,
-                owner.verdicts,
-                label=_label(function),
-                stops_early=how.early_stop,
-                draws=how.preserve_rng_state,
-                checks=False,
-            ).run(first, tensors)
-        if owner.proofs(_identity_of(function, arguments.callables())).takes_gradients:
-            return first()
-        with nullcontext() if how.choices.inputs is None else saved_tensors_hooks(pack_kept, unpack):
-            return _checked(how, ReplayedFunction(function, arguments, state, is_first=True), tensors)
+        again = ReplayedFunction(function, arguments, state, reentrant=how.use_reentrant)
+        inputs = Decision.KEEP if how.choices.inputs is not None else None
+        passage = owner.current_pass()
+        return _replayable(
+            how, again, state, Learned.believed(), passage, inputs, owner.verdicts, label=_label(function)
+        ).run(first, tensors)
     session = session if session is not None else Session.default()
     session.check_open()
     see_again()
     choices = how.choices
-    passage, around = session.current_pass(), surroundings()
-    if how.drop_output and around is not Surroundings.PASS:
+    passage = session.current_pass()
+    is_foreign, is_scoped = hooks_around()
+    if how.drop_output and not is_scoped:
         raise UsageError(
-            "drop_output: got it outside of any spillway.offload context, expected one around the region and its "
+            "drop_output: got it outside of any spillway.offload context, expected one around the function and its "
             "consumer, since nothing else sees the consumer save the output; write `with "
             "spillway.offload(policy=spillway.policies.Keep()):` around both"
         )
-    outer = _tell_outer() if around is Surroundings.TORCH else None
+    label = _label(function)
     proofs = session.proofs(_identity_of(function, arguments.callables()))
-    partition = _partition(how, passage, around)
+    partition = _partition(how, passage, is_foreign=is_foreign)
     if partition is not None:
         partition.check(tensors, proofs)
-        # What the region saves of its inputs would hold all of them.
-        around = Surroundings.TORCH
-    elif choices.inputs is not None and around is not Surroundings.TORCH:
-        around = Surroundings.KEEP if choices.inputs is Decision.KEEP else Surroundings.PASS
+    learned = _learned(how, proofs, function, tensors, arguments)
     planned = choices.planned
-    if planned is not None and not planned.recomputes and observer is None and around is not Surroundings.TORCH:
-        learned = _learned(proofs, function, tensors, arguments)
+    if planned is not None and not (planned.recomputes or is_foreign) and observer is None:
         order = learned.order(shapes_of(tensors), planned)
         if order is not None:
             output, is_whole = PreservingCall(order, passage).run(first)
@@ -335,93 +293,40 @@ def _call_region(
                 learned.differed(order.program, is_final=False)
             return output
     state = PythonState(function, arguments.objects())
-    if state.has_iterators:
-        passage.ledger.note(
-            f"{_label(function)} has an iterator, or a file, whose state cannot be copied for a second run. Its saved "
-            f"tensors are kept, not recomputed."
-        )
+    kept = _why_kept(state, learned)
+    if kept is not None:
+        passage.ledger.note(f"{label} {kept}. What autograd saves in it is kept, not recomputed.")
         return first()
-    if state.is_lazy:
-        passage.ledger.note(
-            f"{_label(function)} has a lazy layer, which makes its parameters in this call. What autograd saves is "
-            f"kept, not recomputed."
-        )
-        return first()
-    if state.writes_parameters:
-        passage.ledger.note(
-            f"{_label(function)} has an embedding with max_norm, whose forward writes its weight. What autograd saves "
-            f"is kept, not recomputed."
-        )
-        return first()
-    again = ReplayedFunction(function, arguments, state, reentrant=how.use_reentrant)
-    if _is_plain(how, partition, observer):
-        learned = _learned(proofs, function, tensors, arguments)
-        if learned.takes_gradients:
-            passage.ledger.note(keeps_note(_label(function)))
-            return first()
-        is_captured = any(passage.is_captured(tensor.device) for tensor in tensors)
-        if is_captured:
-            learned.check_capture(draws=how.preserve_rng_state)
-        records = choices.preserves or observer is not None or (planned is not None and not planned.recomputes)
-        checkpointed = CheckpointedCall(
-            again,
-            state,
-            learned,
-            passage,
-            choices.inputs if around is not Surroundings.TORCH or choices.inputs is not None else None,
-            session.verdicts,
-            label=_label(function),
-            stops_early=how.early_stop,
-            draws=how.preserve_rng_state and not is_captured,
-            checks=how.determinism_check != "none",
-            compares=how.verify == "always",
-            is_captured=is_captured,
-            unused=() if choices.preserves else choices.unused(),
-            selection=Selection(choices, how.choices_key, _module_of(function)) if records else None,
-            observer=observer,
-            tell_outer=None if outer is None else outer.has_gradient_inside,
-        )
-        return checkpointed.run(first, tensors)
-    if proofs.takes_gradients:
-        passage.ledger.note(keeps_note(_label(function)))
-        return first()
-    key = None
-    if partition is None and around is not Surroundings.TORCH and how.tape_key is not None:
-        kind = arguments.kind(tensors)
-        if kind is not None:
-            proofs.script.called(kind)
-            key = (how.tape_key, around), kind
-    if key is not None and observer is None:
-        call = _by_tape(how, function, again, key, tensors, passage, session, proofs.script, around)
-        if call is not None:
-            output, is_whole = call.run(first, tensors)
-            if not is_whole:
-                proofs.script.lose(key)
-            return output
-    region = Region(
-        again,
-        first,
-        choices,
-        passage,
-        proofs,
+    is_captured = any(passage.is_captured(tensor.device) for tensor in tensors)
+    if is_captured:
+        learned.check_capture(draws=how.preserve_rng_state)
+    records = choices.preserves or observer is not None or (planned is not None and not planned.recomputes)
+    more: dict[str, Any] = {}
+    if not how.use_reentrant:
+        more["selection"] = Selection(choices, how.choices_key, _module_of(function)) if records else None
+        more["observer"] = observer
+    replayable = _replayable(
+        how,
+        ReplayedFunction(function, arguments, state, reentrant=how.use_reentrant),
         state,
-        root=_module_of(function),
-        label=_label(function),
-        surroundings=around,
-        reentrant=how.use_reentrant,
-        stops_early=how.early_stop and not how.drop_output,
-        draws=how.preserve_rng_state,
+        learned,
+        passage,
+        choices.inputs,
+        session.verdicts,
+        label=label,
+        checks=how.determinism_check != "none",
         drops_output=how.drop_output,
-        observer=observer,
-        key=key,
-        writes_at_once=getattr(function, "writes_tape", None),
+        compares=how.verify == "always",
+        is_captured=is_captured,
+        partition=partition,
+        unused=() if choices.preserves else choices.unused(),
+        **more,
     )
-    if outer is not None:
-        region.outer = weakref.ref(outer)
-    output = _run_in(how, tensors, passage, partition, region)
-    for tensor, handle in region.outputs:
-        session.outputs.add(tensor, handle)
-    region.outputs.clear()
+    output = replayable.run(first, tensors)
+    if isinstance(replayable, CheckpointedCall):
+        for tensor, slot in replayable.outputs:
+            session.outputs.add(tensor, slot)
+        replayable.outputs.clear()
     return output
 
 
@@ -430,125 +335,78 @@ call_region: Callable[..., Any] = torch._disable_dynamo(_call_region)  # type: i
 call_untraced_region = untraced(_call_region)
 
 
-def _is_plain(how: Recompute, partition: Partition | None, observer: Observer | None) -> bool:
-    """Whether everything is recomputed: then the function needs no modes."""
+def hooks_around() -> tuple[bool, bool]:
+    """Whether there are saved-tensor hooks around that are not ours, and whether there are some of ours."""
     hooks: tuple[object, object] | None = _top_saved_tensors_default_hooks(True)
-    if hooks is not None and isinstance(getattr(hooks[0], "__self__", None), Regraph):
-        # A reentrant region around runs again, under a mode that redirects what is written.
-        return False
-    special = how.use_reentrant or how.drop_output or partition is not None
-    return not special
+    is_ours = hooks is not None and isinstance(getattr(hooks[0], "__self__", None), Pass)
+    return hooks is not None and not is_ours, is_ours
+
+
+def _why_kept(state: PythonState, learned: Learned) -> str | None:
+    """Why the function cannot run a second time, if it cannot."""
+    if state.has_iterators:
+        return "has an iterator, or a file, whose state cannot be copied for a second run"
+    if state.is_lazy:
+        return "has a lazy layer, which makes its parameters in this call"
+    if state.writes_parameters:
+        return "has an embedding with max_norm, whose forward writes its weight"
+    return "takes a gradient of what it computes" if learned.takes_gradients else None
 
 
 def _learned(
-    proofs: Proofs, function: Callable[..., Any], tensors: Sequence[torch.Tensor], arguments: Arguments
+    how: Recompute, proofs: Proofs, function: Callable[..., Any], tensors: Sequence[torch.Tensor], arguments: Arguments
 ) -> Learned:
-    """What calls of this kind taught: by types of tensors, flags and numbers, and whether the module trains."""
+    """What calls of such a kind taught: types of tensors, flags, numbers, the mode, and whether the module trains."""
     types = tuple([(tensor.dtype, tensor.dim(), tensor.requires_grad) for tensor in tensors])
-    kind: Hashable = (types, arguments.numbers(), getattr(_module_of(function), "training", None))
+    kind: Hashable = (types, arguments.numbers(), getattr(_module_of(function), "training", None), how.use_reentrant)
     if kind not in proofs.learned and len(proofs.learned) >= _MOST_KINDS:
         # A number may count calls.
-        kind = types
+        kind = types, how.use_reentrant
     learned: Learned = proofs.learned.setdefault(kind, Learned())
     return learned
 
 
-def _run_in(
-    how: Recompute, tensors: list[torch.Tensor], passage: Pass, partition: Partition | None, region: Region
-) -> Any:
-    """What a region gives that runs inside of torch's checkpoint."""
-    with InputHooks(region, tensors, passage, how.choices.inputs, partition).pushed():
-        output = _checked(how, region.run, tensors)
-    if region.error is not None:
-        error, region.error = region.error, None
-        try:
-            raise error
-        finally:
-            # An error that its own frame holds would hold all that its frames do.
-            del error
-    return output
-
-
-def _by_tape(
+def _replayable(
     how: Recompute,
-    function: Callable[..., Any],
-    again: Callable[..., Any],
-    key: TapeKey,
-    tensors: Sequence[torch.Tensor],
+    again: ReplayedFunction,
+    state: PythonState,
+    learned: Learned,
     passage: Pass,
-    session: Session,
-    script: Script,
-    around: Surroundings,
-) -> Followed | Unwatched | None:
-    """The call by a tape, if there is one that it may go by."""
-    tape = None if in_backward() else _tape(how.choices, key, script)
-    if tape is None or any(map(passage.is_captured, tape.devices)):
-        return None
-    inputs, aliases = how.choices.inputs, around is Surroundings.PASS
-    said = getattr(function, "watches", None)
-    if tape.is_closed and tape.showing.is_all and not (how.watch if said is None else said):
-        lose = functools.partial(script.lose, key)
-        label = _label(function)
-        return Unwatched(
-            again,
-            tape,
-            passage,
-            inputs,
-            session.verdicts,
-            label=label,
-            aliases=aliases,
-            lose=lose,
-            buffers=script.buffers(_module_of(function)),
-            compares_all=script.is_compared(),
+    inputs: Decision | None,
+    verdicts: Verdicts,
+    *,
+    checks: bool = False,
+    drops_output: bool = False,
+    is_captured: bool = False,
+    **others: Any,
+) -> CheckpointedCall | ReentrantCall:
+    """The call, in the mode that was asked for."""
+    draws = how.preserve_rng_state and not is_captured
+    if how.use_reentrant:
+        return ReentrantCall(
+            again, state, learned, passage, inputs, verdicts, draws=draws, is_captured=is_captured, **others
         )
-    if not may_follow(tape, tensors):
-        return None
-    rerunning = getattr(function, "rerunning", nullcontext)
-    # By a mode around, functions may do anything.
-    if tape.skims and not (torch._C._len_torch_function_stack() or has_compiled()):
-        return Skimmed(
-            tape,
-            passage,
-            inputs,
-            aliases=aliases,
-            rerunning=rerunning,
-            verdicts=session.verdicts,
-            label=_label(function),
-            compares=script.is_compared(),
-        )
-    return Followed(tape, passage, inputs, aliases=aliases, rerunning=rerunning)
+    return CheckpointedCall(
+        again,
+        state,
+        learned,
+        passage,
+        inputs,
+        verdicts,
+        stops_early=how.early_stop,
+        draws=draws,
+        checks=checks,
+        drops_output=drops_output,
+        is_captured=is_captured,
+        **others,
+    )
 
 
-def _tape(choices: Choices, key: TapeKey, script: Script) -> Tape | None:
-    """The tape of such calls, if there is one."""
-    tape = script.tape(key)
-    if tape is not None or choices.planned is None:
-        return tape
-    for other in script.like(key):
-        decided = other.decided(choices.by_place)
-        # What the function does hangs on no decision: a new plan needs no new tape, if all that it has run again was
-        # seen to be right.
-        if decided.again[0] <= other.again[0]:
-            tape = replace(decided, unused=tuple(choices.unused())).prepared()
-            script.write(key, tape)
-            return tape
-    return None
-
-
-def _tell_outer() -> Region | None:
-    """The region around, if it is one, has another in it; gives that region."""
-    hooks: tuple[object, object] | None = _top_saved_tensors_default_hooks(True)
-    outer = None if hooks is None else getattr(hooks[0], "__self__", None)
-    if isinstance(outer, (Region, Regraph)):
-        outer.has_inner = True
-    return outer if isinstance(outer, Region) else None
-
-
-def _partition(how: Recompute, passage: Pass, around: Surroundings) -> Partition | None:
+def _partition(how: Recompute, passage: Pass, *, is_foreign: bool) -> Partition | None:
     """How the inputs are split over ranks, if they are here."""
     if how.partition is None or how.partition.ranks == 1 or in_backward():
         return None
-    if how.choices.inputs is None and around is Surroundings.TORCH:
+    if how.choices.inputs is None and is_foreign:
         # They may be another region's, which finds the whole inputs when it runs again.
         passage.ledger.note("inputs were not split over ranks: other hooks are around; say 'inputs' in save or offload")
         return None
@@ -593,57 +451,12 @@ def _is_filled(cell: Any) -> bool:
     return True
 
 
-def _checked(how: Recompute, run: Callable[..., Any], tensors: list[torch.Tensor]) -> Any:
-    """What a function gives inside of torch's checkpoint."""
-    if not how.use_reentrant:
-        return checkpoint(
-            run,
-            *tensors,
-            use_reentrant=False,
-            preserve_rng_state=how.preserve_rng_state,
-            early_stop=how.early_stop,
-            determinism_check=how.determinism_check,
-        )
-    # The reentrant mode gives gradients to a flat tuple only.
-    specs: list[Any] = []
-
-    def run_flat(*tensors: torch.Tensor) -> tuple[Any, ...]:
-        leaves, spec = tree_flatten(run(*tensors))
-        specs[:] = [spec]
-        return tuple(_with_a_gradient(leaves) if torch.is_grad_enabled() else leaves)
-
-    leaves = checkpoint(run_flat, *tensors, use_reentrant=True, preserve_rng_state=how.preserve_rng_state)
-    return tree_unflatten(list(leaves), specs[0])
-
-
-def _with_a_gradient(leaves: list[Any]) -> list[Any]:
-    """Outputs of a reentrant re-run: where none needs a gradient, one gets an end of its own. Torch refuses none."""
-    tensors = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-    if any(leaves[place].requires_grad for place in tensors):
-        return leaves
-    for place in tensors:
-        if leaves[place].is_floating_point() or leaves[place].is_complex():
-            leaves[place] = leaves[place].detach().requires_grad_()
-    return leaves
-
-
-def _without_input_grads(
-    how: Recompute, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], session: Session | None
-) -> Any:
-    """The reentrant mode sees a gradient only through an input: parameters alone get one by an input of ours."""
+def _has_gradients(function: Callable[..., Any]) -> bool:
+    """Whether a module, of which no input requires grad, has parameters that do."""
     module = _module_of(function)
     if module is None:
         raise UsageError(
             f"use_reentrant=True: got no input that requires grad for {function!r}, expected one, or a module whose "
             f"parameters do; use use_reentrant=False"
         )
-    if not any(parameter.requires_grad for parameter in module.parameters()):
-        return function(*args, **kwargs)
-    ticket = torch.empty(0, requires_grad=True)
-
-    def with_ticket(ticket: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return function(*args, **kwargs)
-
-    # By this the module is known, and its Python state.
-    with_ticket.__self__ = module  # type: ignore[attr-defined]
-    return call_region(how, with_ticket, (ticket, args, kwargs), {}, session)
+    return any(parameter.requires_grad for parameter in module.parameters())

@@ -353,8 +353,9 @@ SELECTORS = [
 SAVED_BY = ["spillway.saved_by('matmul')", "spillway.saved_by('pointwise')", "spillway.saved_by('norm')"]
 _KEEPS_STATE = frozenset(part.name for part in (*STATE, *PLACES, *CARRIED, *CHANGES)) | {"spectral norm", "generator"}
 LEFT_OUT: dict[str, Collection[str]] = {
-    # Of rrelu, which packs its noise before it is drawn, torch's own checkpoint gives other values each time.
-    "checkpoint(": {"rrelu"},
+    # Of rrelu, which packs its noise before it is drawn, torch's own checkpoint gives other values each time. Of what
+    # is scripted, it finds that something else is saved when that runs for the second time.
+    "checkpoint(": {"rrelu", "scripted"},
     # Torch's own checkpoint around a block advances state once more, and computes with what was changed since.
     # Around a region it stops before that region runs again, so that batch norm counts once, as it should.
     "checkpoint(self.b": _KEEPS_STATE | {"batch norm"},
@@ -429,7 +430,7 @@ class _Draw:
             calls = [self._dropping(call) for call in calls]
             if "Recompute(" in attach and "use_reentrant" not in attach and self.random.random() < 0.3:
                 attach = attach.replace("Recompute(", "Recompute(drop_output=True, ").replace(", )", ")")
-        if self._verifies and "use_reentrant" not in attach and "verify" not in attach:
+        if self._verifies and "verify" not in attach:
             attach = attach.replace("Recompute(", "Recompute(verify='always', ").replace(", )", ")")
         loop = self.random.choices(list(LOOPS), [12] + [2] * (len(LOOPS) - 1))[0]
         if "use_reentrant=True" in f"{attach}{calls}{blocks}" and loop in ("autograd.grad", "penalty"):
@@ -497,7 +498,12 @@ class _Draw:
         options = []
         reentrant = self.random.random() < 0.12
         kind = self.random.choices(["none", "save", "offload", "both", "policy"], [45, 25, 15, 10, 5])[0]
-        selectors = SELECTORS if reentrant else SELECTORS + SAVED_BY
+        selectors = SELECTORS + SAVED_BY
+        if reentrant:
+            # It takes no others.
+            kind = self.random.choice(["none", "inputs"])
+        if kind == "inputs":
+            options.append("offload='inputs'")
         if kind in ("save", "both"):
             options.append(f"save=[{', '.join(self.random.sample(selectors, self.random.choice([1, 1, 2])))}]")
         if kind in ("offload", "both"):
@@ -513,7 +519,7 @@ class _Draw:
                 options.append("determinism_check='none'")
         if self.random.random() < 0.1:
             options.append("early_stop=False")
-        if self._verifies and not reentrant:
+        if self._verifies:
             options.append("verify='always'")
         return "".join(f", {option}" for option in options)
 

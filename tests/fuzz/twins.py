@@ -158,13 +158,7 @@ class _Limits:
             # Torch's own checkpoint cannot, either.
             errors.append("NestedTensorImpl doesn't support sizes")
         if program.is_reentrant:
-            errors += ["Trying to backward through the graph a second time", "incompatible with .grad()"]
-            if "write of input" in program.names:
-                # In its second run, torch's own reentrant mode makes inputs leaves.
-                errors.append("a leaf Variable that requires grad is being used in an in-place operation")
-            if program.device == "meta":
-                # In backward, torch's own reentrant mode runs without the torch.device around.
-                errors.append("is not on the expected device meta")
+            errors += ["Trying to backward through the graph a second time", "expected a plain backward()"]
         # In the reentrant mode nothing is saved in forward. What a block writes itself, it reads again as it was.
         writes = program.is_reentrant and not program.names.isdisjoint(_WRITERS)
         unnoticed = ("has been modified by an inplace operation",) if writes else ()

@@ -99,15 +99,16 @@ def by_torch(block: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("how", HOWS)
-@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+@pytest.mark.parametrize(
+    "how",
+    [*HOWS.values(), {"use_reentrant": True}, {"use_reentrant": True, "offload": "inputs"}],
+    ids=[*HOWS, "reentrant", "reentrant-inputs"],
+)
 @pytest.mark.parametrize("autocast", [False, True], ids=["full", "autocast"])
 def test_a_model_is_the_same_in_every_bit(
-    session: spillway.Session, name: str, how: str, reentrant: bool, autocast: bool
+    session: spillway.Session, name: str, how: dict[str, Any], autocast: bool
 ) -> None:
-    if reentrant and how == "saved-by":
-        pytest.skip("refused")
-    compare(session, name, {**HOWS[how], "use_reentrant": reentrant}, autocast=autocast)
+    compare(session, name, how, autocast=autocast)
 
 
 @pytest.mark.parametrize("name", MODELS)

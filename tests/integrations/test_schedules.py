@@ -110,7 +110,7 @@ REGIONS: tuple[dict[str, Any] | None, ...] = (
     {"offload": ["inputs", "matmul"]},
     {"save": "norm", "offload": ["inputs", "pointwise", "random"]},
     {"offload": [spillway.saved_by("matmul")]},
-    {"use_reentrant": True, "offload": ["inputs", "matmul"]},
+    {"use_reentrant": True, "offload": "inputs"},
 )
 
 

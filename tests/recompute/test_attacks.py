@@ -633,9 +633,7 @@ def test_an_input_with_a_history_that_the_region_writes(regions: Regions, reentr
         x.mul_(2)
         return x.sin() * x.detach()
 
-    # Reentrant, what is computed with in the re-run is a leaf, and torch itself says so.
-    with pytest.raises(RuntimeError) if reentrant else contextlib.nullcontext():
-        regions(one_region(region, use_reentrant=reentrant))
+    regions(one_region(region, use_reentrant=reentrant))
 
 
 # What comes in and goes out.
@@ -686,9 +684,8 @@ def test_an_output_is_written_like_any_other(regions: Regions, how: Options) -> 
 
 
 @one_place
-@modes
-@pytest.mark.parametrize("options", [{}, {"save": "matmul"}, {"offload": "matmul"}], ids=str)
-def test_a_region_without_tensor_arguments(regions: Regions, reentrant: bool, options: Options) -> None:
+@pytest.mark.parametrize("options", [{}, {"save": "matmul"}, {"offload": "matmul"}, {"use_reentrant": True}], ids=str)
+def test_a_region_without_tensor_arguments(regions: Regions, options: Options) -> None:
     def step(call: Call) -> Iterator[torch.Tensor]:
         class Closure(torch.nn.Module):
             def __init__(self) -> None:
@@ -700,7 +697,7 @@ def test_a_region_without_tensor_arguments(regions: Regions, reentrant: bool, op
 
         model = Closure()
         with call.context():
-            loss = call(model, 2.0, use_reentrant=reentrant, **options).sum()
+            loss = call(model, 2.0, **options).sum()
         loss.backward()
         yield from gradients(model)
 
@@ -1062,10 +1059,7 @@ def test_a_part_of_an_output_is_saved_and_the_whole_is_wanted(regions: Regions, 
 
 @pytest.mark.parametrize("change", ["part", "row", "view", "detached", "data"])
 @pytest.mark.parametrize("how", [{"save": "matmul"}, {"offload": "matmul"}, {"save": ["matmul", "pointwise"]}], ids=str)
-@modes
-def test_a_part_of_a_kept_output_is_written_inside(
-    regions: Regions, how: Options, change: str, reentrant: bool
-) -> None:
+def test_a_part_of_a_kept_output_is_written_inside(regions: Regions, how: Options, change: str) -> None:
     def step(call: Call) -> Iterator[torch.Tensor]:
         w, x = torch.randn(8, 8, requires_grad=True), torch.randn(4, 8, requires_grad=True)
 
@@ -1085,7 +1079,7 @@ def test_a_part_of_a_kept_output_is_written_inside(
             return (hidden + 1).exp() * before
 
         with call.context():
-            loss = call(region, x * 1, use_reentrant=reentrant, **how).sum()
+            loss = call(region, x * 1, **how).sum()
         loss.backward()
         yield from gradients(x, w)
 
@@ -1227,10 +1221,7 @@ def test_an_exception_in_the_re_run_reaches_the_caller(
 @one_place
 @pytest.mark.parametrize("asked", ["policy", "predicate"])
 @pytest.mark.parametrize("error", [Deliberate, KeyboardInterrupt])
-@modes
-def test_an_exception_in_a_policy_or_predicate(
-    regions: Regions, asked: str, error: type[BaseException], reentrant: bool
-) -> None:
+def test_an_exception_in_a_policy_or_predicate(regions: Regions, asked: str, error: type[BaseException]) -> None:
     def decide(*args: Any, **kwargs: Any) -> Any:
         raise error
 
@@ -1241,7 +1232,6 @@ def test_an_exception_in_a_policy_or_predicate(
             torch.nn.Linear(4, 4),
             torch.randn(2, 4, requires_grad=True),
             session=regions.session,
-            use_reentrant=reentrant,
             **how,
         ).sum().backward()
     gc.collect()
@@ -1269,7 +1259,10 @@ WRONG: list[tuple[str, Options]] = [
     ("determinism_check", {"determinism_check": "none", "use_reentrant": True}),
     ("drop_output", {"drop_output": True, "use_reentrant": True}),
     ("drop_output", {"drop_output": True}),
-    ("saved_by", {"save": spillway.saved_by("matmul"), "use_reentrant": True}),
+    ("save with use_reentrant", {"save": "matmul", "use_reentrant": True}),
+    ("save with use_reentrant", {"save": spillway.saved_by("matmul"), "use_reentrant": True}),
+    ("offload of more than 'inputs'", {"offload": ["inputs", "matmul"], "use_reentrant": True}),
+    ("policy with use_reentrant", {"policy": lambda *asked, **kwargs: True, "use_reentrant": True}),
 ]
 
 
@@ -1500,8 +1493,7 @@ def test_under_the_adversary_with_any_window(place: Place, regions: Regions) -> 
     regions(step, passes=3)
 
 
-@modes
-def test_what_was_made_in_inference_mode_stays(regions: Regions, reentrant: bool) -> None:
+def test_what_was_made_in_inference_mode_stays(regions: Regions) -> None:
     """It has no version, by which a write would be noticed."""
 
     def function(x: torch.Tensor) -> torch.Tensor:
@@ -1512,7 +1504,7 @@ def test_what_was_made_in_inference_mode_stays(regions: Regions, reentrant: bool
     def step(call: Call) -> Iterator[torch.Tensor]:
         x = torch.randn(4, 8, requires_grad=True)
         with call.context():
-            loss = call(function, x * 1, offload=[lambda *_: True], use_reentrant=reentrant).sum()
+            loss = call(function, x * 1, offload=[lambda *_: True]).sum()
         loss.backward()
         yield from gradients(x)
 

@@ -27,7 +27,7 @@ HOWS: list[dict[str, Any]] = [
     {"watch": False},
     {"offload": ["matmul"]},
     {"save": ["norm"], "offload": ["inputs"]},
-    {"use_reentrant": True, "save": ["matmul"]},
+    {"use_reentrant": True, "offload": ["inputs"]},
 ]
 
 

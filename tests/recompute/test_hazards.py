@@ -57,6 +57,11 @@ def torchs(call: Call, reentrant: bool) -> Callable[..., Any]:
     return lambda function, *args: checkpoint(function, *args, use_reentrant=reentrant)
 
 
+def mode(reentrant: bool, **others: Any) -> Options:
+    """Options of a call in that mode; the reentrant one takes no others."""
+    return {"use_reentrant": True} if reentrant else others
+
+
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
 @pytest.mark.parametrize("inner_reentrant", [False, True], ids=["inner", "inner-reentrant"])
 @pytest.mark.parametrize("outer_reentrant", [False, True], ids=["outer", "outer-reentrant"])
@@ -66,10 +71,10 @@ def test_h28_nested(regions: Regions, kinds: str, outer_reentrant: bool, inner_r
     def step(call: Call) -> Iterator[torch.Tensor]:
         inner = torchs(call, inner_reentrant)
         if kinds.startswith("ours"):
-            inner = lambda f, x: call(f, x, use_reentrant=inner_reentrant, save=["softmax"])  # noqa: E731
+            inner = lambda f, x: call(f, x, **mode(inner_reentrant, save="softmax"))  # noqa: E731
         outer = torchs(call, outer_reentrant)
         if kinds.endswith("in-ours"):
-            outer = lambda f, x: call(f, x, use_reentrant=outer_reentrant, save=["norm"])  # noqa: E731
+            outer = lambda f, x: call(f, x, **mode(outer_reentrant, save="norm"))  # noqa: E731
         first, second = Block(), Block()
         x = torch.randn(3, 4, 16, requires_grad=True)
 
@@ -230,7 +235,7 @@ def test_h30_compiled(regions: Regions, backend: str, what: str, reentrant: bool
         def body(x: torch.Tensor) -> torch.Tensor:
             return functional.dropout(norm(linear(x.sin())), 0.3).exp()
 
-        how = {"use_reentrant": reentrant, "save": "pointwise"}
+        how = mode(reentrant, save="pointwise")
         with call.context():
             if what == "compiled-in-region":
                 compiled = torch.compile(body, backend=backend) if call.regions else body
@@ -296,19 +301,22 @@ def draws(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     return functional.dropout(functional.alpha_dropout(x, 0.2, training=True), 0.3).exp() + nobodys
 
 
-@pytest.mark.parametrize("random", [{}, {"save": "random"}, {"offload": "random"}], ids=["skip", "save", "offload"])
-@modes
+@pytest.mark.parametrize(
+    "random",
+    [{}, {"save": "random"}, {"offload": "random"}, {"use_reentrant": True}],
+    ids=["skip", "save", "offload", "reentrant"],
+)
 @backward_place
 def test_h40_h58_random_numbers_are_drawn_again_kept_or_skipped(
-    regions: Regions, random: Options, reentrant: bool, inside: bool
+    regions: Regions, random: Options, inside: bool
 ) -> None:
     """And what is drawn afterwards is what a plain step would have drawn."""
 
     def step(call: Call) -> Iterator[torch.Tensor]:
         x, generator = torch.randn(4, 8, requires_grad=True), torch.Generator().manual_seed(3)
         with call.context():
-            hidden = call(draws, x * 1, generator, use_reentrant=reentrant, **random)
-            hidden = call(draws, functional.dropout(hidden, 0.1), generator, use_reentrant=reentrant, **random)
+            hidden = call(draws, x * 1, generator, **random)
+            hidden = call(draws, functional.dropout(hidden, 0.1), generator, **random)
             loss = functional.dropout(hidden, 0.1).sum()
             if inside:
                 loss.backward()
@@ -360,8 +368,7 @@ def test_h40_a_users_generator_and_a_backward_inside_of_the_region(regions: Regi
     regions.right_or_refused(step)
 
 
-@modes
-def test_h40_without_preserving_nothing_is_promised_but_what_was_saved(regions: Regions, reentrant: bool) -> None:
+def test_h40_without_preserving_nothing_is_promised_but_what_was_saved(regions: Regions) -> None:
     def step(call: Call) -> Iterator[torch.Tensor]:
         x = torch.randn(8, requires_grad=True)
 
@@ -369,7 +376,7 @@ def test_h40_without_preserving_nothing_is_promised_but_what_was_saved(regions: 
             return (x.sin() * torch.rand_like(x)).exp()
 
         with call.context():
-            loss = call(region, x * 1, preserve_rng_state=False, save="random", use_reentrant=reentrant).sum()
+            loss = call(region, x * 1, preserve_rng_state=False, save="random").sum()
         loss.backward()
         yield from (*gradients(x), torch.rand(4))
 
@@ -625,14 +632,11 @@ SELECTORS = [
 
 @pytest.mark.parametrize("selector", SELECTORS, ids=str)
 @pytest.mark.parametrize("option", ["save", "offload"])
-@modes
-def test_h59_views_and_in_place_operators_are_named(
-    regions: Regions, selector: Any, option: str, reentrant: bool
-) -> None:
+def test_h59_views_and_in_place_operators_are_named(regions: Regions, selector: Any, option: str) -> None:
     def step(call: Call) -> Iterator[torch.Tensor]:
         x, w = torch.randn(8, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True)
         with call.context():
-            loss = call(views_and_in_place, x * 1, w, use_reentrant=reentrant, **{option: selector}).sum()
+            loss = call(views_and_in_place, x * 1, w, **{option: selector}).sum()
         loss.backward()
         yield from gradients(x, w)
 
@@ -640,11 +644,8 @@ def test_h59_views_and_in_place_operators_are_named(
 
 
 @pytest.mark.parametrize("change", ["relu_", "mul_", "residual", "part"])
-@pytest.mark.parametrize("option", ["save", "offload"])
-@modes
-def test_h59_a_kept_output_is_written_after_the_region(
-    regions: Regions, option: str, change: str, reentrant: bool
-) -> None:
+@pytest.mark.parametrize("how", [{"save": "matmul"}, {"offload": "matmul"}, {"use_reentrant": True}], ids=str)
+def test_h59_a_kept_output_is_written_after_the_region(regions: Regions, how: Options, change: str) -> None:
     """Its own operator saves nothing of it, so plainly that is no error. The first step changes nothing."""
 
     def step(call: Call) -> Iterator[torch.Tensor]:
@@ -657,7 +658,7 @@ def test_h59_a_kept_output_is_written_after_the_region(
         for changes in (False, True):
             x = torch.randn(4, 8, requires_grad=True)
             with call.context():
-                out, hidden = call(region, x * 1, use_reentrant=reentrant, **{option: "matmul"})
+                out, hidden = call(region, x * 1, **how)
             if changes and change == "relu_":
                 hidden.relu_()
             elif changes and change == "residual":
@@ -698,10 +699,7 @@ MUST = [CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_CPU_OFFLOAD]
 
 @pytest.mark.parametrize("policy", CheckpointPolicy, ids=lambda policy: policy.name)
 @pytest.mark.parametrize("writes", [False, True], ids=["out-of-place", "in-place"])
-@modes
-def test_h59_all_values_of_torchs_policy(
-    regions: Regions, policy: CheckpointPolicy, writes: bool, reentrant: bool
-) -> None:
+def test_h59_all_values_of_torchs_policy(regions: Regions, policy: CheckpointPolicy, writes: bool) -> None:
     asked = []
 
     def decide(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -717,7 +715,7 @@ def test_h59_all_values_of_torchs_policy(
             return (hidden.sin() @ w).exp()
 
         with call.context():
-            loss = call(region, x * 1, policy=decide, use_reentrant=reentrant).sum()
+            loss = call(region, x * 1, policy=decide).sum()
         loss.backward()
         yield from gradients(x, w)
 

@@ -36,7 +36,11 @@ def nested(call: Callable[..., Any], how: Callable[..., Any]) -> Callable[..., A
     return outer
 
 
-CASES = list(itertools.product(MODELS, HOWS, [False, True]))
+REENTRANT: dict[str, dict[str, Any]] = {
+    "reentrant": {"use_reentrant": True},
+    "reentrant-inputs": {"use_reentrant": True, "offload": "inputs"},
+}
+CASES = list(itertools.product(MODELS, [*HOWS, *REENTRANT]))
 MIXED = ["save-and-offload", "saved-by", "policy"]
 mixtures = pytest.mark.parametrize(
     "how", [how if how in MIXED else pytest.param(how, marks=pytest.mark.long) for how in HOWS]
@@ -44,7 +48,7 @@ mixtures = pytest.mark.parametrize(
 """Where each mode runs all of them, the rest has those that save, offload and recompute at once."""
 
 
-@pytest.mark.parametrize(("name", "how", "reentrant"), CASES)
+@pytest.mark.parametrize(("name", "how"), CASES)
 @pytest.mark.parametrize(
     ("dropout", "autocast"),
     [
@@ -54,12 +58,10 @@ mixtures = pytest.mark.parametrize(
     ],
 )
 def test_a_model_is_the_same_in_every_bit(
-    name: str, how: str, reentrant: bool, dropout: float, autocast: bool, session: spillway.Session
+    name: str, how: str, dropout: float, autocast: bool, session: spillway.Session
 ) -> None:
-    if reentrant and how == "saved-by":
-        pytest.skip("refused")
     plain = steps(name, plainly, contextlib.nullcontext, dropout=dropout, autocast=autocast)
-    call = recomputed(use_reentrant=reentrant, session=session, **HOWS[how])
+    call = recomputed(session=session, **{**HOWS, **REENTRANT}[how])
     context = partial(spillway.offload, policy=spillway.policies.Keep(), min_bytes=0, session=session)
     ours = steps(name, call, context, dropout=dropout, autocast=autocast)
     assert len(ours) == len(plain)

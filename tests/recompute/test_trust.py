@@ -274,16 +274,19 @@ class Scaled(torch.nn.Module):
         return self.linear(x + (quantized - x).detach()).sin()
 
 
-@modes
-@pytest.mark.parametrize("how", [{}, {"save": "matmul"}, {"offload": ["inputs", "pointwise"]}], ids=str)
-def test_scales_that_each_forward_notes_are_noted_once(regions: Regions, how: dict[str, Any], reentrant: bool) -> None:
+@pytest.mark.parametrize(
+    "how",
+    [{}, {"save": "matmul"}, {"offload": ["inputs", "pointwise"]}, {"use_reentrant": True, "offload": "inputs"}],
+    ids=str,
+)
+def test_scales_that_each_forward_notes_are_noted_once(regions: Regions, how: dict[str, Any]) -> None:
     def step(call: Call) -> Iterator[torch.Tensor]:
         blocks, x = [Scaled() for _ in range(2)], torch.randn(4, 16, requires_grad=True)
         for _ in range(3):
             hidden = x * 1
             with call.context():
                 for block in blocks:
-                    hidden = call(block, hidden, use_reentrant=reentrant, **how)
+                    hidden = call(block, hidden, **how)
             hidden.square().sum().backward()
             yield from gradients(x, *blocks)
             for block in blocks:

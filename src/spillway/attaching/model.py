@@ -20,7 +20,7 @@ from spillway.capture.order import Memory
 from spillway.errors import UsageError
 from spillway.losses.own import OwnLoss
 from spillway.offloading import offload
-from spillway.regions.region import Surroundings, surroundings
+from spillway.recomputing import hooks_around
 from spillway.session import Session
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class ModelCall(ModuleCall):
         if self.pilot is not None and self.pilot.applied != self._applied:
             self._applied = self.pilot.applied
             self.context.forget()
-        around = self._recomputes and surroundings() is Surroundings.PASS
+        around = self._recomputes and hooks_around()[1]
         idle = self.pilot is not None and self.pilot.is_plain
         return nullcontext() if around or idle else self.context
 

@@ -39,28 +39,6 @@ def keep_out() -> None:
         _Told.done = True
 
 
-def has_compiled() -> bool:
-    """Whether Dynamo has looked at any frame in this process: what it has compiled is guarded by the modes around."""
-    frames: Any = sys.modules.get("torch._dynamo.convert_frame")
-    return frames is not None and getattr(frames, "FRAME_COUNTER", 1) > 0
-
-
-def may_run_compiled(module: torch.nn.Module | None) -> bool:
-    """Whether a function may call compiled code: what that was compiled for are the function modes around it.
-
-    Args:
-        module: that the function is, or is a method of; ``None``: it has none, and may call anything.
-    """
-    if not has_compiled():
-        return False
-    return module is None or any(
-        each._compiled_call_impl is not None
-        or "_orig_mod" in each._modules
-        or hasattr(each.forward, "_torchdynamo_orig_callable")
-        for each in module.modules()
-    )
-
-
 def untraced(function: Function) -> Function:
     """A function that Dynamo does not look into, nor at what it calls.
 

@@ -13,13 +13,7 @@ The replay is right if the function does the same when it runs again, as for ``t
 more of that than torch does: the number, shape, dtype and device of each saved tensor in every call, versions of what
 the function reads, and the values themselves in the first call and in samples of the later ones (``learned.py``).
 
-NOTE [ Preserved tensors ]
-
-Selectors, a policy or a plan may preserve some of what autograd saves. Which tensors these are is known by their
-numbers, once the first replay has recorded the program of such calls (``recorder.py``). A handle stands for the whole
-tensor that an operator gave, and each saved tensor is a view of it. The call holds the handles that its replay is
-handed, until it has been replayed. A call that saves something else than its program drops what comes after it, is
-replayed whole, and the next call is recorded anew.
+See ``preserved.py`` for what selectors, a policy or a plan preserve.
 
 NOTE [ Gradients inside ]
 
@@ -37,110 +31,59 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from spillway.capture.dynamo import untraced
-from spillway.capture.handles import Handle, KeptHandle, check_version, unpack
+from spillway.capture.handles import Handle, check_version, unpack
 from spillway.capture.hooks import Pass
-from spillway.capture.identity import ViewRecipe
-from spillway.capture.keeping import Keeping
-from spillway.checkpointing.collector import Collector, Meta, alias_of, meta_of
-from spillway.checkpointing.contents import copy_of, has_content_of, overlap, print_of, prints_of
-from spillway.checkpointing.decisions import Decisions, Input, Preserved, Selection
+from spillway.checkpointing.collector import Collector, Enough, Meta, meta_of, storages_of
+from spillway.checkpointing.contents import print_of
+from spillway.checkpointing.decisions import Decisions, Selection
 from spillway.checkpointing.learned import Learned
 from spillway.checkpointing.partial_replay import PartialReplay
-from spillway.checkpointing.preserved import ViewHandle, view_of
-from spillway.checkpointing.program import Program, lies_within
-from spillway.checkpointing.reached import ReachedTensors
+from spillway.checkpointing.preserved import PreservedTensors
+from spillway.checkpointing.program import Program
 from spillway.checkpointing.recorder import Recorder
-from spillway.checkpointing.refused import RefusedTensor
+from spillway.checkpointing.replayable import ReplayableCall
+from spillway.checkpointing.slots import OutputSlot, SavedSlot
 from spillway.errors import RecomputeError
 from spillway.records import Decision
-from spillway.regions.generators import drawing, generators_of, states_of
-from spillway.regions.globals import Ambience
 from spillway.regions.observer import Observer
-from spillway.regions.packs import Enough
+from spillway.regions.partition import Partition
 from spillway.regions.python_state import PythonState
-from spillway.regions.refusing import Refusing
-from spillway.regions.region import keeps_note
 from spillway.regions.replayed_function import ReplayedFunction
 from spillway.regions.rerun import rerunning
 from spillway.regions.tensors import (
     PLAIN,
     below_modes,
     is_strided,
-    tensor_without_memory,
     tensors_in,
 )
 from spillway.regions.verdicts import Verdicts, differed
 
-_KEEP = Decision.KEEP
+_NOTHING: AbstractContextManager[object] = nullcontext()
 _VIEWS = frozenset(("TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "ExpandBackward0"))
 """Views of a cast weight that a product may save."""
 _next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
 _weak = weakref.ref
 
 
-class SavedSlot:
-    """What autograd holds in place of a tensor that a checkpointed function saved."""
-
-    __slots__ = ("__weakref__", "call", "number", "seen", "tracked", "value")
-
-    def __init__(self, call: CheckpointedCall, number: int) -> None:
-        self.call = call
-        self.number = number
-        self.value: tuple[torch.Tensor, int] | None = None
-        """The replayed tensor, and its version when the replay saved it."""
-        self.seen: Callable[[], torch.Tensor | None] | None = None
-        """The tensor that autograd was given last, if it is alive: some nodes ask several times."""
-        self.tracked: tuple[torch.Tensor, int] | None = None
-        """Shares the version counter of the saved tensor, and not its memory; and the version at that time."""
-
-    def track(self, tensor: torch.Tensor) -> None:
-        """Notice in-place writes from now on, as autograd does for tensors that it holds itself."""
-        if type(tensor) in PLAIN and is_strided(tensor) and not tensor.is_inference():
-            self.tracked = tensor_without_memory(tensor), tensor._version
-
-    def keep(self, tensor: torch.Tensor) -> None:
-        """Hold the tensor."""
-        with below_modes(tensor):
-            self.value = alias_of(tensor), -1 if tensor.is_inference() else tensor._version
-
-    def unpack(self) -> torch.Tensor:
-        if self.tracked is not None:
-            tracker, version = self.tracked
-            if tracker._version != version:
-                check_version(tracker, version, tracker)
-        return self.call.value_of(self)
-
-
-class CheckpointedCall:
+class CheckpointedCall(ReplayableCall):
     """One call. See NOTE [ A checkpointed call ].
 
     Args:
-        function: the function with its arguments and its Python state; called with the tensors among the arguments.
-        state: the Python state before the call.
-        learned: what earlier calls of this kind taught.
-        passage: the forward scope that the call belongs to: counts bytes, and offloads inputs if asked to.
-        inputs: what is done with the tensors among the arguments; ``None``: what the hooks around the call do.
-        verdicts: takes comparisons whose outcome the device has yet to tell.
-        label: names the function in messages.
+        function: see :class:`ReplayableCall`, as all that follows but these.
         stops_early: whether a replay ends with the last tensor that is wanted.
-        draws: whether the replay draws the random numbers of forward.
+        drops_output: whether outputs, too, can be computed again: :attr:`outputs` then has them.
         checks: whether shape, dtype and device of what is saved are compared.
-        compares: whether the values of each call are compared, and not only of samples.
-        is_captured: whether the call is captured into a graph, where nothing is compared.
-        unused: selectors that choose nothing, for a note.
         selection: what is preserved; ``None``: nothing, and its operators are not recorded.
         observer: a profiler.
-        tell_outer: called before each replay, for a region around that still runs.
     """
 
     def __init__(
@@ -156,75 +99,59 @@ class CheckpointedCall:
         stops_early: bool,
         draws: bool,
         checks: bool,
+        drops_output: bool = False,
         compares: bool = False,
         is_captured: bool = False,
+        partition: Partition | None = None,
         unused: Sequence[object] = (),
         selection: Selection | None = None,
         observer: Observer | None = None,
-        tell_outer: Callable[[], None] | None = None,
     ) -> None:
-        self._function = function
-        self._state = state
-        self._learned = learned
-        self._passage = passage
-        self._inputs = inputs
-        self._verdicts = verdicts
-        self._label = label
+        super().__init__(
+            function,
+            state,
+            learned,
+            passage,
+            inputs,
+            verdicts,
+            label=label,
+            draws=draws,
+            compares=compares,
+            is_captured=is_captured,
+            partition=partition,
+            unused=unused,
+        )
         self._stops_early = stops_early
-        self._draws = draws
         self._checks = checks
-        self._unused = unused
-        self._tell_outer = tell_outer
+        self._drops_output = drops_output
+        self.outputs: list[tuple[torch.Tensor, OutputSlot]] = []
+        """Outputs that can be computed again, with their slots; whoever reads it clears it."""
         self._keeps = False
         """Whether what autograd saves is kept: see NOTE [ Gradients inside ]."""
-        self._is_captured = is_captured
-        self._is_observed = learned.begins() and not is_captured
-        """Whether it is observed in full: see NOTE [ Learning ]."""
-        self._compares = not is_captured and (compares or self._is_observed or learned.is_sampled())
         self._selection = selection
         self._observer = observer
         self._casts: dict[int, Callable[[], torch.UntypedStorage | None]] = {}
         """For the profiler, memory that leaves were cast to."""
-        self._decisions: Decisions | None = None
-        """What is preserved, and left out of a replay, if that is known of such calls."""
-        self._program: Program | None = None
-        """What such calls do, if that is known."""
-        self._records = False
-        """Whether its first replay records the program."""
         self._shapes: tuple[Any, ...] = ()
         """Of the function's tensors."""
-        self._is_other = False
-        """Whether it saved something else than its program says."""
-        self._recipes: list[tuple[ViewRecipe, Callable[[], torch.UntypedStorage | None]] | None] = []
-        """Where the function's tensors lie in their memory, and that memory."""
-        self._given: dict[int, Handle] = {}
-        """What is preserved, by values."""
-        self._memory: dict[int, Callable[[], torch.UntypedStorage | None]] = {}
-        """In forward, the memory of what is preserved."""
-        self._keeping = Keeping(passage)
-        self._ambience = Ambience.now()
-        self._restore: Callable[[], None] = _nothing
-        self._states: list[tuple[torch.Generator, torch.Tensor]] = []
-        """In an observed call: random generators with their states when forward began."""
-        self._devices: set[torch.device] = set()
-        self._tensors: list[tuple[Any, Callable[[Any], torch.Tensor], bool, bool]] = []
-        """Of each tensor among the arguments: its handle, how to unpack it, whether it requires grad, and whether the
-        function writes it in place."""
-        self._odd: torch.Tensor | None = None
-        """A tensor of a subclass among what the function reads, if there is one: its own code runs, without modes."""
+        self._program: Program | None = None
+        """What such calls do, if that is known."""
+        self._decisions: Decisions | None = None
+        """What is preserved of such calls, if that is known."""
+        self._preserved: PreservedTensors | None = None
+        """What is preserved of this one."""
+        self._records = False
+        """Whether its first replay records the program."""
         self._metas: list[Meta] = []
         """Shape, dtype and device of what forward saved."""
         self._slots: list[Callable[[], SavedSlot | None]] = []
+        """Those of saved tensors, and then those of outputs that are dropped."""
         self._prints: dict[int, torch.Tensor] = {}
         """Fingerprints of what forward saved, where values are compared."""
-        self._output_prints: list[torch.Tensor | None] = []
-        """Those of what forward gave."""
         self._pending: list[tuple[int, torch.Tensor, int]] = []
         """What was saved by the operator that runs, which may write it yet, with the number of its node."""
         self._storages: dict[int, int] = {}
         """In an observed call: memory of what forward saved, by numbers."""
-        self._reached: ReachedTensors
-        """What the function can reach besides its arguments."""
         self._lock = threading.RLock()
         self._is_running = False
         self._is_replaying = False
@@ -238,115 +165,68 @@ class CheckpointedCall:
             first: runs it, with the caller's own arguments.
             tensors: the tensors among the arguments.
         """
-        if not self._is_captured:
-            self._verdicts.send()
-            self._verdicts.read()
-        learned, observed = self._learned, self._is_observed
-        if learned.written_inputs and overlap(tensors, learned.written_inputs):
-            # Copies would be apart from each other.
-            self._passage.ledger.note(
-                f"{self._label} writes an argument that shares memory with another one. What autograd saves in it is "
-                f"kept, not recomputed."
-            )
+        if not self._may_begin(tensors):
             return first()
-        self._devices = {tensor.device for tensor in tensors}
         if self._selection is not None:
             self._select(self._selection, tensors)
-            # A replay that records must draw what forward drew: nothing is preserved yet.
-            self._draws |= self._records
-            if self._decisions is not None:
-                self._recipes = [
-                    (ViewRecipe.of(each), _weak(each.untyped_storage()))
-                    if type(each) in PLAIN and is_strided(each)
-                    else None
-                    for each in tensors
-                ]
-        if self._draws:
-            generators = generators_of(self._devices)
-            self._restore = states_of(generators)
-            if observed:
-                self._states = [(each, each.get_state()) for each in generators]
-        named = self._state.reachable()
-        self._odd = next((each for each in (*tensors, *(each for _, each in named)) if type(each) not in PLAIN), None)
-        with below_modes(self._odd):
-            copies = self._save_inputs(tensors)
-            self._reached = ReachedTensors(named, learned, self._odd, is_observed=observed, is_compared=self._compares)
-            self._passage.flush()
-        input_versions = [-1 if tensor.is_inference() else tensor._version for tensor in tensors] if observed else []
+        self._forward_begins(tensors)
+        if self._decisions is not None:
+            arguments = self._tensors if self._partition is None else ()
+            self._preserved = PreservedTensors(self._decisions, self._passage, tensors, arguments)
         self._is_running, output = True, None
         try:
             with saved_tensors_hooks(self._packing(), unpack):
                 output = first()
         except BaseException:
             # A replay ends with what was saved until then.
-            self._is_other, self._records, self._compares = True, False, False
+            self._records = self._compares = False
+            if self._preserved is not None:
+                self._preserved.is_other = True
             raise
         finally:
             self._is_running = False
             with below_modes(self._odd):
                 self._print_pending(None)
-                if self._compares:
-                    self._output_prints = prints_of(output)
-                self._reached.forward_ended()
-                self._end_preserving(output)
-                if observed:
-                    self._learn(output, tensors, input_versions, copies)
-                if learned.state:
-                    self._note_state()
-                if self._observer is not None and not self._is_other:
-                    self._profile(self._observer)
-                self._passage.flush()
+                if self._preserved is not None:
+                    self._preserved.forward_ended(output, len(self._metas))
+                self._forward_ended(output, tensors)
+        if self._preserved is not None and self._preserved.is_other and not self._keeps:
+            self._learned.differed(self._preserved.decisions.program, is_final=False)
+        if self._observer is not None:
+            self._profile(self._observer)
+        if self._drops_output and not self._keeps:
+            self._add_output_slots(output, tensors)
         return output
 
-    def _save_inputs(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-        """Have the arguments saved; gives copies of them, in an observed call."""
-        around = _top_saved_tensors_default_hooks(True)
-        passage, is_light = self._passage, False
-        pack: Callable[[torch.Tensor], Any] = KeptHandle
-        back: Callable[[Any], torch.Tensor] = unpack
-        if self._inputs is not None and self._inputs is not _KEEP:
-            pack = passage.pack_to_leave
-        elif self._inputs is None and around is not None:
-            pack, back = around
-            if getattr(pack, "__self__", None) is passage and passage.keeps_the_rest:
-                # What needs no gradient is mostly alive anyway: to count it is not worth the time.
-                pack, is_light = passage.keep, True
-        written = self._learned.written_inputs
-        copies: list[torch.Tensor | None] = [None] * len(tensors)
-        for place, tensor in enumerate(tensors):
-            if place in written:
-                # What is saved is what it was before.
-                copy = copy_of(tensor)
-                self._tensors.append((KeptHandle(copy), unpack, tensor.requires_grad, True))
-                continue
-            handle = KeptHandle(tensor) if is_light and not tensor.requires_grad else pack(tensor)
-            self._tensors.append((handle, back, tensor.requires_grad, False))
-            if self._is_observed:
-                copies[place] = copy_of(tensor)
-        return copies
+    def _add_output_slots(self, output: Any, tensors: Sequence[torch.Tensor]) -> None:
+        outside = storages_of([*tensors, *self._reached.tensors()])
+        for index, tensor in enumerate(tensors_in(tree_leaves(output))):
+            if type(tensor) in PLAIN and is_strided(tensor) and tensor.untyped_storage()._cdata not in outside:
+                slot = OutputSlot(self, len(self._slots), index, tensor)
+                self._slots.append(_weak(slot))
+                self.outputs.append((tensor, slot))
 
     def _packing(self) -> Callable[[torch.Tensor], SavedSlot | Handle]:
         """The pack hook of forward."""
         metas, slots, passage = self._metas, self._slots, self._passage
         leaving, escaping, looks = passage.waiting, self._learned.escaping, self._compares or self._is_observed
-        saved = () if self._decisions is None else self._decisions.saved
-        count, observer = len(saved), self._observer
+        preserved, is_profiled = self._preserved, self._observer is not None
 
         def pack(tensor: torch.Tensor) -> SavedSlot | Handle:
             if leaving.nbytes and leaving.is_batch:
                 passage.advance()
             number = len(metas)
             metas.append(meta_of(tensor))
-            if observer is not None:
+            if is_profiled:
                 self._note_cast(tensor)
-            if number < count and saved[number] is not False and not (self._keeps or self._is_other):
+            if preserved is not None and not self._keeps:
                 if looks:
-                    self._print_pending(_next_node())
-                handle = self._preserve(tensor, saved[number])
+                    with below_modes(tensor):
+                        self._print_pending(_next_node())
+                handle = preserved.pack(tensor, number)
                 if handle is not None:
                     slots.append(_nothing)
                     return handle
-                self._is_other = True
             slot = SavedSlot(self, number)
             slots.append(_weak(slot))
             if looks:
@@ -359,8 +239,6 @@ class CheckpointedCall:
             return slot
 
         return pack
-
-    # What is preserved. See NOTE [ Preserved tensors ].
 
     def _select(self, selection: Selection, tensors: Sequence[torch.Tensor]) -> None:
         """Find what is known of such calls."""
@@ -375,60 +253,8 @@ class CheckpointedCall:
         self._decisions = decisions
         is_new = decisions is not None and not decisions.is_validated
         self._compares = self._compares or self._records or is_new
-
-    def _preserve(self, tensor: torch.Tensor, how: Preserved | Input | bool) -> Handle | None:
-        """A handle of a saved tensor; ``None``, if it is another one than the program says."""
-        if how is True:
-            return KeptHandle(tensor) if type(tensor) in PLAIN else None
-        assert not isinstance(how, bool)
-        recipe = how.recipe
-        if type(tensor) not in PLAIN or tensor.shape != recipe.size or tensor.dtype is not recipe.dtype:
-            return None
-        if not recipe.is_of(tensor):
-            return None
-        if isinstance(how, Input):
-            handle, back, _, is_written = self._tensors[how.place]
-            known = self._recipes[how.place]
-            if is_written or known is None or known[1]() is not tensor.untyped_storage():
-                return None
-            return ViewHandle(handle, known[0], recipe, back) if lies_within(recipe, known[0]) else None
-        with below_modes():
-            storage = tensor.untyped_storage()
-            handle = self._given.get(how.value)
-            if handle is not None and self._memory[how.value]() is not storage:
-                # In another call of this kind, two tensors that autograd saved were one.
-                return None
-            if handle is None:
-                self._memory[how.value] = _weak(storage)
-                whole = tensor
-                if how.whole is not recipe:
-                    whole = view_of(tensor.detach(), how.whole, how.whole.offset)
-                if how.decision is _KEEP:
-                    handle = self._keeping.keep(whole, how.value, self._kept_bytes)
-                else:
-                    self._passage.advance()
-                    handle = self._passage.save_made(whole, how.whole, how.decision)
-                self._given[how.value] = handle
-            return handle if how.whole is recipe else ViewHandle(handle, how.whole, recipe, unpack)
-
-    @property
-    def _kept_bytes(self) -> dict[int, int]:
-        assert self._decisions is not None
-        return self._decisions.kept_bytes
-
-    def _end_preserving(self, output: Any) -> None:
-        """Forward has ended, or has failed."""
-        self._keeping.end(output)
-        self._memory.clear()
-        decisions = self._decisions
-        if decisions is None:
-            return
-        if len(self._metas) != len(decisions.saved):
-            self._is_other = True
-        handed = set() if self._is_other else decisions.handed
-        self._given = {value: handle for value, handle in self._given.items() if value in handed}
-        if self._is_other and not self._keeps:
-            self._learned.differed(decisions.program, is_final=False)
+        # A replay that records must draw what forward drew: nothing is preserved yet.
+        self._draws |= self._records
 
     def _observe(self, tensor: torch.Tensor, number: int, slot: SavedSlot) -> None:
         with below_modes(tensor):
@@ -447,39 +273,15 @@ class CheckpointedCall:
             if found is not None:
                 self._prints[number] = found
 
-    def _learn(
-        self,
-        output: Any,
-        tensors: Sequence[torch.Tensor],
-        versions: Sequence[int],
-        copies: Sequence[torch.Tensor | None],
-    ) -> None:
-        """An observed call has ended: see NOTE [ Learning ]."""
-        learned = self._learned
-        learned.draws |= any(not torch.equal(a.get_state(), b) for a, b in self._states)
-        learned.state = tuple(dict.fromkeys((*learned.state, *self._state.changed())))
+    def _learn(self, output: Any, tensors: Sequence[torch.Tensor]) -> None:
+        super()._learn(output, tensors)
         # What the function reached before is watched anyway.
         known = {id(tensor) for tensor in self._reached.tensors()}
         kept = (tensor for tensor in self._state.again().tensors() if id(tensor) not in known)
         outside = (*tensors_in(tree_leaves(output)), *kept)
         storages = {each.untyped_storage()._cdata for each in outside if type(each) in PLAIN and is_strided(each)}
-        learned.escaping |= {number for number, storage in self._storages.items() if storage in storages}
+        self._learned.escaping |= {number for number, storage in self._storages.items() if storage in storages}
         self._storages.clear()
-        for place, tensor in enumerate(tensors):
-            copy = copies[place]
-            if copy is None or versions[place] == -1:
-                continue
-            if tensor._version != versions[place] or not has_content_of(tensor, copy):
-                learned.written_inputs |= {place}
-                self._tensors[place] = (KeptHandle(copy), unpack, tensor.requires_grad, True)
-
-    def _note_state(self) -> None:
-        names = self._learned.state
-        self._passage.ledger.note(
-            f"{self._label}: its forward changes Python state ({', '.join(names[:4])}"
-            f"{' and more' if len(names) > 4 else ''}). Each recomputation starts from the state before the forward, "
-            f"and puts the later state back."
-        )
 
     # Backward.
 
@@ -491,7 +293,10 @@ class CheckpointedCall:
                 return seen
             if self._is_running and not self._keeps:
                 self._keeps = self._learned.takes_gradients = True
-                self._passage.ledger.note(keeps_note(self._label))
+                self._passage.ledger.note(
+                    f"{self._label} takes a gradient of what it computes. What autograd saves in it is kept, not "
+                    f"recomputed."
+                )
             if slot.value is None:
                 if self._is_replaying:
                     raise RecomputeError(
@@ -504,6 +309,7 @@ class CheckpointedCall:
                     self._replay()
                 finally:
                     self._is_replaying = False
+                    self._replay_ended()
             assert slot.value is not None
             value, version = slot.value
             if not self._keeps:
@@ -511,23 +317,20 @@ class CheckpointedCall:
             if version != -1 and value._version != version:
                 check_version(value, version, value)
             slot.seen = _weak(value)
-            if self._observer is not None and self._program is not None:
-                self._observer.asked(self._program.saved[slot.number].place, value, slot)
+            program = self._program
+            if self._observer is not None and program is not None and slot.number < len(program.saved):
+                self._observer.asked(program.saved[slot.number].place, value, slot)
             return value
 
     @untraced
     def _replay(self) -> None:
-        passage = self._passage
-        if self._tell_outer is not None:
-            self._tell_outer()
-        passage.was_recomputed = True
-        passage.ledger.note_unused(self._unused)
+        self._replay_begins()
         compares = self._compares
         if self._is_observed or self._records or (self._decisions is not None and not self._decisions.is_validated):
             self._learned.learned_from += 1
         if self._is_running:
             self._print_pending(None)
-        collector = self._replay_by_program(compares)
+        collector = None if self._is_running else self._replay_by_program(compares)
         if collector is None:
             collector = self._run_again(compares)
         if compares and not collector.is_same():
@@ -539,7 +342,7 @@ class CheckpointedCall:
         if compares and self._is_observed and not self._is_running:
             self._learned.is_validated = True
         values = collector.take()
-        passage.ledger.recomputed_bytes += collector.made_bytes(values)
+        self._passage.ledger.recomputed_bytes += collector.made_bytes(values)
         for number, value in values.items():
             slot = self._slots[number]()
             if slot is not None:
@@ -549,17 +352,14 @@ class CheckpointedCall:
 
     def _replay_by_program(self, compares: bool) -> Collector | None:
         """A replay that records the program, or leaves out what it need not run; ``None``, if there was none."""
-        given, self._given = self._given, {}
-        if self._is_running:
-            return None
         if self._records:
             return self._record()
-        decisions = self._decisions
-        if decisions is not None:
-            self._passage.ledger.note_unused(decisions.unused)
-        if decisions is None or self._is_other or not decisions.leaves_out:
+        preserved = self._preserved
+        if preserved is None:
             return None
-        if not (given.keys() >= decisions.handed and all(handle.is_intact() for handle in given.values())):
+        decisions, given = preserved.decisions, preserved.take()
+        self._passage.ledger.note_unused(decisions.unused)
+        if given is None:
             return None
 
         def tensor_of(value: int) -> torch.Tensor | None:
@@ -568,19 +368,19 @@ class CheckpointedCall:
 
         poisons = not decisions.is_validated or any(map(self._passage.poisons, self._devices))
         mode = PartialReplay(decisions, tensor_of, draws=self._draws, poisons=poisons)
+        collector: Collector | None = None
         try:
             collector = self._run_again(compares, mode)
         except Exception:
             # The function may have made another error of ours.
             if mode.differs is None:
                 raise
-            collector = None
         why = mode.differs
         if why is None and mode.is_held():
             why = "it keeps a tensor that was left out of its replay"
         if why is None and (collector is None or collector.is_other or not collector.is_same()):
             why = "other tensors were saved"
-        if why is not None or collector is None:
+        if why is not None:
             self._learned.differed(decisions.program, is_final=mode.differs is None)
             self._passage.ledger.note(f"{self._label} was recomputed whole: {why}.")
             return None
@@ -623,26 +423,29 @@ class CheckpointedCall:
             compares: whether that is compared with what forward saved.
             mode: sees its operators.
         """
-        wanted = {number for number, slot in enumerate(self._slots) if slot() is not None}
+        slots = [slot for each in self._slots if (slot := each()) is not None]
+        outputs = {each.number: each.index for each in slots if isinstance(each, OutputSlot) and each.is_dropped()}
+        wanted = {each.number for each in slots if not isinstance(each, OutputSlot)}
+        del slots
         # Within the function itself, forward has come no further.
-        stops = self._is_running or (self._stops_early and not compares)
-        until, prints = max(wanted), self._prints
-        outputs: list[torch.Tensor | None] | None = self._output_prints
+        stops = self._is_running or (self._stops_early and not compares and not outputs)
+        until, prints = max(wanted, default=-1), self._prints
+        output_prints: list[torch.Tensor | None] | None = self._output_prints
         if isinstance(mode, PartialReplay):
             # What is left out has no content, and outputs may be.
             saved = mode.decisions.saved
             until = max(until, mode.decisions.until)
-            prints, outputs = {number: found for number, found in prints.items() if saved[number] is False}, None
-        reached = self._reached
-        changed = reached.changed()
+            prints, output_prints = {number: found for number, found in prints.items() if saved[number] is False}, None
+        changed = self._reached.changed()
         collector = Collector(
             self._label,
             wanted,
+            outputs,
             until if stops else None,
             self._metas,
             prints if compares else None,
-            outputs,
-            reached.storages(),
+            output_prints,
+            self._reached.storages(),
             {tensor.untyped_storage()._cdata: (tensor, v) for tensor, v in changed if is_strided(tensor)},
             checks=self._checks,
             waits=self._is_observed or isinstance(mode, Recorder) or (mode is not None and mode.is_new),
@@ -657,7 +460,7 @@ class CheckpointedCall:
         collector: Collector,
         changed: Sequence[tuple[torch.Tensor, int]],
         mode: Recorder | PartialReplay | None,
-        watching: Callable[[Recorder], AbstractContextManager[object]] | None = None,
+        around: AbstractContextManager[object] = _NOTHING,
     ) -> None:
         """Run the function.
 
@@ -665,33 +468,24 @@ class CheckpointedCall:
             collector: takes what it saves.
             changed: what was written since forward, with the versions from before.
             mode: sees its operators.
-            watching: gives a context around the function, within a recorder's mode.
+            around: a context around the function, within the mode.
         """
-        asked: list[RefusedTensor] = []
-        may_go = self._state.replaceable() if changed else set()
-        refused = {id(each): RefusedTensor.of(each, v, asked) for each, v in changed if _may_be_refused(each, may_go)}
-        others = [pair for pair in changed if id(pair[0]) not in refused]
-        refusing = Refusing(others) if others else None
+        with below_modes(self._odd):
+            backs = zip(self._inputs_back(), self._tensors, strict=True)
+            tensors = [_argument(tensor, needs_grad, written) for tensor, (*_, needs_grad, written) in backs]
+        collector.know([*tensors, *self._reached.tensors()])
+        if isinstance(mode, Recorder):
+            mode.begin(tensors)
         output = None
-        with drawing:
-            restore = states_of(generators_of(self._devices)) if self._draws else _nothing
-            with below_modes(self._odd):
-                tensors = [_argument(*each) for each in self._tensors]
-            collector.know([*tensors, *self._reached.tensors()])
-            if isinstance(mode, Recorder):
-                mode.begin(tensors)
+        with self._as_of_forward(tensors, changed) as within:
             try:
-                self._restore()
                 with (
                     rerunning(),
-                    self._ambience.in_force(),
-                    torch.enable_grad(),
                     saved_tensors_hooks(collector.pack, collector.unpack),
-                    nullcontext() if refusing is None else refusing,
-                    nullcontext() if mode is None else mode,
-                    watching(mode) if watching is not None and isinstance(mode, Recorder) else nullcontext(),
+                    _NOTHING if mode is None else mode,
+                    around,
                 ):
-                    output = self._function(*tensors, within=self._as_before(collector, tensors, refused))
+                    output = self._function(*tensors, within=within(lambda _: collector.compare_pending()))
                     collector.gave(output)
             except Enough:
                 pass
@@ -701,13 +495,8 @@ class CheckpointedCall:
                     raise
             finally:
                 collector.end()
-                restore()
         if isinstance(mode, Recorder):
             mode.gave(output)
-        if refusing is not None:
-            refusing.check()
-        for each in asked:
-            each.refuse()
         del output
 
     # For a profiler.
@@ -725,14 +514,18 @@ class CheckpointedCall:
         torch.clear_autocast_cache()
         recorder = Recorder(self._selection)
         collector = Collector(
-            self._label, set(), None, self._metas, None, None, self._reached.storages(), {}, checks=False, waits=False,
-            saves=recorder.saves, holds=self._keeps,
-        )  # fmt: skip
-        self._run_into(collector, (), recorder, observer.watching)
+            *(self._label, set(), {}, None, self._metas, None, None, self._reached.storages(), {}),
+            checks=False,
+            waits=False,
+            saves=recorder.saves,
+            holds=self._keeps,
+        )
+        self._run_into(collector, (), recorder, observer.watching(recorder))
+        self._replay_ended()
         observer.ended(recorder)
-        program = recorder.program()
-        self._learned.record(self._shapes, self._selection, program)
-        self._program, self._records = program, False
+        self._program = recorder.program()
+        self._learned.record(self._shapes, self._selection, self._program)
+        self._records = False
 
     def _note_cast(self, tensor: torch.Tensor) -> None:
         """Note a saved tensor that a leaf was cast to, or a view of one."""
@@ -745,20 +538,6 @@ class CheckpointedCall:
             storage = tensor.untyped_storage()
             self._casts[storage._cdata] = _weak(storage)
 
-    @contextmanager
-    def _as_before(
-        self, collector: Collector, tensors: Sequence[torch.Tensor], refused: dict[int, RefusedTensor]
-    ) -> Iterator[None]:
-        """A context around the function's code, in which reached tensors have the content from before forward."""
-        state, reached = self._state, self._reached
-        sole = state.sole_buffers() if reached.may_be_written else set()
-        with reached.as_before(sole, tensors) as others, state.swapped(others), state.replaced(refused):
-            try:
-                yield
-            finally:
-                # What was saved of them is compared before they are put back.
-                collector.compare_pending()
-
 
 def shapes_of(tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
     """What tells calls apart that have programs of their own."""
@@ -769,14 +548,8 @@ def _nothing() -> None:
     return None
 
 
-def _may_be_refused(tensor: torch.Tensor, replaceable: set[int]) -> bool:
-    """Whether a stand-in can take its place: see NOTE [ What was written since forward ]."""
-    return id(tensor) in replaceable and type(tensor) in PLAIN and is_strided(tensor)
-
-
-def _argument(handle: Any, back: Callable[[Any], torch.Tensor], requires_grad: bool, is_written: bool) -> torch.Tensor:
-    """One of the function's tensors, by its handle."""
-    tensor = back(handle)
+def _argument(tensor: torch.Tensor, requires_grad: bool, is_written: bool) -> torch.Tensor:
+    """One of the function's tensors as a replay is given it."""
     if tensor.requires_grad and tensor.is_leaf and not is_written:
         return tensor
     if not requires_grad and not is_written:

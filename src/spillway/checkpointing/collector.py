@@ -13,12 +13,12 @@ from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from spillway.capture.handles import carry_attributes
 from spillway.checkpointing.contents import print_of, prints_of
+from spillway.checkpointing.refused import refuse_written
 from spillway.errors import RecomputeError
-from spillway.regions.outside import refuse_written
-from spillway.regions.packs import Enough
 from spillway.regions.tensors import PLAIN, below_modes, is_strided, tensors_in
 from spillway.regions.verdicts import differed
 
@@ -28,6 +28,10 @@ Meta = tuple[Any, torch.dtype, torch.device]
 """Shape, dtype and device of a saved tensor."""
 
 
+class Enough(BaseException):
+    """A second run has made all that is wanted. No error of anybody's: what catches those in a function lets it go."""
+
+
 class Collector:
     """Takes what a replay saves, by its number."""
 
@@ -35,6 +39,7 @@ class Collector:
         self,
         label: str,
         wanted: set[int],
+        outputs: dict[int, int],
         until: int | None,
         metas: Sequence[Meta],
         prints: dict[int, torch.Tensor] | None,
@@ -50,6 +55,8 @@ class Collector:
     ) -> None:
         self._label = label
         self._wanted = wanted
+        self._outputs = outputs
+        """Numbers of outputs that are wanted, too, with their places among the tensors of the output."""
         self._until = until
         self._metas = metas
         self._prints = prints
@@ -84,11 +91,11 @@ class Collector:
 
     def know(self, tensors: Sequence[torch.Tensor]) -> None:
         """These are there without the replay."""
-        self._known = _storages_of(tensors).keys()
+        self._known = storages_of(tensors).keys()
 
     def made_bytes(self, values: dict[int, tuple[torch.Tensor, int]]) -> int:
         """Bytes of the storages that the replay made."""
-        made = _storages_of([tensor for tensor, _ in values.values()])
+        made = storages_of([tensor for tensor, _ in values.values()])
         return sum(nbytes for storage, nbytes in made.items() if storage not in self._known)
 
     def pack(self, tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -109,7 +116,7 @@ class Collector:
                 return []
         if number < len(self._metas):
             if self._checks and not self._other and (meta := meta_of(tensor)) != self._metas[number]:
-                self._other = f"tensor {number} is {_named(meta)}, and was {_named(self._metas[number])}"
+                self._other = f"tensor {number} is {name_of(meta)}, and was {name_of(self._metas[number])}"
         elif not self._other:
             self._other = f"more tensors than the {len(self._metas)} of the forward pass"
         with below_modes(tensor):
@@ -169,6 +176,13 @@ class Collector:
 
     def gave(self, output: Any) -> None:
         """The function has come to its end."""
+        if self._outputs:
+            tensors = tensors_in(tree_leaves(output))
+            if len(tensors) <= max(self._outputs.values()):
+                self._other = self._other or f"it gave {len(tensors)} tensors"
+                return
+            for number, index in self._outputs.items():
+                self._values[number] = tensors[index], self._version_of(tensors[index])
         if self._prints is None or self._output_prints is None:
             return
         found = prints_of(output)
@@ -229,7 +243,7 @@ class Collector:
 
     def raise_if_other(self) -> None:
         """Raise, if shapes, dtypes, devices or the number of tensors were not those of forward."""
-        if self._other and self._checks:
+        if self._other and (self._checks or not self._values.keys() >= (self._wanted | self._outputs.keys())):
             raise self.error()
 
     def error(self) -> RecomputeError:
@@ -243,7 +257,7 @@ class Collector:
         )
 
 
-def _storages_of(tensors: Sequence[torch.Tensor]) -> dict[int, int]:
+def storages_of(tensors: Sequence[torch.Tensor]) -> dict[int, int]:
     """Storages of the tensors, and of the parts of wrappers, with their bytes."""
     found = {}
     for tensor in tensors if all(type(each) in PLAIN for each in tensors) else tensors_in(tensors):
@@ -271,5 +285,8 @@ def meta_of(tensor: torch.Tensor) -> Meta:
         return tensor.numel(), tensor.dtype, tensor.device
 
 
-def _named(meta: Meta) -> str:
+def name_of(meta: Meta | None) -> str:
+    """How an error names it; ``None``: no tensor."""
+    if meta is None:
+        return "no tensor"
     return f"{tuple(meta[0]) if isinstance(meta[0], torch.Size) else meta[0]} {meta[1]} on {meta[2]}"

@@ -37,8 +37,9 @@ class Learned:
     """What is known of one kind of call of a function. See NOTE [ Learning ]."""
 
     __slots__ = (
-        *("_calls", "_decisions", "_failures", "_offset", "_order", "_programs", "draws", "escaping", "is_validated"),
-        *("learned_from", "state", "takes_gradients", "written", "written_inputs"),
+        *("_calls", "_decisions", "_failures", "_offset", "_order", "_programs", "draws", "escaping"),
+        *("has_other_kernels", "is_validated", "learned_from", "state", "takes_gradients", "unread", "written"),
+        "written_inputs",
     )
 
     def __init__(self) -> None:
@@ -59,8 +60,12 @@ class Learned:
         """Whether the function was seen to draw random numbers of torch's."""
         self.escaping: frozenset[int] = frozenset()
         """Numbers of saved tensors that share memory with an output or with state: somebody else may write them."""
+        self.has_other_kernels = False
+        """Whether it gives other bits where nothing needs a gradient: see NOTE [ Kernels without grad ]."""
         self.takes_gradients = False
         """Whether the function takes a gradient of what it computes: then it is called plainly."""
+        self.unread: frozenset[str] = frozenset()
+        """Names of attributes in which a reentrant function leaves a history, and which it does not read."""
         self.written_inputs: frozenset[int] = frozenset()
         """Places of inputs that the function writes in place."""
         self.written: frozenset[str] = frozenset()

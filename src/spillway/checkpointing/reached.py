@@ -107,9 +107,13 @@ class ReachedTensors:
         changed = [(tensor, version) for tensor, version in self._unwritten if tensor._version != version]
         return changed if self._is_observed else [*changed, *((tensor, -1) for tensor in self._lost)]
 
+    def protected(self) -> list[torch.Tensor]:
+        """What gets its content of now back when a replay is over, or has a copy in its place meanwhile."""
+        return [*self._copied, *self._lost]
+
     def storages(self) -> set[int]:
-        """Memory that gets its content of now back when a replay is over, or is a copy's meanwhile."""
-        return {each.untyped_storage()._cdata for each in (*self._copied, *self._lost) if is_strided(each)}
+        """Their memory."""
+        return {each.untyped_storage()._cdata for each in self.protected() if is_strided(each)}
 
     @contextmanager
     def as_before(self, sole: Set[int], inputs: Sequence[torch.Tensor]) -> Iterator[dict[int, torch.Tensor]]:
@@ -121,7 +125,7 @@ class ReachedTensors:
             sole: ids of buffers that nothing refers to but their modules.
             inputs: the function's inputs.
         """
-        protected = [*self._copied, *self._lost]
+        protected = self.protected()
         if not protected:
             yield {}
             return

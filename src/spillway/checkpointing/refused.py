@@ -9,12 +9,12 @@ shape and type, and raises where its content is asked for. Who does not touch it
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.utils._pytree import tree_leaves
 
-from spillway.regions.outside import refuse_written
+from spillway.errors import RecomputeError
 from spillway.regions.tensors import below_modes
 
 _TOLD = frozenset(
@@ -66,3 +66,12 @@ class RefusedTensor(torch.Tensor):
         found = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, RefusedTensor))
         found._asked.append(found)
         return found.refuse()
+
+
+def refuse_written(tensor: torch.Tensor, version: int) -> NoReturn:
+    """What a region has read was written since."""
+    raise RecomputeError(
+        f"got a tensor of shape {list(tensor.shape)} and dtype {tensor.dtype} that was written in place (version "
+        f"{tensor._version}, expected {version}) after a checkpointed function had read it, expected it unchanged "
+        f"until backward; write a copy, or save or offload what the function computes from it"
+    )

@@ -9,12 +9,18 @@ from __future__ import annotations
 
 import threading
 import weakref
+from typing import Protocol
 
 import torch
 
 from spillway.capture.handles import check_version
 from spillway.capture.identity import ViewRecipe
-from spillway.regions.computed import ComputedHandle
+
+
+class Computed(Protocol):
+    """Stands for a tensor that is computed again when it is asked for."""
+
+    def unpack(self) -> torch.Tensor: ...
 
 
 class DroppedOutput:
@@ -25,7 +31,7 @@ class DroppedOutput:
         computed: by which the region computes it.
     """
 
-    def __init__(self, tensor: torch.Tensor, computed: ComputedHandle) -> None:
+    def __init__(self, tensor: torch.Tensor, computed: Computed) -> None:
         self._computed = computed
         self._version = tensor._version
         self._storage: weakref.ref[torch.UntypedStorage] = weakref.ref(tensor.untyped_storage())
@@ -99,7 +105,7 @@ class DroppedOutputs:
         self.any = False
         """Whether there was ever one."""
 
-    def add(self, tensor: torch.Tensor, computed: ComputedHandle) -> None:
+    def add(self, tensor: torch.Tensor, computed: Computed) -> None:
         self.any = True
         self._outputs[tensor.untyped_storage()] = DroppedOutput(tensor, computed)
 

@@ -20,18 +20,14 @@ what is being offloaded.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator
 from functools import lru_cache
 from typing import Any
 
 import torch
 
-from spillway.regions.script import Script
 from spillway.regions.tensors import has_bits, is_dense
 from spillway.runtime.bytes import over
-
-_ENOUGH_STRUCTURES = 64
-_ENOUGH_FORMS = 8
 
 _PIECE, _MOST_PIECE = 1 << 20, 1 << 23
 """Elements of a piece at least, and at most: of large tensors, so many are taken at once."""
@@ -50,41 +46,13 @@ _FEWEST_ROWS, _MOST_ROWS = 61, 251
 
 
 class Proofs:
-    """What is known of one function, over all its regions.
-
-    A re-run is known by its operators, how they hang together, on which types, and what is done with each; and by the
-    shapes of what they give. After some different ones of the same function were right (experts that are called or
-    not, say), or of one with different shapes (sentences), the others are believed.
-    """
+    """What is known of one function, over all its calls."""
 
     def __init__(self) -> None:
-        self._right: dict[Hashable, set[Hashable]] = {}
-        self.script = Script()
         self.learned: dict[Hashable, Any] = {}
-        """What calls of each kind taught the engine without modes."""
-        self.wrong: str | None = None
-        """Why its regions are not pruned, if they must not be."""
-        self.takes_gradients = False
-        """Whether the function takes a gradient of what it computes: then nothing is left out when it runs again."""
+        """What calls of each kind taught."""
         self.ranks_agreed = False
         """Whether the ranks that share its inputs were seen to have the same ones."""
-
-    @property
-    def is_untried(self) -> bool:
-        """Whether no re-run was tried: then the first run's own fingerprints are taken."""
-        return not self._right and self.wrong is None
-
-    def needs_trial(self, structure: Hashable, forms: Hashable) -> bool:
-        if self.wrong is not None:
-            return False
-        known = self._right.get(structure)
-        if known is None:
-            return len(self._right) < _ENOUGH_STRUCTURES
-        return len(known) < _ENOUGH_FORMS and forms not in known
-
-    def add(self, structure: Hashable, forms: Hashable) -> None:
-        """It was right."""
-        self._right.setdefault(structure, set()).add(forms)
 
 
 def fingerprint(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -141,11 +109,6 @@ def _pieces(tensor: torch.Tensor, size: int) -> Iterator[torch.Tensor]:
             yield from _pieces(rows if len(rows) > 1 else rows[0], size)
 
 
-def same_bits(a: Sequence[torch.Tensor | None], b: Sequence[torch.Tensor | None]) -> bool:
-    """Whether two lists of fingerprints are equal, as far as they were taken."""
-    return len(a) == len(b) and all(x is None or y is None or x.item() == y.item() for x, y in zip(a, b, strict=True))
-
-
 def sums(tensor: torch.Tensor) -> torch.Tensor | None:
     """What tells its bytes, as they lie in memory, from others: at most 32,768 integers. See NOTE [ Sums ].
 
@@ -180,10 +143,3 @@ def _rows(count: int) -> tuple[tuple[int, int], tuple[int, int]]:
         apart -= 1
     # The last row ends with the last word, and begins before the one before it has ended.
     return (rows, count - (rows - 1) * apart), (apart, 1)
-
-
-def same_sums(a: Sequence[torch.Tensor | None], b: Sequence[torch.Tensor | None]) -> bool:
-    """Whether two lists of such are equal."""
-    if len(a) != len(b):
-        return False
-    return all(x is y if x is None or y is None else torch.equal(x, y) for x, y in zip(a, b, strict=True))

@@ -182,15 +182,15 @@ class PythonState(Walk):
             with torch._C.DisableTorchFunction():
                 before._put_back()
 
-    def histories(self) -> list[str]:
-        """Names of attributes that had a tensor which the function read, and now have one that needs gradients."""
-        return [
-            str(name)
+    def histories(self) -> dict[str, torch.Tensor]:
+        """Names of attributes that had a tensor, and now have one that needs gradients, with the former one."""
+        return {
+            str(name): content[name]
             for kind, thing, content in self._contents()
             if kind.is_plain
             for name in kind.changes(thing, content)
             if _is_read_tensor(content.get(name)) and getattr(kind.value(thing, name), "requires_grad", False)
-        ]
+        }
 
     def release(self, is_read: Callable[[torch.Tensor], bool]) -> None:
         """Hold no longer a tensor that was replaced in the first run, and whose bytes were never read.

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from spillway.errors import RecomputeError
 from spillway.regions.arguments import Arguments
 from spillway.regions.python_state import PythonState
 
@@ -24,10 +23,6 @@ class ReplayedFunction:
         state: the Python state before the first run.
         is_first: whether the first call of this object is the first run, which changes the state as usual.
         reentrant: whether backward goes through the graph of this run.
-
-    Raises:
-        RecomputeError: in the reentrant mode, where a tensor with a history is left in an attribute that the function
-            reads: the first run is without autograd, and left one without.
     """
 
     def __init__(
@@ -45,6 +40,8 @@ class ReplayedFunction:
         self._state = state
         self._is_first = is_first
         self._as_it_is = False
+        self.histories: dict[str, torch.Tensor] = {}
+        """In the reentrant mode: attributes in which the latest run left a tensor with a history, and what they had."""
 
     @contextmanager
     def on_todays_state(self) -> Iterator[bool]:
@@ -73,10 +70,6 @@ class ReplayedFunction:
                 return self._function(*args, **kwargs)
         with self._state.in_force(), within:
             output = self._function(*args, **kwargs)
-            names = self._state.histories() if self._reentrant else ()
-        if names:
-            raise RecomputeError(
-                f"A function recomputed with use_reentrant=True keeps a tensor with a history in {', '.join(names)}. "
-                f"The reentrant mode loses the gradient that goes through it. Use use_reentrant=False."
-            )
+            if self._reentrant:
+                self.histories = self._state.histories()
         return output

@@ -59,11 +59,6 @@ def has_bits(tensor: torch.Tensor) -> bool:
         return False
 
 
-def is_hollow(tensor: torch.Tensor) -> bool:
-    """Whether it has no memory, and does not say of what it is made: only its own code knows its content."""
-    return type(tensor) not in PLAIN and not (isinstance(tensor, FakeTensor) or is_wrapper(tensor) or has_bits(tensor))
-
-
 def nbytes_of(tensor: torch.Tensor) -> int:
     """Its bytes, as far as they can be told."""
     return tensor.nbytes if is_strided(tensor) else 0
@@ -120,38 +115,6 @@ def _split(values: Iterable[Any], tensors: list[torch.Tensor], constants: list[A
             constants.append(value)
 
 
-def are_numbers(constants: tuple[Any, ...]) -> bool:
-    """Whether there is nothing among them but numbers, words and types."""
-    for value in constants:
-        kind = type(value)
-        if kind not in _NUMBERS and not (kind is tuple and are_numbers(value)):
-            return False
-    return True
-
-
-def are_same(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
-    """Whether two lists of numbers, words and types are the same to the letter: 0.0 is not -0.0, nor is 1 True.
-
-    What is not a number may be said to differ.
-    """
-    if a is b:
-        return True
-    if len(a) != len(b):
-        return False
-    for x, y in zip(a, b, strict=True):
-        if x is y:
-            continue
-        kind = type(x)
-        if kind is not type(y) or x != y:
-            return False
-        if kind is tuple:
-            if not are_same(x, y):
-                return False
-        elif (kind is complex or (kind is float and not x)) and repr(x) != repr(y):
-            return False
-    return True
-
-
 def aliases_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """The same bytes without history, on the same counters of versions; seen by no mode."""
     # Below autograd, where a mode is called, an alias does not share the counter unless told to.
@@ -172,20 +135,6 @@ def tensor_without_memory(tensor: torch.Tensor) -> torch.Tensor:
         with _no_dispatch():
             alias.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return alias
-
-
-class Tracker:
-    """Knows whether a tensor is written, and does not hold its memory."""
-
-    __slots__ = ("_tensor", "_version")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._version = -1 if tensor.is_inference() else tensor._version
-        self._tensor = tensor_without_memory(tensor)
-
-    @property
-    def was_written(self) -> bool:
-        return self._version != -1 and self._tensor._version != self._version
 
 
 def alias_of(tensor: torch.Tensor) -> torch.Tensor:
