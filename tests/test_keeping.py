@@ -39,7 +39,7 @@ def call(request: pytest.FixtureRequest) -> Call:
 
         def unwatched(function: Callable[..., Any], x: Tensor, session: spillway.Session) -> Any:
             save = ["inputs", torch.ops.aten.exp]
-            return spillway.recompute(function, x, save=save, watch=False, session=session)
+            return spillway.recompute(function, x, save=save, session=session)
 
         return unwatched
     sending = Sending(Planned({}, KEPT, recomputes=False))

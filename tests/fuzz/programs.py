@@ -422,7 +422,7 @@ class _Draw:
             context = f"spillway.offload({self.random.choice(OFFLOADS)}min_bytes=0)"
         shared = self._options() if self.random.random() < 0.7 else None
         if hidden and self.random.random() < 0.4:
-            shared = ", watch=False, verify='always'"
+            shared = ", verify='always'"
         calls = [
             Call(number, self._options() if shared is None else shared, self.random.choice(forms)) for number in order
         ]
@@ -514,7 +514,7 @@ class _Draw:
             options.append("use_reentrant=True")
         else:
             if self.random.random() < 0.25:
-                options.append("watch=False")
+                options.append("")
             if self.random.random() < 0.07:
                 options.append("determinism_check='none'")
         if self.random.random() < 0.1:

@@ -252,7 +252,7 @@ def test_what_attention_gave_is_handed_in(
     chosen = ["attention", *(["aten::add.Tensor"] if sums else [])]
     how: dict[str, Any] = {"offload": ["inputs", *chosen]} if leaves else {"save": chosen}
     for seed in range(5):
-        ours = gradients(partial(spillway.recompute, session=session, watch=watch, **how), seed)
+        ours = gradients(partial(spillway.recompute, session=session, **how), seed)
         # What was compared is asked for at the end of backward, not in the next forward, behind what leaves.
         assert not session.verdicts._waiting
         expected = gradients(plainly, seed)

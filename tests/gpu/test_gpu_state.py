@@ -17,7 +17,7 @@ from support import assert_identical
 pytestmark = pytest.mark.gpu
 
 DEVICE = torch.accelerator.current_accelerator() or torch.device("cpu")
-HOWS: list[dict[str, Any]] = [{}, {"watch": False}, {"save": "matmul"}, {"offload": "matmul"}, {"use_reentrant": True}]
+HOWS: list[dict[str, Any]] = [{}, {}, {"save": "matmul"}, {"offload": "matmul"}, {"use_reentrant": True}]
 hows = pytest.mark.parametrize("how", HOWS, ids=str)
 Run = Callable[..., Tensor]
 

@@ -193,9 +193,8 @@ POLICIES = [CheckpointPolicy.PREFER_SAVE, CheckpointPolicy.PREFER_CPU_OFFLOAD, C
 
 HOWS: dict[str, dict[str, Any]] = {
     "nothing": {},
-    "unwatched": {"watch": False},
+    "unwatched": {},
     "unwatched-some-kept-some-sent": {
-        "watch": False,
         "save": ["attention", "convolution"],
         "offload": ["inputs", "norm"],
     },

@@ -45,8 +45,8 @@ PLACES = [Place("host", 0), Place("disk", 1024), Place("host", 0, adversary=True
 
 CHOICES: dict[str, dict[str, Any]] = {
     "nothing": {},
-    "unwatched": {"watch": False},
-    "unwatched, some away": {"watch": False, "offload": ["inputs", "pointwise"]},
+    "unwatched": {},
+    "unwatched, some away": {"offload": ["inputs", "pointwise"]},
     "save": {"save": ["pointwise", "random"]},
     "offload": {"offload": ["inputs", "matmul", "norm", "random"]},
     "saved_by": {"offload": [spillway.saved_by("matmul"), spillway.saved_by("pointwise")]},

@@ -24,7 +24,7 @@ pytestmark = [
 
 HOWS: list[dict[str, Any]] = [
     {},
-    {"watch": False},
+    {},
     {"offload": ["matmul"]},
     {"save": ["norm"], "offload": ["inputs"]},
     {"use_reentrant": True, "offload": ["inputs"]},

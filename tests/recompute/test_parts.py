@@ -17,7 +17,6 @@ from recompute.regions import HiddenList, Regions, one_place
 from recompute.test_tapes import Block, followed, gradients_of, leaf, tapes_of
 from spillway.operators import Planned, full_name
 from spillway.records import Decision
-from spillway.regions.tape import Tape
 from support import assert_identical, grads
 
 pytestmark = one_place
@@ -62,29 +61,6 @@ def places(names: list[str]) -> tuple[int, int, int, int]:
     attention = next(place for place, name in enumerate(names) if "attention" in name and "backward" not in name)
     backward = next(place for place, name in enumerate(names) if "attention" in name and "backward" in name)
     return names.index("gelu"), names.index("gelu_backward"), attention, backward
-
-
-@pytest.mark.parametrize("how", SUMS.values(), ids=SUMS)
-def test_what_hangs_on_nothing_of_the_other_is_computed_when_it_is_asked_for(
-    regions: Regions, how: dict[str, Any]
-) -> None:
-    block = Block()
-    followed(regions, block, **how)
-    loss = loss_of(regions, block, leaf(), **how)
-    with logged() as names:
-        loss.backward()
-    assert list(places(names)) == sorted(places(names))
-    (tape,) = tapes_of(regions.session)
-    assert tape is not None
-    parts = {tuple(tape.part(place)) for place, each in enumerate(tape.saved) if is_computed(tape, place)}
-    assert len(parts) == 2
-    # Nothing is computed twice.
-    assert (names.count("gelu"), names.count("addmm")) == (1, 2)
-
-
-def is_computed(tape: Tape, place: int) -> bool:
-    saved = tape.saved[place]
-    return saved.spot is not None and saved.decision is Decision.RECOMPUTE
 
 
 def test_what_hangs_together_is_computed_at_once(regions: Regions) -> None:

@@ -46,7 +46,7 @@ def test_a_cast_that_is_older_than_its_leaf_is_what_it_was(regions: Regions, wat
         return [*grads(x, weight)]
 
     for _ in range(5):
-        assert_identical(step(recomputed(regions, watch=watch)), step(plainly))
+        assert_identical(step(recomputed(regions)), step(plainly))
 
 
 @WATCHES
@@ -67,7 +67,7 @@ def test_steps_within_one_autocast(regions: Regions, watch: bool) -> None:
         return found
 
     for _ in range(4):
-        assert_identical(steps(recomputed(regions, watch=watch)), steps(plainly))
+        assert_identical(steps(recomputed(regions)), steps(plainly))
 
 
 def test_what_one_plan_kept_is_tried_before_another_computes_it(regions: Regions) -> None:
@@ -111,7 +111,7 @@ def test_what_a_function_saved_before_it_failed_can_be_gone_through(regions: Reg
 
     for number in range(6):
         fails = number >= 4
-        assert_identical(step(recomputed(regions, watch=watch, save=["aten::sin"])), step(plainly))
+        assert_identical(step(recomputed(regions, save=["aten::sin"])), step(plainly))
 
 
 class Masked(nn.Module):
@@ -155,10 +155,10 @@ def test_a_buffer_that_is_written_before_backward(regions: Regions, watch: bool,
     for number in range(6):
         block.catches = number >= 3 and "caught" in what
         if number < 3 or "mask" not in what:
-            assert_identical(step(recomputed(regions, watch=watch), number >= 3), step(plainly, number >= 3))
+            assert_identical(step(recomputed(regions), number >= 3), step(plainly, number >= 3))
         else:
             with pytest.raises(RecomputeError, match="written in place"):
-                step(recomputed(regions, watch=watch), True)
+                step(recomputed(regions), True)
 
 
 @WATCHES
@@ -177,7 +177,7 @@ def test_one_tensor_that_is_given_several_times(regions: Regions, watch: bool) -
 
     for number in range(8):
         same = number % 4 < 2
-        assert_identical(step(recomputed(regions, watch=watch), same), step(plainly, same))
+        assert_identical(step(recomputed(regions), same), step(plainly, same))
 
 
 @WATCHES
@@ -209,7 +209,7 @@ def test_threads_that_draw_again_at_once(regions: Regions, watch: bool) -> None:
         assert not errors
         return [torch.get_rng_state(), *grads(*leaves)]
 
-    call = recomputed(regions, watch=watch)
+    call = recomputed(regions)
     for _ in range(3):
         x = leaf(200, 200)
         call(function, x * 1).sum().backward()

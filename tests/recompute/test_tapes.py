@@ -4,22 +4,17 @@ is seen. See NOTE [ Tapes ] in ``regions/tape.py``."""
 from __future__ import annotations
 
 import gc
-import random
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 import spillway
-from recompute.regions import CHOICES, Call, HiddenAttribute, HiddenList, Regions, hides, one_place
-from spillway.errors import RecomputeError
-from spillway.regions.tape import Tape
-from spillway.regions.trial import Trial
+from recompute.regions import CHOICES, Call, HiddenAttribute, HiddenList, Regions, one_place
 from support import assert_identical, grads
 
 pytestmark = one_place
@@ -78,67 +73,6 @@ def gradients_of(
     return found
 
 
-def tapes_of(session: spillway.Session) -> list[Tape | None]:
-    return [
-        tape
-        for proofs in session._proofs.values()
-        for tapes in proofs.script._tapes.values()
-        for tape in tapes.values()
-    ]
-
-
-def followed(regions: Regions, function: Callable[..., Tensor], *args: Any, **how: Any) -> None:
-    """Call it as often as it takes, and be sure that there is a tape."""
-    for seed in range(3):
-        assert_identical(
-            gradients_of(regions, function, *args, seed=seed, **how), gradients_of(None, function, *args, seed=seed)
-        )
-    assert [tape is not None for tape in tapes_of(regions.session)] == [True]
-
-
-@HOWS
-def test_a_function_is_not_run_again(regions: Regions, how: dict[str, Any]) -> None:
-    block = Block()
-    followed(regions, block, **how)
-    for seed in range(3, 6):
-        block.calls = 0
-        ours = gradients_of(regions, block, seed=seed, **how)
-        assert block.calls == 1
-        assert_identical(ours, gradients_of(None, block, seed=seed))
-    assert regions.last is not None
-    assert regions.last.stats().recomputed_bytes > 0
-
-
-def test_of_more_sizes_in_turn_than_there_is_room_for_the_first_keep_their_tapes(
-    regions: Regions, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One that is given up before it is used again would be written anew each time, which costs two re-runs."""
-    written, write = [], Trial._tape
-
-    def counted(self: Trial, tensors: Sequence[Tensor]) -> Tape | None:
-        written.append(tensors[0].shape)
-        return write(self, tensors)
-
-    monkeypatch.setattr(Trial, "_tape", counted)
-    block = Block(0.0)
-    for cycle in range(4):
-        for size in range(30):
-            x = leaf(2, size + 2, 16)
-            with regions.offload() as _:
-                spillway.recompute(block, x * 1, session=regions.session).sum().backward()
-        assert len(written) == len(set(written)) == (24 if cycle else 0)
-    block.calls = 0
-    x = leaf(2, 2, 16)
-    with regions.offload() as _:
-        spillway.recompute(block, x * 1, session=regions.session).sum().backward()
-    assert block.calls == 1
-    # Those that are not used for long make room.
-    for _ in range(200):
-        with regions.offload() as _:
-            spillway.recompute(block, leaf(2, 31, 16) * 1, session=regions.session).sum().backward()
-    assert len(written) == 25
-
-
 @pytest.mark.parametrize("watch", [True, False])
 def test_a_session_holds_nothing_of_a_module_that_is_gone(regions: Regions, watch: bool) -> None:
     gone = []
@@ -147,36 +81,12 @@ def test_a_session_holds_nothing_of_a_module_that_is_gone(regions: Regions, watc
         for _ in range(4):
             x = leaf(2, size, 16)
             with regions.offload() as _:
-                spillway.recompute(block, x * 1, watch=watch, session=regions.session).sum().backward()
+                spillway.recompute(block, x * 1, session=regions.session).sum().backward()
         gone += [weakref.ref(block), weakref.ref(block.bias)]
         del block
         gc.collect()
         assert len(regions.session._proofs) == 1
     assert all(each() is None for each in gone)
-
-
-def test_a_number_that_changes_is_seen(regions: Regions) -> None:
-    """As one that is annealed from step to step: the call is kept, and the next tape has it."""
-    block = Block()
-    followed(regions, block)
-    block.scale = 0.5
-    for seed in (7, 8, 9):
-        assert_identical(gradients_of(regions, block, seed=seed), gradients_of(None, block, seed=seed))
-    # One loss, and a tape that was written anew.
-    assert [tape is not None for tape in tapes_of(regions.session)] == [True]
-
-
-def test_where_a_number_changes_in_each_call_there_is_no_tape(regions: Regions) -> None:
-    block = Block()
-    for number in range(12):
-        block.scale = 1.0 + number
-        block.calls = 0
-        ours = gradients_of(regions, block, seed=number)
-        assert_identical(ours, gradients_of(None, block, seed=number))
-    assert tapes_of(regions.session) == []
-    block.calls = 0
-    gradients_of(regions, block)
-    assert block.calls == 2
 
 
 class Odd(nn.Module):
@@ -223,71 +133,6 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("how", [each for name, each in CHOICES.items() if name != "saved_by" and "watch" not in each])
-def test_whatever_else_it_does_is_seen(regions: Regions, way: str, how: dict[str, Any]) -> None:
-    model = Odd()
-
-    def function(x: Tensor) -> Tensor:
-        y: Tensor = model(x)
-        return y
-
-    x = leaf()
-
-    def step(regions: Regions | None) -> list[Tensor]:
-        call = Call(regions, **how)
-        with call.context():
-            y = call(function, x * 1)
-        # What it does when backward runs is neither here nor there.
-        model.way, now = random.Random(0).choice(WAYS), model.way
-        y.square().mean().backward()
-        model.way = now
-        found = [y.detach(), x.grad, *(each.grad for each in model.weights if each.grad is not None)]
-        x.grad = None
-        model.zero_grad()
-        return [each for each in found if each is not None]
-
-    model.way = ""
-    for _ in range(2):
-        # The function itself runs again: as it was.
-        call = Call(regions, **how)
-        with call.context():
-            y = call(function, x * 1)
-        y.square().mean().backward()
-        x.grad = None
-        model.zero_grad()
-    assert [tape is not None for tape in tapes_of(regions.session)] == [True]
-    assert_identical(step(regions), step(None))
-    model.way = way
-    assert_identical(step(regions), step(None))
-
-
-def test_a_function_that_calls_no_operator_more_or_less_reads_what_it_reads(regions: Regions) -> None:
-    """Tensors from outside are those of the call, and not those of the call that the tape was written of."""
-    tables = [torch.randn(16) for _ in range(6)]
-    numbers = iter(range(6))
-    table = tables[0]
-
-    def function(x: Tensor) -> Tensor:
-        return ((x * table).sin() + torch.tensor([float(i) for i in range(16)]).cos()).exp()
-
-    for number in numbers:
-        table = tables[number]
-        assert_identical(gradients_of(regions, function), gradients_of(None, function))
-    assert [tape is not None for tape in tapes_of(regions.session)] == [True]
-
-
-def test_a_weight_that_is_written_before_backward_is_refused(regions: Regions) -> None:
-    block = Block()
-    followed(regions, block)
-    with regions.offload():
-        loss = spillway.recompute(block, leaf() * 1, session=regions.session).sum()
-    with torch.no_grad():
-        block.qkv.weight.mul_(2)
-    with pytest.raises(RecomputeError, match="written in place"):
-        loss.backward()
-
-
 def test_what_is_saved_and_written_is_refused(regions: Regions) -> None:
     kept = HiddenList()
 
@@ -306,72 +151,12 @@ def test_what_is_saved_and_written_is_refused(regions: Regions) -> None:
         loss.backward()
 
 
-@pytest.mark.parametrize("products", [1, 2])
-def test_what_is_preserved_and_written_is_computed_again(regions: Regions, products: int) -> None:
-    """Autograd did not save it: so writing it is nobody's mistake. Of a product of a product nobody holds the first."""
-
-    def function(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        y = x.exp()
-        for _ in range(products):
-            y = y @ weight
-        return (y + 1).sin().cos(), y
-
-    weight = torch.randn(16, 16, generator=torch.Generator().manual_seed(3))
-
-    def step(regions: Regions | None, writes: bool) -> list[Tensor]:
-        call = Call(regions, save="matmul")
-        x = leaf()
-        with call.context():
-            z, y = call(function, x * 1, weight)
-        loss = z.sum()
-        if writes:
-            with torch.no_grad():
-                y.zero_()
-        loss.backward()
-        return [z.detach(), *grads(x)]
-
-    for number in range(5):
-        assert_identical(step(regions, writes=number > 2), step(None, writes=number > 2))
-    (tape,) = tapes_of(regions.session)
-    assert tape is not None
-    assert len(tape.handed) == 1
-
-
 WRITES: dict[str, Callable[[Tensor], object]] = {
     "zero_": lambda y: y.zero_(),
     "an alias": lambda y: y.detach().mul_(2),
     "foreach": lambda y: torch._foreach_mul_([y], 2.0),
     "out": lambda y: torch.add(y, 1, out=y),
 }
-
-
-@pytest.mark.parametrize("how", [{"save": "matmul"}, {"offload": "matmul"}, {}], ids=["save", "offload", "all again"])
-@pytest.mark.parametrize("write", WRITES)
-def test_what_is_preserved_and_written_by_a_lost_call_is_as_it_was(
-    regions: Regions, write: str, how: dict[str, Any]
-) -> None:
-    """Autograd did not save it, and the tape has read it."""
-
-    class Writing(nn.Module):
-        writes = False
-
-        def forward(self, x: Tensor, weight: Tensor) -> Tensor:
-            # Of two dimensions: autograd knows all names of what comes of it.
-            y = x.flatten(0, 1) @ weight
-            z = (y + 1).sin().cos()
-            if self.writes:
-                with torch.no_grad():
-                    WRITES[write](y)
-            return z
-
-    weight = torch.randn(16, 16, generator=torch.Generator().manual_seed(3))
-    function = Writing()
-    followed(regions, function, weight, **how)
-    for seed in range(3, 6):
-        function.writes = seed == 4
-        assert_identical(
-            gradients_of(regions, function, weight, seed=seed, **how), gradients_of(None, function, weight, seed=seed)
-        )
 
 
 def test_a_generator_of_ones_own_is_where_it_was(regions: Regions) -> None:
@@ -389,44 +174,6 @@ def test_a_generator_of_ones_own_is_where_it_was(regions: Regions) -> None:
     for seed in range(4):
         assert_identical(gradients_of(regions, ours, seed=seed), gradients_of(None, plain, seed=seed))
         assert torch.equal(ours.generator.get_state(), plain.generator.get_state())
-
-
-@hides
-def test_a_graph_that_is_left_behind_when_a_tape_is_written_can_be_gone_through(regions: Regions, hides: bool) -> None:
-    class Leaving(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(16, 16, generator=torch.Generator().manual_seed(3)))
-
-        def forward(self, x: Tensor) -> Tensor:
-            z = (x @ self.weight).tanh().sin()
-            self.aux = z.mean()
-            return z
-
-    class Hiding(Leaving):
-        aux = HiddenAttribute(None)
-
-    def step(regions: Regions | None, function: Leaving, seed: int) -> list[Tensor]:
-        call = Call(regions)
-        x = leaf(seed=seed)
-        function.weight.grad = None
-        with call.context():
-            z = call(function, x * 1)
-        z.sum().backward(retain_graph=True)
-        first = grads(x, function.weight)
-        function.aux.backward()
-        return [*(each.clone() for each in first), *grads(x, function.weight)]
-
-    make = Hiding if hides else Leaving
-    ours, plain = make(), make()
-    for seed in range(1, 5):
-        if seed > 1 or not hides:
-            assert_identical(step(regions, ours, seed), step(None, plain, seed))
-        else:
-            # In the first step there is a trial, which leaves one, too: see docs/recompute.md.
-            gradients_of(regions, ours)
-    # A function that is seen to change Python state gets no tape.
-    assert [tape is not None for tape in tapes_of(regions.session)] == [True] * hides
 
 
 @pytest.mark.parametrize("wraps", [False, True])
@@ -460,103 +207,6 @@ def test_a_backward_inside_that_comes_in_one_run_only(regions: Regions, wraps: b
         assert torch._C._len_torch_dispatch_stack() == torch._C._len_torch_function_stack() == 0
 
 
-@pytest.mark.parametrize("saved", [True, False], ids=["saved", "not saved"])
-def test_what_is_preserved_is_held_for_those_only_who_need_it(regions: Regions, saved: bool) -> None:
-    """It comes after all that runs again: when autograd has done with it, it is gone."""
-    alive: list[bool] = []
-    memory = HiddenList()
-
-    def function(x: Tensor, weight: Tensor) -> Tensor:
-        z = x.exp()
-        y = z @ weight
-        memory.append(weakref.ref(y.untyped_storage()))
-        z.register_hook(lambda _: alive.append(memory[-1]() is not None))
-        return y.sin() if saved else y + 1
-
-    weight = torch.randn(16, 16, generator=torch.Generator().manual_seed(3))
-    for number in range(4):
-        call = Call(regions, save="matmul")
-        x = leaf()
-        with call.context():
-            loss = call(function, x * 1, weight).sum()
-        # The function runs again in the first two.
-        del memory[:-1]
-        assert (memory[-1]() is not None) == saved, number
-        loss.backward()
-    assert [tape is not None for tape in tapes_of(regions.session)] == [True]
-    assert alive[-1] is False
-
-
-def test_a_kernel_that_nobody_sees_is_on_no_tape(regions: Regions) -> None:
-    """It writes what an operator gave: by the tape, that would be anything."""
-
-    class Unseen(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            out = torch.empty_like(x)
-            out.numpy()[...] = np.sin(x.numpy())
-            ctx.save_for_backward(x)
-            return out
-
-        @staticmethod
-        def backward(ctx: Any, gradient: Tensor) -> Tensor:
-            return gradient * ctx.saved_tensors[0].cos()
-
-    def function(x: Tensor) -> Tensor:
-        return Unseen.apply(x.cos()).exp().tanh()
-
-    for _ in range(4):
-        assert_identical(gradients_of(regions, function), gradients_of(None, function))
-    assert tapes_of(regions.session) == [None]
-
-
-def test_what_is_written_unseen_is_on_no_tape(regions: Regions) -> None:
-    def function(x: Tensor) -> Tensor:
-        y = x.sin()
-        y.detach().numpy()[...] *= 2
-        return y.exp().tanh()
-
-    for _ in range(4):
-        assert_identical(gradients_of(regions, function), gradients_of(None, function))
-    assert tapes_of(regions.session) == [None]
-
-
-def test_backward_in_parts_and_twice(regions: Regions) -> None:
-    block = Block()
-    followed(regions, block)
-
-    def step(regions: Regions | None) -> list[Tensor]:
-        call = Call(regions)
-        x = leaf()
-        torch.manual_seed(5)
-        with call.context():
-            y = call(block, x * 1)
-        found = [*torch.autograd.grad(y.sum(), block.down.weight, retain_graph=True)]
-        found += torch.autograd.grad(y.square().sum(), [x, block.qkv.weight], retain_graph=True)
-        found += torch.autograd.grad(y.square().sum(), [block.qkv.weight, x, block.up.bias])
-        return found
-
-    assert_identical(step(regions), step(None))
-
-
-def test_gradients_of_gradients(regions: Regions) -> None:
-    def function(x: Tensor) -> Tensor:
-        return (x.sin() * x).exp().tanh()
-
-    def step(regions: Regions | None) -> list[Tensor]:
-        call = Call(regions)
-        x = leaf()
-        with call.context():
-            y = call(function, x * 1)
-        (first,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-        first.square().sum().backward()
-        return [first.detach(), *grads(x)]
-
-    for _ in range(4):
-        assert_identical(step(regions), step(None))
-    assert [tape is not None for tape in tapes_of(regions.session)] == [True]
-
-
 def test_many_calls_in_any_order(regions: Regions) -> None:
     blocks = [Block(), Block(0.0)]
     blocks[1].load_state_dict(blocks[0].state_dict())
@@ -575,67 +225,6 @@ def test_many_calls_in_any_order(regions: Regions) -> None:
     regions(step, passes=4)
 
 
-def test_a_graph_that_is_dropped_leaves_nothing(regions: Regions) -> None:
-    block = Block()
-    followed(regions, block, offload=["inputs", "matmul"])
-    for asks in (False, True):
-        x = leaf()
-        y = x * 1
-        with regions.offload():
-            loss = spillway.recompute(block, y, session=regions.session, offload=["inputs", "matmul"]).sum()
-        dies = weakref.ref(y)
-        del y
-        if asks:
-            torch.autograd.grad(loss, block.down.weight, retain_graph=True)
-        gc.disable()
-        try:
-            del loss
-            assert dies() is None
-        finally:
-            gc.enable()
-
-
-def test_under_autocast(regions: Regions) -> None:
-    block = Block()
-
-    def step(call: Call) -> Iterator[Tensor]:
-        x = leaf()
-        torch.manual_seed(6)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            with call.context():
-                y = call(block, x * 1)
-            y.float().square().mean().backward()
-        yield from grads(x)
-
-    regions(step, passes=5)
-    assert [tape is not None for tape in tapes_of(regions.session)] == [True]
-
-
-def test_weights_that_autocast_casts_are_cast_again(regions: Regions) -> None:
-    """What it cast in forward is not held until backward."""
-    linear = torch.nn.Linear(16, 16)
-
-    def function(x: Tensor) -> Tensor:
-        y: Tensor = linear(linear(x).exp()).exp()
-        return linear(y.tanh()).sin()
-
-    def storages() -> set[int]:
-        gc.collect()
-        size = 2 * linear.weight.numel()
-        tensors = [each for each in gc.get_objects() if type(each) is Tensor]
-        return {each.untyped_storage()._cdata for each in tensors if each.untyped_storage().nbytes() == size}
-
-    for number in range(5):
-        x = leaf()
-        before = storages()
-        with torch.autocast("cpu", dtype=torch.bfloat16), regions.offload():
-            y = spillway.recompute(function, x * 1, session=regions.session)
-        assert number < 3 or storages() <= before
-        y.float().sum().backward()
-        linear.zero_grad()
-    assert [tape is not None for tape in tapes_of(regions.session)] == [True]
-
-
 def test_another_region_inside(regions: Regions) -> None:
     inner, calls = Block(), HiddenList()
 
@@ -650,31 +239,6 @@ def test_another_region_inside(regions: Regions) -> None:
         inner((x * 1).sin()).exp().square().mean().backward()
         assert torch.equal(ours[1], x.grad if x.grad is not None else x)
     assert len(calls) > 5
-
-
-def test_many_sizes_cost_nothing_more(regions: Regions) -> None:
-    """Of sizes that do not come again no tape is written."""
-    for size in range(20, 40):
-        x = leaf(size)
-        with regions.offload():
-            spillway.recompute(lambda x: x.sin().cos().exp(), x * 1, session=regions.session).sum().backward()
-    assert tapes_of(regions.session) == []
-
-
-@pytest.mark.parametrize("how", [{}, {"save": ["aten::sin"]}], ids=["nothing", "save"])
-def test_memory_formats_are_told(regions: Regions, how: dict[str, Any]) -> None:
-    """As of most attention: heads are brought together in memory of their own."""
-    form = torch.contiguous_format
-
-    def function(x: Tensor) -> Tensor:
-        y = x.sin().transpose(0, 2)
-        return (y.clone(memory_format=form) @ y.transpose(1, 2).contiguous()).reshape(-1, 5).exp().tanh()
-
-    followed(regions, function, **how)
-    form = torch.preserve_format
-    for seed in range(3):
-        assert_identical(gradients_of(regions, function, seed=seed, **how), gradients_of(None, function, seed=seed))
-    assert [tape is not None for tape in tapes_of(regions.session)] == [True]
 
 
 def test_a_function_that_fails_half_way(regions: Regions) -> None:

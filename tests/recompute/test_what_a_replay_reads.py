@@ -113,7 +113,7 @@ ENDS = ["sin", "cos", "tanh", "exp", "sigmoid", "square", "abs", "sqrt", "log1p"
 
 
 @pytest.mark.parametrize("first", ENDS)
-@pytest.mark.parametrize("how", [{}, {"watch": False}, {"save": "matmul"}, {"early_stop": False}], ids=str)
+@pytest.mark.parametrize("how", [{}, {}, {"save": "matmul"}, {"early_stop": False}], ids=str)
 def test_the_operator_of_the_last_saved_tensor_is_compared(regions: Regions, how: Options, first: str) -> None:
     for second in ENDS:
         if second == first:
@@ -304,7 +304,7 @@ def test_kernels_that_a_mode_would_change(regions: Regions, how: Options, compil
 
 @pytest.mark.parametrize("chance", [False, True], ids=["fixed", "dropout"])
 @pytest.mark.parametrize("inner", [{}, {"save": "pointwise"}, {"save": "matmul"}, {"early_stop": False}], ids=str)
-@pytest.mark.parametrize("outer", [{}, {"save": "pointwise"}, {"watch": False}, {"early_stop": False}], ids=str)
+@pytest.mark.parametrize("outer", [{}, {"save": "pointwise"}, {}, {"early_stop": False}], ids=str)
 def test_a_force_of_a_nested_energy(regions: Regions, outer: Options, inner: Options, chance: bool) -> None:
     class Energy(nn.Module):
         def __init__(self) -> None:
@@ -445,7 +445,7 @@ def _scripted_tanh(h: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("inner", [None, {}, {"save": "pointwise"}], ids=str)
-@pytest.mark.parametrize("outer", [{}, {"save": "pointwise"}, {"watch": False}, {"early_stop": False}], ids=str)
+@pytest.mark.parametrize("outer", [{}, {"save": "pointwise"}, {}, {"early_stop": False}], ids=str)
 @pytest.mark.parametrize("where", ["before", "within", "after"])
 @pytest.mark.parametrize("what", READS_STATE)
 def test_state_beside_a_gradient_inside(

@@ -5,24 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from random import Random
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from recompute.regions import HiddenAttribute, HiddenList, Regions, hides, one_place
+from recompute.regions import HiddenAttribute, HiddenList, Regions, one_place
 from recompute.test_tapes import gradients_of, tapes_of
-from recompute.test_unwatched import told
-from spillway.capture.identity import ViewRecipe
-from spillway.operators import Planned, full_name
 from spillway.records import Decision
-from spillway.regions.following import Following
-from spillway.regions.retracing import Retracing
-from spillway.regions.showing import _covers
-from spillway.regions.steps import Spot, Step
-from spillway.regions.tape import Tape
 from support import assert_identical
 
 pytestmark = one_place
@@ -100,58 +91,6 @@ class Program(nn.Module):
         return torch.stack([value.sin() for value in values[-3:]])
 
 
-def decided(tape: Tape, random: Random) -> dict[str, Any]:
-    """Any decisions about what is saved of it."""
-    saved = {spot.value for spot, _, _ in tape.saved if spot is not None}
-    places = {
-        place: (full_name(step.func), random.choice(KINDS))
-        for place, step in enumerate(tape.steps)
-        if not saved.isdisjoint(step.made)
-    }
-    return {"policy": Planned(places, random.choice((Decision.KEEP, Decision.OFFLOAD_HOST)), True)}
-
-
-@pytest.mark.parametrize("watch", [True, False], ids=["followed", "unwatched"])
-def test_whatever_is_kept_or_leaves_it_is_the_same_in_every_bit(regions: Regions, watch: bool) -> None:
-    block = Writing()
-    expected = [gradients_of(None, block, seed=seed) for seed in range(3)]
-    for seed in range(3):
-        assert_identical(gradients_of(regions, block, seed=seed, watch=watch), expected[seed])
-    (tape,) = tapes_of(regions.session)
-    assert tape is not None
-    assert sum(step.writes >= 0 for step in tape.steps) >= 3
-    random = Random(1)
-    for _ in range(12):
-        how = decided(tape, random)
-        for seed in range(3):
-            assert_identical(gradients_of(regions, block, seed=seed, watch=watch, **how), expected[seed])
-
-
-@pytest.mark.parametrize("watch", [True, False], ids=["followed", "unwatched"])
-def test_any_function_that_writes_what_it_made(regions: Regions, watch: bool) -> None:
-    written = []
-    functions = [Program(seed) for seed in range(PROGRAMS)]
-    for seed, function in enumerate(functions):
-        try:
-            expected = gradients_of(None, function)
-        except RuntimeError:
-            # What is saved was written later, as autograd says.
-            continue
-        before = len(tapes_of(regions.session))
-        for _ in range(3):
-            assert_identical(gradients_of(regions, function, watch=watch), expected)
-        (tape,) = tapes_of(regions.session)[before:]
-        if tape is None or all(step.writes < 0 for step in tape.steps):
-            continue
-        written.append(seed)
-        random = Random(seed)
-        for _ in range(6):
-            how = decided(tape, random)
-            for _ in range(2):
-                assert_identical(gradients_of(regions, function, watch=watch, **how), expected)
-    assert len(written) >= PROGRAMS // 4
-
-
 class Into(nn.Module):
     """What autograd saves goes into what is written by an operator that hides differences, and saved after it."""
 
@@ -165,7 +104,7 @@ class Into(nn.Module):
 def test_what_goes_into_a_value_by_a_write_is_compared_itself(regions: Regions) -> None:
     function = Into()
     for _ in range(3):
-        assert_identical(gradients_of(regions, function, watch=False), gradients_of(None, function))
+        assert_identical(gradients_of(regions, function), gradients_of(None, function))
     (tape,) = tapes_of(regions.session)
     assert tape is not None
     names = [tape.saved[place].spot.value for place in sorted(tape.showing.last)]
@@ -182,32 +121,6 @@ class Sorted(nn.Module):
         y.index_add_(-1, order, x.detach())
         scale = (y.mean() + x.mean()).tanh()
         return (x * scale).sin()
-
-
-def test_what_is_written_by_what_was_left_out_is_left_out_too(
-    regions: Regions, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    function, ran = Sorted(), []
-    run = Following._run
-
-    def running(self: Following, place: int, step: Step, *args: Any) -> Any:
-        if isinstance(self, Retracing):
-            ran.append(full_name(step.func).split("::")[1])
-        return run(self, place, step, *args)
-
-    monkeypatch.setattr(Following, "_run", running)
-    expected = gradients_of(None, function)
-    for _ in range(3):
-        assert_identical(gradients_of(regions, function, watch=False), expected)
-    (tape,) = tapes_of(regions.session)
-    assert tape is not None
-    (place,) = (place for place, step in enumerate(tape.steps) if step.func is torch.ops.aten.tanh.default)
-    how = {"policy": Planned({place: (full_name(torch.ops.aten.tanh.default), Decision.KEEP)}, Decision.KEEP, True)}
-    for _ in range(2):
-        ran.clear()
-        assert_identical(gradients_of(regions, function, watch=False, **how), expected)
-    assert any(name.startswith("mul.") for name in ran)
-    assert not any(name.startswith(("index_add_", "argsort", "sort")) for name in ran)
 
 
 class Omits(nn.Module):
@@ -241,11 +154,11 @@ def test_a_call_that_leaves_out_a_write_is_lost(
 ) -> None:
     function = make()
     for _ in range(3):
-        assert_identical(gradients_of(regions, function, watch=watch), gradients_of(None, function))
+        assert_identical(gradients_of(regions, function), gradients_of(None, function))
     assert any(tapes_of(regions.session))
     function.writes = False
     for _ in range(2):
-        assert_identical(gradients_of(regions, function, watch=watch), gradients_of(None, function))
+        assert_identical(gradients_of(regions, function), gradients_of(None, function))
 
 
 class Before(nn.Module):
@@ -313,17 +226,6 @@ class Thirds(nn.Module):
         return first.sin() + second.sin() + third.sin()
 
 
-@hides
-@pytest.mark.parametrize("make", [Before, Numbers, Bytes, Half, Other, Thirds])
-def test_what_changes_before_backward_is_told(
-    regions: Regions, make: type[Before | Numbers | Bytes | Half | Other | Thirds], hides: bool
-) -> None:
-    function = (type("Hiding", (make,), {"number": HiddenAttribute(make.number)}) if hides else make)()
-    told(regions, function, lambda: setattr(function, "number", function.number + 4), hides=hides)
-    # What a backward that failed had not come to yet, autograd holds until the next one.
-    torch.ones(1, requires_grad=True).sum().backward()
-
-
 class Looks(nn.Module):
     """Reads what it wrote for nobody after the last that is needed, by an index which only that write makes good."""
 
@@ -363,7 +265,7 @@ def test_what_was_left_unwritten_is_read_by_nobody(
 ) -> None:
     function, plain = make(), make()
     for _ in range(5):
-        ours = gradients_of(regions, function, watch=watch, save="aten::tanh")
+        ours = gradients_of(regions, function, save="aten::tanh")
         assert_identical(ours, gradients_of(None, plain))
         if isinstance(function, Keeps) and isinstance(plain, Keeps):
             assert_identical([function.last], [plain.last])
@@ -402,24 +304,6 @@ def test_of_other_writes_there_is_no_tape(regions: Regions, way: str) -> None:
         assert_identical(gradients_of(regions, function, seed=seed), gradients_of(None, plain, seed=seed))
     assert not any(tapes_of(regions.session))
     assert torch.equal(function.seen, plain.seen)
-
-
-def test_what_is_read_or_saved_in_equal_parts_is_seen_whole(place: object) -> None:
-    whole = torch.empty(4, 6, 10)
-
-    def covers(*parts: Tensor) -> bool:
-        return _covers({Spot(0, ViewRecipe.of(part)) for part in parts}, Spot(0, ViewRecipe.of(whole)))
-
-    assert covers(whole) and covers(whole.transpose(0, 2)) and covers(whole[:, None].expand(4, 3, 6, 10))
-    assert covers(whole.view(4, 60)) and covers(whole[0], whole[:, 3:], whole)
-    for dim in range(3):
-        assert covers(*whole.chunk(2, dim)) and covers(*(part.mT for part in whole.chunk(2, dim)))
-        assert covers(*whole.unbind(dim)) and not covers(*whole.unbind(dim)[1:])
-        assert not covers(whole.chunk(2, dim)[1])
-    first, *_, last = whole.chunk(5, -1)
-    assert not covers(whole[:2], whole[1:3]) and not covers(first, last)
-    assert not covers(whole[:3], whole[3:]), "that they are all of it is true, and not seen"
-    assert covers(whole[:, ::2], whole[:, 1::2]) and not covers(whole[:, ::2])
 
 
 def test_what_no_tape_can_tell_is_seen_before_the_function_runs_for_one(regions: Regions) -> None:
