@@ -26,6 +26,12 @@ or a :class:`~spillway.errors.RecomputeError`.
 
 Each call takes a copy of its own, in one walk. The copy lives as long as the call's graph, and holds all that the
 function had. Nothing is held between calls.
+
+NOTE [ Parts of a state ]
+
+Layers of a model have their modules' classes in common, and objects like a configuration. The copy of either is a part,
+which calls share. A part is held by the copies that have it. A call that begins while one lives compares it with the
+state of now, which takes less time than to read all that again. If anything is different, it makes a part of its own.
 """
 
 from __future__ import annotations
@@ -33,40 +39,43 @@ from __future__ import annotations
 import copy
 import operator
 import types
+import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import Module
 
 from spillway.regions.containers import DICTIONARY, PARAMETERS
-from spillway.regions.python_walk import Contents, Walk
+from spillway.regions.python_generators import global_generators
+from spillway.regions.python_walk import Contents, Entry, Walk
+
+if TYPE_CHECKING:
+    from typing import Self
 
 
-class PythonState(Walk):
-    """A copy of a function's Python state, taken now. See NOTE [ Python state ].
+class _Copy(Walk):
+    """A copy of Python state, which can be compared with the state of now."""
 
-    Args:
-        function: the function, method or module.
-        objects: objects among its arguments: generators, modules and others whose state it may change.
-    """
-
-    def __init__(self, function: Any, objects: Sequence[Any] = ()) -> None:
-        super().__init__((*_roots_of(function), *objects))
+    def __init__(self, roots: Iterable[Any], entries: Iterable[Entry] = ()) -> None:
+        super().__init__(roots, entries)
+        self._parts: list[_Copy] = []
+        # Names and values of owners and dictionaries, made when they are first compared.
+        self._flat: tuple[list[list[Any]], list[Any]] | None = None
         with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
             self._flags = [(each, each.requires_grad) for each in self._parameters]
             strided = [each for each in (*self._parameters, *self._buffers) if each.layout is torch.strided]
             self._memory = [(each, each.data) for each in strided]
         del self._parameters, self._buffers
-        # Names and values of owners and dictionaries, made when they are first compared.
-        self._flat: tuple[list[list[Any]], list[Any]] | None = None
 
-    def again(self) -> PythonState:
+    def again(self) -> Self:
         """A copy of the same containers, taken now."""
         other = copy.copy(self)
+        other._parts = [part.again() for part in self._parts]
         other._owners, other._others = _copies(self._owners), _copies(self._others)
         other._dictionaries = _copies([*self._dictionaries, *((DICTIONARY, each, {}) for each in self._empty)])
         other._empty, other._flat = [], None
@@ -77,9 +86,96 @@ class PythonState(Walk):
         other._generators = [(generator, generator.get()) for generator, _ in self._generators]
         return other
 
+    def apart(self) -> Self:
+        """The same copy, for somebody who changes it."""
+        other = copy.copy(self)
+        for name in ("_owners", "_dictionaries", "_others"):
+            contents = getattr(self, name)
+            setattr(other, name, [(kind, thing, copy.copy(content)) for kind, thing, content in contents])
+        other._flat = None
+        return other
+
     def _contents(self) -> Contents:
         empty: Contents = [(DICTIONARY, each, {}) for each in self._empty]
-        return [*self._owners, *self._dictionaries, *self._others, *empty]
+        own = [*self._owners, *self._dictionaries, *self._others, *empty]
+        return [*own, *chain.from_iterable([part._contents() for part in self._parts])]
+
+    @property
+    def changes(self) -> bool:
+        """Whether the state is another one now."""
+        return next(self.changed(), None) is not None
+
+    def _has_same_contents(self) -> bool:
+        """Whether all containers have the very names and values that they had, in the same order."""
+        if self._flat is None:
+            contents = [content for *_, content in (*self._owners, *self._dictionaries)]
+            self._flat = [*map(list, contents)], [*chain.from_iterable([each.values() for each in contents])]
+        names, values = self._flat
+        now = [thing.__dict__ for _, thing, _ in self._owners] + [thing for _, thing, _ in self._dictionaries]
+        return (
+            all(part._has_same_contents() for part in self._parts)
+            and not any(self._empty)
+            # Names are strings: equal ones are the same.
+            and [*map(list, now)] == names
+            and all(map(operator.is_, chain.from_iterable([each.values() for each in now]), values))
+            and not any(kind.changes(thing, content) for kind, thing, content in self._others)
+        )
+
+    def _with_other_memory(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Tensors whose ``.data`` was given other memory, or the same with another shape, strides or type."""
+        with torch._C._DisableTorchDispatch():
+            return [
+                (a, b)
+                for a, b in self._memory
+                # Other devices need not have that operator.
+                if a.dtype is not b.dtype or not (a.is_set_to(b) if a.is_cpu or a.is_cuda else _are_set_alike(a, b))
+            ]
+
+    def changed(self) -> Iterator[str]:
+        """Names of what is not what it was."""
+        if not self._has_same_contents():
+            for kind, thing, content in self._contents():
+                yield from map(str, kind.changes(thing, content))
+        if any(tensor.requires_grad is not flag for tensor, flag in self._flags):
+            yield "whether a parameter requires grad"
+        if any(array.tobytes() != content.tobytes() for array, content in self._arrays):
+            yield "an array"
+        if self._with_other_memory():
+            yield "the memory of a parameter or buffer"
+        if any(generator.get() != state for generator, state in self._generators):
+            yield "the state of a Python or NumPy random generator"
+
+
+class PythonState(_Copy):
+    """A copy of a function's Python state, taken now. See NOTE [ Python state ].
+
+    Args:
+        function: the function, method or module.
+        objects: objects among its arguments: generators, modules and others whose state it may change.
+    """
+
+    def __init__(self, function: Any, objects: Sequence[Any] = ()) -> None:
+        super().__init__((*_roots_of(function), *objects))
+        self._generators += [(each, each.get()) for each in global_generators()]
+        # Nothing of this is the function's own: no mode is to see it.
+        with torch._C.DisableTorchFunction():
+            for entries in (self._classes, *([each] for each in self._objects)):
+                if entries:
+                    self._add(_part_of(entries))
+        del self._classes, self._objects
+
+    def _add(self, part: _Copy) -> None:
+        self._parts.append(part)
+        self.has_iterators |= part.has_iterators
+        self.is_lazy |= part.is_lazy
+        self.writes_parameters |= part.writes_parameters
+        self._fixed += part._fixed
+        self._tensors += part._tensors
+        self._of_buffers += part._of_buffers
+        self._flags += part._flags
+        self._memory += part._memory
+        self._arrays += part._arrays
+        self._generators += part._generators
 
     # What the function reads.
 
@@ -132,7 +228,7 @@ class PythonState(Walk):
     def replaceable(self) -> set[int]:
         """Ids of tensors that lie in containers alone in which another one can be put in their place."""
         fixed = {id(value) for values in self._fixed for value in values}
-        fixed.update(id(value) for _, thing, content in self._others if isinstance(thing, set) for value in content)
+        fixed.update(id(value) for _, thing, content in self._contents() if isinstance(thing, set) for value in content)
         return {id(tensor) for _, tensor in self._tensors} - fixed
 
     @contextmanager
@@ -156,11 +252,6 @@ class PythonState(Walk):
                 put(thing, name, value)
 
     # What is compared, and put back.
-
-    @property
-    def changes(self) -> bool:
-        """Whether the state is another one now."""
-        return next(self.changed(), None) is not None
 
     def changed_names(self) -> str:
         """Names of attributes, globals and generators that are not what they were, for messages."""
@@ -197,6 +288,8 @@ class PythonState(Walk):
 
         It may be of an earlier step. A stand-in takes its place, since the function may have asked for its shape.
         """
+        # Others may have the parts, too.
+        self._parts = [part.apart() for part in self._parts]
         for kind, thing, content in self._contents():
             for name in kind.changes(thing, content) if kind.is_plain else ():
                 value = content.get(name)
@@ -206,45 +299,6 @@ class PythonState(Walk):
                     self._tensors = [pair for pair in self._tensors if pair[1] is not value]
                     self._memory = [pair for pair in self._memory if pair[0] is not value]
                     self._flat = None
-
-    def _has_same_contents(self) -> bool:
-        """Whether all containers have the very names and values that they had, in the same order."""
-        if self._flat is None:
-            contents = [content for *_, content in (*self._owners, *self._dictionaries)]
-            self._flat = [*map(list, contents)], [*chain.from_iterable([each.values() for each in contents])]
-        names, values = self._flat
-        now = [thing.__dict__ for _, thing, _ in self._owners] + [thing for _, thing, _ in self._dictionaries]
-        return (
-            not any(self._empty)
-            # Names are strings: equal ones are the same.
-            and [*map(list, now)] == names
-            and all(map(operator.is_, chain.from_iterable([each.values() for each in now]), values))
-            and not any(kind.changes(thing, content) for kind, thing, content in self._others)
-        )
-
-    def _with_other_memory(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Tensors whose ``.data`` was given other memory, or the same with another shape, strides or type."""
-        with torch._C._DisableTorchDispatch():
-            return [
-                (a, b)
-                for a, b in self._memory
-                # Other devices need not have that operator.
-                if a.dtype is not b.dtype or not (a.is_set_to(b) if a.is_cpu or a.is_cuda else _are_set_alike(a, b))
-            ]
-
-    def changed(self) -> Iterator[str]:
-        """Names of what is not what it was."""
-        if not self._has_same_contents():
-            for kind, thing, content in self._contents():
-                yield from map(str, kind.changes(thing, content))
-        if any(tensor.requires_grad is not flag for tensor, flag in self._flags):
-            yield "whether a parameter requires grad"
-        if any(array.tobytes() != content.tobytes() for array, content in self._arrays):
-            yield "an array"
-        if self._with_other_memory():
-            yield "the memory of a parameter or buffer"
-        if any(generator.get() != state for generator, state in self._generators):
-            yield "the state of a Python or NumPy random generator"
 
     def _put_back(self) -> None:
         if not self._has_same_contents():
@@ -263,6 +317,26 @@ class PythonState(Walk):
         for generator, state in self._generators:
             if generator.get() != state:
                 generator.put(state)
+
+
+_parts: dict[tuple[int, ...], weakref.ref[_Copy]] = {}
+"""Parts that somebody has."""
+
+
+def _part_of(entries: Sequence[Entry]) -> _Copy:
+    """The part of the state that is found from here. See NOTE [ Parts of a state ]."""
+    key = tuple([id(part) for value, _, depth, _ in entries for part in (value, type(value), depth)])
+    reference = _parts.get(key)
+    part = None if reference is None else reference()
+    if part is None or part.changes:
+        part = _Copy((), entries)
+        _parts[key] = weakref.ref(part, partial(_forget, key))
+    return part
+
+
+def _forget(key: tuple[int, ...], reference: weakref.ref[_Copy]) -> None:
+    if _parts.get(key) is reference:
+        del _parts[key]
 
 
 def _roots_of(function: Any) -> list[Any]:

@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from spillway.regions import containers
 from spillway.regions.containers import INTERNAL, MISSING, Container, are_plain
-from spillway.regions.python_generators import generator_of, global_generators
+from spillway.regions.python_generators import Generator, generator_of
 
 _DEPTH = 6
 """How many containers and objects deep state is copied."""
@@ -53,6 +53,8 @@ _SHARED = frozenset(("dict", "items", "fixed", "array", "generator"))
 
 Contents = list[tuple[Container, Any, Any]]
 """Containers: the kind, the object, and its content."""
+Entry = tuple[Any, str, int, bool]
+"""What is to be read: an object, what is done with it, how deep it lies, and whether a class has it."""
 
 
 class Walk:
@@ -60,9 +62,10 @@ class Walk:
 
     Args:
         roots: the function, or the module that it is a method of, and objects among its arguments.
+        entries: what is read in their place, in a part of a state.
     """
 
-    def __init__(self, roots: Iterable[Any]) -> None:
+    def __init__(self, roots: Iterable[Any], entries: Iterable[Entry] = ()) -> None:
         self.has_iterators = False
         """Whether the function has state that cannot be copied."""
         self.is_lazy = False
@@ -82,9 +85,13 @@ class Walk:
         self._of_buffers: list[dict[str, torch.Tensor | None]] = []
         """Dictionaries in which modules have their buffers."""
         self._arrays: list[tuple[Any, Any]] = []
-        self._generators = [(each, each.get()) for each in global_generators()]
-        self._seen: set[int] = set()
-        self._todo: list[tuple[Any, str, int, bool]] = []
+        self._generators: list[tuple[Generator, Any]] = []
+        self._todo: list[Entry] = [*entries]
+        self._seen = {id(value) for value, what, *_ in self._todo if what != "class"}
+        # What many modules share, and what is read as a part of its own: classes together, and each object.
+        self._is_part = bool(self._todo)
+        self._classes: list[Entry] = []
+        self._objects: list[Entry] = []
         self._meet(zip(repeat(""), roots), 0)
         # It grows while it is read.
         for value, what, depth, is_shared in self._todo:
@@ -112,7 +119,8 @@ class Walk:
                 continue
             elif what == "module" or depth <= (_FILE_DEPTH if what == "file" else _DEPTH):
                 self._seen.add(id(value))
-                self._todo.append((value, what, depth + 1, is_shared))
+                todo = self._objects if what == "object" and not self._is_part else self._todo
+                todo.append((value, what, depth + 1, is_shared))
 
     def _read(self, value: Any, what: str, depth: int, is_shared: bool) -> None:
         if what == "module":
@@ -122,6 +130,8 @@ class Walk:
                 self._read_container(value, what, depth, is_shared)
         elif what == "object":
             self._read_object(value, depth)
+        elif what == "class":
+            self._add_classes(value)
         elif what in ("function", "helper"):
             self._read_function(value, depth, opens=what == "function")
         elif what == "bound":
@@ -160,8 +170,13 @@ class Walk:
     # Modules.
 
     def _read_module(self, module: Module) -> None:
-        if id(type(module)) not in self._seen:
-            self._add_classes(type(module))
+        kind = type(module)
+        if id(kind) not in self._seen:
+            if self._is_part:
+                self._add_classes(kind)
+            else:
+                self._seen.add(id(kind))
+                self._classes.append((kind, "class", 0, True))
         attributes = module.__dict__.copy()
         self._owners.append((containers.MODULE, module, attributes))
         parameters, buffers, children = attributes["_parameters"], attributes["_buffers"], attributes["_modules"]
@@ -180,14 +195,13 @@ class Walk:
         else:
             # Those of a scripted module.
             self._read_fixed([*children.values()], "a module", 0)
-        names = [*attributes]
+        names, values = [*attributes], [*attributes.values()]
         if names[: len(_FIRST)] == _FIRST:
             # Most have torch's own attributes first.
-            names = names[len(_FIRST) :]
-        for name in names:
-            if type(value := attributes[name]) not in _SIMPLE and name not in INTERNAL:
-                self._meet(((name, value),), 1)
-        if "max_norm" in names and isinstance(module, (Embedding, EmbeddingBag)) and module.max_norm is not None:
+            names, values = names[len(_FIRST) :], values[len(_FIRST) :]
+        if not _SIMPLE.issuperset(map(type, values)):
+            self._meet([pair for pair in zip(names, values, strict=True) if pair[0] not in INTERNAL], 1)
+        if "max_norm" in attributes and isinstance(module, (Embedding, EmbeddingBag)) and module.max_norm is not None:
             self.writes_parameters = True
 
     def _read_parameters(self, parameters: Any) -> None:
@@ -218,8 +232,8 @@ class Walk:
             if _facts_of(base)[2]:
                 content = vars(base).copy()
                 self._owners.append((containers.CLASS, base, content))
-                own = [(name, value) for name, value in content.items() if type(value) not in _CODE]
-                self._meet([pair for pair in own if pair[0][:2] != "__"], 1, is_shared=True)
+                if not _CODE.issuperset(map(type, content.values())):
+                    self._meet([pair for pair in content.items() if pair[0][:2] != "__"], 1, is_shared=True)
                 forward = content.get("forward")
                 if type(forward) is types.FunctionType:
                     self._add_globals(forward, opens=True)
