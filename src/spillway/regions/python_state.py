@@ -64,8 +64,8 @@ class _Copy(Walk):
     def __init__(self, roots: Iterable[Any], entries: Iterable[Entry] = ()) -> None:
         super().__init__(roots, entries)
         self._parts: list[_Copy] = []
-        # Names and values of owners and dictionaries, made when they are first compared.
-        self._flat: tuple[list[list[Any]], list[Any]] | None = None
+        # Lengths, names and values of owners and dictionaries, made when they are first compared.
+        self._flat: tuple[list[int], list[Any], list[Any]] | None = None
         with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
             self._flags = [(each, each.requires_grad) for each in self._parameters]
             strided = [each for each in (*self._parameters, *self._buffers) if each.layout is torch.strided]
@@ -108,21 +108,23 @@ class _Copy(Walk):
     def _has_same_contents(self) -> bool:
         """Whether all containers have the very names and values that they had, in the same order."""
         if self._flat is None:
-            contents = [content for *_, content in (*self._owners, *self._dictionaries)]
-            self._flat = [*map(list, contents)], [*chain.from_iterable([each.values() for each in contents])]
-        names, values = self._flat
+            self._flat = _flattened([content for *_, content in (*self._owners, *self._dictionaries)])
+        lengths, names, values = self._flat
         now = [thing.__dict__ for _, thing, _ in self._owners] + [thing for _, thing, _ in self._dictionaries]
         return (
             all(part._has_same_contents() for part in self._parts)
             and not any(self._empty)
+            and [*map(len, now)] == lengths
             # Names are strings: equal ones are the same.
-            and [*map(list, now)] == names
+            and [*chain.from_iterable(now)] == names
             and all(map(operator.is_, chain.from_iterable([each.values() for each in now]), values))
             and not any(kind.changes(thing, content) for kind, thing, content in self._others)
         )
 
     def _with_other_memory(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Tensors whose ``.data`` was given other memory, or the same with another shape, strides or type."""
+        if not self._memory:
+            return []
         with torch._C._DisableTorchDispatch():
             return [
                 (a, b)
@@ -159,9 +161,10 @@ class PythonState(_Copy):
         self._generators += [(each, each.get()) for each in global_generators()]
         # Nothing of this is the function's own: no mode is to see it.
         with torch._C.DisableTorchFunction():
-            for entries in (self._classes, *([each] for each in self._objects)):
-                if entries:
-                    self._add(_part_of(entries))
+            if self._classes:
+                self._add(_parts.of(tuple(map(id, self._classes)), self._classes))
+            for each in self._objects:
+                self._add(_parts.of((id(each[0]), id(type(each[0])), each[2]), (), [each]))
         del self._classes, self._objects
 
     def _add(self, part: _Copy) -> None:
@@ -319,24 +322,27 @@ class PythonState(_Copy):
                 generator.put(state)
 
 
-_parts: dict[tuple[int, ...], weakref.ref[_Copy]] = {}
-"""Parts that somebody has."""
+class _Parts:
+    """Parts of states that somebody has. See NOTE [ Parts of a state ]."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, ...], weakref.ref[_Copy]] = {}
+
+    def of(self, key: tuple[int, ...], classes: Sequence[type], objects: Sequence[Entry] = ()) -> _Copy:
+        """The part that is found from some classes or an object, by their identities."""
+        reference = self._known.get(key)
+        part = None if reference is None else reference()
+        if part is None or part.changes:
+            part = _Copy((), [*((each, "class", 0, True) for each in classes), *objects])
+            self._known[key] = weakref.ref(part, partial(self._forget, key))
+        return part
+
+    def _forget(self, key: tuple[int, ...], reference: weakref.ref[_Copy]) -> None:
+        if self._known.get(key) is reference:
+            del self._known[key]
 
 
-def _part_of(entries: Sequence[Entry]) -> _Copy:
-    """The part of the state that is found from here. See NOTE [ Parts of a state ]."""
-    key = tuple([id(part) for value, _, depth, _ in entries for part in (value, type(value), depth)])
-    reference = _parts.get(key)
-    part = None if reference is None else reference()
-    if part is None or part.changes:
-        part = _Copy((), entries)
-        _parts[key] = weakref.ref(part, partial(_forget, key))
-    return part
-
-
-def _forget(key: tuple[int, ...], reference: weakref.ref[_Copy]) -> None:
-    if _parts.get(key) is reference:
-        del _parts[key]
+_parts = _Parts()
 
 
 def _roots_of(function: Any) -> list[Any]:
@@ -346,6 +352,12 @@ def _roots_of(function: Any) -> list[Any]:
     if not isinstance(owner, Module):
         return [function]
     return [owner, function.__func__] if isinstance(function, types.MethodType) else [owner]
+
+
+def _flattened(contents: Sequence[dict[str, Any]]) -> tuple[list[int], list[Any], list[Any]]:
+    """Of dictionaries, one after the other: how long each is, all names, and all values."""
+    values = chain.from_iterable([each.values() for each in contents])
+    return [*map(len, contents)], [*chain.from_iterable(contents)], [*values]
 
 
 def _copies(contents: Contents) -> Contents:

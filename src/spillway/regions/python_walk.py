@@ -90,7 +90,7 @@ class Walk:
         self._seen = {id(value) for value, what, *_ in self._todo if what != "class"}
         # What many modules share, and what is read as a part of its own: classes together, and each object.
         self._is_part = bool(self._todo)
-        self._classes: list[Entry] = []
+        self._classes: list[type] = []
         self._objects: list[Entry] = []
         self._meet(zip(repeat(""), roots), 0)
         # It grows while it is read.
@@ -108,17 +108,17 @@ class Walk:
             depth: how deep they lie.
             is_shared: whether a class has them.
         """
-        simple = _CODE if is_shared else _SIMPLE
+        simple, seen = _CODE if is_shared else _SIMPLE, self._seen
         for name, value in pairs:
             if type(value) in simple:
                 continue
             what = (_known.get(id(type(value))) or _facts_of(type(value)))[0]
             if what == "tensor":
                 self._tensors.append((str(name), value))
-            elif what == "simple" or id(value) in self._seen or (is_shared and what not in _SHARED):
+            elif what == "simple" or id(value) in seen or (is_shared and what not in _SHARED):
                 continue
             elif what == "module" or depth <= (_FILE_DEPTH if what == "file" else _DEPTH):
-                self._seen.add(id(value))
+                seen.add(id(value))
                 todo = self._objects if what == "object" and not self._is_part else self._todo
                 todo.append((value, what, depth + 1, is_shared))
 
@@ -176,7 +176,7 @@ class Walk:
                 self._add_classes(kind)
             else:
                 self._seen.add(id(kind))
-                self._classes.append((kind, "class", 0, True))
+                self._classes.append(kind)
         attributes = module.__dict__.copy()
         self._owners.append((containers.MODULE, module, attributes))
         parameters, buffers, children = attributes["_parameters"], attributes["_buffers"], attributes["_modules"]
@@ -210,9 +210,10 @@ class Walk:
             self.is_lazy = self.is_lazy or any(map(is_lazy, content.values()))
             return
         self._dictionaries.append((containers.PARAMETERS, parameters, content))
-        found = [pair for pair in content.items() if pair[1] is not None]
-        self._tensors += found
-        self._parameters += [parameter for _, parameter in found]
+        for pair in content.items():
+            if pair[1] is not None:
+                self._tensors.append(pair)
+                self._parameters.append(pair[1])
 
     def _read_buffers(self, buffers: Any) -> None:
         self._read_container(buffers, "dict", 1)
