@@ -50,9 +50,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import Module
 
-from spillway.regions.containers import DICTIONARY, PARAMETERS
+from spillway.regions.containers import DICTIONARY, MODULE, PARAMETERS
 from spillway.regions.python_generators import global_generators
-from spillway.regions.python_walk import Contents, Entry, Walk
+from spillway.regions.python_walk import Contents, Entry, Walk, as_it_is
 
 if TYPE_CHECKING:
     from typing import Self
@@ -76,6 +76,7 @@ class _Copy(Walk):
         """A copy of the same containers, taken now."""
         other = copy.copy(self)
         other._parts = [part.again() for part in self._parts]
+        other._modules = [as_it_is(module) for module, *_ in self._modules]
         other._owners, other._others = _copies(self._owners), _copies(self._others)
         other._dictionaries = _copies([*self._dictionaries, *((DICTIONARY, each, {}) for each in self._empty)])
         other._empty, other._flat = [], None
@@ -86,18 +87,10 @@ class _Copy(Walk):
         other._generators = [(generator, generator.get()) for generator, _ in self._generators]
         return other
 
-    def apart(self) -> Self:
-        """The same copy, for somebody who changes it."""
-        other = copy.copy(self)
-        for name in ("_owners", "_dictionaries", "_others"):
-            contents = getattr(self, name)
-            setattr(other, name, [(kind, thing, copy.copy(content)) for kind, thing, content in contents])
-        other._flat = None
-        return other
-
     def _contents(self) -> Contents:
         empty: Contents = [(DICTIONARY, each, {}) for each in self._empty]
-        own = [*self._owners, *self._dictionaries, *self._others, *empty]
+        modules = [(module, dict(zip(layout.names, values, strict=True))) for module, layout, values in self._modules]
+        own = [*[(MODULE, *each) for each in modules], *self._owners, *self._dictionaries, *self._others, *empty]
         return [*own, *chain.from_iterable([part._contents() for part in self._parts])]
 
     @property
@@ -114,12 +107,21 @@ class _Copy(Walk):
         return (
             all(part._has_same_contents() for part in self._parts)
             and not any(self._empty)
+            and self._has_same_modules()
             and [*map(len, now)] == lengths
             # Names are strings: equal ones are the same.
             and [*chain.from_iterable(now)] == names
             and all(map(operator.is_, chain.from_iterable([each.values() for each in now]), values))
             and not any(kind.changes(thing, content) for kind, thing, content in self._others)
         )
+
+    def _has_same_modules(self) -> bool:
+        for module, layout, values in self._modules:
+            attributes = module.__dict__
+            # With other names, there may be none of these.
+            if tuple(attributes) != layout.all_names or not all(map(operator.is_, layout.get(attributes), values)):
+                return False
+        return True
 
     def _with_other_memory(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Tensors whose ``.data`` was given other memory, or the same with another shape, strides or type."""
@@ -291,17 +293,21 @@ class PythonState(_Copy):
 
         It may be of an earlier step. A stand-in takes its place, since the function may have asked for its shape.
         """
-        # Others may have the parts, too.
-        self._parts = [part.apart() for part in self._parts]
+        contents: Contents = []
+        if self._has_same_contents():
+            return
         for kind, thing, content in self._contents():
             for name in kind.changes(thing, content) if kind.is_plain else ():
                 value = content.get(name)
                 # A subclass may say more of itself than a stand-in does.
                 if type(value) is torch.Tensor and value.layout is torch.strided and not is_read(value):
-                    content[name] = _stand_in(value)
+                    # Others may have that content, too.
+                    content = {**content, name: _stand_in(value)}  # noqa: PLW2901
                     self._tensors = [pair for pair in self._tensors if pair[1] is not value]
                     self._memory = [pair for pair in self._memory if pair[0] is not value]
-                    self._flat = None
+            contents.append((kind, thing, content))
+        self._modules, self._owners, self._dictionaries, self._empty, self._parts, self._flat = [], [], [], [], [], None
+        self._others = contents
 
     def _put_back(self) -> None:
         if not self._has_same_contents():

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dis
 import functools
+import operator
 import random
 import sys
 import types
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import repeat
 from typing import Any
 
@@ -46,7 +47,6 @@ _NAMES: dict[type, str] = {
 }
 """What is done with objects of these classes."""
 _STRINGS = frozenset((str,))
-_FIRST = [*vars(Module())]
 _OPAQUE_ROOTS = frozenset(("torch", "spillway", "builtins", "_thread", "threading", "weakref", "logging", "functools"))
 _SHARED = frozenset(("dict", "items", "fixed", "array", "generator"))
 """Kinds of objects that are read in classes: there are registries of functions and other objects, too."""
@@ -55,6 +55,41 @@ Contents = list[tuple[Container, Any, Any]]
 """Containers: the kind, the object, and its content."""
 Entry = tuple[Any, str, int, bool]
 """What is to be read: an object, what is done with it, how deep it lies, and whether a class has it."""
+
+
+class Layout:
+    """Where a module has its attributes.
+
+    Args:
+        all_names: of what it has, torch's own attributes too.
+    """
+
+    __slots__ = ("all_names", "get", "has_max_norm", "names")
+
+    def __init__(self, all_names: tuple[str, ...]) -> None:
+        self.all_names = all_names
+        self.names = tuple([name for name in all_names if name not in INTERNAL])
+        """Of what belongs to the state."""
+        self.has_max_norm = "max_norm" in all_names
+        self.get: Callable[[dict[str, Any]], tuple[Any, ...]] = self._get
+        """Gives what belongs to the state."""
+        if len(self.names) > 1:
+            self.get = operator.itemgetter(*self.names)
+
+    def _get(self, attributes: dict[str, Any]) -> tuple[Any, ...]:
+        return tuple([attributes[name] for name in self.names])
+
+
+@functools.lru_cache(maxsize=1024)
+def _layout_of(all_names: tuple[str, ...]) -> Layout:
+    return Layout(all_names)
+
+
+def as_it_is(module: Module) -> tuple[Module, Layout, tuple[Any, ...]]:
+    """A module with its attributes of now."""
+    attributes = module.__dict__
+    layout = _layout_of(tuple(attributes))
+    return module, layout, layout.get(attributes)
 
 
 class Walk:
@@ -72,7 +107,8 @@ class Walk:
         """Whether a module of the function makes its parameters or buffers when it is first called."""
         self.writes_parameters = False
         """Whether the forward of a module writes its parameters: embeddings with ``max_norm`` do."""
-        # Objects with attributes; dictionaries with names; other containers.
+        # Modules, with their attributes; other objects with attributes; dictionaries with names; other containers.
+        self._modules: list[tuple[Module, Layout, tuple[Any, ...]]] = []
         self._owners, self._dictionaries, self._others = Contents(), Contents(), Contents()
         # Of modules: most have two.
         self._empty: list[dict[str, Any]] = []
@@ -177,8 +213,9 @@ class Walk:
             else:
                 self._seen.add(id(kind))
                 self._classes.append(kind)
-        attributes = module.__dict__.copy()
-        self._owners.append((containers.MODULE, module, attributes))
+        attributes = module.__dict__
+        _, layout, values = found = as_it_is(module)
+        self._modules.append(found)
         parameters, buffers, children = attributes["_parameters"], attributes["_buffers"], attributes["_modules"]
         if not parameters:
             self._empty.append(parameters)
@@ -195,13 +232,9 @@ class Walk:
         else:
             # Those of a scripted module.
             self._read_fixed([*children.values()], "a module", 0)
-        names, values = [*attributes], [*attributes.values()]
-        if names[: len(_FIRST)] == _FIRST:
-            # Most have torch's own attributes first.
-            names, values = names[len(_FIRST) :], values[len(_FIRST) :]
         if not _SIMPLE.issuperset(map(type, values)):
-            self._meet([pair for pair in zip(names, values, strict=True) if pair[0] not in INTERNAL], 1)
-        if "max_norm" in attributes and isinstance(module, (Embedding, EmbeddingBag)) and module.max_norm is not None:
+            self._meet(zip(layout.names, values, strict=True), 1)
+        if layout.has_max_norm and isinstance(module, (Embedding, EmbeddingBag)) and module.max_norm is not None:
             self.writes_parameters = True
 
     def _read_parameters(self, parameters: Any) -> None:
