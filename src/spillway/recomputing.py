@@ -347,7 +347,7 @@ def _call_region(
         if learned.takes_gradients:
             passage.ledger.note(keeps_note(_label(function)))
             return first()
-        is_captured = any(passage.is_captured(tensor.device) for tensor in tensors)
+        is_captured = any(map(passage.is_captured, {tensor.device for tensor in tensors}))
         if is_captured:
             learned.check_capture(draws=how.preserve_rng_state)
         checkpointed = CheckpointedCall(
@@ -363,7 +363,6 @@ def _call_region(
             checks=how.determinism_check != "none",
             compares=how.verify == "always",
             is_captured=is_captured,
-            unused=choices.unused(),
             tell_outer=None if outer is None else outer.has_gradient_inside,
         )
         return checkpointed.run(first, tensors)

@@ -189,10 +189,8 @@ class PythonState(_Copy):
 
         Inference tensors are left out: they have no versions. The names are the same in every call, and not unique.
         """
-        found: dict[int, tuple[str, torch.Tensor]] = {}
-        for pair in self._tensors:
-            found.setdefault(id(pair[1]), pair)
-        return [pair for pair in found.values() if not pair[1].is_inference()]
+        found = {id(pair[1]): pair for pair in reversed(self._tensors)}
+        return [pair for pair in reversed(found.values()) if not pair[1].is_inference()]
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Those that the copy holds, but for modules' parameters: a replay finds them where they were."""
