@@ -431,10 +431,11 @@ def _learned(
     """What calls of this kind taught: by types of tensors, flags and numbers, and whether the module trains."""
     types = tuple([(tensor.dtype, tensor.dim(), tensor.requires_grad) for tensor in tensors])
     kind: Hashable = (types, arguments.numbers(), getattr(_module_of(function), "training", None))
-    if kind not in proofs.learned and len(proofs.learned) >= _MOST_KINDS:
+    learned: Learned | None = proofs.learned.get(kind)
+    if learned is None:
         # A number may count calls.
-        kind = types
-    learned: Learned = proofs.learned.setdefault(kind, Learned())
+        kind = types if len(proofs.learned) >= _MOST_KINDS else kind
+        learned = proofs.learned.setdefault(kind, Learned())
     return learned
 
 

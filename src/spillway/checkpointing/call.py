@@ -228,8 +228,8 @@ class CheckpointedCall:
         finally:
             self._is_running = False
             with below_modes(self._odd):
-                self._print_pending(None)
                 if self._compares:
+                    self._print_pending(None)
                     self._output_prints = prints_of(output)
                 self._reached.forward_ended()
                 if observed:

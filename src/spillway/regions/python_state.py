@@ -53,7 +53,7 @@ from torch.nn import Module
 from spillway.regions.class_versions import versions_of
 from spillway.regions.containers import DICTIONARY, MODULE, PARAMETERS
 from spillway.regions.python_generators import global_generators
-from spillway.regions.python_walk import Contents, Entry, Walk, as_it_is
+from spillway.regions.python_walk import Contents, Entry, Walk, layout_of
 
 if TYPE_CHECKING:
     from typing import Self
@@ -69,8 +69,8 @@ class _Copy(Walk):
         self._flat: tuple[list[int], list[Any], list[Any]] | None = None
         with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
             self._flags = [(each, each.requires_grad) for each in self._parameters]
-            strided = [each for each in (*self._parameters, *self._buffers) if each.layout is torch.strided]
-            self._memory = [(each, each.data) for each in strided]
+            each_with_memory = (*self._parameters, *self._buffers)
+            self._memory = [(each, each.data) for each in each_with_memory if each.layout is torch.strided]
         del self._parameters, self._buffers
         self._versions: tuple[Callable[[], list[int]], list[int]] | None = None
         if self._of_classes and (read := versions_of([kind for _, kind, _ in self._of_classes])) is not None:
@@ -83,7 +83,8 @@ class _Copy(Walk):
         """A copy of the same containers, taken now."""
         other = copy.copy(self)
         other._parts = [part.again() for part in self._parts]
-        other._modules = [as_it_is(module) for module, *_ in self._modules]
+        layouts = [(module, layout_of(tuple(module.__dict__))) for module, *_ in self._modules]
+        other._modules = [(module, layout, layout.get(module.__dict__)) for module, layout in layouts]
         other._owners, other._others = _copies(self._owners), _copies(self._others)
         other._of_classes, other._versions = _copies(self._of_classes), None
         other._dictionaries = _copies([*self._dictionaries, *((DICTIONARY, each, {}) for each in self._empty)])

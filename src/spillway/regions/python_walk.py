@@ -81,15 +81,9 @@ class Layout:
 
 
 @functools.lru_cache(maxsize=1024)
-def _layout_of(all_names: tuple[str, ...]) -> Layout:
+def layout_of(all_names: tuple[str, ...]) -> Layout:
+    """The layout of modules with these names."""
     return Layout(all_names)
-
-
-def as_it_is(module: Module) -> tuple[Module, Layout, tuple[Any, ...]]:
-    """A module with its attributes of now."""
-    attributes = module.__dict__
-    layout = _layout_of(tuple(attributes))
-    return module, layout, layout.get(attributes)
 
 
 class Walk:
@@ -132,7 +126,10 @@ class Walk:
         self._meet(zip(repeat(""), roots), 0)
         # It grows while it is read.
         for value, what, depth, is_shared in self._todo:
-            self._read(value, what, depth, is_shared)
+            if what == "module":
+                self._read_module(value)
+            else:
+                self._read(value, what, depth, is_shared)
         # Those of scripted modules are no dictionaries.
         self._empty = [each for each in self._empty if type(each) in _DICTS]
         del self._seen, self._todo
@@ -160,9 +157,7 @@ class Walk:
                 todo.append((value, what, depth + 1, is_shared))
 
     def _read(self, value: Any, what: str, depth: int, is_shared: bool) -> None:
-        if what == "module":
-            self._read_module(value)
-        elif what in ("dict", "items", "fixed"):
+        if what in ("dict", "items", "fixed"):
             if len(value) <= _MOST_ITEMS:
                 self._read_container(value, what, depth, is_shared)
         elif what == "object":
@@ -215,8 +210,9 @@ class Walk:
                 self._seen.add(id(kind))
                 self._classes.append(kind)
         attributes = module.__dict__
-        _, layout, values = found = as_it_is(module)
-        self._modules.append(found)
+        layout = layout_of(tuple(attributes))
+        values = layout.get(attributes)
+        self._modules.append((module, layout, values))
         parameters, buffers, children = attributes["_parameters"], attributes["_buffers"], attributes["_modules"]
         if not parameters:
             self._empty.append(parameters)
