@@ -105,7 +105,7 @@ class _Copy(Walk):
     @property
     def changes(self) -> bool:
         """Whether the state is another one now."""
-        return next(self.changed(), None) is not None
+        return not self._has_same_contents() or bool(self._changed_values())
 
     def _has_same_contents(self) -> bool:
         """Whether all containers have the very names and values that they had, in the same order."""
@@ -140,8 +140,6 @@ class _Copy(Walk):
 
     def _with_other_memory(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Tensors whose ``.data`` was given other memory, or the same with another shape, strides or type."""
-        if not self._memory:
-            return []
         with torch._C._DisableTorchDispatch():
             return [
                 (a, b)
@@ -150,19 +148,26 @@ class _Copy(Walk):
                 if a.dtype is not b.dtype or not (a.is_set_to(b) if a.is_cpu or a.is_cuda else _are_set_alike(a, b))
             ]
 
-    def changed(self) -> Iterator[str]:
+    def changed(self) -> list[str]:
         """Names of what is not what it was."""
+        names: list[str] = []
         if not self._has_same_contents():
             for kind, thing, content in self._contents():
-                yield from map(str, kind.changes(thing, content))
-        if any(tensor.requires_grad is not flag for tensor, flag in self._flags):
-            yield "whether a parameter requires grad"
-        if any(array.tobytes() != content.tobytes() for array, content in self._arrays):
-            yield "an array"
-        if self._with_other_memory():
-            yield "the memory of a parameter or buffer"
-        if any(generator.get() != state for generator, state in self._generators):
-            yield "the state of a Python or NumPy random generator"
+                names += map(str, kind.changes(thing, content))
+        return names + self._changed_values()
+
+    def _changed_values(self) -> list[str]:
+        """What has changed besides the content of containers."""
+        found = []
+        if self._flags and any(tensor.requires_grad is not flag for tensor, flag in self._flags):
+            found.append("whether a parameter requires grad")
+        if self._arrays and any(array.tobytes() != content.tobytes() for array, content in self._arrays):
+            found.append("an array")
+        if self._memory and self._with_other_memory():
+            found.append("the memory of a parameter or buffer")
+        if self._generators and any(generator.get() != state for generator, state in self._generators):
+            found.append("the state of a Python or NumPy random generator")
+        return found
 
 
 class PythonState(_Copy):
