@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 import spillway
 from recompute.regions import Call, HiddenAttribute, Regions, gradients, one_place, ways
-from spillway.regions import class_versions
 from spillway.regions.python_state import PythonState
 from support import assert_identical
 
@@ -891,14 +890,8 @@ class Sharing(nn.Module):
         return result
 
 
-@pytest.mark.parametrize("has_versions", [True, False])
 @pytest.mark.parametrize("kind", ["attribute", "item", "tensor", "class", "new in a class"])
-def test_layers_that_change_what_they_share(
-    regions: Regions, kind: str, has_versions: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not has_versions:
-        monkeypatch.setattr(class_versions, "_OFFSET", None)
-
+def test_layers_that_change_what_they_share(regions: Regions, kind: str) -> None:
     def run(call: Callable[[nn.Module], Callable[..., Tensor]]) -> list[Tensor]:
         torch.manual_seed(0)
         layer_class = type("Layer", (Sharing,), {})

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Callable, Sequence
 
 _SIZE: int = type.__dict__["__basicsize__"].__get__(type)
 """Bytes of a class, in memory."""
@@ -44,13 +45,15 @@ def _offset() -> int | None:
 _OFFSET = _offset()
 
 
-def version_of(kind: type) -> ctypes.c_uint32:
-    """The version of a class, which must be held for as long as this is: its value is read anew each time.
+def versions_of(kinds: Sequence[type]) -> Callable[[], list[int]] | None:
+    """Gives the versions of classes, which must be held meanwhile; ``None``: they have none.
 
-    A class with the same version has the same attributes. Zero is none: it has changed, and was not asked since.
+    A class with the same version has the same attributes.
     """
     if _OFFSET is None:
-        return ctypes.c_uint32(0)
-    # By this it gets a version, if it has none.
-    type.__getattribute__(kind, "__init__")
-    return ctypes.c_uint32.from_address(id(kind) + _OFFSET)
+        return None
+    for kind in kinds:
+        hasattr(kind, "__name__")
+    places = [ctypes.c_uint32.from_address(id(kind) + _OFFSET) for kind in kinds]
+    # Zero is none: the class has changed, and was not asked for anything since.
+    return (lambda: [place.value for place in places]) if all(place.value for place in places) else None

@@ -50,6 +50,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import Module
 
+from spillway.regions.class_versions import versions_of
 from spillway.regions.containers import DICTIONARY, MODULE, PARAMETERS
 from spillway.regions.python_generators import global_generators
 from spillway.regions.python_walk import Contents, Entry, Walk, layout_of
@@ -71,6 +72,12 @@ class _Copy(Walk):
             each_with_memory = (*self._parameters, *self._buffers)
             self._memory = [(each, each.data) for each in each_with_memory if each.layout is torch.strided]
         del self._parameters, self._buffers
+        self._versions: tuple[Callable[[], list[int]], list[int]] | None = None
+        if self._of_classes and (read := versions_of([kind for _, kind, _ in self._of_classes])) is not None:
+            versions = read()
+            # Another thread may have changed one since it was copied.
+            if self._has_same_classes():
+                self._versions = read, versions
 
     def again(self) -> Self:
         """A copy of the same containers, taken now."""
@@ -79,7 +86,7 @@ class _Copy(Walk):
         layouts = [(module, layout_of(tuple(module.__dict__))) for module, *_ in self._modules]
         other._modules = [(module, layout, layout.get(module.__dict__)) for module, layout in layouts]
         other._owners, other._others = _copies(self._owners), _copies(self._others)
-        other._of_classes, other._versions = _copies(self._of_classes), []
+        other._of_classes, other._versions = _copies(self._of_classes), None
         other._dictionaries = _copies([*self._dictionaries, *((DICTIONARY, each, {}) for each in self._empty)])
         other._empty, other._flat = [], None
         with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
@@ -119,7 +126,7 @@ class _Copy(Walk):
         )
 
     def _has_same_classes(self) -> bool:
-        if self._versions and all(version.value == noted != 0 for version, noted in self._versions):
+        if self._versions is not None and self._versions[0]() == self._versions[1]:
             return True
         return not any(kind.changes(thing, content) for kind, thing, content in self._of_classes)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import dis
 import functools
 import operator
@@ -20,7 +19,6 @@ from torch.nn import Embedding, EmbeddingBag, Module, Parameter
 from torch.nn.parameter import is_lazy
 
 from spillway.regions import containers
-from spillway.regions.class_versions import version_of
 from spillway.regions.containers import INTERNAL, MISSING, Container, are_plain
 from spillway.regions.python_generators import Generator, generator_of
 
@@ -106,7 +104,6 @@ class Walk:
         # Modules, with their attributes; classes; other objects with attributes; dictionaries with names; and others.
         self._modules: list[tuple[Module, Layout, tuple[Any, ...]]] = []
         self._of_classes, self._owners = Contents(), Contents()
-        self._versions: list[tuple[ctypes.c_uint32, int]] = []
         self._dictionaries, self._others = Contents(), Contents()
         # Of modules: most have two.
         self._empty: list[dict[str, Any]] = []
@@ -264,9 +261,6 @@ class Walk:
                 continue
             self._seen.add(id(base))
             if _facts_of(base)[2]:
-                version = version_of(base)
-                # First: it may change meanwhile, by another thread.
-                self._versions.append((version, version.value))
                 content = vars(base).copy()
                 self._of_classes.append((containers.CLASS, base, content))
                 if not _CODE.issuperset(map(type, content.values())):
