@@ -50,7 +50,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import Module
 
-from spillway.regions.class_versions import versions_of
 from spillway.regions.containers import DICTIONARY, MODULE, PARAMETERS
 from spillway.regions.python_generators import global_generators
 from spillway.regions.python_walk import Contents, Entry, Walk, layout_of
@@ -72,12 +71,6 @@ class _Copy(Walk):
             each_with_memory = (*self._parameters, *self._buffers)
             self._memory = [(each, each.data) for each in each_with_memory if each.layout is torch.strided]
         del self._parameters, self._buffers
-        self._versions: tuple[Callable[[], list[int]], list[int]] | None = None
-        if self._of_classes and (read := versions_of([kind for _, kind, _ in self._of_classes])) is not None:
-            versions = read()
-            # Another thread may have changed one since it was copied.
-            if self._has_same_classes():
-                self._versions = read, versions
 
     def again(self) -> Self:
         """A copy of the same containers, taken now."""
@@ -86,7 +79,6 @@ class _Copy(Walk):
         layouts = [(module, layout_of(tuple(module.__dict__))) for module, *_ in self._modules]
         other._modules = [(module, layout, layout.get(module.__dict__)) for module, layout in layouts]
         other._owners, other._others = _copies(self._owners), _copies(self._others)
-        other._of_classes, other._versions = _copies(self._of_classes), None
         other._dictionaries = _copies([*self._dictionaries, *((DICTIONARY, each, {}) for each in self._empty)])
         other._empty, other._flat = [], None
         with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
@@ -99,8 +91,8 @@ class _Copy(Walk):
     def _contents(self) -> Contents:
         empty: Contents = [(DICTIONARY, each, {}) for each in self._empty]
         modules = [(module, dict(zip(layout.names, values, strict=True))) for module, layout, values in self._modules]
-        own = [*[(MODULE, *each) for each in modules], *self._of_classes, *self._owners, *self._dictionaries]
-        return [*own, *self._others, *empty, *chain.from_iterable([part._contents() for part in self._parts])]
+        own = [*[(MODULE, *each) for each in modules], *self._owners, *self._dictionaries, *self._others, *empty]
+        return [*own, *chain.from_iterable([part._contents() for part in self._parts])]
 
     @property
     def changes(self) -> bool:
@@ -114,8 +106,7 @@ class _Copy(Walk):
         lengths, names, values = self._flat
         now = [thing.__dict__ for _, thing, _ in self._owners] + [thing for _, thing, _ in self._dictionaries]
         return (
-            self._has_same_classes()
-            and all(part._has_same_contents() for part in self._parts)
+            all(part._has_same_contents() for part in self._parts)
             and not any(self._empty)
             and self._has_same_modules()
             and [*map(len, now)] == lengths
@@ -124,11 +115,6 @@ class _Copy(Walk):
             and all(map(operator.is_, chain.from_iterable([each.values() for each in now]), values))
             and not any(kind.changes(thing, content) for kind, thing, content in self._others)
         )
-
-    def _has_same_classes(self) -> bool:
-        if self._versions is not None and self._versions[0]() == self._versions[1]:
-            return True
-        return not any(kind.changes(thing, content) for kind, thing, content in self._of_classes)
 
     def _has_same_modules(self) -> bool:
         for module, layout, values in self._modules:
@@ -324,8 +310,8 @@ class PythonState(_Copy):
                     self._tensors = [pair for pair in self._tensors if pair[1] is not value]
                     self._memory = [pair for pair in self._memory if pair[0] is not value]
             contents.append((kind, thing, content))
-        self._modules, self._owners, self._of_classes, self._dictionaries, self._empty = [], [], [], [], []
-        self._parts, self._flat, self._others = [], None, contents
+        self._modules, self._owners, self._dictionaries, self._empty, self._parts, self._flat = [], [], [], [], [], None
+        self._others = contents
 
     def _put_back(self) -> None:
         if not self._has_same_contents():

@@ -101,10 +101,9 @@ class Walk:
         """Whether a module of the function makes its parameters or buffers when it is first called."""
         self.writes_parameters = False
         """Whether the forward of a module writes its parameters: embeddings with ``max_norm`` do."""
-        # Modules, with their attributes; classes; other objects with attributes; dictionaries with names; and others.
+        # Modules, with their attributes; other objects with attributes; dictionaries with names; other containers.
         self._modules: list[tuple[Module, Layout, tuple[Any, ...]]] = []
-        self._of_classes, self._owners = Contents(), Contents()
-        self._dictionaries, self._others = Contents(), Contents()
+        self._owners, self._dictionaries, self._others = Contents(), Contents(), Contents()
         # Of modules: most have two.
         self._empty: list[dict[str, Any]] = []
         # Containers that never change: tuples, arguments of partial functions, and such.
@@ -262,7 +261,7 @@ class Walk:
             self._seen.add(id(base))
             if _facts_of(base)[2]:
                 content = vars(base).copy()
-                self._of_classes.append((containers.CLASS, base, content))
+                self._owners.append((containers.CLASS, base, content))
                 if not _CODE.issuperset(map(type, content.values())):
                     self._meet([pair for pair in content.items() if pair[0][:2] != "__"], 1, is_shared=True)
                 forward = content.get("forward")
