@@ -297,7 +297,7 @@ def _call_region(
     if kept is not None:
         passage.ledger.note(f"{label} {kept}. What autograd saves in it is kept, not recomputed.")
         return first()
-    is_captured = any(passage.is_captured(tensor.device) for tensor in tensors)
+    is_captured = any(map(passage.is_captured, {tensor.device for tensor in tensors}))
     if is_captured:
         learned.check_capture(draws=how.preserve_rng_state)
     records = choices.preserves or observer is not None or (planned is not None and not planned.recomputes)
@@ -359,10 +359,11 @@ def _learned(
     """What calls of such a kind taught: types of tensors, flags, numbers, the mode, and whether the module trains."""
     types = tuple([(tensor.dtype, tensor.dim(), tensor.requires_grad) for tensor in tensors])
     kind: Hashable = (types, arguments.numbers(), getattr(_module_of(function), "training", None), how.use_reentrant)
-    if kind not in proofs.learned and len(proofs.learned) >= _MOST_KINDS:
+    learned: Learned | None = proofs.learned.get(kind)
+    if learned is None:
         # A number may count calls.
-        kind = types, how.use_reentrant
-    learned: Learned = proofs.learned.setdefault(kind, Learned())
+        kind = (types, how.use_reentrant) if len(proofs.learned) >= _MOST_KINDS else kind
+        learned = proofs.learned.setdefault(kind, Learned())
     return learned
 
 

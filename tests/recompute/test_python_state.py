@@ -856,3 +856,75 @@ def test_numpys_second_normal_number_set_by_hand(regions: Regions) -> None:
             found += [x.grad, *generators()]
         results.append(found)
     assert_identical(*results)
+
+
+class Common:
+    """An object that several layers have."""
+
+    def __init__(self) -> None:
+        self.scale, self.items, self.tensor = 1.0, [1.0], torch.ones(8)
+
+
+class Sharing(nn.Module):
+    factor = 1.0
+
+    def __init__(self, common: Common, kind: str) -> None:
+        super().__init__()
+        seed_all()
+        self.common, self.kind, self.up = common, kind, nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, changes: bool) -> Tensor:
+        common = self.common
+        scale = common.scale * sum(common.items) * type(self).factor * getattr(type(self), "late", 1.0)
+        result = torch.tanh(self.up(x) * common.tensor * scale).sin()
+        if changes and self.kind == "attribute":
+            common.scale += 1.0
+        elif changes and self.kind == "item":
+            common.items.append(2.0)
+        elif changes and self.kind == "tensor":
+            common.tensor = common.tensor + 1.0
+        elif changes and self.kind == "class":
+            type(self).factor += 1.0
+        elif changes:
+            type(self).late = getattr(type(self), "late", 1.0) + 1.0  # type: ignore[attr-defined]
+        return result
+
+
+@pytest.mark.parametrize("kind", ["attribute", "item", "tensor", "class", "new in a class"])
+def test_layers_that_change_what_they_share(regions: Regions, kind: str) -> None:
+    def run(call: Callable[[nn.Module], Callable[..., Tensor]]) -> list[Tensor]:
+        torch.manual_seed(0)
+        layer_class = type("Layer", (Sharing,), {})
+        common = Common()
+        layers, found = [layer_class(common, kind) for _ in range(4)], list[Tensor]()
+        functions = [call(layer) for layer in layers]
+        for step in range(4):
+            x = y = torch.randn(4, 8, requires_grad=True)
+            for place, function in enumerate(functions):
+                layers[place].zero_grad()
+                y = function(y, step > 1 and place in (1, 2))
+            y.sum().backward()
+            found += [each.clone() for each in (*gradients(x, nn.ModuleList(layers)), common.tensor)]
+            of_class = layer_class.factor, getattr(layer_class, "late", 1.0)
+            found.append(torch.tensor([common.scale, *common.items, *of_class]))
+        return found
+
+    expected = run(lambda layer: layer)
+    got = run(lambda layer: partial(spillway.recompute, layer, session=regions.session))
+    assert_identical(got, expected)
+
+
+def test_what_layers_share_is_not_held_between_calls(regions: Regions) -> None:
+    common = Common()
+    layers = [Sharing(common, "") for _ in range(2)]
+    for _ in range(3):
+        y = torch.randn(4, 8, requires_grad=True)
+        for layer in layers:
+            y = spillway.recompute(layer, y, False, session=regions.session)
+        y.sum().backward()
+    tensor, items = weakref.ref(common.tensor), weakref.ref(common)
+    del y, common.tensor
+    assert tensor() is None
+    del common, layer, layers
+    gc.collect()
+    assert items() is None

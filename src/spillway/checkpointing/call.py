@@ -186,7 +186,8 @@ class CheckpointedCall(ReplayableCall):
         finally:
             self._is_running = False
             with below_modes(self._odd):
-                self._print_pending(None)
+                if self._compares:
+                    self._print_pending(None)
                 if self._preserved is not None:
                     self._preserved.forward_ended(output, len(self._metas))
                 self._forward_ended(output, tensors)

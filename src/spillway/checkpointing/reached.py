@@ -62,7 +62,9 @@ class ReachedTensors:
         self._odd = odd
         self._versions = [tensor._version for _, tensor in named]
         written, most = learned.written, _MOST_OBSERVED if is_observed else _MOST_COPIED
-        self._copied = [tensor for name, tensor in named if may_be_written(tensor, most) or name in written]
+        self._copied = [
+            tensor for name, tensor in named if may_be_written(tensor, most) or (written and name in written)
+        ]
         """What is copied in forward and protected in the replay."""
         self._before = list(zip(self._copied, copies_of(self._copied), strict=True)) if self._copied else []
         self._unwritten: Sequence[tuple[torch.Tensor, int]] = ()
@@ -74,6 +76,10 @@ class ReachedTensors:
         """Settle what forward has written."""
         named, versions, learned = self._named, self._versions, self._learned
         after = [tensor._version for _, tensor in named]
+        if after == versions and not self._before:
+            self._unwritten = [(tensor, version) for (_, tensor), version in zip(named, after, strict=True)]
+            self._named, self._versions = (), []
+            return
         wrote = set() if after == versions else {i for i, version in enumerate(after) if version != versions[i]}
         if self._is_observed and self._before:
             differ = {id(tensor) for tensor, before in self._before if not has_content_of(tensor, before)}

@@ -129,7 +129,9 @@ class ReplayableCall:
             if observed:
                 self._states = [(each, each.get_state()) for each in generators]
         named = self._state.reachable()
-        self._odd = next((each for each in (*tensors, *(each for _, each in named)) if type(each) not in PLAIN), None)
+        read = [*tensors, *(each for _, each in named)]
+        if not PLAIN.issuperset(map(type, read)):
+            self._odd = next(each for each in read if type(each) not in PLAIN)
         with below_modes(self._odd):
             self._save_inputs(tensors)
             self._reached = ReachedTensors(

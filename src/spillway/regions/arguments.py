@@ -79,12 +79,13 @@ class Arguments:
         self._makers: list[tuple[int, Callable[[list[Any]], Any]] | None] = []
         """Of each argument that is no leaf itself, how many it has, and what makes it of them."""
         for value in (*args, *kwargs.values()):
-            if type(value) in _LEAVES:
+            kind = type(value)
+            if kind in _LEAVES:
                 leaves.append(value)
                 self._makers.append(None)
-            elif type(value) in _SEQUENCES and all(type(each) in _LEAVES for each in value):
+            elif kind in _SEQUENCES and _LEAVES.issuperset(map(type, value)):
                 leaves += value
-                self._makers.append((len(value), type(value)))
+                self._makers.append((len(value), kind))
             else:
                 flat, spec = tree_flatten(value)
                 leaves += flat
@@ -95,8 +96,9 @@ class Arguments:
         """Of each tensor, which of those that are taken it is: one may be given several times."""
         numbers: dict[int, int] = {}
         for place, leaf in enumerate(leaves):
+            kind = type(leaf)
             # To ask whether something is a tensor is to ask a metaclass, in Python.
-            if type(leaf) in PLAIN or (type(leaf) not in _NUMBERS and isinstance(leaf, torch.Tensor)):
+            if kind not in _NUMBERS and (kind in PLAIN or isinstance(leaf, torch.Tensor)):
                 leaves[place] = None
                 self._places.append(place)
                 self._taken[id(leaf)] = leaf

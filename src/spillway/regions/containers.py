@@ -53,7 +53,12 @@ class Container:
 
     def changes(self, thing: Any, content: Content) -> list[Any]:
         """Names of values that are not as in the content."""
-        names = content if self.open is None else dict.fromkeys((*content, *self.open(thing)))
+        names = content
+        if self.open is not None:
+            now = self.open(thing)
+            if _are_identical(now, content) and all(map(operator.is_, now.values(), content.values())):
+                return []
+            names = dict.fromkeys((*content, *now))
         changed = [name for name in names if self.value(thing, name) is not content.get(name, MISSING)]
         return [name for name in changed if not self.is_left_out(name)]
 

@@ -26,6 +26,12 @@ or a :class:`~spillway.errors.RecomputeError`.
 
 Each call takes a copy of its own, in one walk. The copy lives as long as the call's graph, and holds all that the
 function had. Nothing is held between calls.
+
+NOTE [ Parts of a state ]
+
+Layers of a model have their modules' classes in common, and objects like a configuration. The copy of either is a part,
+which calls share. A part is held by the copies that have it. A call that begins while one lives compares it with the
+state of now, which takes less time than to read all that again. If anything is different, it makes a part of its own.
 """
 
 from __future__ import annotations
@@ -33,40 +39,45 @@ from __future__ import annotations
 import copy
 import operator
 import types
+import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import Module
 
-from spillway.regions.containers import DICTIONARY, PARAMETERS
-from spillway.regions.python_walk import Contents, Walk
+from spillway.regions.containers import DICTIONARY, MODULE, PARAMETERS
+from spillway.regions.python_generators import global_generators
+from spillway.regions.python_walk import Contents, Entry, Walk, layout_of
+
+if TYPE_CHECKING:
+    from typing import Self
 
 
-class PythonState(Walk):
-    """A copy of a function's Python state, taken now. See NOTE [ Python state ].
+class _Copy(Walk):
+    """A copy of Python state, which can be compared with the state of now."""
 
-    Args:
-        function: the function, method or module.
-        objects: objects among its arguments: generators, modules and others whose state it may change.
-    """
-
-    def __init__(self, function: Any, objects: Sequence[Any] = ()) -> None:
-        super().__init__((*_roots_of(function), *objects))
+    def __init__(self, roots: Iterable[Any], entries: Iterable[Entry] = ()) -> None:
+        super().__init__(roots, entries)
+        self._parts: list[_Copy] = []
+        # Lengths, names and values of owners and dictionaries, made when they are first compared.
+        self._flat: tuple[list[int], list[Any], list[Any]] | None = None
         with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
             self._flags = [(each, each.requires_grad) for each in self._parameters]
-            strided = [each for each in (*self._parameters, *self._buffers) if each.layout is torch.strided]
-            self._memory = [(each, each.data) for each in strided]
+            each_with_memory = (*self._parameters, *self._buffers)
+            self._memory = [(each, each.data) for each in each_with_memory if each.layout is torch.strided]
         del self._parameters, self._buffers
-        # Names and values of owners and dictionaries, made when they are first compared.
-        self._flat: tuple[list[list[Any]], list[Any]] | None = None
 
-    def again(self) -> PythonState:
+    def again(self) -> Self:
         """A copy of the same containers, taken now."""
         other = copy.copy(self)
+        other._parts = [part.again() for part in self._parts]
+        layouts = [(module, layout_of(tuple(module.__dict__))) for module, *_ in self._modules]
+        other._modules = [(module, layout, layout.get(module.__dict__)) for module, layout in layouts]
         other._owners, other._others = _copies(self._owners), _copies(self._others)
         other._dictionaries = _copies([*self._dictionaries, *((DICTIONARY, each, {}) for each in self._empty)])
         other._empty, other._flat = [], None
@@ -79,7 +90,103 @@ class PythonState(Walk):
 
     def _contents(self) -> Contents:
         empty: Contents = [(DICTIONARY, each, {}) for each in self._empty]
-        return [*self._owners, *self._dictionaries, *self._others, *empty]
+        modules = [(module, dict(zip(layout.names, values, strict=True))) for module, layout, values in self._modules]
+        own = [*[(MODULE, *each) for each in modules], *self._owners, *self._dictionaries, *self._others, *empty]
+        return [*own, *chain.from_iterable([part._contents() for part in self._parts])]
+
+    @property
+    def changes(self) -> bool:
+        """Whether the state is another one now."""
+        return not self._has_same_contents() or bool(self._changed_values())
+
+    def _has_same_contents(self) -> bool:
+        """Whether all containers have the very names and values that they had, in the same order."""
+        if self._flat is None:
+            self._flat = _flattened([content for *_, content in (*self._owners, *self._dictionaries)])
+        lengths, names, values = self._flat
+        now = [thing.__dict__ for _, thing, _ in self._owners] + [thing for _, thing, _ in self._dictionaries]
+        return (
+            all(part._has_same_contents() for part in self._parts)
+            and not any(self._empty)
+            and self._has_same_modules()
+            and [*map(len, now)] == lengths
+            # Names are strings: equal ones are the same.
+            and [*chain.from_iterable(now)] == names
+            and all(map(operator.is_, chain.from_iterable([each.values() for each in now]), values))
+            and not any(kind.changes(thing, content) for kind, thing, content in self._others)
+        )
+
+    def _has_same_modules(self) -> bool:
+        for module, layout, values in self._modules:
+            attributes = module.__dict__
+            # With other names, there may be none of these.
+            if tuple(attributes) != layout.all_names or not all(map(operator.is_, layout.get(attributes), values)):
+                return False
+        return True
+
+    def _with_other_memory(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Tensors whose ``.data`` was given other memory, or the same with another shape, strides or type."""
+        with torch._C._DisableTorchDispatch():
+            return [
+                (a, b)
+                for a, b in self._memory
+                # Other devices need not have that operator.
+                if a.dtype is not b.dtype or not (a.is_set_to(b) if a.is_cpu or a.is_cuda else _are_set_alike(a, b))
+            ]
+
+    def changed(self) -> list[str]:
+        """Names of what is not what it was."""
+        names: list[str] = []
+        if not self._has_same_contents():
+            for kind, thing, content in self._contents():
+                names += map(str, kind.changes(thing, content))
+        return names + self._changed_values()
+
+    def _changed_values(self) -> list[str]:
+        """What has changed besides the content of containers."""
+        found = []
+        if self._flags and any(tensor.requires_grad is not flag for tensor, flag in self._flags):
+            found.append("whether a parameter requires grad")
+        if self._arrays and any(array.tobytes() != content.tobytes() for array, content in self._arrays):
+            found.append("an array")
+        if self._memory and self._with_other_memory():
+            found.append("the memory of a parameter or buffer")
+        if self._generators and any(generator.get() != state for generator, state in self._generators):
+            found.append("the state of a Python or NumPy random generator")
+        return found
+
+
+class PythonState(_Copy):
+    """A copy of a function's Python state, taken now. See NOTE [ Python state ].
+
+    Args:
+        function: the function, method or module.
+        objects: objects among its arguments: generators, modules and others whose state it may change.
+    """
+
+    def __init__(self, function: Any, objects: Sequence[Any] = ()) -> None:
+        super().__init__((*_roots_of(function), *objects))
+        self._generators += [(each, each.get()) for each in global_generators()]
+        # Nothing of this is the function's own: no mode is to see it.
+        with torch._C.DisableTorchFunction():
+            if self._classes:
+                self._add(_parts.of(tuple(map(id, self._classes)), self._classes))
+            for each in self._objects:
+                self._add(_parts.of((id(each[0]), id(type(each[0])), each[2]), (), [each]))
+        del self._classes, self._objects
+
+    def _add(self, part: _Copy) -> None:
+        self._parts.append(part)
+        self.has_iterators |= part.has_iterators
+        self.is_lazy |= part.is_lazy
+        self.writes_parameters |= part.writes_parameters
+        self._fixed += part._fixed
+        self._tensors += part._tensors
+        self._of_buffers += part._of_buffers
+        self._flags += part._flags
+        self._memory += part._memory
+        self._arrays += part._arrays
+        self._generators += part._generators
 
     # What the function reads.
 
@@ -88,10 +195,8 @@ class PythonState(Walk):
 
         Inference tensors are left out: they have no versions. The names are the same in every call, and not unique.
         """
-        found: dict[int, tuple[str, torch.Tensor]] = {}
-        for pair in self._tensors:
-            found.setdefault(id(pair[1]), pair)
-        return [pair for pair in found.values() if not pair[1].is_inference()]
+        found = {id(pair[1]): pair for pair in reversed(self._tensors)}
+        return [pair for pair in reversed(found.values()) if not pair[1].is_inference()]
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Those that the copy holds, but for modules' parameters: a replay finds them where they were."""
@@ -132,7 +237,7 @@ class PythonState(Walk):
     def replaceable(self) -> set[int]:
         """Ids of tensors that lie in containers alone in which another one can be put in their place."""
         fixed = {id(value) for values in self._fixed for value in values}
-        fixed.update(id(value) for _, thing, content in self._others if isinstance(thing, set) for value in content)
+        fixed.update(id(value) for _, thing, content in self._contents() if isinstance(thing, set) for value in content)
         return {id(tensor) for _, tensor in self._tensors} - fixed
 
     @contextmanager
@@ -156,11 +261,6 @@ class PythonState(Walk):
                 put(thing, name, value)
 
     # What is compared, and put back.
-
-    @property
-    def changes(self) -> bool:
-        """Whether the state is another one now."""
-        return next(self.changed(), None) is not None
 
     def changed_names(self) -> str:
         """Names of attributes, globals and generators that are not what they were, for messages."""
@@ -197,54 +297,21 @@ class PythonState(Walk):
 
         It may be of an earlier step. A stand-in takes its place, since the function may have asked for its shape.
         """
+        contents: Contents = []
+        if self._has_same_contents():
+            return
         for kind, thing, content in self._contents():
             for name in kind.changes(thing, content) if kind.is_plain else ():
                 value = content.get(name)
                 # A subclass may say more of itself than a stand-in does.
                 if type(value) is torch.Tensor and value.layout is torch.strided and not is_read(value):
-                    content[name] = _stand_in(value)
+                    # Others may have that content, too.
+                    content = {**content, name: _stand_in(value)}  # noqa: PLW2901
                     self._tensors = [pair for pair in self._tensors if pair[1] is not value]
                     self._memory = [pair for pair in self._memory if pair[0] is not value]
-                    self._flat = None
-
-    def _has_same_contents(self) -> bool:
-        """Whether all containers have the very names and values that they had, in the same order."""
-        if self._flat is None:
-            contents = [content for *_, content in (*self._owners, *self._dictionaries)]
-            self._flat = [*map(list, contents)], [*chain.from_iterable([each.values() for each in contents])]
-        names, values = self._flat
-        now = [thing.__dict__ for _, thing, _ in self._owners] + [thing for _, thing, _ in self._dictionaries]
-        return (
-            not any(self._empty)
-            # Names are strings: equal ones are the same.
-            and [*map(list, now)] == names
-            and all(map(operator.is_, chain.from_iterable([each.values() for each in now]), values))
-            and not any(kind.changes(thing, content) for kind, thing, content in self._others)
-        )
-
-    def _with_other_memory(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Tensors whose ``.data`` was given other memory, or the same with another shape, strides or type."""
-        with torch._C._DisableTorchDispatch():
-            return [
-                (a, b)
-                for a, b in self._memory
-                # Other devices need not have that operator.
-                if a.dtype is not b.dtype or not (a.is_set_to(b) if a.is_cpu or a.is_cuda else _are_set_alike(a, b))
-            ]
-
-    def changed(self) -> Iterator[str]:
-        """Names of what is not what it was."""
-        if not self._has_same_contents():
-            for kind, thing, content in self._contents():
-                yield from map(str, kind.changes(thing, content))
-        if any(tensor.requires_grad is not flag for tensor, flag in self._flags):
-            yield "whether a parameter requires grad"
-        if any(array.tobytes() != content.tobytes() for array, content in self._arrays):
-            yield "an array"
-        if self._with_other_memory():
-            yield "the memory of a parameter or buffer"
-        if any(generator.get() != state for generator, state in self._generators):
-            yield "the state of a Python or NumPy random generator"
+            contents.append((kind, thing, content))
+        self._modules, self._owners, self._dictionaries, self._empty, self._parts, self._flat = [], [], [], [], [], None
+        self._others = contents
 
     def _put_back(self) -> None:
         if not self._has_same_contents():
@@ -265,6 +332,29 @@ class PythonState(Walk):
                 generator.put(state)
 
 
+class _Parts:
+    """Parts of states that somebody has. See NOTE [ Parts of a state ]."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, ...], weakref.ref[_Copy]] = {}
+
+    def of(self, key: tuple[int, ...], classes: Sequence[type], objects: Sequence[Entry] = ()) -> _Copy:
+        """The part that is found from some classes or an object, by their identities."""
+        reference = self._known.get(key)
+        part = None if reference is None else reference()
+        if part is None or part.changes:
+            part = _Copy((), [*((each, "class", 0, True) for each in classes), *objects])
+            self._known[key] = weakref.ref(part, partial(self._forget, key))
+        return part
+
+    def _forget(self, key: tuple[int, ...], reference: weakref.ref[_Copy]) -> None:
+        if self._known.get(key) is reference:
+            del self._known[key]
+
+
+_parts = _Parts()
+
+
 def _roots_of(function: Any) -> list[Any]:
     """The function, or the module that it belongs to; of a method, the function as well."""
     # A module looks for other attributes than its own for long.
@@ -272,6 +362,12 @@ def _roots_of(function: Any) -> list[Any]:
     if not isinstance(owner, Module):
         return [function]
     return [owner, function.__func__] if isinstance(function, types.MethodType) else [owner]
+
+
+def _flattened(contents: Sequence[dict[str, Any]]) -> tuple[list[int], list[Any], list[Any]]:
+    """Of dictionaries, one after the other: how long each is, all names, and all values."""
+    values = chain.from_iterable([each.values() for each in contents])
+    return [*map(len, contents)], [*chain.from_iterable(contents)], [*values]
 
 
 def _copies(contents: Contents) -> Contents:

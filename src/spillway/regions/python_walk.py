@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dis
 import functools
+import operator
 import random
 import sys
 import types
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import repeat
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.nn.parameter import is_lazy
 
 from spillway.regions import containers
 from spillway.regions.containers import INTERNAL, MISSING, Container, are_plain
-from spillway.regions.python_generators import generator_of, global_generators
+from spillway.regions.python_generators import Generator, generator_of
 
 _DEPTH = 6
 """How many containers and objects deep state is copied."""
@@ -46,13 +47,43 @@ _NAMES: dict[type, str] = {
 }
 """What is done with objects of these classes."""
 _STRINGS = frozenset((str,))
-_FIRST = [*vars(Module())]
 _OPAQUE_ROOTS = frozenset(("torch", "spillway", "builtins", "_thread", "threading", "weakref", "logging", "functools"))
 _SHARED = frozenset(("dict", "items", "fixed", "array", "generator"))
 """Kinds of objects that are read in classes: there are registries of functions and other objects, too."""
 
 Contents = list[tuple[Container, Any, Any]]
 """Containers: the kind, the object, and its content."""
+Entry = tuple[Any, str, int, bool]
+"""What is to be read: an object, what is done with it, how deep it lies, and whether a class has it."""
+
+
+class Layout:
+    """Where a module has its attributes.
+
+    Args:
+        all_names: of what it has, torch's own attributes too.
+    """
+
+    __slots__ = ("all_names", "get", "has_max_norm", "names")
+
+    def __init__(self, all_names: tuple[str, ...]) -> None:
+        self.all_names = all_names
+        self.names = tuple([name for name in all_names if name not in INTERNAL])
+        """Of what belongs to the state."""
+        self.has_max_norm = "max_norm" in all_names
+        self.get: Callable[[dict[str, Any]], tuple[Any, ...]] = self._get
+        """Gives what belongs to the state."""
+        if len(self.names) > 1:
+            self.get = operator.itemgetter(*self.names)
+
+    def _get(self, attributes: dict[str, Any]) -> tuple[Any, ...]:
+        return tuple([attributes[name] for name in self.names])
+
+
+@functools.lru_cache(maxsize=1024)
+def layout_of(all_names: tuple[str, ...]) -> Layout:
+    """The layout of modules with these names."""
+    return Layout(all_names)
 
 
 class Walk:
@@ -60,16 +91,18 @@ class Walk:
 
     Args:
         roots: the function, or the module that it is a method of, and objects among its arguments.
+        entries: what is read in their place, in a part of a state.
     """
 
-    def __init__(self, roots: Iterable[Any]) -> None:
+    def __init__(self, roots: Iterable[Any], entries: Iterable[Entry] = ()) -> None:
         self.has_iterators = False
         """Whether the function has state that cannot be copied."""
         self.is_lazy = False
         """Whether a module of the function makes its parameters or buffers when it is first called."""
         self.writes_parameters = False
         """Whether the forward of a module writes its parameters: embeddings with ``max_norm`` do."""
-        # Objects with attributes; dictionaries with names; other containers.
+        # Modules, with their attributes; other objects with attributes; dictionaries with names; other containers.
+        self._modules: list[tuple[Module, Layout, tuple[Any, ...]]] = []
         self._owners, self._dictionaries, self._others = Contents(), Contents(), Contents()
         # Of modules: most have two.
         self._empty: list[dict[str, Any]] = []
@@ -82,13 +115,20 @@ class Walk:
         self._of_buffers: list[dict[str, torch.Tensor | None]] = []
         """Dictionaries in which modules have their buffers."""
         self._arrays: list[tuple[Any, Any]] = []
-        self._generators = [(each, each.get()) for each in global_generators()]
-        self._seen: set[int] = set()
-        self._todo: list[tuple[Any, str, int, bool]] = []
+        self._generators: list[tuple[Generator, Any]] = []
+        self._todo: list[Entry] = [*entries]
+        self._seen = {id(value) for value, what, *_ in self._todo if what != "class"}
+        # What many modules share, and what is read as a part of its own: classes together, and each object.
+        self._is_part = bool(self._todo)
+        self._classes: list[type] = []
+        self._objects: list[Entry] = []
         self._meet(zip(repeat(""), roots), 0)
         # It grows while it is read.
         for value, what, depth, is_shared in self._todo:
-            self._read(value, what, depth, is_shared)
+            if what == "module":
+                self._read_module(value)
+            else:
+                self._read(value, what, depth, is_shared)
         # Those of scripted modules are no dictionaries.
         self._empty = [each for each in self._empty if type(each) in _DICTS]
         del self._seen, self._todo
@@ -101,27 +141,28 @@ class Walk:
             depth: how deep they lie.
             is_shared: whether a class has them.
         """
-        simple = _CODE if is_shared else _SIMPLE
+        simple, seen = _CODE if is_shared else _SIMPLE, self._seen
         for name, value in pairs:
             if type(value) in simple:
                 continue
             what = (_known.get(id(type(value))) or _facts_of(type(value)))[0]
             if what == "tensor":
                 self._tensors.append((str(name), value))
-            elif what == "simple" or id(value) in self._seen or (is_shared and what not in _SHARED):
+            elif what == "simple" or id(value) in seen or (is_shared and what not in _SHARED):
                 continue
             elif what == "module" or depth <= (_FILE_DEPTH if what == "file" else _DEPTH):
-                self._seen.add(id(value))
-                self._todo.append((value, what, depth + 1, is_shared))
+                seen.add(id(value))
+                todo = self._objects if what == "object" and not self._is_part else self._todo
+                todo.append((value, what, depth + 1, is_shared))
 
     def _read(self, value: Any, what: str, depth: int, is_shared: bool) -> None:
-        if what == "module":
-            self._read_module(value)
-        elif what in ("dict", "items", "fixed"):
+        if what in ("dict", "items", "fixed"):
             if len(value) <= _MOST_ITEMS:
                 self._read_container(value, what, depth, is_shared)
         elif what == "object":
             self._read_object(value, depth)
+        elif what == "class":
+            self._add_classes(value)
         elif what in ("function", "helper"):
             self._read_function(value, depth, opens=what == "function")
         elif what == "bound":
@@ -160,10 +201,17 @@ class Walk:
     # Modules.
 
     def _read_module(self, module: Module) -> None:
-        if id(type(module)) not in self._seen:
-            self._add_classes(type(module))
-        attributes = module.__dict__.copy()
-        self._owners.append((containers.MODULE, module, attributes))
+        kind = type(module)
+        if id(kind) not in self._seen:
+            if self._is_part:
+                self._add_classes(kind)
+            else:
+                self._seen.add(id(kind))
+                self._classes.append(kind)
+        attributes = module.__dict__
+        layout = layout_of(tuple(attributes))
+        values = layout.get(attributes)
+        self._modules.append((module, layout, values))
         parameters, buffers, children = attributes["_parameters"], attributes["_buffers"], attributes["_modules"]
         if not parameters:
             self._empty.append(parameters)
@@ -180,14 +228,9 @@ class Walk:
         else:
             # Those of a scripted module.
             self._read_fixed([*children.values()], "a module", 0)
-        names = [*attributes]
-        if names[: len(_FIRST)] == _FIRST:
-            # Most have torch's own attributes first.
-            names = names[len(_FIRST) :]
-        for name in names:
-            if type(value := attributes[name]) not in _SIMPLE and name not in INTERNAL:
-                self._meet(((name, value),), 1)
-        if "max_norm" in names and isinstance(module, (Embedding, EmbeddingBag)) and module.max_norm is not None:
+        if not _SIMPLE.issuperset(map(type, values)):
+            self._meet(zip(layout.names, values, strict=True), 1)
+        if layout.has_max_norm and isinstance(module, (Embedding, EmbeddingBag)) and module.max_norm is not None:
             self.writes_parameters = True
 
     def _read_parameters(self, parameters: Any) -> None:
@@ -196,9 +239,10 @@ class Walk:
             self.is_lazy = self.is_lazy or any(map(is_lazy, content.values()))
             return
         self._dictionaries.append((containers.PARAMETERS, parameters, content))
-        found = [pair for pair in content.items() if pair[1] is not None]
-        self._tensors += found
-        self._parameters += [parameter for _, parameter in found]
+        for pair in content.items():
+            if pair[1] is not None:
+                self._tensors.append(pair)
+                self._parameters.append(pair[1])
 
     def _read_buffers(self, buffers: Any) -> None:
         self._read_container(buffers, "dict", 1)
@@ -218,8 +262,8 @@ class Walk:
             if _facts_of(base)[2]:
                 content = vars(base).copy()
                 self._owners.append((containers.CLASS, base, content))
-                own = [(name, value) for name, value in content.items() if type(value) not in _CODE]
-                self._meet([pair for pair in own if pair[0][:2] != "__"], 1, is_shared=True)
+                if not _CODE.issuperset(map(type, content.values())):
+                    self._meet([pair for pair in content.items() if pair[0][:2] != "__"], 1, is_shared=True)
                 forward = content.get("forward")
                 if type(forward) is types.FunctionType:
                     self._add_globals(forward, opens=True)

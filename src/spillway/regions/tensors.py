@@ -130,11 +130,17 @@ def _fake_alias_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def tensor_without_memory(tensor: torch.Tensor) -> torch.Tensor:
     """An alias on the same counter of versions, which holds none of its memory, if it has strides."""
-    (alias,) = aliases_of([tensor])
-    if is_strided(tensor) and type(tensor) in PLAIN:
-        with _no_dispatch():
-            alias.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return alias
+    if not (is_strided(tensor) and type(tensor) in PLAIN):
+        return aliases_of([tensor])[0]
+    with _no_dispatch(), _exclude(_VERSIONS, False):
+        alias = tensor.detach()
+        alias.data = _nothing_of(tensor.dtype, tensor.device)
+        return alias
+
+
+@lru_cache(maxsize=64)
+def _nothing_of(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.empty(0, dtype=dtype, device=device)
 
 
 def alias_of(tensor: torch.Tensor) -> torch.Tensor:
