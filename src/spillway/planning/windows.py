@@ -38,11 +38,11 @@ from spillway.planning.tasks import Option, Problem, Rates
 
 USABLE = 0.9
 """Of a link's rate, what is planned with. See NOTE [ Room on the link ]."""
-SECONDS = 0.8
+SECONDS = 0.4
 """What solving may take, of work, for each window."""
-_MORE_SECONDS = 6.0
+_MORE_SECONDS = 1.0
 """What it may take for the best one, once more."""
-_AHEAD = (0.75, 0.5)
+_AHEAD = (0.5,)
 """Of a window, so much is fetched ahead, where that is better."""
 MIN_WINDOW = 32 << 20
 _SHARE = 16
