@@ -60,14 +60,14 @@ class Decisions:
         first_of: dict[int, int] = {}
         for number, each in enumerate(program.saved):
             value, recipe = each.value, each.recipe
+            if each.is_parameter:
+                self.saved.append(True)
+                continue
             if value is None or recipe is None:
                 self.saved.append(False)
             elif value in preserved:
                 first_of.setdefault(value, number)
                 self.saved.append(Preserved(value, preserved[value], recipe, program.recipes[value]))
-                continue
-            elif each.is_parameter:
-                self.saved.append(True)
                 continue
             elif value in program.inputs and value not in program.written:
                 self.saved.append(Input(program.inputs[value], recipe))
@@ -75,12 +75,13 @@ class Decisions:
             else:
                 self.saved.append(False)
             last = number
-            if value in program.makers:
-                place = each.place
-                if place < len(program.operators) and value in program.operators[place].writes:
-                    # The operator that saved it writes it (rrelu its noise).
-                    place += 1
-                wanted.append((value, place))
+            for made in each.parts if value is None else (value,):
+                if made in program.makers:
+                    place = each.place
+                    if place < len(program.operators) and made in program.operators[place].writes:
+                        # The operator that saved it writes it (rrelu its noise).
+                        place += 1
+                    wanted.append((made, place))
         self.acts: list[Act] = needed(program.operators, wanted, preserved.keys())
         """What a replay does with each operator."""
         self.handed: set[int] = {

@@ -83,13 +83,15 @@ class SavedTensor(NamedTuple):
     """One tensor that autograd saved, in the order of saving."""
 
     value: int | None
-    """``None``: of no plain tensor, or of one that no operator was seen to make or read."""
+    """``None``: of a wrapper, or of a parameter that no operator had read."""
     place: int
     """How many operators had run."""
     recipe: ViewRecipe | None
     """Where it lies in the memory of the value."""
     is_parameter: bool
     requires_grad: bool = False
+    parts: tuple[int, ...] = ()
+    """Values of a wrapper's parts."""
     saved_by: int | None = None
     """The operator that saved it."""
 

@@ -72,6 +72,8 @@ class Recorder(OperatorMode):
         self._depends: set[int] = set()
         self._nodes: dict[int, int] = {}
         """Of each node's number, the first operator that ran after it was made."""
+        self._unknown: list[tuple[int, torch.Tensor]] = []
+        """Saved tensors that no operator had read or made by then, by their numbers."""
         self._saving: list[int] = []
         """The node that each saved tensor was saved for."""
         self._chosen: dict[int, tuple[Decision, bool]] = {}
@@ -98,6 +100,12 @@ class Recorder(OperatorMode):
 
     def gave(self, output: Any) -> None:
         """The function has returned this, or was ended."""
+        for number, tensor in self._unknown:
+            value = self.values.find(tensor)
+            self.saved[number] = self.saved[number]._replace(value=value)
+            if value is None:
+                self.values.opaque = "it saves a tensor that no operator was seen to make or to read"
+        self._unknown.clear()
         self.outputs = {value for leaf in tree_leaves(output) for value in self.values_of(leaf)}
 
     def saves(self, number: int, tensor: torch.Tensor) -> None:
@@ -107,12 +115,18 @@ class Recorder(OperatorMode):
             self.saves_at.append(len(self.operators))
         self._saving.append(node)
         value, recipe, is_own = None, None, False
+        parts: tuple[int, ...] = ()
         if type(tensor) in PLAIN:
             with torch._C._DisableTorchDispatch():
                 value = self.values.find(tensor)
                 is_own = is_parameter(tensor)
                 recipe = ViewRecipe.of(tensor) if is_strided(tensor) else None
-        self.saved.append(SavedTensor(value, len(self.operators), recipe, is_own, tensor.requires_grad))
+                if value is None and not is_own:
+                    # The operator that reads it comes later.
+                    self._unknown.append((len(self.saved), tensor.detach()))
+        else:
+            parts = tuple(self.values_of(tensor))
+        self.saved.append(SavedTensor(value, len(self.operators), recipe, is_own, tensor.requires_grad, parts))
 
     def values_of(self, tensor: Any) -> list[int]:
         """The values of a tensor, or of a wrapper's parts."""
