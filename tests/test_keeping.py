@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from spillway.regions.sending import Sending
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -17,7 +18,6 @@ import spillway
 from spillway.capture.identity import ViewRecipe
 from spillway.operators import Planned
 from spillway.records import Decision
-from spillway.regions.sending import Sending
 from spillway.testing import AdversaryBackend
 
 KEPT = Decision.KEEP

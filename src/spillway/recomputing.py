@@ -19,13 +19,13 @@ from spillway.capture.hooks import Pass, in_backward, refuse_transforms
 from spillway.checkpointing.call import CheckpointedCall, shapes_of
 from spillway.checkpointing.decisions import Selection
 from spillway.checkpointing.learned import Learned
+from spillway.checkpointing.observer import Observer
 from spillway.checkpointing.preserving import PreservingCall
 from spillway.checkpointing.reentrant import ReentrantCall
 from spillway.errors import UsageError
 from spillway.operators import Choices, Planned, Selector
 from spillway.records import Decision
 from spillway.regions.arguments import Arguments
-from spillway.regions.observer import Observer
 from spillway.regions.partition import Partition
 from spillway.regions.proofs import Proofs
 from spillway.regions.python_state import PythonState

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from spillway.regions.trial import Trial
+from spillway.regions.unwatched import Unwatched
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -21,8 +23,6 @@ from recompute.region_bench import RegionBench, few_samples
 from recompute.regions import HiddenAttribute
 from spillway.checkpointing.call import CheckpointedCall
 from spillway.errors import RecomputeError
-from spillway.regions.trial import Trial
-from spillway.regions.unwatched import Unwatched
 from spillway.runtime.accelerator import AcceleratorBackend
 from spillway.runtime.backend import Lane
 from spillway.runtime.bytes import Bytes

@@ -8,17 +8,17 @@ from dataclasses import dataclass, replace
 
 import torch
 from hypothesis import strategies as st
+from spillway.regions.packs import Packs
+from spillway.regions.replay import Act, acts_of
+from spillway.regions.trace import Trace
 from torch import nn
 
 import spillway
+from spillway.checkpointing.observer import Observer
 from spillway.planning.profile import Again, BlockCall, BlockProfile, OperatorProfile, Outside, Profile, Value
 from spillway.profiling.probe import Probe
 from spillway.recomputing import Recompute, call_region
 from spillway.records import Decision
-from spillway.regions.observer import Observer
-from spillway.regions.packs import Packs
-from spillway.regions.replay import Act, acts_of
-from spillway.regions.trace import Trace
 
 KEEP, HOST, DISK, AGAIN = Decision.KEEP, Decision.OFFLOAD_HOST, Decision.OFFLOAD_DISK, Decision.RECOMPUTE
 

@@ -20,10 +20,10 @@ from spillway.attaching.steering import Steers
 from spillway.blocks import Named
 from spillway.capture.alone import LeftAlone
 from spillway.capture.location import Locator
+from spillway.checkpointing.observer import Observer
 from spillway.errors import RecomputeError, UsageError
 from spillway.offloading import keep
 from spillway.recomputing import Recompute, call_untraced_region
-from spillway.regions.observer import Observer
 from spillway.regions.rerun import in_rerun
 from spillway.session import Session
 

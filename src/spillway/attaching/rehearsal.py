@@ -30,6 +30,7 @@ from spillway.attaching.treating import LEAST
 from spillway.capture.handles import KeptHandle, unpack
 from spillway.capture.identity import is_parameter
 from spillway.checkpointing.decisions import Selection
+from spillway.checkpointing.observer import Observer
 from spillway.checkpointing.recorder import Recorder
 from spillway.operators import Choices
 from spillway.planning.profile import Profile
@@ -38,7 +39,6 @@ from spillway.profiling.fakes import META, FakeDevice, FakeMeter, FakeProbe
 from spillway.profiling.probe import Probe
 from spillway.profiling.watch import Watch, Watched
 from spillway.recomputing import Recompute
-from spillway.regions.observer import Observer
 from spillway.runtime.bytes import over
 from spillway.session import Session
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch.nn import Module
 
-from spillway.regions.observer import Observer
+from spillway.checkpointing.observer import Observer
 
 if TYPE_CHECKING:
     from spillway.planning.profile import OptimizerProfile

@@ -46,6 +46,7 @@ from spillway.checkpointing.collector import Collector, Enough, Meta, meta_of, s
 from spillway.checkpointing.contents import print_of
 from spillway.checkpointing.decisions import Decisions, Selection
 from spillway.checkpointing.learned import Learned
+from spillway.checkpointing.observer import Observer
 from spillway.checkpointing.partial_replay import PartialReplay
 from spillway.checkpointing.preserved import PreservedTensors
 from spillway.checkpointing.program import Program
@@ -54,7 +55,6 @@ from spillway.checkpointing.replayable import ReplayableCall
 from spillway.checkpointing.slots import OutputSlot, SavedSlot
 from spillway.errors import RecomputeError
 from spillway.records import Decision
-from spillway.regions.observer import Observer
 from spillway.regions.partition import Partition
 from spillway.regions.python_state import PythonState
 from spillway.regions.replayed_function import ReplayedFunction

@@ -3,8 +3,9 @@
 NOTE [ Preserved tensors ]
 
 Which tensors are preserved is known by their numbers, once the first replay has recorded the program of such calls
-(``recorder.py``). A handle stands for the whole tensor that an operator gave, and each saved tensor is a view of it.
-The call holds the handles that its replay is handed, until it has been replayed.
+(``recorder.py``). Of each value the whole tensor that an operator gave is kept or offloaded. Each saved tensor that
+lies in it has a handle of its own, and so has the replay, if it is handed the value: what is offloaded stays on the
+device, once it was reloaded, until each handle was asked for it.
 
 A call may do something else than its program. So each tensor must lie in its memory as the program says, and two
 tensors that are one value there must have one memory here. If not, the call drops what comes after it and is replayed
@@ -92,7 +93,12 @@ class PreservedTensors:
         known = self._inputs[how.place]
         if is_written or known is None or known[1]() is not tensor.untyped_storage():
             return None
-        return ViewHandle(handle, known[0], how.recipe, back) if lies_within(how.recipe, known[0]) else None
+        if not lies_within(how.recipe, known[0]):
+            return None
+        if type(handle) is KeptHandle:
+            return KeptHandle(tensor)
+        with below_modes():
+            return self._passage.twin(handle, tensor) or ViewHandle(handle, known[0], how.recipe, back)
 
     def _pack_made(self, tensor: torch.Tensor, how: Preserved) -> Handle | None:
         value, whole = how.value, how.whole
@@ -110,7 +116,9 @@ class PreservedTensors:
                 self._given[value] = handle
             elif self._memory[value]() is not storage:
                 return None
-            return handle if whole is how.recipe else ViewHandle(handle, whole, how.recipe, unpack)
+            if type(handle) is KeptHandle:
+                return KeptHandle(tensor)
+            return self._passage.twin(handle, tensor) or ViewHandle(handle, whole, how.recipe, unpack)
 
     def forward_ended(self, output: Any, count: int) -> None:
         """The function has given this, or has failed, and autograd has saved so many tensors."""

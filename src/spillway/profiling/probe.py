@@ -224,7 +224,7 @@ class Probe:
 
 
 class WatchedCall:
-    """An :class:`~spillway.regions.observer.Observer` of one call.
+    """An :class:`~spillway.checkpointing.observer.Observer` of one call.
 
     Args:
         probe: measures its operators, if they are to be measured.
