@@ -928,3 +928,34 @@ def test_what_layers_share_is_not_held_between_calls(regions: Regions) -> None:
     del common, layer, layers
     gc.collect()
     assert items() is None
+
+
+@pytest.mark.parametrize("needs_grad", [False, True])
+@pytest.mark.parametrize("how", [{}, {"save": "pointwise"}, {"use_reentrant": True}], ids=str)
+def test_parameters_of_a_functional_call_are_those_of_forward(
+    regions: Regions, how: Options, needs_grad: bool
+) -> None:
+    """``torch.func.functional_call`` puts the module's own parameters back before backward."""
+
+    class Model(nn.Module):
+        def __init__(self, call: Any) -> None:
+            super().__init__()
+            self.block = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+            self.call = call
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.call(self.block, x, **how)  # type: ignore[no-any-return]
+
+    def step(call: Call) -> Iterator[Tensor]:
+        torch.manual_seed(0)
+        model = Model(call)
+        for _ in range(4):
+            given = {name: torch.randn_like(each).requires_grad_(needs_grad) for name, each in model.named_parameters()}
+            x = torch.randn(4, 8, requires_grad=True)
+            with call.context():
+                loss = torch.func.functional_call(model, given, (x * 1,)).square().sum()
+            loss.backward()
+            yield from gradients(x, *(given.values() if needs_grad else ()))
+            assert all(each.grad is None for each in model.parameters())
+
+    regions(step)

@@ -34,7 +34,9 @@ def prints_of(output: Any) -> list[torch.Tensor | None]:
 
 def may_be_written(tensor: torch.Tensor, most: int) -> bool:
     """Whether a function that reaches this tensor may write it in place, and a copy takes no more bytes than that."""
-    if (tensor.requires_grad and tensor.is_leaf) or not is_strided(tensor) or not has_bits(tensor):
+    # Frozen parameters may be many. Whoever writes one in place is noticed by its version.
+    is_parameter = type(tensor) is torch.nn.Parameter or (tensor.requires_grad and tensor.is_leaf)
+    if is_parameter or not is_strided(tensor) or not has_bits(tensor):
         return False
     # Several elements in one place of memory cannot be written: torch refuses that.
     return tensor.untyped_storage().nbytes() <= most and (tensor.is_contiguous() or 0 not in tensor.stride())

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.nn import Module, Parameter
 
 MISSING: Any = object()
@@ -111,8 +112,15 @@ class Items(Container):
 
 
 def are_plain(parameters: Iterable[Any]) -> bool:
-    """Whether all parameters of a module are torch's own."""
-    return _PLAIN_PARAMETERS.issuperset(map(type, parameters))
+    """Whether no wrapper has put its own in the place of a module's parameters.
+
+    ``torch.func.functional_call`` puts plain tensors there, which belong to the state. FSDP's are views of a flat one.
+    """
+    parameters = [*parameters]
+    if _PLAIN_PARAMETERS.issuperset(map(type, parameters)):
+        return True
+    others = (each for each in parameters if type(each) not in _PLAIN_PARAMETERS)
+    return all(type(each) is torch.Tensor and not hasattr(each._base, "_is_flat_param") for each in others)
 
 
 def _are_identical(a: Any, b: Any) -> bool:
