@@ -35,6 +35,12 @@ class Preserved(NamedTuple):
     """The tensor that the operator gave, which is preserved."""
 
 
+class PreservedParts(NamedTuple):
+    """A saved wrapper whose parts are kept or offloaded."""
+
+    parts: tuple[Preserved, ...]
+
+
 class Input(NamedTuple):
     """A saved tensor that is one of the function's own, or a view of one."""
 
@@ -52,7 +58,7 @@ class Decisions:
 
     def __init__(self, program: Program, preserved: Mapping[int, Decision]) -> None:
         self.program = program
-        self.saved: list[Preserved | Input | bool] = []
+        self.saved: list[Preserved | PreservedParts | Input | bool] = []
         """Of each saved tensor: how it is preserved, which input it is, ``True`` for a parameter, which is held as it
         is, or ``False``: it is dropped."""
         wanted: list[tuple[int, int]] = []
@@ -62,6 +68,22 @@ class Decisions:
             value, recipe = each.value, each.recipe
             if each.is_parameter:
                 self.saved.append(True)
+                continue
+            parts = [part for part, _ in each.parts if part in program.makers]
+            if parts and all(part in preserved for part in parts):
+                self.saved.append(
+                    PreservedParts(
+                        tuple(
+                            [
+                                Preserved(part, preserved[part], recipe, program.recipes[part])
+                                for part, recipe in each.parts
+                                if part in preserved
+                            ]
+                        )
+                    )
+                )
+                for part in parts:
+                    first_of.setdefault(part, number)
                 continue
             if value is None or recipe is None:
                 self.saved.append(False)
@@ -75,7 +97,7 @@ class Decisions:
             else:
                 self.saved.append(False)
             last = number
-            for made in each.parts if value is None else (value,):
+            for made in parts if value is None else (value,):
                 if made in program.makers:
                     place = each.place
                     if place < len(program.operators) and made in program.operators[place].writes:

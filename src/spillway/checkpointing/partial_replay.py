@@ -29,14 +29,14 @@ from typing import Any
 import torch
 
 from spillway.capture.identity import ViewRecipe
-from spillway.checkpointing.decisions import Decisions, Preserved
+from spillway.checkpointing.decisions import Decisions, Preserved, PreservedParts
 from spillway.checkpointing.program import Act, Argument, Operator
 from spillway.checkpointing.recorder import advance, is_cast
 from spillway.regions.generators import default_generator, device_of
 from spillway.regions.labels import Unseen
 from spillway.regions.mode import OperatorMode
 from spillway.regions.schema import argument, facts_of
-from spillway.regions.tensors import alias_of, split
+from spillway.regions.tensors import PLAIN, alias_of, is_strided, split, tensors_in
 from spillway.runtime.bytes import Bytes
 
 _RUN, _GIVE = Act.RUN, Act.GIVE
@@ -106,10 +106,18 @@ class PartialReplay(OperatorMode):
     def saves(self, number: int, tensor: torch.Tensor) -> None:
         """The replay saves a tensor. If it is a preserved one, it must be the one that was handed in."""
         how = self.decisions.saved[number] if number < len(self.decisions.saved) else False
-        if not isinstance(how, Preserved):
-            return
+        if isinstance(how, Preserved):
+            self._check_preserved(how.value, tensor)
+        elif isinstance(how, PreservedParts):
+            plain = [part for part in tensors_in((tensor,)) if type(part) in PLAIN and is_strided(part)]
+            if len(plain) != len(how.parts):
+                raise self._other("it saves a tensor of other parts than the one that was preserved")
+            for each, part in zip(how.parts, plain, strict=True):
+                self._check_preserved(each.value, part)
+
+    def _check_preserved(self, value: int, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
-        handed = self._handed.get(how.value)
+        handed = self._handed.get(value)
         if handed is None:
             if self._is_empty(storage):
                 return

@@ -24,10 +24,10 @@ from spillway.capture.handles import Handle, KeptHandle, unpack
 from spillway.capture.hooks import Pass
 from spillway.capture.identity import ViewRecipe
 from spillway.capture.keeping import Keeping
-from spillway.checkpointing.decisions import Decisions, Input, Preserved
+from spillway.checkpointing.decisions import Decisions, Input, Preserved, PreservedParts
 from spillway.checkpointing.program import lies_within
 from spillway.records import Decision
-from spillway.regions.tensors import PLAIN, below_modes, is_strided
+from spillway.regions.tensors import PLAIN, below_modes, is_strided, tensors_in
 
 _KEEP = Decision.KEEP
 _weak = weakref.ref
@@ -73,10 +73,23 @@ class PreservedTensors:
             return None
         if how is True and type(tensor) in PLAIN:
             return KeptHandle(tensor)
-        handle = None if isinstance(how, bool) else self._pack(tensor, how)
+        if isinstance(how, PreservedParts):
+            handle = self._pack_parts(tensor, how)
+        else:
+            handle = None if isinstance(how, bool) else self._pack(tensor, how)
         if handle is None and not (isinstance(how, Input) and not self._arguments):
             self.is_other = True
         return handle
+
+    def _pack_parts(self, tensor: torch.Tensor, how: PreservedParts) -> Handle | None:
+        plain = [part for part in tensors_in((tensor,)) if type(part) in PLAIN and is_strided(part)]
+        if len(plain) != len(how.parts) or type(tensor) in PLAIN:
+            return None
+        if not all(self._pack(part, each) for part, each in zip(plain, how.parts, strict=True)):
+            return None
+        with below_modes(tensor):
+            # Its parts are known by now.
+            return self._passage.save(tensor, how.parts[0].decision)
 
     def _pack(self, tensor: torch.Tensor, how: Preserved | Input) -> Handle | None:
         recipe = how.recipe

@@ -90,8 +90,8 @@ class SavedTensor(NamedTuple):
     """Where it lies in the memory of the value."""
     is_parameter: bool
     requires_grad: bool = False
-    parts: tuple[int, ...] = ()
-    """Values of a wrapper's parts."""
+    parts: tuple[tuple[int, ViewRecipe], ...] = ()
+    """Of a wrapper's parts, their values, and where they lie in the memory of these."""
     saved_by: int | None = None
     """The operator that saved it."""
 
@@ -117,7 +117,7 @@ class Program:
 
     def can_be_preserved(self, value: int) -> bool:
         """Whether autograd saves it in a form that can be handed in."""
-        return value in self.recipes and value not in self.written and bool(self._saves_of(value))
+        return value in self.recipes and value not in self.written and self._is_saved(value)
 
     def standing_for(self, value: int) -> set[int]:
         """The value itself, if autograd saves it; otherwise the nearest saved values that are computed from it."""
@@ -134,11 +134,13 @@ class Program:
                 rest += (made for operator in self.operators if each in operator.reads for made in operator.makes)
         return found
 
-    def _saves_of(self, value: int) -> list[SavedTensor]:
-        """Where autograd saves it. Nothing, if one of these is no part of the tensor that its operator gave."""
+    def _is_saved(self, value: int) -> bool:
+        """Whether autograd saves it, and nothing but parts of the tensor that its operator gave."""
         whole = self.recipes[value]
-        saves = [each for each in self.saved if each.value == value]
-        return saves if all(each.recipe is not None and lies_within(each.recipe, whole) for each in saves) else []
+        saves = [
+            recipe for each in self.saved for part, recipe in (*each.parts, (each.value, each.recipe)) if part == value
+        ]
+        return bool(saves) and all(recipe is not None and lies_within(recipe, whole) for recipe in saves)
 
 
 def lies_within(part: ViewRecipe, whole: ViewRecipe) -> bool:

@@ -115,7 +115,7 @@ class Recorder(OperatorMode):
             self.saves_at.append(len(self.operators))
         self._saving.append(node)
         value, recipe, is_own = None, None, False
-        parts: tuple[int, ...] = ()
+        parts: tuple[tuple[int, ViewRecipe], ...] = ()
         if type(tensor) in PLAIN:
             with torch._C._DisableTorchDispatch():
                 value = self.values.find(tensor)
@@ -125,7 +125,10 @@ class Recorder(OperatorMode):
                     # The operator that reads it comes later.
                     self._unknown.append((len(self.saved), tensor.detach()))
         else:
-            parts = tuple(self.values_of(tensor))
+            with _disable_current_modes():
+                plain = [part for part in tensors_in((tensor,)) if type(part) in PLAIN and is_strided(part)]
+                found = [(self.values.find(part), ViewRecipe.of(part)) for part in plain]
+            parts = tuple([(value, recipe) for value, recipe in found if value is not None])
         self.saved.append(SavedTensor(value, len(self.operators), recipe, is_own, tensor.requires_grad, parts))
 
     def values_of(self, tensor: Any) -> list[int]:
