@@ -349,8 +349,8 @@ def test_a_selector_of_operators_within_a_submodule(session: Session, how: str) 
                 assert sent == wanted
                 assert stats.reloaded_bytes + stats.reused_bytes == wanted
             else:
-                # Beside these, inputs of blocks stay.
-                assert (kept - 2 * x.nbytes, sent) == (wanted, 0)
+                # Beside these, the second block's input stays. The first one's needs no gradient, and is not counted.
+                assert (kept - x.nbytes, sent) == (wanted, 0)
             assert not any("decided nothing" in note for note in stats.notes)
 
 
@@ -400,9 +400,13 @@ def test_what_regions_offload_leaves_and_comes_back_in_one_pass(session: Session
     plain = step(model, x)
     policy = Recompute(offload=["inputs", torch.ops.aten.gelu])
     with spillway.attach(model, policy=policy, session=session) as attached:
-        for _ in range(3):
+        for number in range(3):
             assert step(model, x) == plain
             stats = attached.stats()
+            if number == 0:
+                # Which tensors GELU gives is known from the first replay on.
+                assert stats.saved_bytes - stats.kept_bytes == 4 * MiB
+                continue
             # Of each block its input, of 1 MiB, and the output of its GELU, of 2 MiB.
             assert stats.saved_bytes - stats.kept_bytes == 4 * 3 * MiB
             assert stats.reloaded_bytes + stats.reused_bytes == 4 * 3 * MiB

@@ -154,8 +154,11 @@ def test_hooks_around_see_the_inputs_and_no_saved_output(session: spillway.Sessi
         with saved_tensors_hooks(pack, lambda tensor: tensor):
             return spillway.recompute(module, x, session=session, **{how: "matmul"})
 
-    assert_identical(results(call, module), plain)
-    assert seen == [(4, 16)]
+    for _ in range(2):
+        # The first call of its kind tells which tensors the products give.
+        seen.clear()
+        assert_identical(results(call, module), plain)
+        assert seen == [(4, 16)]
     # offload= sends them away by itself.
     assert (session.stats().offloaded_bytes > 0) == (how == "offload")
 

@@ -167,7 +167,9 @@ def check(plan: Plan, way: str, plain: list[Tensor], numbers: tuple[int, ...], p
         assert len(got) == len(plain), label
         assert all(map(torch.equal, got, plain)), label
         moves, recomputes = way != "regions", "recompute" in WAYS[way]
-        assert (stats.offloaded_bytes > 0) is moves and (stats.reloaded_bytes > 0) is moves, (label, stats)
+        # A stage that goes back at once finds its tensors still there.
+        back = stats.reloaded_bytes + stats.reused_bytes
+        assert (stats.offloaded_bytes > 0) is moves and (back > 0) is moves, (label, stats)
         assert (stats.recomputed_bytes > 0) is recomputes, (label, stats)
         if way in ("offload", "offload-disk"):
             assert stats.offloaded_bytes + stats.reused_bytes >= stats.saved_bytes > 0 == stats.kept_bytes, label
