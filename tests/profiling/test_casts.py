@@ -142,7 +142,8 @@ def test_casts_of_a_block_that_runs_again_as_a_whole_come_with_all_of_it(
     plan = plan_of(profile, problem, solve(problem))
     with spillway.attach(model, plan=plan, session=session, min_bytes=0):
         peaks = [peak_of(model, x) for _ in range(4)]
-    assert abs(plan.predicted_peak - RESIDENT - peaks[-1]) <= NOISE
+    # The plan counts memory of operators that a replay does not come to.
+    assert -NOISE <= plan.predicted_peak - RESIDENT - peaks[-1] <= 2 * NOISE
 
 
 def test_casts_of_a_context_around_forward_and_backward_count_once(

@@ -137,6 +137,8 @@ class BlockProfile:
     ones leaves. Without them, it leaves at once."""
     host: HostTimes | None = None
     """``None``: the host is not waited for."""
+    gap: Outside | None = None
+    """What comes between the block before and one of this kind, in forward: a pooling, say. A mean of all calls."""
     cached_bytes: Count = 0
     """Of its casts, what is there from its forward to the end of the model's, whatever is decided: see NOTE [ Casts ]
     in ``treatment.py``."""

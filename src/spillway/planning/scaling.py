@@ -67,6 +67,7 @@ def enlarged(profile: Profile, factor: float) -> Profile:
             forward_seconds=block.forward_seconds * factor,
             backward_seconds=block.backward_seconds * factor,
             backward_peak_bytes=grown(block.backward_peak_bytes),
+            gap=None if block.gap is None else outside(block.gap),
             backward_parts=tuple(
                 replace(
                     part,
@@ -157,6 +158,8 @@ def _of_field(name: str, first: Any, second: Any, share: float) -> Any:
     if isinstance(first, float) and isinstance(second, float):
         return max(first + share * (second - first), 0.0)
     found = _between(first, second, share)
+    if name == "gap" and found is _OTHER:
+        return first
     # Without its parts, a backward is taken to need its most all the time.
     if name == "backward_parts" and found is _OTHER:
         return ()

@@ -48,7 +48,7 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 
 from spillway.planning.outcome import Outcome, as_planned, leaves_at
-from spillway.planning.profile import BackwardPart, BlockProfile
+from spillway.planning.profile import BackwardPart, BlockProfile, Outside
 from spillway.planning.tasks import Option, Phase, Sent, Task
 from spillway.records import Decision
 
@@ -145,7 +145,7 @@ def _forward(block: BlockProfile, outcome: Outcome) -> tuple[Task, ...]:
     cuts = sorted({0, count, *(leaves_at(block, number) for number in outcome.leaves)})
     seconds = _seconds(block)
     host_seconds = _forward_host(block, outcome)
-    tasks = []
+    tasks = [] if block.gap is None else [_gap(block.gap)]
     for start, end in list(pairwise(cuts)) or [(0, 0)]:
         change = levels[end] - levels[start]
         if end == count:
@@ -170,6 +170,18 @@ def _forward(block: BlockProfile, outcome: Outcome) -> tuple[Task, ...]:
             )
         )
     return tuple(tasks)
+
+
+def _gap(gap: Outside) -> Task:
+    """What comes before the block."""
+    return Task(
+        "before it",
+        Phase.OUTSIDE,
+        seconds=gap.seconds,
+        peak_bytes=max(gap.peak_bytes, gap.change_bytes),
+        change_bytes=gap.change_bytes,
+        host_seconds=gap.host_seconds,
+    )
 
 
 def _forward_host(block: BlockProfile, outcome: Outcome) -> float:

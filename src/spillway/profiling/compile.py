@@ -17,6 +17,9 @@ from spillway.profiling.statics import Known
 from spillway.profiling.watch import Place, Watched
 from spillway.records import Decision
 
+_LEAST_GAP = 1e-3
+"""Seconds between two blocks that are no more than a call."""
+
 
 def compile_profile(
     watched: Watched,
@@ -225,6 +228,7 @@ def _kind(
         backward_parts=_fullest(parts),
         saves_at=probe.saves_at,
         host=_host(watched, numbers, end) if has_host and again else None,
+        gap=_gap(watched, weighed, numbers, has_host=has_host),
         # Where calls are of one module, the first of them casts.
         cached_bytes=sum(weighed.calls[number].cached_bytes for number in numbers) // len(numbers),
     )
@@ -232,6 +236,23 @@ def _kind(
         return block
     all_again = treat(block, [Decision.RECOMPUTE] * len(block.values), min_bytes=0).rerun_seconds
     return replace(block, rerun_factor=_times(watched, again) / all_again if all_again else 1.0)
+
+
+def _gap(watched: Watched, weighed: Watched, numbers: list[int], *, has_host: bool) -> Outside | None:
+    """What comes before calls of one kind: a mean, so that its sum is right."""
+    found = [
+        _outside(watched, weighed, ("end", number - 1), ("forward", number), has_host=has_host)
+        for number in numbers
+        if number
+    ]
+    count = len(numbers)
+    gap = Outside(
+        seconds=sum(each.seconds for each in found) / count,
+        peak_bytes=max((each.peak_bytes for each in found), default=0),
+        change_bytes=sum(each.change_bytes for each in found) // count,
+        host_seconds=sum(each.host_seconds for each in found) / count,
+    )
+    return gap if gap.peak_bytes or gap.change_bytes or gap.seconds > _LEAST_GAP else None
 
 
 def _is_between(watched: Watched, begin: Place, span: tuple[Place, Place], until: Place) -> bool:
