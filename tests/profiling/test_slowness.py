@@ -258,7 +258,7 @@ def test_of_two_plans_the_faster_one_is_held(
         assert len(made) == 1 + slow // 2
         assert attached.plan is not None
         assert str(attached.plan) == made[-2 if says else -1]
-        notes = [note for note in attached.notes if "knew more of the host" in note]
+        notes = [note for note in attached.notes if "another plan" in note]
         assert [says in note for note in notes] == ([True] if says else [])
         # A plan that is gone back to is tried once more: orders have been learned for another one.
         assert stages.count("trying") == len(made) + bool(says)

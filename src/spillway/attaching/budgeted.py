@@ -19,7 +19,7 @@ from spillway.errors import UnsupportedError, UsageError
 from spillway.planning.curve import Curve, make_curve
 from spillway.planning.hardware import Hardware
 from spillway.planning.plan import Plan
-from spillway.planning.planner import make_plan
+from spillway.planning.planner import make_checkpointing_plan, make_plan
 from spillway.planning.profile import Profile
 from spillway.planning.programs import check_allow
 from spillway.planning.stages import StageProfile, make_stage_plans, simulate_stages
@@ -108,6 +108,14 @@ def pilot_of(
         first = peers.share("hardware", lambda: known)[0]
         return peers.share("plan", lambda: make_plan(profile, budget=aim, **terms(first, room)))[0]
 
+    def checkpointing(profile: Profile, aim: int, peers: Peers) -> Plan:
+        first = peers.share("hardware", lambda: known)[0]
+        assert first is not None
+        return peers.share(
+            "plan",
+            lambda: make_checkpointing_plan(profile, first, budget=aim, window=window, active=local_ranks()),
+        )[0]
+
     def sweep(profile: Profile) -> Curve:
         return make_curve(profile, **terms(known, used.host_room(device)))
 
@@ -118,6 +126,7 @@ def pilot_of(
         min_bytes=least,
         budget=budget,
         planner=planner,
+        checkpointing=checkpointing,
         plan=plan,
         optimizer=optimizer,
         sweep=sweep,

@@ -21,7 +21,8 @@ Each call of the model in training is a pass, and each pass has a stage:
     The plan is in force, and the step's peak is measured. If it is over the budget, a plan is made for a budget that is
     smaller by that, and is tried. If the host took longer than was foreseen, or less, a plan is made that knows of it,
     and another one if the host is slow for that, too; not by a step in which host memory was pinned in the background.
-    Of two plans the faster one is held: see NOTE [ Of two plans the faster one ] in ``contest.py``.
+    If a step takes longer than was predicted all the same, torch's own checkpointing is tried, if it is within the
+    budget. Of two plans the faster one is held: see NOTE [ Of two plans the faster one ] in ``contest.py``.
 ``HOLDING``
     Nothing is watched but the device's peak and the shapes of the model's inputs, at each call. A peak over the budget,
     and a plan is made for less; where there is none, such a step is noted, and a second one soon after it is an error.
@@ -104,6 +105,8 @@ class Stage(enum.Enum):
     HOLDING = "holding"
 
 
+_SLOW = 1.05
+"""Of a plan that took so much longer than predicted, torch's checkpointing may be faster."""
 _CALLS_LEFT = {Stage.TRACING: 3, Stage.WEIGHING: 2, Stage.MEASURING: 1}
 """Of the model, after the one that the stage is of: the last makes the plan."""
 _SEEKING = tuple(_CALLS_LEFT)
@@ -145,6 +148,7 @@ class Pilot(Watcher):
         budget: bytes that may be allocated on the device, or a share as a float, as for :func:`spillway.plan`, of each
             profile that is measured. ``None``: profile, and plan nothing, and ask nobody.
         planner: makes the plan of a profile within a budget, for some ranks.
+        checkpointing: makes the plan of torch's own checkpointing.
         plan: a plan that there is already: it is held, and nothing is measured.
         optimizer: whose fraction on the host the plan says.
         sweep: plans for several budgets.
@@ -161,6 +165,7 @@ class Pilot(Watcher):
         min_bytes: int,
         budget: int | float | None,
         planner: Callable[[Profile, int, Peers], Plan] | None,
+        checkpointing: Callable[[Profile, int, Peers], Plan] | None = None,
         plan: Plan | None = None,
         optimizer: Divided | None = None,
         sweep: Callable[[Profile], Curve] | None = None,
@@ -173,6 +178,8 @@ class Pilot(Watcher):
         self._share = budget if isinstance(budget, float) else None
         self._budget = budget if isinstance(budget, int) else None
         self._planner = planner
+        self._checkpointing = checkpointing
+        self._has_tried_checkpointing = False
         self._optimizer = optimizer
         self._waited = 0
         """Passes in which an optimizer had not yet stepped often enough."""
@@ -476,7 +483,7 @@ class Pilot(Watcher):
             self._aim.back_off(peak, self._replan, self._note)
         elif self._rival is not None:
             self._compare(self._rival, watched, learned=learned)
-        elif not self._asks_for_host(watched, learned=learned):
+        elif not self._asks_for_host(watched, learned=learned) and not self._tries_checkpointing():
             self.stage = Stage.HOLDING
             self._reset_peak()
 
@@ -490,9 +497,39 @@ class Pilot(Watcher):
             self._go_back(rival, "was no faster")
             return
         self._rival = None
-        if not self._tells_host():
+        if not self._tells_host() and not self._tries_checkpointing():
             self.stage = Stage.HOLDING
             self._reset_peak()
+
+    def _tries_checkpointing(self) -> bool:
+        """Whether torch's own checkpointing is to be tried: once, where a plan took longer than was predicted.
+
+        No plan is to be slower than that, and what it takes is best known of all.
+        """
+        profile, plan, measured = self.profile, self.plan, self.measured
+        if self._has_tried_checkpointing or self._checkpointing is None or self._aim is None or self._optimizer:
+            return False
+        assert profile is not None
+        assert plan is not None
+        assert measured is not None
+        if profile.kinds[0].host is None:
+            return False
+        slow = measured.seconds > _SLOW * plan.predicted_seconds
+        if not any(self._known_peers.share("slow", lambda: slow)):
+            return False
+        self._has_tried_checkpointing = True
+        try:
+            found = self._checkpointing(profile, self._aim.nbytes, self._known_peers)
+        except BudgetError:
+            return False
+        if decisions(found) == decisions(plan):
+            return False
+        self._rival = _Rival(plan, profile, self._measured_profile, measured)
+        self._contest = Contest(self._contest.timed)
+        self.plan = found
+        self.apply(found)
+        self.stage = Stage.TRYING
+        return True
 
     def _go_back(self, rival: _Rival, why: str) -> None:
         """Hold the plan before, which is tried and checked again: orders have been learned for another one."""
@@ -500,13 +537,14 @@ class Pilot(Watcher):
         self.profile, self._measured_profile, self.measured = rival.profile, rival.measured_profile, rival.measured
         self.plan = rival.plan
         self.apply(rival.plan)
-        self._note(f"a plan that knew more of the host {why}: the one before is held")
+        self._note(f"another plan {why}: the one before is active")
         self.stage = Stage.TRYING
 
     def _forget_host(self) -> None:
         """Whatever plan comes next is not known to suit it."""
         self._told_hosts = 0
         self._rival = None
+        self._has_tried_checkpointing = False
 
     def _is_growing(self) -> bool:
         """Whether memory is pinned in the background, for a new plan: that makes a host slow."""

@@ -22,9 +22,10 @@ from spillway.planning.plan import Plan
 from spillway.planning.profile import Outside, Profile
 from spillway.planning.programs import ANY_RATES, kept_program, part_of, plan_of, problem_of
 from spillway.planning.relaxation import Relaxed
-from spillway.planning.solver import least
+from spillway.planning.solver import least, solve
 from spillway.planning.tasks import Option, Problem
 from spillway.planning.timeline import simulate_program
+from spillway.planning.treatment import treat
 from spillway.planning.windows import (
     SECONDS,
     Found,
@@ -36,6 +37,7 @@ from spillway.planning.windows import (
     usable_rates,
     windows_of,
 )
+from spillway.records import Decision
 from spillway.units import parse_bytes, read_budget
 
 _PARTS = 4
@@ -114,6 +116,33 @@ def make_plan(
     best = improved(ahead_of(best, lambda windows: best_with(fraction, windows, SECONDS)))
     plan = plan_of(divided(profile, fraction, hardware), best.problem, best.solution)
     return plan if profile.optimizer is None else replace(plan, optimizer_fraction=fraction)
+
+
+def make_checkpointing_plan(profile: Profile, hardware: Hardware, *, budget: int, window: int, active: int = 1) -> Plan:
+    """The plan of torch's checkpointing: every block is recomputed, and nothing but inputs is kept.
+
+    Args:
+        profile: of a step.
+        hardware: what the machine can do.
+        budget: bytes that may be allocated on the device.
+        window: bytes that may be on their way at once.
+        active: how many devices of the machine copy at the same time.
+
+    Raises:
+        BudgetError: where it is not within the budget.
+    """
+    problem = problem_of(profile, usable_rates(hardware, window, active=active), budget=budget)
+    kinds = [
+        treat(
+            kind,
+            [Decision.KEEP if value.is_input else Decision.RECOMPUTE for value in kind.values],
+            min_bytes=profile.min_bytes,
+        )
+        for kind in profile.kinds
+    ]
+    options = [(kind,) for kind in kinds]
+    problem = replace(problem, options=tuple(options[call.kind] for call in profile.calls), placed={})
+    return plan_of(profile, problem, solve(problem))
 
 
 def fits(
