@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from spillway.regions.trial import Trial
-from spillway.regions.unwatched import Unwatched
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -22,6 +20,7 @@ from recompute.models import HOWS, MODELS, plainly, recomputed, steps
 from recompute.region_bench import RegionBench, few_samples
 from recompute.regions import HiddenAttribute
 from spillway.checkpointing.call import CheckpointedCall
+from spillway.checkpointing.partial_replay import PartialReplay
 from spillway.errors import RecomputeError
 from spillway.runtime.accelerator import AcceleratorBackend
 from spillway.runtime.backend import Lane
@@ -222,19 +221,18 @@ class Layer(nn.Module):
 
 @pytest.mark.parametrize("sums", [True, False], ids=["sums-too", "attention"])
 @pytest.mark.parametrize("leaves", [True, False], ids=["offload", "save"])
-@pytest.mark.parametrize("watch", [True, False], ids=["watched", "unwatched"])
 def test_what_attention_gave_is_handed_in(
-    session: spillway.Session, monkeypatch: pytest.MonkeyPatch, watch: bool, leaves: bool, sums: bool
+    session: spillway.Session, monkeypatch: pytest.MonkeyPatch, leaves: bool, sums: bool
 ) -> None:
-    calls = 0
-    run = Unwatched.run
+    replays = 0
+    make = PartialReplay.__init__
 
-    def counted(self: Unwatched, *args: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        return run(self, *args)
+    def counted(self: PartialReplay, *args: Any, **kwargs: Any) -> None:
+        nonlocal replays
+        replays += 1
+        make(self, *args, **kwargs)
 
-    monkeypatch.setattr(Unwatched, "run", counted)
+    monkeypatch.setattr(PartialReplay, "__init__", counted)
     torch.manual_seed(0)
     model = nn.ModuleList(Layer() for _ in range(3)).to(DEVICE, torch.bfloat16)
 
@@ -257,7 +255,8 @@ def test_what_attention_gave_is_handed_in(
         assert not session.verdicts._waiting
         expected = gradients(plainly, seed)
         assert [torch.equal(a, b) for a, b in zip(ours, expected, strict=True)] == [True] * len(expected)
-    assert calls == (0 if watch else 3 * 3)
+    # But for the first call of each block, which is recorded.
+    assert replays == 3 * 4
 
 
 @pytest.mark.parametrize("how", [{}, {"save": "pointwise"}], ids=["nothing", "some"])
@@ -266,18 +265,16 @@ def test_seeds_of_attention_that_nobody_wrote_are_compared_in_no_size(
 ) -> None:
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
     model, numbers, tried = nn.ModuleList(Layer() for _ in range(3)).to(DEVICE, torch.bfloat16), itertools.count(), []
-    kind: Any = Trial if how else CheckpointedCall
-    name = "_fingerprints" if how else "_run_again"
-    runs = getattr(kind, name)
+    runs = CheckpointedCall._run_again
 
     def after_others(self: Any, *args: Any, **kwargs: Any) -> Any:
         # Whoever asks for so little memory next finds something else in it each time.
         left = [torch.full((), next(numbers), dtype=torch.int64, device=DEVICE) for _ in range(256)]
         left.clear()
-        tried.append(kwargs.get("poisoned", False))
+        tried.append(True)
         return runs(self, *args, **kwargs)
 
-    monkeypatch.setattr(kind, name, after_others)
+    monkeypatch.setattr(CheckpointedCall, "_run_again", after_others)
     for tokens in (64, 128, 192, 256):
         x = torch.randn(2, tokens, 64, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
         with spillway.offload(session=session) as context:
@@ -286,7 +283,7 @@ def test_seeds_of_attention_that_nobody_wrote_are_compared_in_no_size(
                 hidden = spillway.recompute(block, hidden, session=session, **how)
         hidden.float().square().sum().backward()
         assert not [note for note in context.stats().notes if "whole" in note]
-    assert False in tried
+    assert tried
 
 
 DIFFERENTIABLE = [
