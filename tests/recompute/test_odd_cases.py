@@ -1,4 +1,4 @@
-"""What somebody with fresh eyes found in tapes, parts and unwatched calls."""
+"""Odd functions, and odd things between their calls, which were once wrong."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import spillway
-from recompute.regions import HiddenList, Regions, one_place
-from recompute.test_tapes import leaf
+from recompute.regions import HiddenList, Regions, leaf, one_place
 from spillway.errors import RecomputeError
 from spillway.operators import Planned
 from spillway.records import Decision
@@ -22,7 +21,6 @@ from support import assert_identical, grads
 
 pytestmark = one_place
 
-WATCHES = pytest.mark.parametrize("watch", [True, False], ids=["watched", "unwatched"])
 Run = Callable[..., Any]
 
 
@@ -34,8 +32,7 @@ def recomputed(regions: Regions, **how: Any) -> Run:
     return lambda function, *args: spillway.recompute(function, *args, session=regions.session, **how)
 
 
-@WATCHES
-def test_a_cast_that_is_older_than_its_leaf_is_what_it_was(regions: Regions, watch: bool) -> None:
+def test_a_cast_that_is_older_than_its_leaf_is_what_it_was(regions: Regions) -> None:
     def step(call: Run) -> list[Tensor]:
         weight = nn.Parameter(torch.randn(16, 16, generator=torch.Generator().manual_seed(0)))
         cast = weight.to(torch.bfloat16)
@@ -49,8 +46,7 @@ def test_a_cast_that_is_older_than_its_leaf_is_what_it_was(regions: Regions, wat
         assert_identical(step(recomputed(regions)), step(plainly))
 
 
-@WATCHES
-def test_steps_within_one_autocast(regions: Regions, watch: bool) -> None:
+def test_steps_within_one_autocast(regions: Regions) -> None:
     """Autocast remembers the cast of the first one, whatever becomes of the weight."""
 
     def steps(call: Run) -> list[Tensor]:
@@ -87,8 +83,7 @@ def test_what_one_plan_kept_is_tried_before_another_computes_it(regions: Regions
         assert_identical(step(recomputed(regions, policy=plan)), step(plainly))
 
 
-@WATCHES
-def test_what_a_function_saved_before_it_failed_can_be_gone_through(regions: Regions, watch: bool) -> None:
+def test_what_a_function_saved_before_it_failed_can_be_gone_through(regions: Regions) -> None:
     fails = False
 
     def step(call: Run) -> list[Tensor]:
@@ -136,9 +131,8 @@ class Masked(nn.Module):
         return y.sin(), y.relu()
 
 
-@WATCHES
 @pytest.mark.parametrize("what", ["nothing", "count", "mask", "mask, caught"])
-def test_a_buffer_that_is_written_before_backward(regions: Regions, watch: bool, what: str) -> None:
+def test_a_buffer_that_is_written_before_backward(regions: Regions, what: str) -> None:
     block = Masked()
 
     def step(call: Run, write: bool) -> list[Tensor]:
@@ -161,8 +155,7 @@ def test_a_buffer_that_is_written_before_backward(regions: Regions, watch: bool,
                 step(recomputed(regions), True)
 
 
-@WATCHES
-def test_one_tensor_that_is_given_several_times(regions: Regions, watch: bool) -> None:
+def test_one_tensor_that_is_given_several_times(regions: Regions) -> None:
     """Modules ask whether their arguments are one."""
     attention = nn.MultiheadAttention(16, 2, batch_first=True)
 
@@ -180,8 +173,7 @@ def test_one_tensor_that_is_given_several_times(regions: Regions, watch: bool) -
         assert_identical(step(recomputed(regions), same), step(plainly, same))
 
 
-@WATCHES
-def test_threads_that_draw_again_at_once(regions: Regions, watch: bool) -> None:
+def test_threads_that_draw_again_at_once(regions: Regions) -> None:
     def function(x: Tensor) -> Tensor:
         for _ in range(4):
             x = (x * torch.bernoulli(torch.full_like(x, 0.5))).sin() + x
