@@ -1201,14 +1201,15 @@ def test_an_exception_in_the_re_run_reaches_the_caller(
             raise error
         return (x.exp() * x.cos()).tanh() + 1
 
-    def once() -> None:
-        with regions.offload():
-            loss = spillway.recompute(region, torch.randn(8, requires_grad=True) * 1, session=regions.session, **how)
-        loss.sum().backward()
+    def three_times() -> None:
+        for _ in range(3):
+            with regions.offload():
+                x = torch.randn(8, requires_grad=True) * 1
+                loss = spillway.recompute(region, x, session=regions.session, **how)
+            loss.sum().backward()
 
     with pytest.raises(error):
-        for _ in range(3):
-            once()
+        three_times()
     assert len(runs) == (2 if how["use_reentrant"] else run_number)
     torch.ones(1, requires_grad=True).sum().backward()
     gc.collect()
