@@ -317,6 +317,8 @@ def operators_of_backward(
         loss = call(function, leaf() * 1, *args).sum()
     with Operators() as operators:
         loss.backward()
+    if isinstance(function, torch.nn.Module):
+        function.zero_grad()
     return operators.names
 
 
