@@ -819,6 +819,11 @@ def _outer_or_made(x: Tensor, chance: bool) -> Tensor:
     return (x * (OUTSIDE if chance else y)).sin() * y.exp()
 
 
+def _outer_or_made_twice(x: Tensor, chance: bool) -> Tensor:
+    y = x + 1
+    return (OUTSIDE if chance else y).sin() * y.exp()
+
+
 def _later_or_earlier(x: Tensor, chance: bool) -> Tensor:
     """What is preserved is saved once, and in the other case only by somebody else."""
     y, z = x.sin(), x.sin()
@@ -840,13 +845,13 @@ WEIGHT = torch.linspace(-1, 1, 256).view(16, 16).requires_grad_()
 OUTSIDE = torch.linspace(-1, 1, 160).view(2, 5, 16)
 BRANCHES = [
     *(_one_or_two, _input_or_made, _input_or_made_twice, _parameter_or_made, _part_or_part, _turned_or_not),
-    *(_view_or_made, _outer_or_made, _later_or_earlier, _order, _chunk_of_one_or_two),
+    *(_view_or_made, _outer_or_made, _outer_or_made_twice, _later_or_earlier, _order, _chunk_of_one_or_two),
 ]
 BRANCH_HOWS: dict[str, Options] = {
     **HOWS,
     "all kept": {"save": "aten::*"},
     "all offloaded": {"offload": "aten::*"},
-    "one kept": {"save": ["aten::sin", "aten::mul"]},
+    "one kept": {"save": ["aten::sin", "aten::mul", "aten::add"]},
     "exponents kept": {"save": "aten::exp"},
     "the others kept": {"save": ["aten::cos", "aten::tanh"]},
 }

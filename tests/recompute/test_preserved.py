@@ -26,6 +26,7 @@ from recompute.regions import (
     Changing,
     CountedBlock,
     HiddenList,
+    Operators,
     Regions,
     gradients_of,
     leaf,
@@ -215,6 +216,57 @@ def test_an_operator_of_several_outputs_runs_for_one_of_them(regions: Regions, o
         again = ran_again(regions, function, **{option: [spillway.saved_by("norm")]})
         assert again["native_layer_norm"] == 1
         assert again["add"] == 0
+
+
+@pytest.mark.parametrize("option", ["save", "offload"])
+def test_one_of_two_random_operators_is_preserved(regions: Regions, option: str) -> None:
+    """The other one has to draw again. On a CPU, so has the first one before it."""
+
+    def function(x: Tensor) -> Tensor:
+        y = x.sin().exp() * torch.bernoulli(torch.full_like(x, 0.5))
+        return (y * torch.bernoulli(torch.full_like(x, 0.25))).exp()
+
+    bernoullis = HiddenList()
+
+    def first(call: spillway.OperatorCall) -> bool:
+        if call.name.startswith("aten::bernoulli"):
+            bernoullis.append(1)
+        return call.name.startswith("aten::exp") or (call.name.startswith("aten::bernoulli") and len(bernoullis) == 1)
+
+    again = ran_again(regions, function, **{option: [first]})
+    assert again["bernoulli"] == 2
+    assert again["sin"] == 0
+    assert len(bernoullis) == 2, "it was not recorded anew"
+
+
+@pytest.mark.parametrize("option", ["save", "offload"])
+@pytest.mark.parametrize(
+    "part",
+    [lambda x, n: x[n : n + 10], lambda x, n: x.chunk(4)[n % 4], lambda x, n: x[:, n % 2 * 16 :][:, :16][:10]],
+    ids=["rows", "chunks", "columns"],
+)
+def test_inputs_that_are_parts_of_one_tensor(
+    regions: Regions, part: Callable[[Tensor, int], Tensor], option: str
+) -> None:
+    """As the parts of a batch are. In each call, the input lies elsewhere in its memory."""
+
+    def function(x: Tensor) -> Tensor:
+        return (x.sin() @ WEIGHT).cos().exp()
+
+    def products(regions: Regions | None, number: int) -> tuple[int, Tensor]:
+        x = leaf(40, 32)
+        call = Call(regions, **{option: "matmul"})
+        with call.context():
+            loss = call(function, part(x, number)[:, :16]).sum()
+        with Operators() as operators:
+            loss.backward()
+        assert x.grad is not None
+        return operators.names.count("mm"), x.grad
+
+    for number in range(8):
+        (ours, gradient), (plain, expected) = products(regions, number), products(None, number)
+        assert torch.equal(gradient, expected)
+        assert ours == plain + (number == 0)
 
 
 # Any decisions.
