@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import SAC_IGNORED_OPS
+from torch.utils.checkpoint import SAC_IGNORED_OPS, checkpoint
 
 import spillway
 from recompute.regions import (
@@ -267,6 +267,155 @@ def test_inputs_that_are_parts_of_one_tensor(
         (ours, gradient), (plain, expected) = products(regions, number), products(None, number)
         assert torch.equal(gradient, expected)
         assert ours == plain + (number == 0)
+
+
+@pytest.mark.parametrize("option", ["save", "offload"])
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_a_batch_norm_that_is_preserved_does_not_run_again(
+    regions: Regions, option: str, momentum: float | None
+) -> None:
+    """Its statistics are written in forward alone."""
+
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(16, momentum=momentum)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(x.flatten(0, 1).exp()).sin().exp()
+
+    ours, plain = Normed(), Normed()
+    for seed in range(4):
+        assert_identical(
+            gradients_of(regions, ours, seed=seed, **{option: "norm"}), gradients_of(None, plain, seed=seed)
+        )
+        assert_identical(list(ours.buffers()), list(plain.buffers()))
+        assert not regions.was_whole()
+    assert "native_batch_norm" not in operators_of_backward(regions, ours, **{option: "norm"})
+
+
+# Functions of all kinds.
+
+
+class _Two(torch.autograd.Function):
+    """Saves what it was given and what it gives."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        c = a * b
+        ctx.save_for_backward(a, b, c)
+        return c, c.sum()
+
+    @staticmethod
+    def backward(ctx: Any, *given: Tensor) -> tuple[Tensor, Tensor]:
+        a, b, c = ctx.saved_tensors
+        return (given[0] + given[1]) * b + 0 * c, (given[0] + given[1]) * a
+
+
+def _two(x: Tensor) -> Tensor:
+    c, d = _Two.apply(x.exp(), x.sin())
+    return c.exp() * d.sin()
+
+
+def _complex(x: Tensor) -> Tensor:
+    z = torch.complex(x.exp(), x.sin())
+    return (z.conj() * z.exp()).abs().sin() + z.imag.exp()
+
+
+def _pooled(x: Tensor) -> Tensor:
+    y = functional.conv2d(x.unsqueeze(1).exp(), KERNEL, padding=1).to(memory_format=torch.channels_last)
+    return functional.max_pool2d(y.relu(), 2).sin().exp()
+
+
+def _looked_up(x: Tensor) -> Tensor:
+    places = (x.detach().exp() * 3).long().clamp(0, 9)
+    return x.exp().flatten()[places].sin() * functional.embedding(places, WEIGHT[:10]).mean(-1).exp()
+
+
+def _masked(x: Tensor) -> Tensor:
+    y = x.exp()
+    mask = y > 1
+    y = torch.where(mask, y, x.sin())
+    return y.masked_fill(~mask, 0.5).tanh() * y[mask].sum().tanh().exp().log()
+
+
+def _sorted(x: Tensor) -> Tensor:
+    values, places = x.exp().sort(-1)
+    most, _ = values.sin().topk(3, -1)
+    return (x.exp().gather(-1, places) * values).sin()[..., :3] * most.exp()
+
+
+def _attended(x: Tensor) -> Tensor:
+    q = x.exp().unflatten(-1, (2, 8)).transpose(1, 2)
+    return functional.scaled_dot_product_attention(q, q.sin(), q.tanh(), is_causal=True).exp()
+
+
+def _foreach(x: Tensor) -> Tensor:
+    a, b = torch._foreach_exp([x, x.sin()])
+    return (a * b).sin().exp()
+
+
+def _in_place(x: Tensor) -> Tensor:
+    y = x.exp()
+    z = y * 2
+    z += y.sin()
+    z.clamp_(-3, 3)
+    w = torch.zeros_like(y)
+    w[:, ::2] = z[:, ::2].sin()
+    w[:, 1] = x[:, 1]
+    return w.exp() * z.sin()
+
+
+def _out(x: Tensor) -> Tensor:
+    out = torch.empty_like(x)
+    torch.exp(x.detach(), out=out)
+    return (x * out).sin().exp()
+
+
+def _inner_checkpoint(x: Tensor) -> Tensor:
+    return checkpoint(lambda a: a.exp().sin().exp(), x.exp(), use_reentrant=False).sin()  # type: ignore[no-any-return]
+
+
+def _hooked(x: Tensor) -> Tensor:
+    y = x.exp()
+    y.register_hook(lambda gradient: gradient * 2)
+    return y.sin().exp()
+
+
+def _loop(x: Tensor) -> Tensor:
+    for _ in range(Random(int(x.detach().sum() * 1e6)).randint(1, 4)):
+        x = x.exp().sin()
+    return x
+
+
+KERNEL = torch.randn(4, 1, 3, 3, generator=torch.Generator().manual_seed(4))
+LSTM = nn.LSTM(16, 8)
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    **{each.__name__.strip("_"): each for each in (_two, _complex, _pooled, _looked_up, _masked, _sorted, _attended)},
+    **{each.__name__.strip("_"): each for each in (_foreach, _in_place, _out, _inner_checkpoint, _hooked, _loop)},
+    "sums": lambda x: x.exp().cumsum(-1).log().logsumexp(-1, keepdim=True) * x.softmax(-1).exp(),
+    "parts": lambda x: torch.cat([x.exp(), x.sin().exp()], -1).split(8, -1)[1].exp(),
+    "rows": lambda x: torch.stack([row.exp().sin() for row in x.exp().unbind(1)]).exp(),
+    "recurrent": lambda x: LSTM(x.exp())[0].exp(),
+    "groups": lambda x: functional.group_norm(x.exp().permute(0, 2, 1), 4).sin().exp(),
+    "singular values": lambda x: torch.linalg.svdvals(x.exp()).tanh() * torch.linalg.norm(x.exp()),
+    "dropout": lambda x: functional.dropout(functional.dropout(x.exp(), 0.5).sin(), 0.3).exp(),
+    "a number": lambda x: (x * float(x.detach().exp().sum())).sin().exp(),
+    "casts": lambda x: x.exp().half().float().sin().exp().double().tanh(),
+    "sparse": lambda x: torch.sparse.mm(torch.eye(10).to_sparse(), x.exp().flatten(0, 1)).sin().exp(),
+    "einsum": lambda x: torch.einsum("bij,bkj->bik", x.exp(), x.sin()).softmax(-1).exp(),
+}
+SAVES: list[Options] = [
+    *({"save": names} for names in ("pointwise", "matmul", "random", "norm", "softmax", "aten::exp", "aten::*")),
+    *({"offload": names} for names in (["inputs", "matmul"], "aten::exp", "aten::*")),
+    {"save": [spillway.saved_by("pointwise")]},
+]
+
+
+@pytest.mark.parametrize("how", SAVES, ids=str)
+@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
+def test_functions_of_all_kinds(regions: Regions, function: Callable[[Tensor], Tensor], how: Options) -> None:
+    regions.compare_often(function, calls=6, **how)
 
 
 # Any decisions.
