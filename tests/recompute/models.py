@@ -193,11 +193,7 @@ POLICIES = [CheckpointPolicy.PREFER_SAVE, CheckpointPolicy.PREFER_CPU_OFFLOAD, C
 
 HOWS: dict[str, dict[str, Any]] = {
     "nothing": {},
-    "unwatched": {},
-    "unwatched-some-kept-some-sent": {
-        "save": ["attention", "convolution"],
-        "offload": ["inputs", "norm"],
-    },
+    "some-kept-some-offloaded": {"save": ["attention", "convolution"], "offload": ["inputs", "norm"]},
     "save-matmul": {"save": ["matmul"]},
     "save-attention-norm": {"save": ["attention", "norm", "convolution"]},
     "offload-matmul": {"offload": ["matmul", "convolution"]},

@@ -16,16 +16,18 @@ from weakref import WeakKeyDictionary
 
 import pytest
 import torch
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointError
 
 import spillway
 from spillway.regions.rerun import in_rerun
 from spillway.testing import AdversaryBackend
-from support import assert_identical, assert_nothing_left
+from support import assert_identical, assert_nothing_left, grads
 
 OPTIONS = (
     *("save", "offload", "policy", "use_reentrant", "early_stop", "preserve_rng_state", "determinism_check"),
-    *("drop_output", "session", "watch", "verify"),
+    *("drop_output", "session", "verify"),
 )
 
 
@@ -45,8 +47,7 @@ PLACES = [Place("host", 0), Place("disk", 1024), Place("host", 0, adversary=True
 
 CHOICES: dict[str, dict[str, Any]] = {
     "nothing": {},
-    "unwatched": {},
-    "unwatched, some away": {"offload": ["inputs", "pointwise"]},
+    "some offloaded": {"offload": ["inputs", "pointwise"]},
     "save": {"save": ["pointwise", "random"]},
     "offload": {"offload": ["inputs", "matmul", "norm", "random"]},
     "saved_by": {"offload": [spillway.saved_by("matmul"), spillway.saved_by("pointwise")]},
@@ -154,7 +155,7 @@ class Regions:
         return self.last
 
     def __call__(self, step: Step, *, passes: int = 2, collect: bool = False, **options: Any) -> None:
-        """Compare: the first pass tries the pruned re-run, the next one believes it.
+        """Compare: the first pass records what the functions do, the next one goes by that.
 
         Args:
             step: see the top of this file.
@@ -185,6 +186,22 @@ class Regions:
                 assert_identical(got, expected)
                 del got
             self.assert_nothing_left()
+
+    def compare(self, function: Callable[..., Any], *args: Any, seed: int = 7, **options: Any) -> None:
+        """Compare one call of a function, which may have been called before, with a plain one."""
+        ours = gradients_of(self, function, *args, seed=seed, **options)
+        assert_identical(ours, gradients_of(None, function, *args, seed=seed))
+
+    def compare_often(self, function: Callable[..., Any], *args: Any, calls: int = 4, **options: Any) -> None:
+        """Compare several calls of a function. The first one is recorded, and the second one is compared in full."""
+        for seed in range(calls):
+            self.compare(function, *args, seed=seed, **options)
+            self.assert_nothing_left()
+
+    def was_whole(self) -> bool:
+        """Whether a function in the latest context was replayed whole, since it was not as its program says."""
+        assert self.last is not None
+        return any("was recomputed whole" in note for note in self.last.stats().notes)
 
     def push_out(self) -> None:
         """Send away what is still on its way out."""
@@ -254,3 +271,94 @@ def gradients(*roots: torch.Tensor | torch.nn.Module) -> Iterator[torch.Tensor]:
         for leaf in [root] if isinstance(root, torch.Tensor) else root.parameters():
             assert leaf.grad is not None
             yield leaf.grad
+
+
+def leaf(*sizes: int, seed: int = 1) -> torch.Tensor:
+    """A leaf with the same numbers each time."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*(sizes or (2, 5, 16)), generator=generator, requires_grad=True)
+
+
+def gradients_of(
+    regions: Regions | None, function: Callable[..., Any], *args: Any, seed: int = 0, **options: Any
+) -> list[torch.Tensor]:
+    """Loss and gradients of one call, recomputed or (without ``regions``) plain: of its input, and of parameters."""
+    call = Call(regions, **options)
+    torch.manual_seed(seed)
+    x = leaf()
+    with call.context():
+        loss = call(function, x * 1, *args).square().mean()
+    loss.backward()
+    parameters = list(function.parameters()) if isinstance(function, torch.nn.Module) else []
+    found = [loss.detach(), *grads(x, *(each for each in parameters if each.grad is not None))]
+    for parameter in parameters:
+        parameter.grad = None
+    return found
+
+
+class Operators(TorchDispatchMode):  # type: ignore[misc, unused-ignore]
+    """A mode that only looks: the names of operators that run under it, in their order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func._schema.name.removeprefix("aten::"))
+        return func(*args, **(kwargs or {}))
+
+
+def operators_of_backward(
+    regions: Regions | None, function: Callable[..., Any], *args: Any, **options: Any
+) -> list[str]:
+    """What runs in the backward of one call."""
+    call = Call(regions, **options)
+    with call.context():
+        loss = call(function, leaf() * 1, *args).sum()
+    with Operators() as operators:
+        loss.backward()
+    if isinstance(function, torch.nn.Module):
+        function.zero_grad()
+    return operators.names
+
+
+class CountedBlock(torch.nn.Module):
+    """Attention and an MLP with random numbers, which count their calls. (Dropout writes in place on a CPU.)"""
+
+    calls = HiddenAttribute(0)
+
+    def __init__(self, dropout: float = 0.1) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.qkv = torch.nn.LayerNorm(16), torch.nn.Linear(16, 48)
+        self.out = torch.nn.Linear(16, 16)
+        self.up, self.down = torch.nn.Linear(16, 32), torch.nn.Linear(32, 16)
+        self.dropout = dropout
+        self.scale = 1.0
+        self.register_buffer("bias", torch.linspace(0, 1, 16))
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        self.calls += 1
+        q, k, v = (part.unflatten(-1, (2, 8)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, -1))
+        attended = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        x = x + self.out(attended.transpose(1, 2).flatten(-2)) * self.scale + self.bias
+        kept = torch.bernoulli(torch.full_like(x, 1 - self.dropout))
+        return x + self.down(functional.gelu(self.up(x * kept)))
+
+
+class Changing(torch.nn.Module):
+    """Reads, deep inside, what tests change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = torch.nn.Linear(16, 32), torch.nn.Linear(32, 16)
+        self.scale, self.eps = 1.0, 1e-5
+        self.table = torch.zeros(16)
+        self.kind = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = functional.layer_norm(x + self.table, (16,), eps=self.eps) * self.scale
+        if self.kind:
+            y = y.tanh()
+        return x + self.down(functional.silu(self.up(y)))

@@ -24,7 +24,6 @@ pytestmark = [
 
 HOWS: list[dict[str, Any]] = [
     {},
-    {},
     {"offload": ["matmul"]},
     {"save": ["norm"], "offload": ["inputs"]},
     {"use_reentrant": True, "offload": ["inputs"]},

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import spillway
-from recompute.regions import Call, HiddenList, Regions, gradients, one_place
+from recompute.regions import Call, HiddenList, Regions, gradients, leaf, one_place
 
 pytestmark = one_place
 
@@ -115,3 +115,52 @@ def test_another_output_in_the_replay_is_refused(regions: Regions) -> None:
             torch.ones(1, requires_grad=True).sum().backward()
         else:
             loss.backward()
+
+
+def _adds(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The second output is left out of a replay that has what the first exponential gave."""
+    y = x.sin().exp()
+    t = y.cos().square()
+    return t.exp(), t @ x.mT
+
+
+def _writes(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The second output is written when it was read, which nothing else needs."""
+    y = x.sin().exp()
+    t = y.cos() + 1
+    u = (t * 2).sin()
+    t.mul_(3)
+    return u, t
+
+
+def _views(x: Tensor) -> tuple[Tensor, Tensor]:
+    y = x.sin().exp()
+    t = y.cos()
+    return t.sin(), (t @ x.mT).view(-1)
+
+
+def _is_kept(x: Tensor) -> tuple[Tensor, Tensor]:
+    y = x.sin().exp()
+    return y.cos().sin(), y
+
+
+@pytest.mark.parametrize("early_stop", [True, False], ids=["early stop", "to the end"])
+@pytest.mark.parametrize("verify", ["sampled", "always"])
+@pytest.mark.parametrize(
+    "how", [{}, {"save": "aten::exp"}, {"offload": "aten::exp"}, {"save": "pointwise"}, {"offload": "matmul"}], ids=str
+)
+@pytest.mark.parametrize("function", [_adds, _writes, _views, _is_kept], ids=lambda each: each.__name__.strip("_"))
+def test_what_is_dropped_beside_what_is_preserved(
+    regions: Regions, function: Any, how: dict[str, Any], verify: str, early_stop: bool
+) -> None:
+    def step(call: Call) -> Iterator[Tensor]:
+        for _ in range(5):
+            x = leaf(8, 8)
+            with call.context():
+                u, t = call(function, x * 1)
+                loss = u.sum() + t.square().sum()
+                del u, t
+            loss.backward()
+            yield from gradients(x)
+
+    regions(step, drop_output=True, verify=verify, early_stop=early_stop, **how)

@@ -73,7 +73,7 @@ def away(session: spillway.Session) -> spillway.offload:
 
 
 def again(session: spillway.Session, **how: Any) -> Counter[str]:
-    """What backward runs of the forward's operators, in the third step (the others try the re-run, and its tape)."""
+    """What backward runs of the forward's operators, in the third step (the first two are recorded, and compared)."""
     model = Attention()
     for _ in range(3):
         x = torch.randn(2, 8, 32, requires_grad=True)

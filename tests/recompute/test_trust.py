@@ -458,7 +458,7 @@ def test_a_fingerprint_takes_little_memory() -> None:
 @one_place
 @hides
 def test_what_a_function_comes_to_keep_is_written(regions: Regions, hides: bool) -> None:
-    """When its re-runs have been trusted long since, what they leave out is in nobody's hands."""
+    """When its partial replays have been trusted long since, what they leave out is in nobody's hands."""
 
     class Keeps(torch.nn.Module):
         def __init__(self) -> None:
@@ -478,7 +478,6 @@ def test_what_a_function_comes_to_keep_is_written(regions: Regions, hides: bool)
         seen = HiddenAttribute(None)
 
     def relu(call: spillway.OperatorCall) -> bool:
-        # With a function for a selector there is no tape.
         return "relu" in call.name
 
     make = Hiding if hides else Keeps

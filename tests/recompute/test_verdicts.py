@@ -10,8 +10,7 @@ import pytest
 import torch
 
 import spillway
-from recompute.test_tapes import leaf
-from recompute.test_unwatched import Changing
+from recompute.regions import Changing, leaf
 from spillway.errors import RecomputeError
 from spillway.regions.verdicts import Verdicts
 from support import run_script

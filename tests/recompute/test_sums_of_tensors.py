@@ -1,4 +1,4 @@
-"""What re-runs of unwatched calls, and whole ones, are compared by."""
+"""The sums of a tensor's bytes, of which its fingerprint is made."""
 
 from __future__ import annotations
 

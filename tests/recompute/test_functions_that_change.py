@@ -1,4 +1,4 @@
-"""Functions that looked like their tape, and were not. Each was once wrong, or failed where plain PyTorch does not."""
+"""Functions that look as in earlier calls, and are not. Each was once wrong, or failed where plain PyTorch does not."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Caller = Callable[..., Tensor]
 Step = Callable[[Caller, int], list[Tensor]]
 Make = Callable[[], Step]
 LATE = 4
-"""From this step on, something is otherwise: by then there is a tape."""
+"""From this step on, something is otherwise. By then it is known what the function did before."""
 STEPS = 6
 
 
@@ -286,7 +286,7 @@ def test_it_is_as_without_regions(regions: Regions, make: Make, how: dict[str, A
 
 @pytest.mark.parametrize("part", [0, 3])
 def test_a_part_of_a_storage_that_left_and_all_of_it_is_read(regions: Regions, part: int) -> None:
-    """What comes back is the part: no tape may lay a tensor over what is not there."""
+    """What comes back is the part: no tensor may be laid over what is not there."""
 
     def first(call: Caller, base: Tensor) -> Tensor:
         whole = base * 1
@@ -310,7 +310,7 @@ def test_a_part_of_a_storage_that_left_and_all_of_it_is_read(regions: Regions, p
         assert_identical(step(ours, base, other), step(lambda function, x: function(x), base, other))
 
 
-def test_other_sequences_than_on_the_tape(regions: Regions) -> None:
+def test_other_sequences_than_in_earlier_calls(regions: Regions) -> None:
     others: list[Tensor] | None = [torch.ones(3, 4)]
 
     def function(x: Tensor) -> Tensor:
