@@ -172,7 +172,8 @@ class CheckpointedCall(ReplayableCall):
         self._forward_begins(tensors)
         if self._decisions is not None:
             arguments = self._tensors if self._partition is None else ()
-            self._preserved = PreservedTensors(self._decisions, self._passage, tensors, arguments)
+            reached = self._reached.constants()
+            self._preserved = PreservedTensors(self._decisions, self._passage, tensors, arguments, reached)
         self._is_running, output = True, None
         try:
             with saved_tensors_hooks(self._packing(), unpack):
@@ -351,12 +352,17 @@ class CheckpointedCall(ReplayableCall):
         for differs in collector.differences():
             self._verdicts.add(self._label, differs)
 
+    def _has_dropped_outputs(self) -> bool:
+        """Whether outputs have to be recomputed, of which a program does not tell what they need."""
+        slots = (each() for each in self._slots) if self._drops_output else ()
+        return any(isinstance(slot, OutputSlot) and slot.is_dropped() for slot in slots)
+
     def _replay_by_program(self, compares: bool) -> Collector | None:
         """A replay that records the program, or leaves out what it need not run; ``None``, if there was none."""
         if self._records:
             return self._record()
         preserved = self._preserved
-        if preserved is None:
+        if preserved is None or self._has_dropped_outputs():
             return None
         decisions, given = preserved.decisions, preserved.take()
         self._passage.ledger.note_unused(decisions.unused)
@@ -434,9 +440,9 @@ class CheckpointedCall(ReplayableCall):
         output_prints: list[torch.Tensor | None] | None = self._output_prints
         if isinstance(mode, PartialReplay):
             # What is left out has no content, and outputs may be.
-            saved = mode.decisions.saved
             until = max(until, mode.decisions.until)
-            prints, output_prints = {number: found for number, found in prints.items() if saved[number] is False}, None
+            prints = {number: found for number, found in prints.items() if mode.decisions.is_recomputed(number)}
+            output_prints = None
         changed = self._reached.changed()
         collector = Collector(
             self._label,

@@ -24,8 +24,8 @@ from spillway.regions.verdicts import differed
 
 _next_node = torch._C._autograd._get_sequence_nr
 
-Meta = tuple[Any, torch.dtype, torch.device]
-"""Shape, dtype and device of a saved tensor."""
+Meta = tuple[Any, torch.dtype, torch.device, tuple[int, ...]]
+"""Shape, dtype, device and strides of a saved tensor."""
 
 
 class Enough(BaseException):
@@ -182,7 +182,8 @@ class Collector:
                 self._other = self._other or f"it gave {len(tensors)} tensors"
                 return
             for number, index in self._outputs.items():
-                self._values[number] = tensors[index], self._version_of(tensors[index])
+                # Without the graph, which would hold this.
+                self._values[number] = alias_of(tensors[index]), self._version_of(tensors[index])
         if self._prints is None or self._output_prints is None:
             return
         found = prints_of(output)
@@ -279,14 +280,16 @@ def alias_of(tensor: torch.Tensor) -> torch.Tensor:
 def meta_of(tensor: torch.Tensor) -> Meta:
     """What tells a saved tensor from others, without a look at its content."""
     try:
-        return tensor.shape, tensor.dtype, tensor.device
+        shape = tensor.shape
+        return shape, tensor.dtype, tensor.device, tensor.stride() if tensor.layout is torch.strided else ()
     except RuntimeError:
         # A strided nested tensor has no one shape.
-        return tensor.numel(), tensor.dtype, tensor.device
+        return tensor.numel(), tensor.dtype, tensor.device, ()
 
 
 def name_of(meta: Meta | None) -> str:
     """How an error names it; ``None``: no tensor."""
     if meta is None:
         return "no tensor"
-    return f"{tuple(meta[0]) if isinstance(meta[0], torch.Size) else meta[0]} {meta[1]} on {meta[2]}"
+    shape = tuple(meta[0]) if isinstance(meta[0], torch.Size) else meta[0]
+    return f"{shape} {meta[1]} on {meta[2]}{f' with strides {meta[3]}' if meta[3] else ''}"

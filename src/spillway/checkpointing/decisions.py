@@ -46,6 +46,8 @@ class Input(NamedTuple):
 
     place: int
     recipe: ViewRecipe
+    start: int
+    """How many elements after the function's tensor it begins."""
 
 
 class Decisions:
@@ -92,7 +94,8 @@ class Decisions:
                 self.saved.append(Preserved(value, preserved[value], recipe, program.recipes[value]))
                 continue
             elif value in program.inputs and value not in program.written:
-                self.saved.append(Input(program.inputs[value], recipe))
+                place, start = program.inputs[value]
+                self.saved.append(Input(place, recipe, recipe.offset - start))
                 continue
             else:
                 self.saved.append(False)
@@ -122,6 +125,11 @@ class Decisions:
         """Selectors that chose nothing."""
         self.kept_bytes: dict[int, int] = {}
         """Bytes that were counted of what is kept, by values."""
+
+    def is_recomputed(self, number: int) -> bool:
+        """Whether a replay computes a saved tensor, so that it can be compared."""
+        value = self.program.saved[number].value
+        return self.saved[number] is False and value in self.program.makers
 
     @property
     def leaves_out(self) -> bool:

@@ -119,7 +119,8 @@ class PartialReplay(OperatorMode):
         storage = tensor.untyped_storage()
         handed = self._handed.get(value)
         if handed is None:
-            if self._is_empty(storage):
+            # Its operator ran, or was left out.
+            if self._acts[self.decisions.program.makers[value]] is _RUN or self._is_empty(storage):
                 return
         elif handed() is storage:
             return

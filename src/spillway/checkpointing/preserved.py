@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from spillway.capture.handles import Handle, KeptHandle, unpack
+from spillway.capture.handles import AwayHandle, Handle, KeptHandle
 from spillway.capture.hooks import Pass
 from spillway.capture.identity import ViewRecipe
 from spillway.capture.keeping import Keeping
@@ -30,6 +30,7 @@ from spillway.records import Decision
 from spillway.regions.tensors import PLAIN, below_modes, is_strided, tensors_in
 
 _KEEP = Decision.KEEP
+_next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
 _weak = weakref.ref
 Memory = Callable[[], torch.UntypedStorage | None]
 Argument = tuple[Any, Callable[[Any], torch.Tensor], bool, bool]
@@ -44,16 +45,24 @@ class PreservedTensors:
         passage: the forward scope that the call belongs to.
         tensors: the function's tensors.
         arguments: the same, as the call holds them. Empty: they are split over ranks.
+        reached: constants that the function can reach besides these.
     """
 
     def __init__(
-        self, decisions: Decisions, passage: Pass, tensors: Sequence[torch.Tensor], arguments: Sequence[Argument]
+        self,
+        decisions: Decisions,
+        passage: Pass,
+        tensors: Sequence[torch.Tensor],
+        arguments: Sequence[Argument],
+        reached: Sequence[torch.Tensor],
     ) -> None:
         self.decisions = decisions
         self.is_other = False
         """Whether the call saved something else than its program says."""
         self._passage = passage
         self._arguments = arguments
+        self._reached = reached
+        self._first_node = _next_node()
         self._inputs: list[tuple[ViewRecipe, Memory] | None] = [
             (ViewRecipe.of(each), _weak(each.untyped_storage())) if type(each) in PLAIN and is_strided(each) else None
             for each in tensors
@@ -73,54 +82,65 @@ class PreservedTensors:
             return None
         if how is True and type(tensor) in PLAIN:
             return KeptHandle(tensor)
+        if isinstance(how, Input) and self._is_foreign(how):
+            return None
+        handle: Handle | None = None
         if isinstance(how, PreservedParts):
             handle = self._pack_parts(tensor, how)
-        else:
-            handle = None if isinstance(how, bool) else self._pack(tensor, how)
-        if handle is None and not (isinstance(how, Input) and not self._arguments):
-            self.is_other = True
+        elif isinstance(how, (Input, Preserved)) and self._is_like(tensor, how.recipe):
+            handle = self._pack_input(tensor, how) if isinstance(how, Input) else self._pack_made(tensor, how)
+        self.is_other = handle is None
         return handle
+
+    def _is_foreign(self, how: Input) -> bool:
+        """Whether somebody else's hooks hold an input: they may give it once, to the replay."""
+        return not self._arguments or type(self._arguments[how.place][0]) not in (KeptHandle, AwayHandle)
+
+    @staticmethod
+    def _is_like(tensor: torch.Tensor, recipe: ViewRecipe) -> bool:
+        """Whether a tensor has the same sizes, strides, type and device."""
+        return (
+            type(tensor) in PLAIN
+            and tensor.shape == recipe.size
+            and tensor.dtype is recipe.dtype
+            and recipe._replace(offset=int(tensor.storage_offset())).is_of(tensor)
+        )
 
     def _pack_parts(self, tensor: torch.Tensor, how: PreservedParts) -> Handle | None:
         plain = [part for part in tensors_in((tensor,)) if type(part) in PLAIN and is_strided(part)]
         if len(plain) != len(how.parts) or type(tensor) in PLAIN:
             return None
-        if not all(self._pack(part, each) for part, each in zip(plain, how.parts, strict=True)):
-            return None
+        for part, each in zip(plain, how.parts, strict=True):
+            if not self._is_like(part, each.recipe) or self._pack_made(part, each) is None:
+                return None
         with below_modes(tensor):
             # Its parts are known by now.
             return self._passage.save(tensor, how.parts[0].decision)
 
-    def _pack(self, tensor: torch.Tensor, how: Preserved | Input) -> Handle | None:
-        recipe = how.recipe
-        if type(tensor) not in PLAIN or tensor.shape != recipe.size or tensor.dtype is not recipe.dtype:
-            return None
-        if not recipe.is_of(tensor):
-            return None
-        return self._pack_input(tensor, how) if isinstance(how, Input) else self._pack_made(tensor, how)
-
     def _pack_input(self, tensor: torch.Tensor, how: Input) -> Handle | None:
-        if not self._arguments:
-            return None
-        handle, back, _, is_written = self._arguments[how.place]
+        handle, _, _, is_written = self._arguments[how.place]
         known = self._inputs[how.place]
         if is_written or known is None or known[1]() is not tensor.untyped_storage():
             return None
-        if not lies_within(how.recipe, known[0]):
+        if tensor.storage_offset() - known[0].offset != how.start or not lies_within(ViewRecipe.of(tensor), known[0]):
             return None
-        if type(handle) is KeptHandle:
-            return KeptHandle(tensor)
         with below_modes():
-            return self._passage.twin(handle, tensor) or ViewHandle(handle, known[0], how.recipe, back)
+            return self._passage.twin(handle, tensor) or KeptHandle(tensor)
 
     def _pack_made(self, tensor: torch.Tensor, how: Preserved) -> Handle | None:
         value, whole = how.value, how.whole
+        if tensor.storage_offset() != how.recipe.offset or self._is_outside(tensor):
+            return None
         with below_modes():
             storage = tensor.untyped_storage()
             handle = self._given.get(value)
             if handle is None:
                 self._memory[value] = _weak(storage)
-                made = tensor if whole is how.recipe else view_of(tensor.detach(), whole, whole.offset)
+                made = (
+                    tensor
+                    if whole is how.recipe
+                    else tensor.detach().as_strided(whole.size, whole.stride, whole.offset)
+                )
                 if how.decision is _KEEP:
                     handle = self._keeping.keep(made, value, self.decisions.kept_bytes)
                 else:
@@ -129,16 +149,24 @@ class PreservedTensors:
                 self._given[value] = handle
             elif self._memory[value]() is not storage:
                 return None
-            if type(handle) is KeptHandle:
-                return KeptHandle(tensor)
-            return self._passage.twin(handle, tensor) or ViewHandle(handle, whole, how.recipe, unpack)
+            return self._passage.twin(handle, tensor) or KeptHandle(tensor)
+
+    def _is_outside(self, tensor: torch.Tensor) -> bool:
+        """Whether the call did not make it: it took the place of another tensor of the same shape."""
+        node = tensor.grad_fn
+        if tensor.requires_grad if node is None else node._sequence_nr() < self._first_node:
+            return True
+        storage = tensor.untyped_storage()
+        return any(known is not None and known[1]() is storage for known in self._inputs) or (
+            node is None and any(is_strided(each) and each.untyped_storage() is storage for each in self._reached)
+        )
 
     def forward_ended(self, output: Any, count: int) -> None:
         """The function has given this, or has failed, and autograd has saved so many tensors."""
         self._keeping.end(output)
         self._memory.clear()
         self._inputs.clear()
-        self._arguments = ()
+        self._arguments, self._reached = (), []
         if count != len(self.decisions.saved):
             self.is_other = True
         handed = set() if self.is_other else self.decisions.handed
@@ -150,38 +178,3 @@ class PreservedTensors:
         if self.is_other or not self.decisions.leaves_out or not given.keys() >= self.decisions.handed:
             return None
         return given if all(handle.is_intact() for handle in given.values()) else None
-
-
-class ViewHandle:
-    """Stands for a view of the tensor that another handle stands for.
-
-    Args:
-        handle: of the whole tensor.
-        whole: where that lay in its memory when it was saved.
-        recipe: where the view lies.
-        back: gives the whole tensor for the handle.
-    """
-
-    __slots__ = ("_back", "_handle", "_recipe", "_start")
-
-    def __init__(
-        self, handle: Handle | Any, whole: ViewRecipe, recipe: ViewRecipe, back: Callable[[Any], torch.Tensor]
-    ) -> None:
-        self._handle = handle
-        self._back = back
-        self._recipe = recipe
-        self._start = recipe.offset - whole.offset
-
-    def unpack(self) -> torch.Tensor:
-        whole = self._back(self._handle)
-        with below_modes(whole):
-            return view_of(whole.detach(), self._recipe, int(whole.storage_offset()) + self._start)
-
-    def is_intact(self) -> bool:
-        """Whether it was not written since, as far as versions tell."""
-        return bool(self._handle.is_intact())
-
-
-def view_of(tensor: torch.Tensor, recipe: ViewRecipe, offset: int) -> torch.Tensor:
-    """A view of a tensor without history, on its counter of versions, that begins there in its memory."""
-    return tensor.as_strided(recipe.size, recipe.stride, offset)

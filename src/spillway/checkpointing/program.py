@@ -10,7 +10,7 @@ function's own code still holds and reshapes them. Views always run: they comput
 
 An operator that is left out must leave its random generator where it would have left it. A generator that cannot be
 advanced without drawing is left alone, if all operators that draw from such generators are left out. Otherwise all of
-these run.
+these run. An operator that writes in place runs if what it writes was computed: somebody may hold that.
 
 NOTE [ Values ]
 
@@ -104,8 +104,8 @@ class Program:
     saved: Sequence[SavedTensor] = ()
     makers: dict[int, int] = field(default_factory=dict)
     """Of each value that an operator made, that operator."""
-    inputs: dict[int, int] = field(default_factory=dict)
-    """Of the values of the function's tensors, their places among these."""
+    inputs: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Of the values of the function's tensors, their places among these, and where they begin in their memory."""
     written: frozenset[int] = frozenset()
     """Values that were written in place."""
     recipes: dict[int, ViewRecipe] = field(default_factory=dict)
@@ -163,14 +163,28 @@ def needed(operators: Sequence[Operator], wanted: Iterable[tuple[int, int]], pre
         preserved: values that can be handed in.
     """
     wanted = list(wanted)
-    acts = _acts(operators, wanted, preserved, all_draw=False)
-    if any(act is Act.RUN and each.draws is None for each, act in zip(operators, acts, strict=True)):
-        return _acts(operators, wanted, preserved, all_draw=True)
-    return acts
+    makers = {value: place for place, operator in enumerate(operators) for value in operator.makes}
+    forced: set[int] = set()
+    while True:
+        acts = _acts(operators, wanted, preserved, forced)
+        draws = {place for place, each in enumerate(operators) if each.draws is None}
+        more = draws if any(acts[place] is Act.RUN for place in draws) else set[int]()
+        for place, operator in enumerate(operators):
+            # Somebody may still hold what it writes.
+            if acts[place] is Act.SKIP and any(
+                value in makers and acts[makers[value]] is Act.RUN for value in operator.writes
+            ):
+                more = more | {place}
+        if more <= forced:
+            return acts
+        forced |= more
 
 
 def _acts(
-    operators: Sequence[Operator], wanted: Sequence[tuple[int, int]], preserved: Collection[int], *, all_draw: bool
+    operators: Sequence[Operator],
+    wanted: Sequence[tuple[int, int]],
+    preserved: Collection[int],
+    forced: Collection[int],
 ) -> list[Act]:
     at: dict[int, list[int]] = {}
     for value, place in wanted:
@@ -179,7 +193,7 @@ def _acts(
     acts: list[Act] = []
     for place in range(len(operators) - 1, -1, -1):
         operator = operators[place]
-        act = Act.RUN if all_draw and operator.draws is None else _act_on(operator, want, preserved)
+        act = Act.RUN if place in forced else _act_on(operator, want, preserved)
         want.difference_update(operator.makes)
         if act is Act.RUN and not operator.is_view:
             want.update(operator.reads)

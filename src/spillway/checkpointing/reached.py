@@ -108,6 +108,10 @@ class ReachedTensors:
         found = {id(tensor): tensor for tensor, _ in (*self._unwritten, *self._before)}
         return [*found.values(), *self._lost]
 
+    def constants(self) -> list[torch.Tensor]:
+        """In forward, those that need no gradient."""
+        return [tensor for _, tensor in self._named if not tensor.requires_grad]
+
     def changed(self) -> list[tuple[torch.Tensor, int]]:
         """What is not what forward read, with the versions as they were, and cannot be put back."""
         changed = [(tensor, version) for tensor, version in self._unwritten if tensor._version != version]

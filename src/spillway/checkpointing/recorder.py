@@ -77,6 +77,7 @@ class Recorder(OperatorMode):
         self._saving: list[int] = []
         """The node that each saved tensor was saved for."""
         self._chosen: dict[int, tuple[Decision, bool]] = {}
+        self._starts: list[int] = []
         self.inputs: list[tuple[int, ...]] = []
         """Values of each of the function's tensors."""
         self.outputs: set[int] = set()
@@ -86,6 +87,7 @@ class Recorder(OperatorMode):
     def begin(self, inputs: Sequence[torch.Tensor]) -> None:
         """The function is about to be called with these tensors."""
         self.inputs = [tuple([self._value(part, is_input=True) for part in tensors_in((each,))]) for each in inputs]
+        self._starts = [int(each.storage_offset()) if is_strided(each) else 0 for each in inputs]
 
     def __enter__(self) -> Recorder:
         if self._locator is not None:
@@ -144,7 +146,7 @@ class Recorder(OperatorMode):
             self.operators,
             saved,
             self.makers,
-            {values[0]: place for place, values in enumerate(self.inputs) if len(values) == 1},
+            {values[0]: (place, self._starts[place]) for place, values in enumerate(self.inputs) if len(values) == 1},
             frozenset(self.written),
             self.recipes,
             {self._key: self._chosen},

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch.overrides import _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
 
 if TYPE_CHECKING:
     from typing import Self
 
+_OWN = __name__.partition(".")[0] + "."
 _PRECISIONS = (
     *(("generic", "all"), ("cuda", "all"), ("cuda", "matmul"), ("cuda", "conv"), ("cuda", "rnn")),
     *(("mkldnn", "all"), ("mkldnn", "matmul"), ("mkldnn", "conv"), ("mkldnn", "rnn")),
@@ -115,7 +115,7 @@ class Globals(_Settings):
 
 
 class Ambience(NamedTuple):
-    """All that a function finds around it, besides modes that somebody sees operators by."""
+    """All that a function finds around it, besides dispatch modes."""
 
     settings: Globals
     numerics: Numerics
@@ -123,17 +123,17 @@ class Ambience(NamedTuple):
     """For each of :func:`_types`, whether it is on, and the dtype that it casts to."""
     caches: bool
     """Whether autocast remembers what it has cast."""
-    device: AbstractContextManager[object] | None
-    """Where tensors are made, if that was said."""
+    modes: tuple[AbstractContextManager[object], ...]
+    """Function modes of the user's: where tensors are made, say."""
 
     @classmethod
     def now(cls) -> Ambience:
-        device = None
+        modes: tuple[Any, ...] = ()
         if torch._C._len_torch_function_stack() > 0:
-            modes = reversed(_get_current_function_mode_stack())  # type: ignore[no-untyped-call]
-            device = next((mode for mode in modes if isinstance(mode, DeviceContext)), None)
+            stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+            modes = tuple([mode for mode in stack if not type(mode).__module__.startswith(_OWN)])
         autocast = tuple([get() for get in _autocast()])
-        return cls(Globals.now(), Numerics.now(), autocast, torch.is_autocast_cache_enabled(), device)
+        return cls(Globals.now(), Numerics.now(), autocast, torch.is_autocast_cache_enabled(), modes)
 
     @contextmanager
     def in_force(self) -> Iterator[None]:
@@ -147,8 +147,10 @@ class Ambience(NamedTuple):
                 enabled, dtype = was = self.autocast[2 * place : 2 * place + 2]
                 if was != now.autocast[2 * place : 2 * place + 2] or (enabled and now.caches != self.caches):
                     stack.enter_context(torch.autocast(name, dtype, enabled, self.caches))
-            if self.device is not None and self.device is not now.device:
-                stack.enter_context(self.device)
+            if self.modes != now.modes:
+                for mode in self.modes:
+                    if all(mode is not other for other in now.modes):
+                        stack.enter_context(mode)
             yield
 
 
