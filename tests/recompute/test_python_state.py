@@ -932,9 +932,7 @@ def test_what_layers_share_is_not_held_between_calls(regions: Regions) -> None:
 
 @pytest.mark.parametrize("needs_grad", [False, True])
 @pytest.mark.parametrize("how", [{}, {"save": "pointwise"}, {"use_reentrant": True}], ids=str)
-def test_parameters_of_a_functional_call_are_those_of_forward(
-    regions: Regions, how: Options, needs_grad: bool
-) -> None:
+def test_parameters_of_a_functional_call_are_those_of_forward(regions: Regions, how: Options, needs_grad: bool) -> None:
     """``torch.func.functional_call`` puts the module's own parameters back before backward."""
 
     class Model(nn.Module):

@@ -119,6 +119,9 @@ class Decisions:
         """Values that a replay is handed."""
         self.until: int = max([last, *(first_of[value] for value in self.handed)])
         """The saved tensor with which a replay may end."""
+        reach = program.saved[self.until].place if self.until >= 0 else 0
+        self.leaves_out = bool(preserved) and any(act is not Act.RUN for act in self.acts[:reach])
+        """Whether a replay leaves out anything before it ends."""
         self.is_validated = False
         """Whether a replay was compared in full, and was right."""
         self.unused: list[Any] = []
@@ -130,11 +133,6 @@ class Decisions:
         """Whether a replay computes a saved tensor, so that it can be compared."""
         value = self.program.saved[number].value
         return self.saved[number] is False and value in self.program.makers
-
-    @property
-    def leaves_out(self) -> bool:
-        """Whether a replay leaves out anything."""
-        return bool(self.handed)
 
     @classmethod
     def of(cls, program: Program, choices: Choices, chosen: Mapping[int, tuple[Decision, bool]] | None) -> Decisions:
