@@ -52,10 +52,8 @@ def train(model: nn.Module, steps: int) -> list[Tensor]:
 
 WAYS: dict[str, Callable[[], dict[str, Any]]] = {
     "recomputed": lambda: {"policy": Recompute()},
-    "unwatched": lambda: {"policy": Recompute()},
     "some kept": lambda: {"policy": Recompute(save="matmul")},
     "what the last product reads": lambda: {"policy": Recompute(save="aten::gelu")},
-    "that, unwatched": lambda: {"policy": Recompute(save="aten::gelu")},
     "some sent": lambda: {"policy": Recompute(offload=["inputs", "norm"])},
     "offloaded": lambda: {"policy": Offload(), "min_bytes": 0},
     "kept": lambda: {"policy": Keep()},

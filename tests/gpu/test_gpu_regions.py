@@ -337,35 +337,6 @@ def peak(model: nn.ModuleList, call: Callable[..., Any]) -> tuple[int, list[torc
     return torch.cuda.max_memory_allocated() - before, gradients
 
 
-class Halves(nn.Module):
-    """Two halves, of each of which 64 MiB are computed again, on the input or on what is between them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.halves = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.SiLU(), nn.Linear(2 * WIDTH, WIDTH)) for _ in range(2)
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for half in self.halves:
-            x = x + half(x)
-        return x
-
-
-def test_halves_of_a_region_are_not_there_at_once() -> None:
-    model = nn.ModuleList(Halves() for _ in range(4)).to(DEVICE)
-    plain, expected = peak(model, plainly)
-    with spillway.Session() as session:
-        # In the second step a tape is written.
-        together, got = peak(model, partial(spillway.recompute, session=session))
-        apart, got_apart = peak(model, partial(spillway.recompute, session=session, save="aten::add.Tensor"))
-    for gradients in (got, got_apart):
-        assert all(map(torch.equal, gradients, expected))
-    # What is kept between the halves is 16 MiB a block, and 64 of 128 are there at once.
-    assert apart <= together + 4 * 16 * MIB - 60 * MIB
-    assert plain > together
-
-
 def test_regions_take_what_checkpointing_takes_and_less_if_inputs_leave() -> None:
     model, one = blocks(8), ROWS * WIDTH * 4
     by_torch, expected = peak(model, lambda block, x: checkpoint(block, x, use_reentrant=False))

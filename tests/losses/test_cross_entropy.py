@@ -300,7 +300,7 @@ OTHER_USES: dict[str, Callable[[torch.Tensor, Callable[..., torch.Tensor]], torc
 
 @pytest.mark.parametrize("use", OTHER_USES)
 @pytest.mark.parametrize("hooks", [nullcontext, spillway.offload, KEEP])
-@pytest.mark.parametrize("how", [{}, {"save": "inputs"}, {}, {"save": ["inputs", torch.ops.aten.mul]}, None])
+@pytest.mark.parametrize("how", [{}, {"save": "inputs"}, {"save": ["inputs", torch.ops.aten.mul]}, None])
 @pytest.mark.parametrize("made", [True, False])
 def test_other_uses_of_logits_that_a_region_or_a_context_has(
     use: str, hooks: Callable[[], AbstractContextManager[object]], how: dict[str, Any] | None, made: bool

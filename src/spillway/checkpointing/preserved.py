@@ -81,7 +81,8 @@ class PreservedTensors:
         if how is False or self.is_other:
             return None
         if how is True and type(tensor) in PLAIN:
-            return KeptHandle(tensor)
+            with below_modes():
+                return KeptHandle(tensor)
         if isinstance(how, Input) and self._is_foreign(how):
             return None
         handle: Handle | None = None
