@@ -132,7 +132,6 @@ def test_casts_of_a_block_that_runs_again_as_a_whole_come_with_all_of_it(
     model, x = Model("model and loss", 4, Untold), torch.randn(2, ROWS, WIDTH)
     profile = replace(spillway.profile(model, x, loss=loss_of, session=session), min_bytes=0)
     (kind,) = profile.kinds
-    assert not kind.is_told
     until = len(kind.operators) * 3 // 4
     decisions = [
         Decision.RECOMPUTE if value.maker is not None and value.maker < until else Decision.KEEP
