@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
-from spillway.regions.packs import Packs
-from spillway.regions.replay import Act, acts_of
-from spillway.regions.trace import Trace
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import spillway
+from spillway.checkpointing.decisions import Decisions
 from spillway.checkpointing.observer import Observer
+from spillway.operators import full_name
 from spillway.planning.profile import Again, BlockCall, BlockProfile, OperatorProfile, Outside, Profile, Value
-from spillway.profiling.probe import Probe
+from spillway.profiling.probe import Probe, WatchedCall
 from spillway.recomputing import Recompute, call_region
 from spillway.records import Decision
+from spillway.regions.rerun import in_rerun
+from spillway.regions.schema import facts_of
 
 KEEP, HOST, DISK, AGAIN = Decision.KEEP, Decision.OFFLOAD_HOST, Decision.OFFLOAD_DISK, Decision.RECOMPUTE
 
@@ -123,21 +126,36 @@ class Constant(nn.Module):
         return (mask @ y).exp().mul(y).chunk(2, -1)[0].repeat(1, 1, 2)
 
 
+class Late(nn.Module):
+    """What a product gives is saved last of all, by the last operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.up(x)
+        return y.sigmoid().exp() * y
+
+
 MODULES: dict[str, Callable[[], nn.Module]] = {
-    each.__name__: each for each in (MLP, Attention, Dropout, InPlace, Normed, Twice, Routed, Constant)
+    each.__name__: each for each in (MLP, Attention, Dropout, InPlace, Normed, Twice, Routed, Constant, Late)
 }
 
 
-def recorded(module: nn.Module, x: torch.Tensor, how: Recompute, observer: Observer, session: spillway.Session) -> None:
-    """Run it as a region, forward and backward."""
-    output = call_region(how, module, (x,), {}, session, observer)
-    output.float().square().sum().backward()
+def output_of(
+    module: nn.Module, how: Recompute, session: spillway.Session, observer: Observer | None = None
+) -> torch.Tensor:
+    """What a checkpointed call of a module gives."""
+    output: torch.Tensor = call_region(how, module, (inputs(),), {}, session, observer)
+    return output
 
 
 def profiled(module: nn.Module, session: spillway.Session) -> BlockProfile:
     """What a probe says of one call of a module."""
     probe = Probe(torch.device("cpu"))
-    recorded(module, inputs(), Recompute(), probe, session)
+    watched = WatchedCall(probe, lambda *_: None, lambda *_: None)
+    output_of(module, Recompute(), session, watched).float().square().sum().backward()
     probe.read(())
     assert probe.operators is not None
     return BlockProfile("block", probe.operators, probe.values, 1.0, 2.0, 4096, 1.0, 512)
@@ -149,40 +167,69 @@ def inputs() -> torch.Tensor:
     return torch.randn(2, 4, 8, requires_grad=True) * 1
 
 
-@dataclass
-class Engine:
-    """An observer that notes what a region is going to do."""
+@dataclass(frozen=True)
+class Replayed:
+    """What the engine does in a replay of a call that was replayed before."""
 
-    runs: frozenset[int] = frozenset()
-    """Operators that run again before the last that is wanted is there; views are left out."""
-    given: frozenset[int] = frozenset()
-    """Values that the re-run is handed."""
-    again: frozenset[int] = frozenset()
+    ran: tuple[str, ...]
+    """Operators that run again, views among them."""
+    given: frozenset[int]
+    """Values that the replay is handed."""
+    again: frozenset[int]
     """Saved values that are computed again."""
+    reach: int
+    """How many operators had run when autograd saved the last tensor that the replay is to come to."""
 
-    def watching(self, trace: Trace) -> AbstractContextManager[object]:
-        # A context that does nothing.
-        return torch.enable_grad()
-
-    def asked(self, place: int, tensor: torch.Tensor, handle: object) -> None:
-        pass
-
-    def ended(self, trace: Trace, packs: Packs, given: Collection[int]) -> None:
-        wanted: list[tuple[int, int]] = []
-        for pack in packs.all:
-            # As Region._wanted has it: what its own operator writes is good when that has run.
-            own = pack.place < len(trace.calls) and not set(pack.values).isdisjoint(trace.calls[pack.place].writes)
-            wanted += [(value, pack.place + own) for value in pack.values if pack.wanted]
-        acts = acts_of(trace, wanted)
-        last = max((place for _, place in wanted), default=0)
-        views = {place for place, call in enumerate(trace.calls) if call.is_only_a_view}
-        self.runs = frozenset(
-            place for place, act in enumerate(acts) if act is Act.RUN and place not in views and place < last
+    @classmethod
+    def of(cls, module: nn.Module, how: Recompute, session: spillway.Session) -> Replayed:
+        """Call it a few times."""
+        seen = []
+        for _ in range(3):
+            output = output_of(module, how, session).float().square().sum()
+            with _Seeing() as seeing:
+                output.backward()
+            seen.append(tuple(seeing.names))
+        ((program,),) = (each._programs.values() for each in session.proofs(weakref.ref(module)).learned.values())
+        decisions = Decisions.of(program, how.choices, None)
+        # The first replay with these decisions is compared to its end, and one of 64 later ones is, too.
+        ran = min(seen[1:], key=len)
+        dropped = [number for number, each in enumerate(decisions.saved) if each is False]
+        until = decisions.until if decisions.handed else max(dropped, default=-1)
+        return cls(
+            ran,
+            frozenset(decisions.handed),
+            frozenset(_dropped(decisions)),
+            program.saved[until].place if until >= 0 else 0,
         )
-        self.given = frozenset(
-            value for call, act in zip(trace.calls, acts, strict=True) if act is Act.GIVE for value in call.makes
-        )
-        self.again = frozenset(value for value, _ in wanted if value in trace.makers)
+
+
+def _dropped(decisions: Decisions) -> list[int]:
+    saved = zip(decisions.program.saved, decisions.saved, strict=True)
+    return [each.value for each, how in saved if how is False and each.value in decisions.program.makers]
+
+
+class _Seeing(TorchDispatchMode):
+    """Sees the operators that a replay runs: those that it leaves out do not get here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if in_rerun() and not facts_of(func).ignored:
+            self.names.append(full_name(func))
+        return func(*args, **(kwargs or {}))
+
+
+def unsaved(block: BlockProfile) -> list[int]:
+    """What no plan preserves where a block is replayed: operators' outputs, of which autograd does not save all."""
+    read = {number for each in block.operators for number in (*each.reads, *each.writes)}
+    return [
+        number
+        for each in block.operators
+        if any(block.values[made].saved_at is None and made in read for made in each.makes)
+        for number in each.makes
+    ]
 
 
 def told_apart(block: BlockProfile) -> BlockProfile:
@@ -227,10 +274,7 @@ def random_blocks(
         workspace = 512 * draw(st.integers(0, 3))
         operators.append(OperatorProfile(f"op{place}", seconds, reads, makes, writes, again, workspace))
     total = sum(each.seconds for each in operators)
-    block = BlockProfile("block", tuple(operators), tuple(values), total, 2 * total, 1 << 20, 1.0, 4096)
-    # What writes in place is on no tape.
-    is_told = not any(each.writes for each in operators) and draw(st.booleans())
-    return replace(block, is_told=is_told)
+    return BlockProfile("block", tuple(operators), tuple(values), total, 2 * total, 1 << 20, 1.0, 4096)
 
 
 def profile_of(block: BlockProfile, calls: int) -> Profile:

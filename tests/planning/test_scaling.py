@@ -18,7 +18,7 @@ def of_size(size: int, by: int = 512) -> Profile:
     """With values, and what is there when a step begins, of so many bytes for each element more."""
     (kind,) = PROFILE.kinds
     values = tuple(replace(value, nbytes=value.nbytes + by * size) for value in kind.values)
-    host = HostTimes(1e-3, 3e-3, 2e-3, 1e-3 + 1e-9 * size, None if size % 2 else 2e-3)
+    host = None if size % 2 else HostTimes(1e-3, 3e-3, 2e-3, 1e-3 + 1e-9 * size)
     parts = tuple(BackwardPart(place, by * size, 0) for place in range(1 + size % 3))
     kinds = (
         replace(
@@ -45,8 +45,8 @@ def test_bytes_are_those_of_the_third_size(first: int, more: int, size: int) -> 
     assert found.min_bytes == PROFILE.min_bytes
     assert found.static == wanted.static
     assert found.static_bytes == wanted.static_bytes
-    alike = first % 2 == (first + more) % 2
-    assert (found.kinds[0].host is None) is not alike
+    is_known = first % 2 == (first + more) % 2 == 0
+    assert (found.kinds[0].host is not None) is is_known
     alike = first % 3 == (first + more) % 3
     assert len(found.kinds[0].backward_parts) == (1 + first % 3 if alike else 0)
     assert abs(found.kinds[0].backward_seconds - wanted.kinds[0].backward_seconds) < 1e-9

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -21,22 +20,20 @@ from planning.blocks import (
     HOST,
     KEEP,
     MODULES,
-    Engine,
+    Replayed,
     decoded,
-    inputs,
     profiled,
     random_blocks,
-    recorded,
     told_apart,
+    unsaved,
 )
 from spillway.attaching.treating import how_of
-from spillway.planning.outcome import Outcome, as_planned, leaves_at
+from spillway.planning.outcome import Outcome, leaves_at
 from spillway.planning.plan import planned_block
 from spillway.planning.profile import Again, BackwardPart, BlockProfile, HostTimes, OperatorProfile, Value
 from spillway.planning.tasks import Option, Part, Phase, Problem, Rates, Sent
-from spillway.planning.treatment import _share_looked_at, treat
+from spillway.planning.treatment import treat
 from spillway.records import Decision
-from spillway.regions.tape import Tape
 
 SETTINGS = settings(derandomize=True, deadline=None, max_examples=200, database=None)
 FEW = settings(SETTINGS, max_examples=40)
@@ -73,16 +70,22 @@ def test_what_runs_again_is_given_and_is_held_is_what_the_engine_says(
 ) -> None:
     block = profile_of_module(name, session)
     drawn = data.draw(st.lists(decisions, min_size=len(block.values), max_size=len(block.values)))
-    engine = Engine()
+    if any(drawn[number] is AGAIN for number, value in enumerate(block.values) if value.saved_at is not None):
+        # A menu has nothing else in it.
+        drawn = [AGAIN if number in unsaved(block) else each for number, each in enumerate(drawn)]
     option = treat(block, drawn, min_bytes=0)
     how = how_of(planned_block("block", block, option))
     if how is None or not how.policy.recomputes:
         assert not any(task.phase is Phase.RERUN for task in option.backward)
         assert how is not None or not any(task.takes for task in option.backward)
         return
-    recorded(module(name), inputs(), how, engine, session)
+    engine = Replayed.of(module(name), how, session)
     reruns = [task for task in option.backward if task.phase is Phase.RERUN]
-    assert decoded(sum(task.seconds for task in reruns)) == engine.runs
+    runs = decoded(sum(task.seconds for task in reruns))
+    views = {place for place, each in enumerate(block.operators) if each.again is Again.VIEW}
+    reach = Outcome.of(block, option.decisions, 0).reach
+    assert engine.reach <= reach
+    assert engine.ran == tuple(block.operators[place].name for place in range(reach) if place in runs | views)
     assert decoded(sum(task.change_bytes for task in reruns)) == engine.again
     made = {number for number, value in enumerate(block.values) if value.maker is not None}
     saved = {number for number in made if block.values[number].saved_at is not None}
@@ -91,9 +94,8 @@ def test_what_runs_again_is_given_and_is_held_is_what_the_engine_says(
 
 
 def held_bytes(block: BlockProfile, option: Option) -> int:
-    """What backward lets go of, and did not make itself. Copies of the same do not count."""
+    """What backward lets go of, and did not make itself."""
     change = sum(task.change_bytes for task in option.backward) - block.backward_change_bytes
-    change += sum(block.values[number].nbytes for number in Outcome.of(block, option.decisions, 0).copied)
     dropped = {key for task in option.backward for key in task.drops}
     return sum(block.values[key].nbytes for key in dropped) - change
 
@@ -255,81 +257,6 @@ def test_a_block_that_sends_and_computes_again_by_hand() -> None:
     assert (option.kept_bytes, option.sent_bytes, option.rerun_seconds) == (0, 180, 4.5)
 
 
-def test_a_block_that_computes_again_in_parts_by_hand() -> None:
-    decided = [KEEP, KEEP, AGAIN, KEEP, AGAIN, AGAIN]
-    block = replace(BY_HAND, is_told=True)
-    assert figures(treat(block, decided, min_bytes=0))[1:] == [
-        # By the activation alone, on the product.
-        ("again", 3.0, 60, 60, (), (), ()),
-        # The sum's eighth and the activation's two: the activation's output goes, and the product.
-        ("backward", 6.0, 300, -140, (), (), ()),
-        # The norm, on the input. Nothing else is made.
-        ("again", 1.5, 40, 40, (), (), ()),
-        ("backward", 10.0, 300, -133, (), (), ()),
-    ]
-    # The block's own code computes all of it at once.
-    whole = treat(BY_HAND, decided, min_bytes=0)
-    assert [task[:2] for task in figures(whole)[1:]] == [("again", 4.5), ("backward", 16.0)]
-    # What hangs together is one part.
-    alike = [treat(each, [AGAIN] * 6, min_bytes=0) for each in (BY_HAND, block)]
-    assert [task.seconds for task in alike[0].backward] == [task.seconds for task in alike[1].backward]
-
-
-@pytest.mark.parametrize("name", [name for name in MODULES if name not in ("Dropout", "Routed")])
-@FEW
-@given(data=st.data())
-def test_parts_are_those_of_the_engine(name: str, session: spillway.Session, data: st.DataObject) -> None:
-    block = replace(profile_of_module(name, session), is_told=True)
-    tape = tape_of(name)
-    drawn = data.draw(st.lists(decisions, min_size=len(block.values), max_size=len(block.values)))
-    option = treat(block, drawn, min_bytes=0)
-    how = how_of(planned_block("block", block, option))
-    reruns = [task for task in option.backward if task.phase is Phase.RERUN]
-    if how is None or not how.policy.recomputes:
-        assert not reruns
-        return
-    decided = tape.decided(how.choices.by_place)
-    parts = {}
-    for place, (spot, decision, _) in enumerate(decided.saved):
-        if spot is not None and decision is AGAIN:
-            parts.setdefault(tuple(decided.part(place)), set()).add(spot.value)
-    assert sorted(map(len, parts.values())) == sorted(len(decoded(task.change_bytes)) for task in reruns)
-
-
-def test_what_goes_into_a_value_by_a_write_is_handed_in_for_it() -> None:
-    """One operator's output is kept, another's is written with it and computed again."""
-    values = (
-        Value(8192, None, is_input=True, saved_at=0, dies_at=4),
-        Value(8192, 0, saved_at=1, dies_at=4),
-        Value(8192, 1, saved_at=3, dies_at=4),
-    )
-    operators = tuple(
-        OperatorProfile(f"aten::op{place}", 1.0, reads, makes, writes, Again.FREE, 0)
-        for place, (reads, makes, writes) in enumerate((((0,), (1,), ()), ((0,), (2,), ()), ((2, 1), (), (2,))))
-    )
-    block = BlockProfile("block", operators, values, 3.0, 6.0, 0, 1.0, 0, is_told=True)
-    outcome = Outcome.of(block, as_planned(block, [KEEP, KEEP, AGAIN], 0), 0)
-    assert outcome.runs == {1, 2}
-    assert outcome.given == {0, 1}
-    assert outcome.users(block) == {0: [2], 1: [2]}
-
-
-_tapes: dict[str, Tape] = {}
-
-
-def tape_of(name: str) -> Tape:
-    if name not in _tapes:
-        # Tapes are of calls that preserve something, or of which a plan says that they preserve nothing.
-        with spillway.Session() as own, pytest.MonkeyPatch.context() as patch:
-            patch.setattr("spillway.recomputing._is_plain", lambda *_: False)
-            for _ in range(3):
-                spillway.recompute(module(name), inputs(), session=own).float().square().sum().backward()
-            ((found,),) = (tapes.values() for tapes in own.proofs(weakref.ref(module(name))).script._tapes.values())
-        assert found is not None
-        _tapes[name] = found
-    return _tapes[name]
-
-
 def test_an_output_that_is_saved_is_there_until_backward_though_its_taker_lets_go_of_it() -> None:
     values = (*BY_HAND.values[:SUM], replace(BY_HAND.values[SUM], saved_at=4))
     block = replace(BY_HAND, values=values)
@@ -403,11 +330,18 @@ def test_no_plan_names_what_nobody_needs() -> None:
     assert treat(block, [KEEP] * 6, min_bytes=0).decisions[NORMED] is KEEP
 
 
-def test_what_the_host_hangs_on_never_leaves() -> None:
-    operators = (replace(BY_HAND.operators[0], again=Again.GIVEN), *BY_HAND.operators[1:])
-    option = treat(replace(BY_HAND, operators=operators), [HOST] * 6, min_bytes=0)
+def test_what_runs_in_any_case_is_kept_where_nothing_is_computed_again_and_never_leaves() -> None:
+    operators = (replace(BY_HAND.operators[0], again=Again.ALWAYS), *BY_HAND.operators[1:])
+    block = replace(BY_HAND, operators=operators)
+    option = treat(block, [HOST] * 6, min_bytes=0)
     assert NORMED not in {each.key for task in option.forward for each in task.sends}
-    assert option.decisions[NORMED] is Decision.KEEP
+    assert option.decisions[NORMED] is KEEP
+    # A replay makes it anyway: 1.5 * (1 + 2) s for it and the activation.
+    option = treat(block, [KEEP, KEEP, KEEP, KEEP, AGAIN, KEEP], min_bytes=0)
+    assert option.decisions[NORMED] is AGAIN
+    assert option.rerun_seconds == 4.5
+    # Of what is held, only the input and the product are left.
+    assert option.kept_bytes == 100 + 80
 
 
 def test_a_block_without_operators_or_without_times_takes_what_was_measured() -> None:
@@ -473,90 +407,28 @@ def test_what_is_saved_leaves_when_something_is_saved_for_a_later_operator(
     assert tuple(leaves_at(block, number) for number in (X, NORMED, PRODUCT, ACTIVE)) == at
 
 
-def test_the_hosts_seconds_by_hand() -> None:
+def host_seconds(*decisions: Decision) -> list[tuple[str, float]]:
+    """Of a block whose forward takes the host 1 s where it is left alone: a quarter of a second for each operator."""
     block = replace(BY_HAND, host=HostTimes(plain=1.0, region=9.0, rerun=6.0, backward=4.0))
+    option = treat(block, decisions, min_bytes=0)
+    return [(task.name, task.host_seconds) for task in (*option.forward, *option.backward)]
 
-    def host(*decisions: Decision) -> list[tuple[str, float]]:
-        option = treat(block, decisions, min_bytes=0)
-        return [(task.name, task.host_seconds) for task in (*option.forward, *option.backward)]
 
-    assert host(*[KEEP] * 6) == [("forward", 1.0), ("backward", 4.0)]
-    # A plain operator takes a quarter of a second: twice that for the input that stays. Three of four operators run
-    # again.
-    assert host(*[AGAIN] * 6) == [("forward", 9.5), ("again", 4.5), ("backward", 4.0)]
-    sent = host(HOST, KEEP, AGAIN, DISK, AGAIN, AGAIN)
+def test_the_host_does_nothing_more_for_a_block_that_is_left_alone() -> None:
+    assert host_seconds(*[KEEP] * 6) == [("forward", 1.0), ("backward", 4.0)]
+
+
+def test_the_hosts_seconds_by_hand() -> None:
+    # Twice as long as for an operator for the input that stays. The replay goes through three of four operators.
+    assert host_seconds(*[AGAIN] * 6) == [("forward", 9.5), ("again", 4.5), ("backward", 4.0)]
+    sent = host_seconds(HOST, KEEP, AGAIN, DISK, AGAIN, AGAIN)
     # Ten times as long for each of two that leave, and 6.4 times to bring one back.
     assert sum(seconds for name, seconds in sent if name == "forward") == pytest.approx(9.0 + 2 * 2.5)
     assert sum(seconds for name, seconds in sent if name == "backward") == pytest.approx(4.0 + 2 * 1.6)
-
-
-@pytest.mark.parametrize(
-    ("region", "unwatched", "is_watched"),
-    [(19.0, 2.0, False), (6.0, 2.0, False), (4.0, 2.0, True), (19.0, 20.0, True), (19.0, None, True)],
-    ids=["the host is late", "it may be", "the device is", "it takes no less", "it is not known"],
-)
-def test_what_is_computed_again_whole_is_not_watched_where_the_host_would_be_late(
-    region: float, unwatched: float | None, is_watched: bool
-) -> None:
-    # The device takes 10 s.
-    times = HostTimes(plain=1.0, region=region, rerun=6.0, backward=4.0, unwatched=unwatched, unwatched_rerun=3.0)
-    block = replace(BY_HAND, forward_seconds=10.0, host=times, is_told=True)
-    for decisions in ([AGAIN] * 6, [HOST, *[AGAIN] * 5]):
-        option = treat(block, decisions, min_bytes=0)
-        assert option.watched == is_watched
-        plan = planned_block("block", block, option)
-        assert plan.watched == is_watched
-        assert ("unwatched" in str(plan)) is not is_watched
-        if not is_watched:
-            # Measured was with inputs that leave. Nothing takes less than a block that is left alone.
-            assert sum(task.host_seconds for task in option.forward) == (2.0 if decisions[0] is HOST else 1.0)
-            assert [task.host_seconds for task in option.backward if task.name == "again"] == [3.0]
-            assert treat(block, decisions, min_bytes=0, watched=True).watched
-    # Where nothing is computed again, it is no region.
-    assert treat(block, [KEEP] * 6, min_bytes=0).watched
-    # Without a tape, nothing says what it does.
-    assert treat(replace(block, is_told=False), [AGAIN] * 6, min_bytes=0).watched
-
-
-def test_what_is_compared_where_nobody_looks_takes_the_device_its_time() -> None:
-    times = HostTimes(plain=1.0, region=9.0, rerun=6.0, backward=4.0, unwatched=2.0, unwatched_rerun=3.0)
-    # Large enough for a rate.
-    values = tuple(replace(value, nbytes=value.nbytes << 20) for value in BY_HAND.values)
-    block = replace(BY_HAND, values=values, forward_seconds=5.0, host=times, is_told=True)
-    made = [sum(values[number].nbytes for number in each.makes) for each in block.operators]
-    fastest = min(each.seconds / nbytes for each, nbytes in zip(block.operators, made, strict=True) if nbytes)
-    looked_at, not_looked_at = (treat(block, [AGAIN] * 6, min_bytes=0, watched=watched) for watched in (True, False))
-    assert (looked_at.watched, not_looked_at.watched) == (True, False)
-    again = [number for number, value in enumerate(values) if value.saved_at is not None and value.maker is not None]
-    read = {number for place in range(3) for number in block.operators[place].reads}
-    last = [number for number in again if number not in read]
-    assert last and set(last) != set(again), "this proves nothing"
-    expected = fastest * sum(values[number].nbytes for number in last)
-    for phase in ("forward", "backward"):
-        seconds = [sum(task.seconds for task in getattr(each, phase)) for each in (looked_at, not_looked_at)]
-        assert seconds[1] - seconds[0] == pytest.approx(expected)
-
-
-def test_the_hosts_seconds_of_what_is_not_watched_by_hand() -> None:
-    times = HostTimes(plain=1.0, region=9.0, rerun=6.0, backward=4.0, unwatched=2.0, unwatched_rerun=3.0)
-    block = replace(BY_HAND, forward_seconds=5.0, host=times, is_told=True)
-    option = treat(block, [KEEP, AGAIN, AGAIN, HOST, AGAIN, AGAIN], min_bytes=0)
-    assert not option.watched
-    # One of what it makes leaves: ten times what a plain operator takes. Its inputs do not.
-    assert sum(task.host_seconds for task in option.forward) == 1.0 + 2.5
-    slow = replace(block, host=replace(times, unwatched=8.0))
-    option = treat(slow, [KEEP, AGAIN, AGAIN, HOST, AGAIN, AGAIN], min_bytes=0)
-    assert sum(task.host_seconds for task in option.forward) == 8.0 - 2.5 + 2.5
-    # That is what the second of four operators makes, and is handed in. Up to there what runs again is looked at, for
-    # the 2 s more that an operator takes in a region. Of the others it is half as much.
-    (again,) = (task.host_seconds for task in option.backward if task.name == "again")
-    assert again == 3.0 + 2 * 2.0 + 2 * 1.0
-    # It begins when autograd has last saved something before the first that is left out.
-    assert _share_looked_at(replace(block, saves_at=(1, 2, 3)), {0, 1, 3}) == (2 + 1 / 2) / 4
-    # It ends when autograd saves what the next one has made, and that again for the one after it.
-    assert _share_looked_at(replace(block, saves_at=(0, 2, 2)), {0, 2, 3}) == (2 + 2 / 2) / 4
-    assert _share_looked_at(replace(block, saves_at=(0, 3, 3)), {0, 2, 3}) == (2 + 1 / 2) / 4
-    # What is kept for the re-run alone is seen by nobody who does not look at operators.
-    values = [replace(value, saved_at=None) if number == NORMED else value for number, value in enumerate(block.values)]
-    block = replace(block, values=tuple(values))
-    assert treat(block, [KEEP, AGAIN, KEEP, AGAIN, AGAIN, AGAIN], min_bytes=0).watched
+    # The replay is handed the product: each of the three operators that it goes through takes as long once more as in a
+    # plain block.
+    assert [seconds for name, seconds in sent if name == "again"] == [4.5 + 3 * 0.25]
+    # Where nothing is computed again, the block is not replayed: one leaves, three are kept, one comes back.
+    sent = host_seconds(HOST, *[KEEP] * 5)
+    assert sum(seconds for name, seconds in sent if name == "forward") == pytest.approx(1.0 + 2.5 + 3 * 0.5)
+    assert sum(seconds for name, seconds in sent if name == "backward") == pytest.approx(4.0 + 1.6)

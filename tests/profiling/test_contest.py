@@ -110,7 +110,7 @@ def test_plans_of_the_same_decisions_are_the_same_whatever_is_foreseen_of_them()
         plan_of(window=11),
         plan_of(ahead=5),
         plan_of(optimizer_fraction=0.5),
-        plan_of(blocks=(dataclasses.replace(block, watched=False),)),
+        plan_of(blocks=(dataclasses.replace(block, recomputes=False),)),
         plan_of(blocks=(dataclasses.replace(block, plain=True),)),
         plan_of(blocks=(dataclasses.replace(block, inputs=Decision.KEEP),)),
         plan_of(blocks=(dataclasses.replace(block, operators=()),)),

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from spillway.checkpointing.decisions import Selection
+from spillway.checkpointing.recorder import Recorder
+from spillway.operators import Choices
 from spillway.profiling.probe import Probe
-from spillway.regions.packs import Packs
-from spillway.regions.trace import Trace
 
 
 class Work:
@@ -26,7 +27,7 @@ def ended(before: Probe | None, work: Any) -> Probe:
     probe = Probe(torch.device("cpu"), before)
     assert not probe.is_complete
     probe._busy = work
-    probe.ended(Trace(), Packs(stops_early=True), ())
+    probe.ended(Recorder(Selection(Choices(), None, None)))
     return probe
 
 

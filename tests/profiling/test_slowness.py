@@ -23,7 +23,7 @@ from spillway.planning.programs import options_of
 from spillway.profiling import compile as compiling
 from spillway.profiling import meter
 from spillway.profiling.slowness import Slowness
-from spillway.profiling.watch import Place, Watched, WatchedCall
+from spillway.profiling.watch import Place, Watch, Watched, WatchedCall
 
 LLAMA = Profile.load(Path(__file__).parents[1] / "planning" / "llama_8b_block.json")
 HOST = HostTimes(plain=0.001, region=0.005, rerun=0.004, backward=0.003)
@@ -128,27 +128,25 @@ def test_a_step_of_other_blocks_says_nothing() -> None:
     assert Slowness.of(PROFILE, plan, other) == Slowness()
 
 
-def test_every_second_block_is_timed_without_a_look_at_its_operators(
-    session: Session, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("own", "plain"), [(2.0, 2.0), (9.0, 5.0)], ids=["as measured", "no longer than with ours"])
+def test_what_the_host_takes_is_what_the_fastest_call_took(
+    own: float, plain: float, session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compiling, "queues", lambda device: True)
     kind = NAMED["mlp"]
-    seconds = {False: 3.0, True: 5.0}
+    spans = {"forward": 5.0, "again": 6.0, "back": 0.5, "ran": 1.5}
 
     def host_seconds(self: Watched, since: Place, until: Place) -> float:
         what, number = since
         number = self.reruns[number] if what in ("again", "ran") else number
-        return seconds[self.calls[number].is_seen] + (1.0 if what == "again" else 0.0) + 0.001 * number
+        return spans.get(what, 0.0) + 0.001 * number
 
     monkeypatch.setattr(Watched, "host_seconds", host_seconds)
+    ran = Watch.block_ran
+    monkeypatch.setattr(Watch, "block_ran", lambda self, number, _: ran(self, number, own + 0.001 * number))
     host = spillway.profile(kind.model(), kind.batch(), session=session).kinds[0].host
-    assert host is not None
-    # The first and the second of a kind are the fastest.
-    assert (host.region, host.rerun) == (5.0, 6.0)
-    assert (host.unwatched, host.unwatched_rerun) == (3.001, 4.001)
-    slow = Slowness(2.0, 3.0).told(replace(PROFILE, kinds=(replace(PROFILE.kinds[0], host=host),))).kinds[0].host
-    assert slow is not None
-    assert (slow.unwatched, slow.unwatched_rerun) == (2 * 3.001, 3 * 4.001)
+    # The first call is the fastest. Its backward comes before and after its replay.
+    assert host == HostTimes(plain=plain, region=5.0, rerun=6.0, backward=0.5 + 1.5)
 
 
 def test_of_a_slower_host_fewer_blocks_are_computed_again() -> None:
@@ -165,7 +163,7 @@ def test_of_a_slower_host_fewer_blocks_are_computed_again() -> None:
 def _paced(watched: Watched, numbers: list[int], end: Place) -> HostTimes:
     """A host of the device's own pace, however busy the machine is."""
     forward = statistics.median(watched.seconds(("forward", number), ("end", number)) for number in numbers)
-    return HostTimes(0.2 * forward, forward, 0.45 * forward, forward, 0.7 * forward, 0.6 * forward)
+    return HostTimes(plain=0.2 * forward, region=forward, rerun=0.45 * forward, backward=forward)
 
 
 @pytest.mark.parametrize(

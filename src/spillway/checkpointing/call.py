@@ -253,7 +253,7 @@ class CheckpointedCall(ReplayableCall):
             self._decisions = decisions if decisions is not None and decisions.is_validated else None
             return
         self._decisions = decisions
-        is_new = decisions is not None and not decisions.is_validated
+        is_new = decisions is not None and decisions.leaves_out and not decisions.is_validated
         self._compares = self._compares or self._records or is_new
         # A replay that records must draw what forward drew: nothing is preserved yet.
         self._draws |= self._records
@@ -328,7 +328,9 @@ class CheckpointedCall(ReplayableCall):
     def _replay(self) -> None:
         self._replay_begins()
         compares = self._compares
-        if self._is_observed or self._records or (self._decisions is not None and not self._decisions.is_validated):
+        decisions = self._decisions
+        is_new = decisions is not None and decisions.leaves_out and not decisions.is_validated
+        if self._is_observed or self._records or is_new:
             self._learned.learned_from += 1
         if self._is_running:
             self._print_pending(None)
@@ -567,7 +569,7 @@ def _argument(tensor: torch.Tensor, requires_grad: bool, is_written: bool) -> to
         if is_written:
             # A leaf cannot be written in place, nor a view of one; and the next replay needs it as it is.
             return alias.clone()  # type: ignore[no-untyped-call, unused-ignore]
-        if not is_strided(alias) or torch._C._len_torch_dispatch_stack() > 0:
+        if not is_strided(alias):
             return alias
         # Not a leaf, which it was not: of leaves, casts are taken for autocast's own.
         return alias.view_as(alias)

@@ -55,6 +55,10 @@ class Outcome:
         casts = frozenset(number for number, value in enumerate(values) if value.is_cast and value.saved_at is not None)
         reach = _reach(block, again | casts)
         runs, given = _reruns(block, decisions, again, reach) if again else (frozenset(), frozenset())
+        made = (number for number, value in enumerate(values) if value.saved_at is not None and value.maker is not None)
+        if again and again.issuperset(made):
+            # Nothing is preserved, and nothing is left out.
+            runs = frozenset(place for place in range(reach) if block.operators[place].again is not Again.VIEW)
         held = {
             number
             for number, value in enumerate(values)
