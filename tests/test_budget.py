@@ -31,13 +31,11 @@ from spillway.attaching.aim import Aim
 from spillway.attaching.budgeted import Limits, pilot_of
 from spillway.attaching.peers import Peers
 from spillway.attaching.pilot import MOST_APART, Pilot
+from spillway.checkpointing import learned
 from spillway.integrations.options import AttachOptions
 from spillway.planning.planner import parse_budget
 from spillway.planning.scaling import enlarged
 from spillway.profiling import meter
-from spillway.regions import script
-from spillway.regions.script import Script, TapeKey
-from spillway.regions.tape import Tape
 from spillway.runtime.resident import resident_bytes
 from spillway.units import format_bytes
 from steps import Block, MiB, assert_nothing_left, failing
@@ -61,7 +59,7 @@ def _exact(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which calls are compared, and so have a little more memory, hangs on how many functions there were before."""
-    monkeypatch.setattr(script, "_numbers", itertools.count())
+    monkeypatch.setattr(learned, "_numbers", itertools.count())
 
 
 @pytest.fixture(autouse=True)
@@ -452,26 +450,6 @@ def test_where_no_length_comes_twice_there_is_a_plan_all_the_same(session: Sessi
         assert attached.stage == "holding"
 
 
-def test_no_tape_is_written_in_a_pass_that_is_measured(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes two re-runs more."""
-    kind = NAMED["mlp"]
-    model, batch = kind.model(), kind.batch()
-    with Session() as other:
-        budget = budget_of(spillway.profile(model, batch, session=other), 0.4)
-    stages = []
-    with attached_to(model, budget, session) as attached:
-        write = Script.write
-
-        def noted(script: Script, key: TapeKey, tape: Tape | None) -> None:
-            stages.append((attached.stage, tape is not None))
-            write(script, key, tape)
-
-        monkeypatch.setattr(Script, "write", noted)
-        search(model, batch, attached)
-    assert ("tracing", True) in stages
-    assert {stage for stage, _ in stages} <= {"tracing", "trying"}
-
-
 def test_plans_that_are_over_again_and_again_leave_ever_more() -> None:
     """What is on its way when a step is at its peak is another thing each time."""
     aim, aims = Aim(1000 * MiB), []
@@ -573,24 +551,15 @@ def of_other_times(measured: Profile, seed: int) -> Profile:
 def test_whatever_a_plan_is_its_peak_is_the_predicted_one(
     kind: Kind, seed: int, session: Session, tmp_path: Path
 ) -> None:
-    """From the first step on, in which re-runs are tried and tapes are written."""
+    """From the step on in which its replays have been compared."""
     model, batch = kind.model(), kind.batch()
-    # Where no tape was written before, blocks run again whole in the first step.
+    # Where no call was recorded before, the first step records.
     is_first = bool(seed % 3)
     with Session(spill_directory=tmp_path) if is_first else nullcontext(session) as before:
         profile = of_other_times(spillway.profile(model, batch, session=before), seed)
-    are_told = all(kind.is_told for kind in profile.kinds)
-    # As where a host would be late: then nothing is computed again in parts.
-    late = seed % 4 > 1
-    if late:
-        profile = dataclasses.replace(
-            profile, kinds=tuple(dataclasses.replace(kind, is_told=False) for kind in profile.kinds)
-        )
     budget = budget_of(profile, random.Random(seed).choice([0.02, 0.1, 0.3, 0.5, 0.7, 0.9]))
     allow = ("keep", "host", "disk", "recompute") if seed % 2 else ("keep", "recompute")
     plan = spillway.plan(profile, budget=budget, hardware=hardware(), allow=allow)
-    blocks = [dataclasses.replace(block, watched=not (late and block.recomputes)) for block in plan.blocks]
-    plan = dataclasses.replace(plan, blocks=tuple(blocks))
     with spillway.attach(model, plan=plan, min_bytes="64KiB", session=session):
         for number in range(5):
             measuring = meter.meter_of(torch.device("cpu"))
@@ -603,8 +572,8 @@ def test_whatever_a_plan_is_its_peak_is_the_predicted_one(
                 # Files grow in the first step, and what leaves is there for longer.
                 continue
             peak = readings[-1].peak
-            # Fingerprints are taken in pieces, where a re-run is tried.
-            pieces = 400 << 10 if number == is_first and not are_told else 0
+            # Fingerprints are taken in pieces, where a replay is compared.
+            pieces = 400 << 10 if number <= is_first else 0
             off, share = plan.predicted_peak - peak, (peak - profile.static_bytes) / 1000
             assert -35 * share <= off + pieces, number
             assert off <= 90 * share, number
@@ -612,33 +581,33 @@ def test_whatever_a_plan_is_its_peak_is_the_predicted_one(
 
 @pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(4, 24))])
 @pytest.mark.parametrize("kind", [NAMED["mlp"], NAMED["attention"]], ids=lambda kind: kind.name)
-def test_the_peak_of_what_is_kept_and_computed_again_in_parts_is_foreseen_to_the_percent(
+def test_the_peak_of_what_is_kept_and_recomputed_is_foreseen_to_the_percent(
     kind: Kind, seed: int, session: Session
 ) -> None:
     """Where nothing leaves. Inputs, too, are too small for it, as when they were profiled."""
     model, batch = kind.model(), kind.batch()
     profile = of_other_times(spillway.profile(model, batch, session=session), seed)
-    assert all(block.is_told for block in profile.kinds)
     budget = budget_of(profile, random.Random(seed).choice([0.02, 0.1, 0.3, 0.5, 0.7, 0.9]))
     plan = spillway.plan(profile, budget=budget, hardware=hardware(), allow=("keep", "recompute"))
     with spillway.attach(model, plan=plan, session=session):
-        for _ in range(3):
+        for number in range(4):
             measuring = meter.meter_of(torch.device("cpu"))
             measuring.mark()
             one_step(model, batch)
             measuring.mark()
             readings = measuring.finish()
             assert readings is not None
+            if number < 2:
+                # Calls are recorded, and their replays are compared.
+                continue
             assert abs(plan.predicted_peak - readings[-1].peak) <= 0.01 * (readings[-1].peak - profile.static_bytes)
 
 
 def test_a_plan_that_is_given_is_held_whatever_comes(session: Session, tmp_path: Path) -> None:
-    """In the first step blocks run again whole, if there are no tapes; then in parts, also where inputs are larger."""
     kind = NAMED["attention"]
     model, batch = kind.model(), kind.batch()
     with Session(spill_directory=tmp_path) as before:
         profile = spillway.profile(model, batch, session=before)
-    assert all(block.is_told for block in profile.kinds)
     plan = spillway.plan(profile, budget=budget_of(profile, 0.3), hardware=hardware(), allow=("keep", "recompute"))
     assert any(block.recomputes for block in plan.blocks)
     plain = [one_step(model, batch[:size]) for size in (8, 16)]
@@ -650,8 +619,7 @@ def test_a_plan_that_is_given_is_held_whatever_comes(session: Session, tmp_path:
                 assert all(map(torch.equal, one_step(model, batch[:size]), plain[size > 8]))
             assert attached.plan == plan
             assert "anew" not in attached.explain()
-    # The second time there are tapes.
-    assert stages == ["tracing", "tracing", *["holding"] * 2, *["holding"] * 4]
+    assert stages == ["holding"] * 8
 
 
 def test_memory_of_what_came_back_is_given_back_before_the_next_step(

@@ -70,31 +70,6 @@ class Sized(nn.Module):
         return found
 
 
-def test_what_runs_again_by_parts_is_told_of_the_very_size(session: Session) -> None:
-    """Tapes of another size are no tapes of this one, and where there is none a user hears why."""
-    model = nn.Sequential(nn.Linear(64, 64), *(Sized() for _ in range(3)))
-
-    def profile(size: int) -> spillway.Profile:
-        return spillway.profile(model, torch.randn(size, 64), session=session)
-
-    small = profile(512)
-    assert all(kind.is_told for kind in small.kinds)
-    large = profile(1024)
-    assert not any(kind.is_told for kind in large.kinds)
-    only: dict[str, Any] = {"allow": {"keep", "recompute"}, "hardware": hardware()}
-    with pytest.raises(BudgetError) as error:
-        spillway.plan(large, budget=1, **only)
-    assert error.value.least is not None
-    plan = spillway.plan(large, budget=error.value.least, **only)
-    assert any(block.recomputes for block in plan.blocks)
-    with spillway.attach(model, plan=plan, session=session) as attached:
-        one_step(model, torch.randn(1024, 64))
-        one_step(model, torch.randn(1024, 64))
-    assert any("run again whole" in note for note in attached.stats().notes)
-    # Nor is anything believed of it any more.
-    assert not any(kind.is_told for kind in profile(512).kinds)
-
-
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_model_is_afterwards_what_it_was(fails: bool, session: Session) -> None:
     model, batch = counted(), torch.randn(512, 64, requires_grad=True)

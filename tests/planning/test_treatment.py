@@ -85,7 +85,14 @@ def test_what_runs_again_is_given_and_is_held_is_what_the_engine_says(
     views = {place for place, each in enumerate(block.operators) if each.again is Again.VIEW}
     reach = Outcome.of(block, option.decisions, 0).reach
     assert engine.reach <= reach
-    assert engine.ran == tuple(block.operators[place].name for place in range(reach) if place in runs | views)
+    expected = tuple(block.operators[place].name for place in range(reach) if place in runs | views)
+    if name == "Dropout":
+        # On a CPU, all that draws runs again if anything does.
+        assert set(expected) <= set(engine.ran)
+        return
+    assert engine.ran[: len(expected)] == expected
+    # A replay ends when the next operator saves something. Views save nothing.
+    assert set(engine.ran[len(expected) :]) <= {block.operators[place].name for place in views if place >= reach}
     assert decoded(sum(task.change_bytes for task in reruns)) == engine.again
     made = {number for number, value in enumerate(block.values) if value.maker is not None}
     saved = {number for number in made if block.values[number].saved_at is not None}

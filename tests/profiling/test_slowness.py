@@ -31,6 +31,12 @@ PROFILE = replace(LLAMA, kinds=(replace(LLAMA.kinds[0], host=HOST),))
 MiB = 1 << 20
 
 
+@pytest.fixture(autouse=True)
+def plans_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No step here is so slow that torch's own checkpointing is tried."""
+    monkeypatch.setattr(pilots, "_SLOW", float("inf"))
+
+
 @pytest.fixture
 def session(tmp_path: Path) -> Iterator[Session]:
     with Session(spill_directory=tmp_path) as session:

@@ -248,7 +248,7 @@ class Recorder(OperatorMode):
 class OutsideTensor:
     """A tensor that the function reads and did not make."""
 
-    __slots__ = ("device", "is_floating_point", "is_leaf", "requires_grad", "storage")
+    __slots__ = ("device", "is_floating_point", "is_leaf", "nbytes", "requires_grad", "storage")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.device = tensor.device
@@ -257,7 +257,10 @@ class OutsideTensor:
         self.requires_grad = tensor.requires_grad
         self.storage: Callable[[], torch.UntypedStorage | None] = _nothing
         """Its memory, if it is alive."""
+        self.nbytes = 0
+        """Of its memory."""
         if is_strided(tensor):
+            self.nbytes = tensor.untyped_storage().nbytes()
             # No reference to the tensor: torch.utils.swap_tensors would refuse it.
             self.storage = weakref.ref(tensor.untyped_storage())
 

@@ -55,6 +55,8 @@ class Outcome:
         casts = frozenset(number for number, value in enumerate(values) if value.is_cast and value.saved_at is not None)
         reach = _reach(block, again | casts)
         runs, given = _reruns(block, decisions, again, reach) if again else (frozenset(), frozenset())
+        # A replay goes on until each value that it was handed was saved once.
+        reach = max([reach, *(values[number].saved_at or 0 for number in given)])
         made = (number for number, value in enumerate(values) if value.saved_at is not None and value.maker is not None)
         if again and again.issuperset(made):
             # Nothing is preserved, and nothing is left out.

@@ -188,6 +188,8 @@ def _forward_host(block: BlockProfile, outcome: Outcome) -> float:
     """See NOTE [ What the CPU needs ]."""
     if block.host is None:
         return 0.0
+    if not (outcome.again or outcome.leaves):
+        return block.host.plain
     queued = block.host.region if outcome.again else block.host.plain
     return queued + _host_by_operator(block) * (_KEEP * len(outcome.stays) + _SEND * len(outcome.leaves))
 

@@ -42,7 +42,7 @@ SECONDS = 0.4
 """What solving may take, of work, for each window."""
 _MORE_SECONDS = 1.0
 """What it may take for the best one, once more."""
-_AHEAD = (0.5,)
+_AHEAD = (0.75, 0.5)
 """Of a window, so much is fetched ahead, where that is better."""
 MIN_WINDOW = 32 << 20
 _SHARE = 16

@@ -300,5 +300,4 @@ def _again(operator: Operator) -> Again:
 
 def _outside_bytes(recorder: Recorder, number: int) -> int:
     outside = recorder.outside.get(number)
-    storage = None if outside is None else outside.storage()
-    return 0 if storage is None else storage.nbytes()
+    return 0 if outside is None else outside.nbytes
