@@ -62,7 +62,6 @@ def profiled(measured: Mapping[str, Any], hardware: str) -> Profile:
         forward_seconds=seen["forward_seconds"],
         backward_seconds=seen["backward_seconds"],
         host=HostTimes(**seen["host"]),
-        is_told=True,
     )
     outside = {
         name: replace(

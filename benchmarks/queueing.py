@@ -10,7 +10,7 @@ Rounds go through all ways in turn, in one thread, and figures are medians over 
 spread is that between the quartiles. What ``x`` says is the ratio to the plain layer of the same round.
 
     python benchmarks/queueing.py --json queueing.json
-    python benchmarks/queueing.py --profile "unwatched, all again"
+    python benchmarks/queueing.py --profile "all recomputed"
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ class Row:
 
 def ways() -> dict[str, Stack]:
     """A model for each: of the same shape, run in its way."""
-    again = partial(spillway.Recompute, watch=False)
+    again = partial(spillway.Recompute)
     regions = {
         "compared, all again": spillway.Recompute(save="inputs"),
         "compared, attention kept": spillway.Recompute(save=["inputs", "attention"]),
-        "unwatched, all again": again(save="inputs"),
-        "unwatched, attention kept": again(save=["inputs", "attention"]),
+        "all recomputed": again(save="inputs"),
+        "attention kept": again(save=["inputs", "attention"]),
         "nothing again, all kept": spillway.Recompute(policy=Planned({}, Decision.KEEP, recomputes=False)),
     }
     stacks = {PLAIN: make(), "torch's checkpoint": make()}

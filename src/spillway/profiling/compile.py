@@ -60,7 +60,8 @@ def compile_profile(
     needed = {end, *(("back", number) for number in range(len(watched.calls)))}
     if not needed <= weighed.readings.keys():
         weighed = watched
-    static_bytes = weighed.level(("begin", 0))
+    # A process grows a little in its first steps.
+    static_bytes = max(weighed.level(("begin", 0)), watched.level(("begin", 0)))
     found = tuple(
         _kind(watched, weighed, probes[kind], numbers, end, min_bytes=min_bytes, has_host=has_host)
         for kind, numbers in kinds.items()
