@@ -59,12 +59,9 @@ class Row:
 
 def ways() -> dict[str, Stack]:
     """A model for each: of the same shape, run in its way."""
-    again = partial(spillway.Recompute)
     regions = {
-        "compared, all again": spillway.Recompute(save="inputs"),
-        "compared, attention kept": spillway.Recompute(save=["inputs", "attention"]),
-        "all recomputed": again(save="inputs"),
-        "attention kept": again(save=["inputs", "attention"]),
+        "all recomputed": spillway.Recompute(save="inputs"),
+        "attention kept": spillway.Recompute(save=["inputs", "attention"]),
         "nothing again, all kept": spillway.Recompute(policy=Planned({}, Decision.KEEP, recomputes=False)),
     }
     stacks = {PLAIN: make(), "torch's checkpoint": make()}
