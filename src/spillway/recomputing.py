@@ -152,8 +152,9 @@ def recompute(
     of the rest, backward runs again only the operators that something still hangs on. Gradients are bit for bit those
     of a plain call: random numbers, autocast, batch-norm statistics and routing are the same in the re-run.
 
-    Built on ``torch.utils.checkpoint``. In the spirit of Chen et al. 2016 (checkpointing) and of selective recompute
-    (Korthikanti et al. 2022), with a third choice beside keeping and recomputing.
+    In the first call of a kind everything is recomputed; its replay in backward records which operators the function
+    runs. From the next call on, saved tensors are preserved. In the spirit of Chen et al. 2016 (checkpointing) and of
+    selective recompute (Korthikanti et al. 2022), with a third choice beside keeping and recomputing.
 
     Args:
         function: a function or module. Without arguments for it, what is given back is a function that calls it so
@@ -165,8 +166,8 @@ def recompute(
         offload: selectors of what leaves, to host memory (of CPU tensors: disk).
         policy: a policy function of ``torch.utils.checkpoint.create_selective_checkpoint_contexts``, asked instead.
             All six ``CheckpointPolicy`` values mean what they say.
-        use_reentrant: which of the two modes of ``torch.utils.checkpoint``. The reentrant one runs every operator again
-            that is neither kept nor offloaded.
+        use_reentrant: which of the two modes of ``torch.utils.checkpoint``. The reentrant one runs the function without
+            autograd first, so that nothing but inputs can be kept or offloaded.
         early_stop: end the re-run with the last tensor that backward wants.
         preserve_rng_state: draw the same random numbers in the re-run.
         determinism_check: ``"default"``: shape, dtype and device of what is computed again must be the same;
@@ -189,8 +190,8 @@ def recompute(
     Raises:
         UsageError: for options that cannot be meant, or not together; where the ranks of ``partition_inputs`` are seen
             to have other inputs, on all of them.
-        RecomputeError: in backward, where running again would not give the same; in forward, where an output that a
-            policy says must be saved is written in place.
+        RecomputeError: in backward, where a replay would not give the same, and where an output that a policy says must
+            be saved is written in place.
 
     Example:
         >>> y = spillway.recompute(block, x, mask, offload=["inputs", "attention"])  # doctest: +SKIP
@@ -241,7 +242,7 @@ def _call_region(
     session: Session | None,
     observer: Observer | None = None,
 ) -> Any:
-    """Call a function as a region: :func:`recompute` without options among its arguments, and somebody may watch."""
+    """Call a checkpointed function: :func:`recompute` without options among its arguments, and with a profiler."""
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     refuse_transforms()

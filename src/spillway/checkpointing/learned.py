@@ -95,7 +95,7 @@ class Learned:
             raise UnsupportedError(
                 "got a checkpointed function in a graph that is being captured, expected one of which a call was "
                 "recomputed before, and that draws no random numbers; run a step like it in the same session first, "
-                "without capturing, and keep or offload what dropout gives (save='random')"
+                "without capturing; with dropout, use save='random' and preserve_rng_state=False"
             )
 
     def decisions(self, shapes: Hashable, selection: Selection) -> tuple[Decisions | None, bool]:

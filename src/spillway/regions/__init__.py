@@ -1,1 +1,1 @@
-"""Recomputed regions: the first run of a function, and the re-run in backward that executes only what is needed."""
+"""What checkpointed functions read and hang on: arguments, Python state, settings, random generators, tensors."""

@@ -1,8 +1,8 @@
-"""Which pruned re-runs were seen to be right. See NOTE [ What the trace does not see ] in ``replay.py``.
+"""What is known of a function, and fingerprints by which two runs of it are compared.
 
 NOTE [ Sums ]
 
-What every region gives is compared by less than a fingerprint: its bytes, as integers of 64 bits, lie in rows, which
+Large tensors are summed up before a fingerprint is taken: their bytes, as integers of 64 bits, lie in rows, which
 are added up, and so is what comes of that, until little is left. Each byte is read once, and integer sums do not depend
 on their order. One difference is always seen, and many that hang on nothing in common are; an exchange of two words is
 not seen if their distance is a whole number of rows. So rows begin at a distance that has no factor in common with the

@@ -11,7 +11,7 @@ stream that computes waits for all that lanes have queued before it, and all tha
 forward, behind a block that sends 640 MiB away, for milliseconds. So it is queued at the end of the backward that made
 the comparisons, when what its forward sent away is through, and before that where there are many. An optimizer's
 gradients, or another micro-batch, may leave then all the same. Where there is no such end (it has raised, or autograd
-itself is compiled), the next call of a function that nobody looks at asks.
+itself is compiled), the next call of a checkpointed function asks.
 """
 
 from __future__ import annotations
