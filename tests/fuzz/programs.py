@@ -513,8 +513,6 @@ class _Draw:
         if reentrant:
             options.append("use_reentrant=True")
         else:
-            if self.random.random() < 0.25:
-                options.append("")
             if self.random.random() < 0.07:
                 options.append("determinism_check='none'")
         if self.random.random() < 0.1:

@@ -341,3 +341,22 @@ def test_a_node_that_asks_for_what_it_saved_several_times_costs_one_replay(regio
     x = torch.randn(8, requires_grad=True)
     spillway.recompute(function, x * 1, session=regions.session).sum().backward()
     assert len(runs) <= 3
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_dimensions_of_one_element_keep_their_strides(regions: Regions, reentrant: bool) -> None:
+    weight = torch.randn(8, 8)
+
+    def function(x: Tensor) -> Tensor:
+        assert x.stride() == (96, 8, 1)
+        return (x @ weight).tanh()
+
+    def step(call: Call) -> Iterator[Tensor]:
+        # Parts of one sequence, each (1, 4, 8).
+        whole = torch.randn(1, 12, 8, requires_grad=True)
+        with call.context():
+            loss = sum(call(function, part, use_reentrant=reentrant).sum() for part in (whole * 1).split(4, 1))
+        loss.backward()
+        yield from gradients(whole)
+
+    regions(step, passes=3)

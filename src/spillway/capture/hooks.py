@@ -334,7 +334,8 @@ class Pass:
     def twin(self, handle: object, tensor: torch.Tensor) -> Handle | None:
         """As :meth:`another`, if these bytes may leave, and can have a second handle."""
         if isinstance(handle, AwayHandle) and handle.saved.reaches(*reach(tensor, tensor.untyped_storage().nbytes())):
-            runtime = self._devices[tensor.device].runtime
+            # Another pass of this session may have made the first one.
+            runtime = self._owner.runtime(tensor.device)
             if runtime.mover.adopt(handle.saved, same_content=True):
                 return AwayHandle(tensor, handle.saved, ViewRecipe.of(tensor), runtime)
         return None

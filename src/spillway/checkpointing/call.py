@@ -59,12 +59,7 @@ from spillway.regions.partition import Partition
 from spillway.regions.python_state import PythonState
 from spillway.regions.replayed_function import ReplayedFunction
 from spillway.regions.rerun import rerunning
-from spillway.regions.tensors import (
-    PLAIN,
-    below_modes,
-    is_strided,
-    tensors_in,
-)
+from spillway.regions.tensors import PLAIN, below_modes, is_strided, tensors_in, whole_view_of
 from spillway.regions.verdicts import Verdicts, differed
 
 _NOTHING: AbstractContextManager[object] = nullcontext()
@@ -572,4 +567,4 @@ def _argument(tensor: torch.Tensor, requires_grad: bool, is_written: bool) -> to
         if not is_strided(alias):
             return alias
         # Not a leaf, which it was not: of leaves, casts are taken for autocast's own.
-        return alias.view_as(alias)
+        return whole_view_of(alias)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from spillway.capture.identity import ViewRecipe
-from spillway.checkpointing.program import Act, Program, needed
+from spillway.checkpointing.program import Act, Program, SavedTensor, needed
 from spillway.errors import RecomputeError
 from spillway.operators import Choices
 from spillway.records import Decision
@@ -63,6 +63,7 @@ class Decisions:
         self.saved: list[Preserved | PreservedParts | Input | bool] = []
         """Of each saved tensor: how it is preserved, which input it is, ``True`` for a parameter, which is held as it
         is, or ``False``: it is dropped."""
+        self._recomputed: set[int] = set()
         wanted: list[tuple[int, int]] = []
         last = -1
         first_of: dict[int, int] = {}
@@ -71,7 +72,7 @@ class Decisions:
             if each.is_parameter:
                 self.saved.append(True)
                 continue
-            parts = [part for part, _ in each.parts if part in program.makers]
+            parts = [part for part, _ in each.parts if program.is_computed(part)]
             if parts and all(part in preserved for part in parts):
                 self.saved.append(
                     PreservedParts(
@@ -101,7 +102,8 @@ class Decisions:
                 self.saved.append(False)
             last = number
             for made in parts if value is None else (value,):
-                if made in program.makers:
+                if program.is_computed(made) and not _is_statistic(program, each):
+                    self._recomputed.add(number)
                     place = each.place
                     if place < len(program.operators) and made in program.operators[place].writes:
                         # The operator that saved it writes it (rrelu its noise).
@@ -131,8 +133,7 @@ class Decisions:
 
     def is_recomputed(self, number: int) -> bool:
         """Whether a replay computes a saved tensor, so that it can be compared."""
-        value = self.program.saved[number].value
-        return self.saved[number] is False and value in self.program.makers
+        return number in self._recomputed
 
     @classmethod
     def of(cls, program: Program, choices: Choices, chosen: Mapping[int, tuple[Decision, bool]] | None) -> Decisions:
@@ -183,3 +184,11 @@ class Decisions:
         decisions = cls(program, found)
         decisions.unused = choices.unused()
         return decisions
+
+
+def _is_statistic(program: Program, saved: SavedTensor) -> bool:
+    """Whether a batch norm saved and wrote its running statistics, which its backward does not read in training."""
+    if saved.saved_by is None or saved.value in program.makers:
+        return False
+    operator = program.operators[saved.saved_by]
+    return saved.value in operator.writes and "batch_norm" in str(operator.func)

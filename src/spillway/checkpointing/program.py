@@ -115,6 +115,10 @@ class Program:
     opaque: str | None = None
     """Why operators cannot be left out, if they cannot."""
 
+    def is_computed(self, value: int) -> bool:
+        """Whether an operator made or wrote it."""
+        return value in self.makers or value in self.written
+
     def can_be_preserved(self, value: int) -> bool:
         """Whether autograd saves it in a form that can be handed in."""
         return value in self.recipes and value not in self.written and self._is_saved(value)

@@ -53,7 +53,7 @@ from spillway.checkpointing.contents import copy_of, prints_of
 from spillway.checkpointing.refusing import Reads
 from spillway.checkpointing.replayable import ReplayableCall
 from spillway.errors import RecomputeError, UnsupportedError
-from spillway.regions.tensors import PLAIN, below_modes, is_strided
+from spillway.regions.tensors import PLAIN, below_modes, is_strided, whole_view_of
 from spillway.regions.verdicts import differed
 
 _NOTHING = nullcontext()
@@ -323,7 +323,7 @@ def _input(tensor: torch.Tensor, requires_grad: bool, is_written: bool) -> tuple
         if not is_strided(leaf) or torch._C._len_torch_dispatch_stack() > 0:
             return leaf, leaf
         # Not a leaf, which it was not: of leaves, casts are taken for autocast's own.
-        return leaf, leaf.view_as(leaf)
+        return leaf, whole_view_of(leaf)
 
 
 def _needs_grad(leaf: Any) -> bool:

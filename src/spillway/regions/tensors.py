@@ -59,6 +59,13 @@ def has_bits(tensor: torch.Tensor) -> bool:
         return False
 
 
+def whole_view_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A view of the whole tensor with the same strides. ``view_as`` gives dimensions of size one other strides."""
+    if type(tensor) in PLAIN:
+        return torch.ops.aten.alias.default(tensor)  # type: ignore[no-any-return]
+    return tensor.view_as(tensor)
+
+
 def nbytes_of(tensor: torch.Tensor) -> int:
     """Its bytes, as far as they can be told."""
     return tensor.nbytes if is_strided(tensor) else 0
