@@ -67,6 +67,7 @@ _VIEWS = frozenset(("TBackward0", "TransposeBackward0", "PermuteBackward0", "Vie
 """Views of a cast weight that a product may save."""
 _next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
 _weak = weakref.ref
+_STRIDED = torch.strided
 
 
 class CheckpointedCall(ReplayableCall):
@@ -123,6 +124,8 @@ class CheckpointedCall(ReplayableCall):
         """Outputs that can be computed again, with their slots; whoever reads it clears it."""
         self._keeps = False
         """Whether what autograd saves is kept: see NOTE [ Gradients inside ]."""
+        self.holds_values = observer is not None
+        """Whether slots hold their values after they were asked for them, or a profiler must know of it."""
         self._selection = selection
         self._observer = observer
         self._casts: dict[int, Callable[[], torch.UntypedStorage | None]] = {}
@@ -213,7 +216,10 @@ class CheckpointedCall(ReplayableCall):
             if leaving.nbytes and leaving.is_batch:
                 passage.advance()
             number = len(metas)
-            metas.append(meta_of(tensor))
+            if type(tensor) in PLAIN and tensor.layout is _STRIDED and not tensor.is_nested:
+                metas.append((tensor.shape, tensor.dtype, tensor.device, tensor.stride()))
+            else:
+                metas.append(meta_of(tensor))
             if is_profiled:
                 self._note_cast(tensor)
             if preserved is not None and not self._keeps:
@@ -289,7 +295,7 @@ class CheckpointedCall(ReplayableCall):
             if seen is not None:
                 return seen
             if self._is_running and not self._keeps:
-                self._keeps = self._learned.takes_gradients = True
+                self._keeps = self.holds_values = self._learned.takes_gradients = True
                 self._passage.ledger.note(
                     f"{self._label} takes a gradient of what it computes. What autograd saves in it is kept, not "
                     f"recomputed."
@@ -340,8 +346,8 @@ class CheckpointedCall(ReplayableCall):
         collector.raise_if_other()
         if compares and self._is_observed and not self._is_running:
             self._learned.is_validated = True
+        self._passage.ledger.recomputed_bytes += self._learned.recomputed_bytes(self._metas, collector)
         values = collector.take()
-        self._passage.ledger.recomputed_bytes += collector.made_bytes(values)
         for number, value in values.items():
             slot = self._slots[number]()
             if slot is not None:

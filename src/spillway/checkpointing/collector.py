@@ -23,6 +23,8 @@ from spillway.regions.tensors import PLAIN, below_modes, is_strided, tensors_in
 from spillway.regions.verdicts import differed
 
 _next_node = torch._C._autograd._get_sequence_nr
+_modes = torch._C._len_torch_dispatch_stack
+_STRIDED = torch.strided
 
 Meta = tuple[Any, torch.dtype, torch.device, tuple[int, ...]]
 """Shape, dtype, device and strides of a saved tensor."""
@@ -75,9 +77,11 @@ class Collector:
         self._saves = saves
         """Is told of each tensor that the replay saves, and its number."""
         self._count = 0
-        self._known: Set[int] = frozenset()
-        self._cells: list[list[torch.Tensor]] = []
-        """What the graph of the replay has: a graph that somebody keeps would hold all of it."""
+        self._there: Sequence[torch.Tensor] = ()
+        self._held: list[torch.Tensor | None] = []
+        """What the graph of the replay has, by numbers: a graph that somebody keeps would hold all of it."""
+        self._late: dict[int, torch.Tensor] = {}
+        """What it has of what was saved after the end."""
         self._values: dict[int, tuple[torch.Tensor, int]] = {}
         self._pending: list[tuple[int, torch.Tensor, int]] = []
         self._pairs: list[tuple[int, torch.Tensor, torch.Tensor]] = []
@@ -88,18 +92,28 @@ class Collector:
         self._other = ""
         """How what was saved differs from what forward saved."""
         self.has_ended = False
+        self._is_simple = saves is None and prints is None and not (written or changed)
+        """Whether what is saved has only to be held."""
 
     def know(self, tensors: Sequence[torch.Tensor]) -> None:
         """These are there without the replay."""
-        self._known = storages_of(tensors).keys()
+        self._there = tensors
 
-    def made_bytes(self, values: dict[int, tuple[torch.Tensor, int]]) -> int:
-        """Bytes of the storages that the replay made."""
-        made = storages_of([tensor for tensor, _ in values.values()])
-        return sum(nbytes for storage, nbytes in made.items() if storage not in self._known)
+    def numbers(self) -> Set[int]:
+        """Which wanted tensors the replay has saved."""
+        return set(self._values)
 
-    def pack(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """The hook. See NOTE [ When a replay ends ]."""
+    def made_bytes(self) -> int:
+        """Bytes of the storages of wanted tensors that the replay made."""
+        known = storages_of(self._there)
+        made = storages_of([tensor for tensor, _ in self._values.values()])
+        return sum(nbytes for storage, nbytes in made.items() if storage not in known)
+
+    def pack(self, tensor: torch.Tensor) -> int:
+        """The hook. See NOTE [ When a replay ends ].
+
+        What is simple is inlined: there are some forty saved tensors in a decoder layer, and the GPU may wait for it.
+        """
         node = _next_node()
         if node != self._node:
             if self._last >= 0:
@@ -107,22 +121,53 @@ class Collector:
                 raise Enough
             self._node = node
             self._saving.clear()
-        number, self._count = self._count, self._count + 1
+        number = self._count
+        self._count = number + 1
+        if (
+            self._is_simple
+            and not self.has_ended
+            and type(tensor) in PLAIN
+            and tensor.layout is _STRIDED
+            and not tensor.is_nested
+            and not _modes()
+        ):
+            meta = self._metas[number] if number < len(self._metas) else None
+            if meta is None or (self._checks and (tensor.shape, tensor.dtype, tensor.device, tensor.stride()) != meta):
+                self._compare_meta(number, tensor)
+            if tensor.is_leaf:
+                alias = tensor
+            else:
+                alias = tensor.detach()
+                if tensor.__dict__:
+                    carry_attributes(tensor, alias)
+            self._held.append(alias)
+            if number in self._wanted:
+                self._values[number] = alias, -1 if alias.is_inference() else alias._version
+                self._saving.append(tensor)
+        else:
+            self._pack(tensor, number, node)
+        until = self._until
+        if until is not None and number >= until and not self.has_ended:
+            if all(map(self._is_written, self._saving)):
+                self.has_ended = True
+                raise Enough
+            self._last = node
+        return number
+
+    def _pack(self, tensor: torch.Tensor, number: int, node: int) -> None:
+        """As :meth:`pack`, of any tensor in any replay."""
         if self.has_ended:
-            return [tensor.detach()]
+            self._late[number] = tensor.detach()
+            return
         if self._saves is not None:
             self._saves(number, tensor)
             if not self._holds:
-                return []
-        if number < len(self._metas):
-            if self._checks and not self._other and (meta := meta_of(tensor)) != self._metas[number]:
-                self._other = f"tensor {number} is {name_of(meta)}, and was {name_of(self._metas[number])}"
-        elif not self._other:
-            self._other = f"more tensors than the {len(self._metas)} of the forward pass"
+                self._held.append(None)
+                return
+        self._compare_meta(number, tensor)
         with below_modes(tensor):
             alias = alias_of(tensor)
-            cell = [alias] if self._asked is None or number in self._wanted else []
-            self._cells.append(cell)
+            self._held.append(alias if self._asked is None or number in self._wanted else None)
             if self._prints is not None:
                 self._compare_pending(node)
                 if number in self._prints:
@@ -132,32 +177,35 @@ class Collector:
                     refuse_written(*known)
                 self._values[number] = alias, self._version_of(alias)
                 self._saving.append(tensor)
-        if self._until is not None and number >= self._until:
-            if all(map(self._is_written, self._saving)):
-                self.has_ended = True
-                raise Enough
-            self._last = node
-        return cell
+
+    def _compare_meta(self, number: int, tensor: torch.Tensor) -> None:
+        if self._other:
+            return
+        if number >= len(self._metas):
+            self._other = f"more tensors than the {len(self._metas)} of the forward pass"
+        elif self._checks and (meta := meta_of(tensor)) != self._metas[number]:
+            self._other = f"tensor {number} is {name_of(meta)}, and was {name_of(self._metas[number])}"
 
     def _is_written(self, tensor: torch.Tensor) -> bool:
         """Whether it has its content already: it comes from outside, or an earlier operator made it."""
         if tensor.grad_fn is not None or tensor.requires_grad:
             return True
-        return is_strided(tensor) and tensor.untyped_storage()._cdata in self._known
+        return is_strided(tensor) and tensor.untyped_storage()._cdata in storages_of(self._there)
 
     def _version_of(self, alias: torch.Tensor) -> int:
         if self._written and is_strided(alias) and alias.untyped_storage()._cdata in self._written:
             return -1
         return -1 if alias.is_inference() else alias._version
 
-    def unpack(self, cell: list[torch.Tensor]) -> torch.Tensor:
+    def unpack(self, number: int) -> torch.Tensor:
         """The hook."""
         if self._last >= 0:
             # The function takes a gradient inside, and so it has come as far as forward had.
             self.has_ended = True
             raise Enough
-        if cell:
-            return cell[0]
+        held = self._late.get(number) if number >= len(self._held) else self._held[number]
+        if held is not None:
+            return held
         if self._asked is not None and not self.has_ended:
             raise self._asked()
         raise RecomputeError(
@@ -207,14 +255,13 @@ class Collector:
         if not self._other and not self.has_ended and self._count <= max(self._wanted, default=-1):
             self._other = f"{self._count} tensors, not the {len(self._metas)} of the forward pass"
         self.has_ended = True
-        for cell in self._cells:
-            cell.clear()
-        self._cells.clear()
+        self._held.clear()
         self._saving.clear()
 
     def take(self) -> dict[int, tuple[torch.Tensor, int]]:
         """What is wanted, by numbers. It is not held here any more."""
         values, self._values = self._values, {}
+        self._there = ()
         # A constant may have joined the graph since.
         return {
             number: (tensor if tensor.is_leaf else alias_of(tensor), version)

@@ -17,8 +17,9 @@ Later calls rely on it. One call in 64 is compared again, by fingerprints that t
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence, Set
 
+from spillway.checkpointing.collector import Collector, Meta
 from spillway.checkpointing.decisions import Decisions, Selection
 from spillway.checkpointing.preserving import Order
 from spillway.checkpointing.program import Program
@@ -37,7 +38,7 @@ class Learned:
     """What is known of one kind of call of a function. See NOTE [ Learning ]."""
 
     __slots__ = (
-        *("_calls", "_decisions", "_failures", "_offset", "_order", "_programs", "draws", "escaping"),
+        *("_calls", "_decisions", "_failures", "_offset", "_order", "_programs", "_recomputed", "draws", "escaping"),
         *("has_other_kernels", "is_validated", "learned_from", "state", "takes_gradients", "unread", "written"),
         "written_inputs",
     )
@@ -50,6 +51,8 @@ class Learned:
         self._order: tuple[Hashable, Planned, Order] | None = None
         """The latest."""
         self._failures: dict[Hashable, int] = {}
+        self._recomputed: tuple[Sequence[Meta], Set[int], int] | None = None
+        """Of the latest replay: what forward saved, which of it was wanted, and bytes."""
         self._decisions: dict[tuple[Hashable, Hashable], Decisions] = {}
         """By shapes, and by what is to be preserved."""
         self.is_validated = False
@@ -151,6 +154,13 @@ class Learned:
                     self._programs[shapes] = Program(opaque="calls differ from each other")
                 else:
                     del self._programs[shapes]
+
+    def recomputed_bytes(self, metas: Sequence[Meta], collector: Collector) -> int:
+        """Bytes that a replay has made. They are counted anew if other tensors were saved, or are wanted."""
+        numbers = collector.numbers()
+        if self._recomputed is None or self._recomputed[0] != metas or self._recomputed[1] != numbers:
+            self._recomputed = metas, numbers, collector.made_bytes()
+        return self._recomputed[2]
 
     def begins(self) -> bool:
         """A call begins; gives whether it is observed in full."""

@@ -48,7 +48,15 @@ class SavedSlot:
             tracker, version = self.tracked
             if tracker._version != version:
                 check_version(tracker, version, tracker)
-        return self.call.value_of(self)
+        value = self.value
+        if value is None or self.call.holds_values:
+            return self.call.value_of(self)
+        # The replay has just been here.
+        tensor, version = value
+        if version != -1 and tensor._version != version:
+            check_version(tensor, version, tensor)
+        self.value, self.seen = None, _weak(tensor)
+        return tensor
 
 
 class OutputSlot(SavedSlot):
