@@ -23,14 +23,14 @@ from clocked import ClockedBackend, scaled
 from integrations.test_planned_stages import Stage, one_forward_one_backward
 from integrations.test_planned_stages import steps as step_by_step
 from spillway import Hardware, Plan, Profile, StepStats
-from spillway.attaching import rehearsing
+from spillway.attaching import meta_profile
 from spillway.capture.order import Course
 from spillway.integrations.pipelining import offload_stages
 from spillway.planning.fates import Fates
 from spillway.planning.profile import HostTimes
 from spillway.planning.programs import program_of
 from spillway.planning.windows import USABLE
-from spillway.profiling import meter, probe
+from spillway.profiling import meter
 from spillway.runtime import mover as movers
 from spillway.runtime.arena import Arena
 from spillway.runtime.device import DeviceRuntime
@@ -97,7 +97,7 @@ def loss(y: Tensor) -> Tensor:
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small tensors are what large ones are, and what leaves goes to host memory."""
-    monkeypatch.setattr(rehearsing, "MIN_BYTES", LEAST)
+    monkeypatch.setattr(meta_profile, "MIN_BYTES", LEAST)
     monkeypatch.setattr(movers, "MOST_BATCH_BYTES", LEAST)
     tier = DeviceRuntime.tier
     monkeypatch.setattr(DeviceRuntime, "tier", lambda self, name: tier(self, "host" if name == "auto" else name))
@@ -197,7 +197,7 @@ def clocked(monkeypatch: pytest.MonkeyPatch) -> ClockedBackend:
     """A backend by whose clock steps are measured, too; what a process has beside a step is always the same."""
     backend = ClockedBackend(HARDWARE)
     clock = SimpleNamespace(perf_counter=lambda: backend.clock.now)
-    for module in (allocations, meter, probe):
+    for module in (allocations, meter):
         monkeypatch.setattr(module, "time", clock)
     count_exactly(monkeypatch, lambda: STATIC)
     return backend

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from spillway.attaching import attach
 from spillway.attaching.budgeted import allowed, profiling_pilot
-from spillway.attaching.rehearsing import Target, is_elsewhere, rehearse
+from spillway.attaching.meta_profile import Target, is_on_meta, profile_on_meta
 from spillway.errors import UnsupportedError, UsageError
 from spillway.planning.curve import POINTS, Curve, make_curve
 from spillway.planning.hardware import Hardware
@@ -27,7 +27,7 @@ from spillway.planning.timeline import Timeline, simulate_program
 from spillway.planning.windows import rates_of
 from spillway.profiling.lead import without_lead
 from spillway.profiling.machine import known_hardware
-from spillway.profiling.standins import OptimizerOf
+from spillway.profiling.meta_device import OptimizerOf
 from spillway.runtime.host_memory import local_ranks
 from spillway.session import Session
 
@@ -97,7 +97,7 @@ def profile(
         raise UsageError("model: got one in evaluation mode, expected one in training mode; call model.train()")
     if hardware is not None:
         target = Target.of(Hardware.of(hardware), device, attention, optimizer)
-        found = rehearse(model, batch, lambda model, batch: scalar_of(call(model, batch), loss), blocks, target)
+        found = profile_on_meta(model, batch, lambda model, batch: scalar_of(call(model, batch), loss), blocks, target)
         if found is None:
             raise _without_backward(model, 1)
         return found
@@ -236,7 +236,7 @@ def _check_measured(model: Module, batch: Any, **options: Any) -> None:
             f"got {', '.join(given)} without hardware, expected them beside it, since a step that is measured has its "
             f"own; give hardware=..."
         )
-    if is_elsewhere(model, batch):
+    if is_on_meta(model, batch):
         raise UsageError(
             "got a model or a batch on the meta device, which has no memory to measure, expected one on a device that "
             "computes; say what it would run on: hardware='h100'"

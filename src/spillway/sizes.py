@@ -11,7 +11,7 @@ from torch.nn import Module
 
 from spillway.attaching import attach
 from spillway.attaching.budgeted import allowed
-from spillway.attaching.rehearsing import is_elsewhere
+from spillway.attaching.meta_profile import is_on_meta
 from spillway.budgeting import Loss, as_it_was, call, hardware_of, plan, profile, scalar_of
 from spillway.errors import BudgetError, UsageError
 from spillway.planning.hardware import Hardware
@@ -19,8 +19,8 @@ from spillway.planning.plan import Plan
 from spillway.planning.planner import aim_at, fits
 from spillway.planning.profile import Profile
 from spillway.planning.scaling import scaled
+from spillway.profiling.meta_device import OptimizerOf
 from spillway.profiling.meter import allocated
-from spillway.profiling.standins import OptimizerOf
 from spillway.runtime.host_memory import local_ranks
 from spillway.session import Session
 from spillway.units import parse_bytes
@@ -164,7 +164,7 @@ class _Sizes:
     def profile(self, size: int) -> Profile:
         """Of a step of this size, which is run."""
         model, batch = self.step(size)
-        self.is_elsewhere = is_elsewhere(model, batch)
+        self.is_elsewhere = is_on_meta(model, batch)
         target = self.target if self.is_elsewhere else {}
         if not self.is_elsewhere:
             # Room for tensors of another size does not fit these, and counts.

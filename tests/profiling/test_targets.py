@@ -20,9 +20,8 @@ import spillway
 from budgets import NAMED, stack
 from spillway import BudgetError, Hardware, Profile, UnsupportedError, UsageError
 from spillway.planning.roofline import Effort, Precision, Work, seconds_of
-from spillway.profiling.fakes import FakeDevice
-from spillway.profiling.kernels import kernels_of
-from spillway.profiling.standins import StandIns
+from spillway.profiling.meta_device import MetaDevice, MetaMeter, MetaTensors
+from spillway.profiling.target_kernels import kernels_of
 from steps import Block, failing
 
 MACHINE = dataclasses.replace(Hardware.named("h200"), name="Machine", flops=1e12, memory_rate=1e12)
@@ -332,7 +331,7 @@ class Recurrent(nn.Module):
         (lambda: chosen(lambda x: (x > 0).nonzero()), "aten.nonzero"),
         (lambda: chosen(lambda x: x[x > 0]), "aten.nonzero|aten.index"),
         (lambda: chosen(lambda x: x.sum().item()), "item|_local_scalar_dense"),
-        (lambda: chosen(lambda x: bool(x.sum() > 0)), "content of a tensor|_local_scalar_dense|is_nonzero"),
+        (lambda: chosen(lambda x: bool(x.sum() > 0)), "values of tensors|_local_scalar_dense|is_nonzero"),
         (lambda: (nn.Sequential(Recurrent(), Recurrent()), torch.empty(3, 2, 8)), "aten::lstm"),
         (lambda: (nn.Sequential(*(nn.Linear(8, 8) for _ in range(2))), torch.eye(8).to_sparse()), "layout"),
     ],
@@ -390,12 +389,14 @@ def test_a_loss_that_hangs_on_no_block_is_refused() -> None:
 
 @pytest.mark.parametrize("heads", [H, 1])
 def test_what_attention_takes_for_its_backward_counts_for_the_peak(heads: int) -> None:
-    fake = FakeDevice(CUDA, Hardware.named("a100"))
+    fake = MetaDevice(CUDA, Hardware.named("a100"))
     q, k, v = (torch.empty(B, n, 100, D, dtype=torch.bfloat16, device=META) for n in (H, heads, heads))
     out = torch.empty_like(q)
     sums, seeds = torch.empty(B, H, 100, device=META), torch.empty(2, dtype=torch.uint64, device=META)
     for tensor in (q, k, v, out, sums, seeds):
         fake.number_of(tensor)
+    meter = MetaMeter(fake)
+    meter.mark()
     with fake:
         found = torch.ops.aten._scaled_dot_product_flash_attention_backward(
             out, q, k, v, out, sums, None, None, 100, 100, 0.0, True, seeds, seeds
@@ -405,31 +406,35 @@ def test_what_attention_takes_for_its_backward_counts_for_the_peak(heads: int) -
     # heads share keys and values, their gradients for each head.
     rows = B * H * 128
     shared = 2 * (B * H * 100 * D * 2) if heads != H else 0
-    assert (fake.level, fake.take_peak()) == (made, made + 4 * rows * D + 4 * rows + shared)
-    assert fake.take_peak() == made
+    for _ in range(2):
+        meter.mark()
+    _, during, after = meter.finish()
+    assert during.level - fake.before == made
+    assert during.peak - fake.before == made + 4 * rows * D + 4 * rows + shared
+    assert after.peak - fake.before == made
 
 
 def test_a_storage_counts_until_it_dies_whoever_holds_it_meanwhile() -> None:
-    fake = FakeDevice(CUDA, Hardware.named("a100"))
+    fake = MetaDevice(CUDA, Hardware.named("a100"))
     with fake:
         x = torch.empty(1000, device=META)
         view = x[:10]
-        assert fake.level == 4096
-        fake.send_away(x.untyped_storage())
-        assert fake.level == 0
-        fake.fetch(x.untyped_storage())
-        fake.fetch(view.untyped_storage())
-        assert fake.level == 4096
+        assert fake.levels[-1] == 4096
+        fake.offload(x.untyped_storage())
+        assert fake.levels[-1] == 0
+        fake.reload(x.untyped_storage())
+        fake.reload(view.untyped_storage())
+        assert fake.levels[-1] == 4096
         del x
-        assert fake.level == 4096
+        assert fake.levels[-1] == 4096
         del view
-        assert fake.level == 0
-    assert fake.take_peak() == 4096
+        assert fake.levels[-1] == 0
+    assert max(fake.levels) == 4096
     assert fake.before == 0
 
 
 def test_a_table_that_is_looked_up_in_is_not_read_as_a_whole() -> None:
-    fake = FakeDevice(CUDA, MACHINE)
+    fake = MetaDevice(CUDA, MACHINE)
     table, numbers = torch.empty(1 << 20, 1024, device=META), torch.empty(1000, dtype=torch.int64, device=META)
     with fake:
         functional.embedding(numbers, table)
@@ -443,7 +448,7 @@ def test_parameters_that_lie_in_one_storage_stand_in_one_storage() -> None:
             flat = torch.empty(2048)
             self.parts = nn.ParameterList(flat[start : start + 1024] for start in (0, 1024))
 
-    state = list(StandIns().state(Flat()).values())
+    state = list(MetaTensors().state(Flat()).values())
     assert state[0].untyped_storage() is state[1].untyped_storage()
     assert [each.storage_offset() for each in state] == [0, 1024]
     assert all(isinstance(each, nn.Parameter) and each.device == META for each in state)

@@ -30,6 +30,7 @@ def compile_profile(
     device: torch.device,
     min_bytes: int,
     known: Known | None = None,
+    has_host: bool | None = None,
 ) -> Profile:
     """The profile of a step.
 
@@ -41,12 +42,14 @@ def compile_profile(
         device: where it computed.
         min_bytes: what was smaller did not leave.
         known: what of the bytes that were there when the step began can be told.
+        has_host: whether the CPU's time is told apart from the device's. ``None``: where it queues work there.
 
     Raises:
         UnsupportedError: where no backward came through the blocks one after the other.
     """
     kinds: dict[Hashable, list[int]] = {}
-    has_host = queues(device)
+    if has_host is None:
+        has_host = queues(device)
     for number, call in enumerate(watched.calls):
         kinds.setdefault(call.kind, []).append(number)
     missing = [number for number in range(len(watched.calls)) if ("back", number) not in watched.readings]
@@ -172,7 +175,7 @@ def _parted(weighed: Watched, middle: Outside, last: int) -> tuple[Outside, Outs
     return replace(middle, peak_bytes=peak, change_bytes=middle.change_bytes - late.change_bytes), late
 
 
-def _times(watched: Watched, spans: list[list[tuple[Place, Place]]]) -> float:
+def _times(watched: Watched, spans: list[list[tuple[Place, Place]]], *, has_host: bool) -> float:
     """Of several calls, what one takes the device: the median of those that show it, if any does.
 
     See NOTE [ The device's clock ] in ``watch.py``.
@@ -180,8 +183,9 @@ def _times(watched: Watched, spans: list[list[tuple[Place, Place]]]) -> float:
     Args:
         watched: the pass.
         spans: of each call.
+        has_host: whether the CPU's time is another one than the device's.
     """
-    shown = [each for each in spans if watched.is_behind(*(place for span in each for place in span))]
+    shown = [each for each in spans if has_host and watched.is_behind(*(place for span in each for place in span))]
     return max(statistics.median(sum(watched.seconds(*span) for span in each) for each in shown or spans), 0.0)
 
 
@@ -219,8 +223,8 @@ def _kind(
         operators=probe.operators,
         values=probe.values,
         # Where the host was late because it wrote down a trace, the operators' own times are nearer.
-        forward_seconds=min(_times(watched, forward), sum(each.seconds for each in probe.operators)),
-        backward_seconds=_times(watched, backward),
+        forward_seconds=min(_times(watched, forward, has_host=has_host), sum(each.seconds for each in probe.operators)),
+        backward_seconds=_times(watched, backward, has_host=has_host),
         backward_peak_bytes=int(statistics.median(peaks)),
         # An input that was too small to leave was let go of, as a plan counts of those that it keeps.
         backward_change_bytes=int(statistics.median(changes))
@@ -236,7 +240,7 @@ def _kind(
     if not again:
         return block
     all_again = treat(block, [Decision.RECOMPUTE] * len(block.values), min_bytes=0).rerun_seconds
-    return replace(block, rerun_factor=_times(watched, again) / all_again if all_again else 1.0)
+    return replace(block, rerun_factor=_times(watched, again, has_host=has_host) / all_again if all_again else 1.0)
 
 
 def _gap(watched: Watched, weighed: Watched, numbers: list[int], *, has_host: bool) -> Outside | None:

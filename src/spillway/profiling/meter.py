@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -132,6 +133,24 @@ class AcceleratorMeter(Meter):
             readings.append(Reading(seconds, level, peak, made - before))
             before = made
         return readings
+
+
+class ClockMeter(Meter):
+    """Reads a clock alone: bytes are 0.
+
+    Args:
+        clock: in seconds. ``None``: the process's.
+    """
+
+    def __init__(self, clock: Callable[[], float] | None = None) -> None:
+        self._clock = clock
+        self._instants: list[float] = []
+
+    def mark(self) -> None:
+        self._instants.append(time.perf_counter() if self._clock is None else self._clock())
+
+    def finish(self) -> list[Reading]:
+        return [Reading(seconds - self._instants[0], 0, 0, 0) for seconds in self._instants]
 
 
 class CpuMeter(Meter):

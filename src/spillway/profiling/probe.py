@@ -11,11 +11,10 @@ when the work has ended: then what it measured is the host again, and another ca
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from spillway.checkpointing.program import Operator
 from spillway.checkpointing.recorder import Recorder
 from spillway.operators import full_name
 from spillway.planning.profile import Again, OperatorProfile, Value
-from spillway.profiling.meter import allocated
+from spillway.profiling.meter import AcceleratorMeter, ClockMeter, Meter, Reading
 from spillway.regions.mode import OperatorMode
 from spillway.regions.tensors import tensors_in
 
@@ -38,31 +37,29 @@ _GRAIN = 512
 """What an accelerator's allocator rounds up to."""
 
 
-@dataclass(slots=True)
-class _Note:
-    """What was measured of one operator."""
-
-    start: Any
-    end: Any
-    workspace: int
-
-
 class Probe:
     """Measures the operators of one call.
 
     Args:
         device: where the block computes.
         before: that of an earlier call, which was not complete.
+        meter: that reads each operator's begin and end. ``None``: the device's; of a CPU, its clock alone.
     """
 
-    def __init__(self, device: torch.device, before: Probe | None = None) -> None:
+    def __init__(self, device: torch.device, before: Probe | None = None, meter: Meter | None = None) -> None:
         self._device = device
+        if meter is None:
+            meter = ClockMeter() if device.type == "cpu" else AcceleratorMeter(device)
+        self._meter = meter
+        self._marks = 0
+        self._readings: list[Reading] = []
         self._tries: int = 1 if before is None else before._tries + 1
         self._busy: torch.Event | None = None
         """When the device is through with what keeps it busy."""
         self._was_late = False
         """Whether it was, before the host had queued all operators."""
-        self._notes: dict[int, _Note] = {}
+        self._begins: dict[int, int] = {}
+        """Of each operator, the number of the mark where it began: the next one is its end."""
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._nbytes: dict[int, int] = {}
         self._dies_at: dict[int, int] = {}
@@ -80,15 +77,12 @@ class Probe:
     @contextmanager
     def watching(self, recorder: Recorder) -> Iterator[None]:
         """A context around the run of the function."""
-        if self._device.type != "cpu":
+        if self._device.type not in ("cpu", "meta"):
             _keep_busy(self._device)
             self._busy = torch.Event(self._device)
             self._busy.record(torch.accelerator.current_stream(self._device))
-        with self._watch(recorder):
+        with _Watch(self, recorder):
             yield
-
-    def _watch(self, recorder: Recorder) -> AbstractContextManager[object]:
-        return _Watch(self, recorder)
 
     def ended(self, recorder: Recorder) -> None:
         """The function has returned."""
@@ -142,7 +136,7 @@ class Probe:
             replace(value, is_input=False, saved_at=None, saved_last_at=None) if number in others else value
             for number, value in enumerate(values)
         )
-        self._wait()
+        self._readings = self._meter.finish()
         self.operators = tuple(
             OperatorProfile(
                 name=full_name(call.func),
@@ -151,25 +145,21 @@ class Probe:
                 makes=call.makes,
                 writes=call.writes,
                 again=Again.ALWAYS if self._opaque else _again(call),
-                workspace_bytes=self._notes[place].workspace if place in self._notes else 0,
+                workspace_bytes=self._workspace(place),
             )
             for place, call in enumerate(calls)
         )
 
     def _seconds(self, place: int) -> float:
-        note = self._notes.get(place)
-        return 0.0 if note is None else self._between(note.start, note.end)
+        mark = self._begins.get(place)
+        return 0.0 if mark is None else self._readings[mark + 1].seconds - self._readings[mark].seconds
 
-    # By the device's clock.
-
-    def _wait(self) -> None:
-        if self._device.type != "cpu":
-            torch.accelerator.synchronize(self._device)
-
-    def _between(self, start: Any, end: Any) -> float:
-        if self._device.type == "cpu":
-            return float(end - start)
-        return float(start.elapsed_time(end)) / 1e3
+    def _workspace(self, place: int) -> int:
+        mark = self._begins.get(place)
+        if mark is None:
+            return 0
+        begin, end = self._readings[mark], self._readings[mark + 1]
+        return max(end.peak - max(begin.level, end.level), 0)
 
     def _may_leave(self, recorder: Recorder, number: int) -> bool:
         outside = recorder.outside[number]
@@ -186,25 +176,15 @@ class Probe:
             del self._alive[value]
             self._dies_at[value] = place
 
-    def instant(self) -> Any:
-        """Now, by the device's clock."""
-        if self._device.type == "cpu":
-            return time.perf_counter()
-        event = torch.Event(self._device, enable_timing=True)
-        event.record(torch.accelerator.current_stream(self._device))
-        return event
+    def mark(self) -> int:
+        """An operator begins or has ended; gives the number of the mark."""
+        self._meter.mark()
+        self._marks += 1
+        return self._marks - 1
 
-    def allocated(self) -> tuple[int, int]:
-        """Bytes now, and the most since this was last asked."""
-        if self._device.type == "cpu":
-            return 0, 0
-        now, peak, _ = allocated(self._device)
-        torch.accelerator.reset_peak_memory_stats(self._device)
-        return now, peak
-
-    def note(self, recorder: Recorder, place: int, output: Any, note: _Note) -> None:
+    def note(self, recorder: Recorder, place: int, output: Any, begin: int) -> None:
         """An operator has run, and was counted."""
-        self._notes[place] = note
+        self._begins[place] = begin
         makes = recorder.operators[place].makes
         for part in tensors_in(output if isinstance(output, (list, tuple)) else (output,)):
             value = recorder.values.find(part)
@@ -280,13 +260,11 @@ class _Watch(OperatorMode):
         probe, recorder = self._probe, self._recorder
         place = len(recorder.operators)
         probe.note_deaths(place)
-        before, _ = probe.allocated()
-        start = probe.instant()
+        begin = probe.mark()
         output = func(*args, **(kwargs or {}))
-        end = probe.instant()
-        after, peak = probe.allocated()
+        probe.mark()
         if len(recorder.operators) > place:
-            probe.note(recorder, place, output, _Note(start, end, max(peak - max(before, after), 0)))
+            probe.note(recorder, place, output, begin)
         else:
             probe.note_cast(recorder, output)
         return output

@@ -1,0 +1,388 @@
+"""The profile of a step on hardware that is not there: one step on ``meta`` tensors, traced like a measured one.
+
+NOTE [ Meta profile ]
+
+A measured profile is of a step whose blocks are recomputed and whose inputs are offloaded. Here nothing is recomputed:
+what a block saves is released at once. It is there again, as new storages of the same sizes, when the gradient of the
+block's output is. So the meta device holds at each instant what a GPU would, and the same tracer and the same operator
+profilers write the same profile.
+
+As in a checkpointed block, saved parameters stay, and so do tensors that other code holds. Inputs are offloaded when
+the block is called, whoever still holds them, unless they are small.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.func import functional_call
+from torch.nn import Module
+from torch.utils._pytree import tree_leaves, tree_map
+
+from spillway.attaching.attached import attach
+from spillway.attaching.budgeted import device_of
+from spillway.attaching.caches import Caches
+from spillway.blocks import Named, signature
+from spillway.capture.identity import is_parameter
+from spillway.checkpointing.decisions import Selection
+from spillway.checkpointing.recorder import Recorder
+from spillway.errors import UnsupportedError, UsageError
+from spillway.losses.own import own_losses
+from spillway.operators import Choices
+from spillway.planning.hardware import Hardware
+from spillway.planning.profile import Profile
+from spillway.profiling.compile import compile_profile
+from spillway.profiling.meta_device import META, MetaDevice, MetaMeter, MetaTensors, OptimizerOf, state_sizes
+from spillway.profiling.meter import ClockMeter
+from spillway.profiling.probe import Probe, WatchedCall
+from spillway.profiling.target_kernels import first_attention, kernels_of, standing_workspace
+from spillway.profiling.watch import Watch
+from spillway.runtime.bytes import over
+from spillway.session import MIN_BYTES
+from spillway.units import parse_bytes
+
+_DEVICES = ("cuda", "cpu")
+_RERUN_FACTOR = 1.07
+"""Time of a recomputation over that of its operators before, as measured of Llama-8B's block on an H200."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where a step would run."""
+
+    device: torch.device
+    hardware: Hardware
+    attention: str
+    optimizer: OptimizerOf | float | None
+
+    @classmethod
+    def of(cls, hardware: Hardware, device: object, attention: str | None, optimizer: Any) -> Target:
+        """What a user gives to :func:`spillway.profile`, checked.
+
+        Raises:
+            UsageError: for an argument that cannot be meant.
+        """
+        if device is not None and device not in _DEVICES:
+            raise UsageError(f"device: got {device!r}, expected one of {', '.join(map(repr, _DEVICES))}, or None")
+        number = isinstance(optimizer, (int, float)) and not isinstance(optimizer, bool)
+        given = optimizer is None or (number and optimizer >= 0 and math.isfinite(optimizer))
+        if isinstance(optimizer, torch.optim.Optimizer) or not (given or callable(optimizer)):
+            raise UsageError(
+                f"optimizer: got {optimizer!r:.200}, expected a class such as torch.optim.AdamW, a function from a "
+                f"list of parameters to an optimizer, bytes for each element of a parameter, or None"
+            )
+        found = torch.device(_DEVICES[0] if device is None else str(device))
+        return cls(found, hardware, first_attention(attention, hardware), optimizer)
+
+
+def profile_on_meta(
+    model: Module, batch: Any, loss_of: Callable[[Module, Any], torch.Tensor], blocks: Any, target: Target
+) -> Profile | None:
+    """The profile of a step on a target; ``None`` if no backward came through the blocks.
+
+    Args:
+        model: in training mode, on any device; it is not touched.
+        batch: likewise.
+        loss_of: calls a model with a batch, and gives a number.
+        blocks: as for :func:`spillway.attach`.
+        target: where the step would run.
+
+    Raises:
+        UnsupportedError: for operators whose outcome on the target is not known.
+    """
+    device_of(model)
+    tensors = MetaTensors()
+    step = _Step(model, loss_of)
+    state, there = tensors.state(step), tree_map(tensors.of, batch)
+    device = MetaDevice(target.device, target.hardware)
+    device.before += _standing_bytes(device, target, state)
+    for tensor in (*state.values(), *tree_leaves(there)):
+        if isinstance(tensor, torch.Tensor):
+            device.number_of(tensor)
+    for tensor, meta in tensors.pairs():
+        device.values.learn(meta, tensor)
+    # What cannot be attached to has no profile either.
+    with attach(model, blocks=blocks) as attached:
+        names = attached.blocks
+    profiler = MetaProfiler(device, min_bytes=parse_bytes(MIN_BYTES, what="min_bytes"))
+    with ExitStack() as around:
+        around.enter_context(torch.compiler.set_stance("force_eager"))
+        around.enter_context(Caches(model).off())
+        for loss in own_losses(model):
+            around.enter_context(loss.in_rows(0))
+        around.enter_context(kernels_of(target.device, target.attention))
+        around.enter_context(profiler.around([Named(name, model.get_submodule(name)) for name in names]))
+        around.enter_context(device)
+        try:
+            functional_call(step, state, (there,)).backward()
+        except RuntimeError as error:
+            if "meta tensor" not in str(error):
+                raise
+            raise UnsupportedError(
+                f"profile without the hardware: the step depends on the values of tensors ({error}), and meta tensors "
+                f"have none; profile the model on the device itself"
+            ) from error
+    return profiler.profile(type(model).__name__)
+
+
+def is_on_meta(model: Module, batch: Any) -> bool:
+    """Whether there is nothing to be measured: tensors without memory."""
+    tensors = [*model.parameters(), *model.buffers(), *tree_leaves(batch)]
+    return any(isinstance(each, torch.Tensor) and each.device == META for each in tensors)
+
+
+class _Step(Module):
+    """A model and its loss, so that both see the ``meta`` tensors of the model's state."""
+
+    def __init__(self, model: Module, loss_of: Callable[[Module, Any], torch.Tensor]) -> None:
+        super().__init__()
+        self.model = model
+        self._loss_of = loss_of
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        return self._loss_of(self.model, batch)
+
+
+def _standing_bytes(device: MetaDevice, target: Target, state: dict[str, torch.Tensor]) -> int:
+    """Bytes that no operator is seen to read: the optimizer's state, and the workspace of matrix products."""
+    trained = list({id(each): each for each in state.values() if each.is_leaf and each.requires_grad}.values())
+    if target.optimizer is None:
+        sizes = []
+    elif callable(target.optimizer):
+        sizes = state_sizes(trained, target.optimizer)
+    else:
+        sizes = [math.ceil(target.optimizer * each.numel()) for each in trained]
+    return sum(map(device.rounded, sizes)) + standing_workspace(target.device, target.hardware)
+
+
+class MetaProfiler:
+    """Traces one step on a meta device. See NOTE [ Meta profile ].
+
+    Args:
+        device: whose mode is in force during the step.
+        min_bytes: smaller tensors are not offloaded.
+    """
+
+    def __init__(self, device: MetaDevice, *, min_bytes: int) -> None:
+        self._device = device
+        self._min_bytes = min_bytes
+        self._watch = Watch(META, lambda: 0, MetaMeter(device))
+        self._probes: dict[Hashable, Probe] = {}
+        self._calls: dict[int, _BlockCall] = {}
+        """Calls of blocks whose saved tensors are released."""
+
+    @contextmanager
+    def around(self, blocks: Sequence[Named]) -> Iterator[None]:
+        """A context in which the calls of these modules are blocks.
+
+        Raises:
+            UsageError: if a block has another one inside.
+        """
+        modules = {id(each.module) for each in blocks}
+        for name, module in ((each.name, each.module) for each in blocks):
+            if any(inner is not module and id(inner) in modules for inner in module.modules()):
+                raise UsageError(
+                    f"blocks: {name!r} has others inside, and a profile is of blocks one after the other; name the "
+                    f"outer ones or the inner ones"
+                )
+        with ExitStack() as stack:
+            for each in blocks:
+                # Around the forward, so that hooks of the user's run outside of the block.
+                stack.enter_context(_forward_of(each.module, partial(self._run, each)))
+            yield
+
+    def profile(self, model: str) -> Profile | None:
+        """The profile of the step, which has ended; ``None`` if no backward came through the blocks.
+
+        Args:
+            model: class of the model.
+        """
+        if not self._watch.has_backward:
+            self._watch.close()
+            return None
+        watched = self._watch.finish()
+        profile = compile_profile(
+            watched,
+            watched,
+            self._probes,
+            model=model,
+            device=self._device.device,
+            min_bytes=self._min_bytes,
+            has_host=False,
+        )
+        # What was there again took no time.
+        return replace(profile, kinds=tuple(replace(kind, rerun_factor=_RERUN_FACTOR) for kind in profile.kinds))
+
+    def _run(self, block: Named, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A block's forward."""
+        if not (block.module.training and torch.is_grad_enabled()):
+            return forward(*args, **kwargs)
+        for value in (*args, *kwargs.values()):
+            if hasattr(type(value), "get_seq_length") and not isinstance(value, torch.Tensor):
+                raise UsageError(
+                    f"got a {type(value).__name__} as an argument of {block}, and recomputing the block would write "
+                    f"its keys and values a second time; call the model with use_cache=False, and without a cache"
+                )
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        forms = tuple((each.shape, each.dtype, each.requires_grad, each.is_leaf) for each in tensors)
+        kind = (signature(block.module), forms)
+        number = self._watch.block_begins(block.name, kind, (args, kwargs))
+        probe = None
+        if kind not in self._probes:
+            # On a CPU, nothing tells of workspaces.
+            on_cpu = self._device.device.type == "cpu"
+            meter = ClockMeter(lambda: self._device.seconds) if on_cpu else MetaMeter(self._device)
+            probe = self._probes[kind] = Probe(META, meter=meter)
+        call = _BlockCall(self._device, tensors, self._min_bytes)
+        observer = WatchedCall(probe, partial(self._watch.asked, number), self._watch.casts)
+        output = call.run(forward, args, kwargs, observer)
+        self._watch.block_ended(number, output)
+        trained = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        if trained:
+            self._calls[number] = call
+            # After the tracer's own hook, which has marked that the block's backward begins.
+            trained[0].register_hook(lambda _: self._reload(number))  # type: ignore[no-untyped-call]
+        return output
+
+    def _reload(self, number: int) -> None:
+        call = self._calls.pop(number, None)
+        if call is not None:
+            self._watch.rerun_begins(number)
+            call.reload()
+            self._watch.rerun_ended(number)
+
+
+@contextmanager
+def _forward_of(module: Module, run: Callable[..., Any]) -> Iterator[None]:
+    """A context in which a module's forward is run by ``run``, which is given it before its arguments."""
+    own = module.__dict__.get("forward")
+    module.__dict__["forward"] = partial(run, module.forward)
+    try:
+        yield
+    finally:
+        del module.__dict__["forward"]
+        if own is not None:
+            module.__dict__["forward"] = own
+
+
+class _BlockCall:
+    """One call of a block, whose saved tensors are released. See NOTE [ Meta profile ].
+
+    Args:
+        device: the meta device.
+        tensors: that the block is called with.
+        min_bytes: smaller ones are not offloaded.
+    """
+
+    def __init__(self, device: MetaDevice, tensors: list[torch.Tensor], min_bytes: int) -> None:
+        self._device = device
+        self._inputs = {device.number_of(tensor) for tensor in tensors}
+        self._first = device.count
+        # What was there before the step, as a table in a buffer, stays.
+        storages = [tensor.untyped_storage() for tensor in tensors if device.number_of(tensor) > 0]
+        self._small = [storage for storage in storages if storage.nbytes() < min_bytes]
+        """Inputs that are held for as long as anything that the block saves."""
+        for storage in storages:
+            if storage.nbytes() >= min_bytes:
+                device.offload(storage)
+        self._released: weakref.WeakSet[_Released] = weakref.WeakSet()
+        self._recorder: Recorder | None = None
+        self._observer: WatchedCall | None = None
+
+    def run(
+        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], observer: WatchedCall
+    ) -> Any:
+        """The block's forward."""
+        with saved_tensors_hooks(self._pack, _unpack):
+            if not observer.wants_operators:
+                return forward(*args, **kwargs)
+            self._recorder, self._observer = recorder, _ = Recorder(Selection(Choices(), None, None)), observer
+            recorder.begin([leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)])
+            with recorder, observer.watching(recorder):
+                output = forward(*args, **kwargs)
+        with torch._C._DisableTorchDispatch():
+            recorder.gave(output)
+        observer.ended(recorder)
+        self._recorder = self._observer = None
+        return output
+
+    def reload(self) -> None:
+        """What was saved is there again, each storage once."""
+        storages: dict[int, torch.UntypedStorage] = {}
+        for each in self._released:
+            each.reload(storages, self._device)
+        self._released.clear()
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        with torch._C._DisableTorchDispatch():
+            if self._recorder is not None:
+                self._recorder.saves(0, tensor)
+            number = self._device.number_of(tensor) if tensor.device == META else -1
+            if is_parameter(tensor) or not (number > self._first or number in self._inputs):
+                # An output must not hold its own node.
+                return tensor if tensor.is_leaf and tensor.requires_grad else tensor.detach()
+            is_input = number in self._inputs
+            tell = None
+            if self._recorder is not None and self._observer is not None and not is_input:
+                tell = partial(self._observer.asked, len(self._recorder.operators))
+            found = _Released(self, tensor, number, is_input=is_input, tell=tell)
+        self._released.add(found)
+        return found
+
+
+class _Released:
+    """Stands for a saved tensor whose storage is not held from the forward to the block's backward."""
+
+    __slots__ = ("__weakref__", "_call", "_form", "_nbytes", "_number", "_original", "_storage", "_tell")
+
+    def __init__(
+        self,
+        call: _BlockCall,
+        tensor: torch.Tensor,
+        number: int,
+        *,
+        is_input: bool,
+        tell: Callable[[torch.Tensor, object], None] | None,
+    ) -> None:
+        storage = tensor.untyped_storage()
+        self._call = call
+        self._tell = tell
+        self._number = number
+        self._nbytes = storage.nbytes()
+        self._form = tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride()
+        self._original = weakref.ref(storage) if is_input else None
+        self._storage: torch.UntypedStorage | None = None
+
+    def reload(self, storages: dict[int, torch.UntypedStorage], device: MetaDevice) -> None:
+        """There is a storage again: that of the input if it is still held, or one for all that shared it."""
+        if self._number not in storages:
+            original = None if self._original is None else self._original()
+            if original is None:
+                storages[self._number] = device.allocate(self._nbytes)
+            else:
+                device.reload(original)
+                storages[self._number] = original
+        self._storage = storages[self._number]
+
+    def unpack(self) -> torch.Tensor:
+        """The tensor."""
+        if self._storage is None:
+            # Backward has come by another of the block's outputs.
+            self._call.reload()
+        assert self._storage is not None
+        tensor = over(self._storage, *self._form)
+        if self._tell is not None:
+            self._tell(tensor, self)
+        return tensor
+
+
+def _unpack(packed: torch.Tensor | _Released) -> torch.Tensor:
+    return packed.unpack() if isinstance(packed, _Released) else packed
