@@ -16,7 +16,7 @@ from spillway.errors import printable
 from spillway.planning.files import check_writable, read_file, write_file
 from spillway.planning.hardware import Hardware
 from spillway.planning.profile import Profile
-from spillway.profiling.cache import read_kept
+from spillway.profiling.machine import read_kept
 from spillway.report.facts import facts_of
 from spillway.report.page import to_page
 from spillway.report.trace import to_trace

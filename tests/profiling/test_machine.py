@@ -16,12 +16,16 @@ import torch
 
 from spillway.errors import SpillPathError, TierFullError, UsageError
 from spillway.planning.hardware import Hardware
-from spillway.profiling import drive, machine
-from spillway.profiling.cache import cache_directory, cache_file, keep, read_kept
-from spillway.profiling.copies import Copies, link_rates
-from spillway.profiling.drive import measure_drive
-from spillway.profiling.machine import known_hardware, measure_hardware
-from spillway.profiling.rate import MOST_SAMPLES, rate_of
+from spillway.profiling import machine, rates
+from spillway.profiling.machine import (
+    cache_directory,
+    cache_file,
+    keep,
+    known_hardware,
+    measure_hardware,
+    read_kept,
+)
+from spillway.profiling.rates import MOST_SAMPLES, measure_drive, measure_link, rate_of
 from spillway.runtime.backend import Lane
 from spillway.runtime.bytes import Bytes
 from spillway.runtime.cpu import CpuBackend
@@ -56,7 +60,7 @@ class Work:
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
     try:
-        drive.SpillFile(tmp_path).close()
+        rates.SpillFile(tmp_path).close()
     except SpillPathError:
         pytest.skip("the temporary directory is in memory")
     return tmp_path
@@ -129,26 +133,11 @@ class Watched(CpuBackend):
 
 def test_copies_go_to_host_memory_and_come_from_there_on_lanes_of_their_own() -> None:
     with closing(Watched()) as backend:
-        copies = Copies(backend, 4096)
-        copies.out()
-        copies.back()
-        copies.both()
-        copies.wait()
-    out, back = backend.copies[0][0], backend.copies[1][0]
+        link = measure_link(backend, 4096, SECONDS)
+    assert min(link.out, link.back, link.both) > 0
+    (out, *_), (back, *_) = backend.copies[0], backend.copies[-1]
     assert out is not back
-    assert backend.copies == [(out, True, False), (back, False, True)] * 2
-
-
-def test_the_rates_of_two_devices_are_those_of_each() -> None:
-    with closing(CpuBackend(CPU)) as first, closing(CpuBackend(CPU)) as second:
-        devices = [Copies(first, 1 << 20), Copies(second, 1 << 20)]
-        waits: list[Copies] = []
-        for copies in devices:
-            wait = copies.wait
-            copies.wait = lambda wait=wait, copies=copies: (waits.append(copies), wait())  # type: ignore[method-assign]
-        link = link_rates(devices, SECONDS)
-    assert link.active == 2
-    assert waits.count(devices[0]) == waits.count(devices[1]) > 3
+    assert set(backend.copies) == {(out, True, False), (back, False, True)}
 
 
 def test_the_disk_is_written_and_read_and_nothing_is_left(directory: Path) -> None:
@@ -165,16 +154,16 @@ def test_the_disk_is_written_and_read_and_nothing_is_left(directory: Path) -> No
 def test_little_of_a_full_disk_is_written(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # 40 MiB are free: a twentieth is two.
     usage = lambda path: psutil.disk_usage(str(path))._replace(free=40 << 20)  # noqa: E731
-    files: list[drive.SpillFile] = []
+    files: list[rates.SpillFile] = []
 
-    class Kept(drive.SpillFile):
+    class Kept(rates.SpillFile):
         def close(self) -> None:
             files.append(self)
             self.most = self.used_bytes
             super().close()
 
-    monkeypatch.setattr(drive.shutil, "disk_usage", usage)
-    monkeypatch.setattr(drive, "SpillFile", Kept)
+    monkeypatch.setattr(rates.shutil, "disk_usage", usage)
+    monkeypatch.setattr(rates, "SpillFile", Kept)
     with closing(CpuBackend(CPU)) as backend:
         assert measure_drive(backend, directory, SECONDS).read > 0
     assert [file.most for file in files] == [2 << 20]
@@ -182,7 +171,7 @@ def test_little_of_a_full_disk_is_written(directory: Path, monkeypatch: pytest.M
 
 def test_a_disk_that_is_full_is_told(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = lambda path: psutil.disk_usage(str(path))._replace(free=10 << 20)  # noqa: E731
-    monkeypatch.setattr(drive.shutil, "disk_usage", usage)
+    monkeypatch.setattr(rates.shutil, "disk_usage", usage)
     with closing(CpuBackend(CPU)) as backend, pytest.raises(TierFullError, match=r"got 10\.0 MiB of free space"):
         measure_drive(backend, directory, SECONDS)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from spillway import Hardware
-from spillway.profiling.cache import cache_file
+from spillway.profiling.machine import cache_file
 from spillway.runtime.device_name import device_name
 
 SOURCE = Path(__file__).parents[2] / "src"

@@ -1,34 +1,35 @@
-"""What this machine can do, measured.
+"""What this machine can do: measured, and kept in the user's cache.
 
 NOTE [ What is measured ]
 
-Copies and the disk are measured with what the engine moves bytes with: its lanes, its pinned memory, its spill file
-with its checksums, in pieces of its size and by as many threads. So a rate is what a step can have, and not what a
-link promises. A part does its work again and again until its share of the time is over, or the median is known well
-enough; on a machine that is quick, all of it takes a second or two.
+Copies and the disk are measured with what offloading uses (``rates.py``). So a rate is what a step can have, and not
+what a data sheet promises. Each part repeats its work until its share of the time is over, or the median is known well
+enough. On a quick machine all of it takes a second or two.
 
-Nothing else should be going on: what others copy meanwhile is missing from the rates.
+Nothing else should run meanwhile: what others copy is missing from the rates.
 """
 
 from __future__ import annotations
 
 import datetime
+import hashlib
 import os
 import platform
+import re
 import shutil
-from collections.abc import Callable
-from contextlib import closing
+import tempfile
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import closing, suppress
 from dataclasses import replace
+from pathlib import Path
 
 import psutil
 import torch
 
 from spillway.errors import BackendError, TierError, UsageError
-from spillway.planning.hardware import Hardware, Link
-from spillway.profiling.cache import cache_file, keep, read_kept
-from spillway.profiling.copies import Copies, link_rates, memory_rate
-from spillway.profiling.drive import Drive, measure_drive
-from spillway.profiling.products import product_rate
+from spillway.planning.hardware import Hardware
+from spillway.profiling.rates import Drive, measure_drive, measure_link, measure_memory, measure_products
 from spillway.runtime.backend import Backend
 from spillway.runtime.device import backend_for
 from spillway.runtime.device_name import device_name
@@ -42,7 +43,9 @@ _LINK_SHARE, _PRODUCT_SHARE, _MEMORY_SHARE, _DISK_SHARE = 0.3, 0.15, 0.1, 0.35
 
 _ACCELERATOR_COPY, _CPU_COPY = 256 << 20, 64 << 20
 _FREE_SHARE = 32
-"""Of the memory that is free, here and there, one copy takes no more than one in so many."""
+"""One copy takes no more than one in so many of the free bytes, on the device and on the CPU."""
+_LETTERS = 12
+"""Letters of a hash: enough to tell the machines of one user apart."""
 
 
 def measure_hardware(
@@ -79,15 +82,15 @@ def measure_hardware(
     device = which_device(device)
     if not 0 < seconds < float("inf"):
         raise UsageError(f"seconds: got {seconds}, expected a time above 0")
-    tell = on_part if on_part is not None else _nobody
+    tell = on_part if on_part is not None else lambda part: None
     with closing(backend_for(device)) as backend:
         try:
             tell("copies")
-            link = _link(backend, seconds * _LINK_SHARE)
+            link = measure_link(backend, _copy_bytes(backend), seconds * _LINK_SHARE)
             tell("matrix products")
-            flops = product_rate(backend, seconds * _PRODUCT_SHARE)
+            flops = measure_products(backend, seconds * _PRODUCT_SHARE)
             tell("memory")
-            memory = memory_rate(backend, 2 * _copy_bytes(backend), seconds * _MEMORY_SHARE)
+            memory = measure_memory(backend, 2 * _copy_bytes(backend), seconds * _MEMORY_SHARE)
         except torch.OutOfMemoryError as error:
             raise BackendError(
                 f"{device}: got {error}, expected a few hundred MiB to measure with; end what else runs there"
@@ -167,10 +170,6 @@ def _at_present(kept: Hardware, device: torch.device, directory: str | os.PathLi
         return replace(kept, device_bytes=_memory(backend)[1], host_bytes=memory_limit(), disk_bytes=disk_bytes)
 
 
-def _nobody(part: str) -> None:
-    """Nobody wants to know."""
-
-
 def _memory(backend: Backend) -> tuple[int, int]:
     """Bytes of the device that are free, and all of them."""
     return backend.memory_info() or _host_memory()
@@ -182,14 +181,10 @@ def _host_memory() -> tuple[int, int]:
 
 
 def _copy_bytes(backend: Backend) -> int:
-    """How long a copy should be: long enough for the link, and short beside the memory that is free."""
+    """Bytes of one copy: many for the link, and few beside the memory that is free."""
     wanted = _CPU_COPY if backend.device.type == "cpu" else _ACCELERATOR_COPY
     free = min(_memory(backend)[0], _host_memory()[0]) // _FREE_SHARE
     return max(ALIGNMENT, min(wanted, free // ALIGNMENT * ALIGNMENT))
-
-
-def _link(backend: Backend, seconds: float) -> Link:
-    return link_rates([Copies(backend, _copy_bytes(backend))], seconds)
 
 
 def _drive(backend: Backend, directory: str | os.PathLike[str] | None, seconds: float) -> Drive | None:
@@ -208,3 +203,87 @@ def _source(device: torch.device, drive: Drive | None) -> str:
     else:
         disk = f"disk at {drive.directory}, {'direct' if drive.direct else 'through the page cache'}"
     return f"measured on {device} with torch {torch.__version__}; {disk}"
+
+
+# The cache
+
+
+def cache_directory(environment: Mapping[str, str] = os.environ) -> Path | None:
+    """The user's directory for what can be had again; ``None`` for a user without a home.
+
+    Args:
+        environment: ``$SPILLWAY_CACHE`` says which, or else ``$XDG_CACHE_HOME`` and ``$HOME`` above which.
+    """
+    named = environment.get("SPILLWAY_CACHE")
+    if named:
+        return Path(named).absolute()
+    above = Path(environment.get("XDG_CACHE_HOME", ""))
+    # The standard has it that a relative one is none.
+    if above.is_absolute():
+        return above / "spillway"
+    home = Path(environment.get("HOME", ""))
+    return home / ".cache" / "spillway" if home.is_absolute() else None
+
+
+def cache_file(
+    device: str, host: str, torch_version: str, directory: str | None, environment: Mapping[str, str] = os.environ
+) -> Path | None:
+    """The file of one kind of device, on one machine, with one torch and one directory to spill to.
+
+    Args:
+        device: its name.
+        host: the machine's name. It is in the file's name as a hash only, since files get shown to others.
+        torch_version: as torch has it.
+        directory: to spill to; ``None``: the default.
+        environment: as for :func:`cache_directory`.
+    """
+    folder = cache_directory(environment)
+    if folder is None:
+        return None
+    machine = hashlib.sha256("\0".join([host, *([] if directory is None else [directory])]).encode()).hexdigest()
+    return folder / f"hardware-{_plain(device)}-{_plain(torch_version)}-{machine[:_LETTERS]}.json"
+
+
+def read_kept(file: Path) -> Hardware | None:
+    """What was kept; ``None`` if the file is not there, or does not validate."""
+    try:
+        return Hardware.load(file)
+    except UsageError:
+        return None
+
+
+def keep(hardware: Hardware, file: Path | None) -> None:
+    """Write it for the next time, for nobody else to read. Whoever reads it meanwhile has the old one or the new one.
+
+    Warns:
+        UserWarning: if it cannot be written.
+    """
+    if file is None:
+        _warn("there is no home directory")
+        return
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        # Made with mode 0600, and beside the file: only within a file system a name can be taken over at once.
+        handle, draft = tempfile.mkstemp(prefix=".hardware-", dir=file.parent)
+        try:
+            with open(handle, "w", encoding="utf-8") as writing:
+                writing.write(hardware.to_json())
+            os.replace(draft, file)
+        except OSError:
+            with suppress(OSError):
+                os.unlink(draft)
+            raise
+    except OSError as error:
+        _warn(str(error))
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-")
+
+
+def _warn(why: str) -> None:
+    warnings.warn(
+        f"spillway: what was measured of this machine could not be kept ({why}), so that it will be measured again; "
+        f"set SPILLWAY_CACHE to a directory that can be written",
+        stacklevel=4,
+    )
