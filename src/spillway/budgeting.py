@@ -25,7 +25,7 @@ from spillway.planning.profile import Profile
 from spillway.planning.programs import program_of
 from spillway.planning.timeline import Timeline, simulate_program
 from spillway.planning.windows import rates_of
-from spillway.profiling.lead import without_lead
+from spillway.profiling.compile import without_lead
 from spillway.profiling.machine import known_hardware
 from spillway.profiling.meta_device import OptimizerOf
 from spillway.runtime.host_memory import local_ranks

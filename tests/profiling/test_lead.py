@@ -12,7 +12,7 @@ from torch import nn
 import spillway
 from allocations import ExactMeter
 from spillway.planning.profile import Profile
-from spillway.profiling.lead import lead_of, seconds_after
+from spillway.profiling.compile import host_lead, host_seconds_after
 from spillway.profiling.meter import Reading
 from spillway.profiling.watch import Place, Watched
 
@@ -52,17 +52,17 @@ def timed(*, within: float = 0.0, middle: float = 0.0, after: float = 0.0) -> Wa
 
 
 def test_where_nobody_waits_it_is_all_that_the_device_is_behind() -> None:
-    assert lead_of(timed(), WEIGHED) == 2 * LAG + 5
+    assert host_lead(timed(), WEIGHED) == 2 * LAG + 5
 
 
 def test_where_the_loop_waits_it_is_what_came_since() -> None:
-    assert lead_of(timed(after=2 * LAG + 13), WEIGHED) == 3
-    assert lead_of(timed(after=2 * LAG + 16), WEIGHED) == 0
+    assert host_lead(timed(after=2 * LAG + 13), WEIGHED) == 3
+    assert host_lead(timed(after=2 * LAG + 16), WEIGHED) == 0
 
 
 def test_where_the_host_waits_in_a_block_or_before_backward_the_lead_is_lost_there_and_none() -> None:
-    assert lead_of(timed(within=LAG + 5), WEIGHED) == 0
-    assert lead_of(timed(middle=LAG + 6), WEIGHED) == 0
+    assert host_lead(timed(within=LAG + 5), WEIGHED) == 0
+    assert host_lead(timed(middle=LAG + 6), WEIGHED) == 0
 
 
 def test_a_wait_in_a_block_is_seen_though_the_host_is_ahead_again_at_the_turn() -> None:
@@ -70,22 +70,22 @@ def test_a_wait_in_a_block_is_seen_though_the_host_is_ahead_again_at_the_turn() 
     watched = timed(within=LAG + 5)
     watched.readings["turned", 0] = Reading(2 * LAG, 0, 0, 0)
     assert watched.lead(("turned", 0)) > LAG / 2
-    assert lead_of(watched, WEIGHED) == 0
+    assert host_lead(watched, WEIGHED) == 0
 
 
 def test_the_hosts_time_after_the_blocks_is_the_shorter_ones_where_nothing_waits_there() -> None:
     weighed = passed(("ahead", 0, 0), ("begin", 0, LAG), ("forward", 1, LAG + 1), ("first", 50, 120), ("done", 51, 130))
     for each in (weighed, watched := timed()):
         each.host.update(each.queued)
-    assert seconds_after(watched, weighed, ("first", 0), 2 * LAG) == 1
+    assert host_seconds_after(watched, weighed, ("first", 0), 2 * LAG) == 1
     watched.host["done", 0] = watched.host["first", 0] + 0.5
-    assert seconds_after(watched, weighed, ("first", 0), 2 * LAG) == 0.5
+    assert host_seconds_after(watched, weighed, ("first", 0), 2 * LAG) == 0.5
     # The device had got to what comes after them.
-    assert seconds_after(watched, weighed, ("first", 0), 3) == 0
+    assert host_seconds_after(watched, weighed, ("first", 0), 3) == 0
 
 
 def test_where_the_host_waits_before_the_first_block_there_is_none() -> None:
-    assert lead_of(timed(), WAITED_BEFORE) == 0
+    assert host_lead(timed(), WAITED_BEFORE) == 0
 
 
 SHORT = passed(("ahead", 0, 0), ("begin", 0, 1e-5), ("forward", 1e-5, 3))
@@ -93,7 +93,7 @@ SHORT = passed(("ahead", 0, 0), ("begin", 0, 1e-5), ("forward", 1e-5, 3))
 
 @pytest.mark.parametrize("other", [passed(("begin", 0, 0), ("forward", 1, 3)), timed(), SHORT])
 def test_where_the_device_did_not_lag_nothing_is_known(other: Watched) -> None:
-    assert lead_of(timed(), other) == 0
+    assert host_lead(timed(), other) == 0
 
 
 def test_of_a_pass_that_was_not_timed_nothing_is_known() -> None:
@@ -101,7 +101,7 @@ def test_of_a_pass_that_was_not_timed_nothing_is_known() -> None:
     weighed = passed(
         ("ahead", 0, 0), ("begin", 0, LAG), ("forward", 1, LAG + 1), ("back", 2, LAG + 3), ("done", 3, 130)
     )
-    assert lead_of(weighed, weighed) == 0
+    assert host_lead(weighed, weighed) == 0
 
 
 class Lagging(ExactMeter):
@@ -172,4 +172,4 @@ def test_what_a_loop_waits_for_after_an_evaluation_is_not_seen() -> None:
 def test_it_is_never_less_than_nothing() -> None:
     # The host was behind.
     late = passed(("begin", 0, 0), ("started", 1, 1), ("forward", 1, 1 + LAG), ("turned", 500, 499), ("done", 700, 699))
-    assert lead_of(late, WEIGHED) == 0
+    assert host_lead(late, WEIGHED) == 0

@@ -22,7 +22,7 @@ from spillway.planning.profile import HostTimes, Profile
 from spillway.planning.programs import options_of
 from spillway.profiling import compile as compiling
 from spillway.profiling import meter
-from spillway.profiling.slowness import Slowness
+from spillway.profiling.compile import HostSlowdown
 from spillway.profiling.watch import Place, Watch, Watched, WatchedCall
 
 LLAMA = Profile.load(Path(__file__).parents[1] / "planning" / "llama_8b_block.json")
@@ -64,15 +64,15 @@ def watched(profile: Profile, plan: spillway.Plan, forward: float, backward: flo
 
 def test_how_slow_it_was_is_told_of_regions_alone() -> None:
     # On so slow a host some blocks are left alone.
-    profile = Slowness(12.0, 12.0).told(PROFILE)
+    profile = HostSlowdown(12.0, 12.0).told(PROFILE)
     budget = profile.static_bytes + int(0.8 * profile.saved_bytes)
     plan = spillway.plan(profile, budget=budget, hardware="h200")
     assert 0 < sum(block.plain for block in plan.blocks) < len(plan.blocks), "this proves nothing"
-    found = Slowness.of(profile, plan, watched(profile, plan, 1.5, 0.5))
+    found = HostSlowdown.of(profile, plan, watched(profile, plan, 1.5, 0.5))
     assert found.forward == pytest.approx(1.5) and found.backward == pytest.approx(0.5)
     assert found.matters_to(profile)
-    assert not Slowness.of(profile, plan, watched(profile, plan, 1.05, 0.5)).matters_to(profile)
-    assert Slowness.most([Slowness(1.0, 3.0), Slowness(2.0, 1.0)]) == Slowness(2.0, 3.0)
+    assert not HostSlowdown.of(profile, plan, watched(profile, plan, 1.05, 0.5)).matters_to(profile)
+    assert HostSlowdown.most([HostSlowdown(1.0, 3.0), HostSlowdown(2.0, 1.0)]) == HostSlowdown(2.0, 3.0)
     told = found.told(PROFILE).kinds[0].host
     # A backward that went faster than predicted is left as it was.
     assert told == replace(HOST, plain=pytest.approx(0.0015), region=pytest.approx(0.0075))
@@ -83,16 +83,16 @@ def test_of_a_faster_host_it_is_told_where_the_device_waits_for_it() -> None:
     late, early = (
         replace(PROFILE, kinds=(replace(kind, forward_seconds=HOST.region * factor),)) for factor in (0.9, 1.1)
     )
-    assert Slowness(0.8, 1.0).matters_to(late)
-    assert not Slowness(0.8, 1.0).matters_to(early)
-    assert not Slowness(0.95, 0.5).matters_to(late)
-    assert Slowness(1.2, 1.0).matters_to(early)
+    assert HostSlowdown(0.8, 1.0).matters_to(late)
+    assert not HostSlowdown(0.8, 1.0).matters_to(early)
+    assert not HostSlowdown(0.95, 0.5).matters_to(late)
+    assert HostSlowdown(1.2, 1.0).matters_to(early)
     faster = replace(HOST, plain=pytest.approx(0.8 * HOST.plain), region=pytest.approx(0.8 * HOST.region))
-    assert Slowness(0.8, 0.5).told(late).kinds[0].host == faster
+    assert HostSlowdown(0.8, 0.5).told(late).kinds[0].host == faster
 
 
 def test_in_backward_the_block_counts_that_waited_least_and_in_forward_the_one_in_the_middle() -> None:
-    profile = Slowness(4.0, 4.0).told(PROFILE)
+    profile = HostSlowdown(4.0, 4.0).told(PROFILE)
     plan = spillway.plan(profile, budget=profile.static_bytes + int(0.5 * profile.saved_bytes), hardware="h200")
     treated = [number for number, block in enumerate(plan.blocks) if not block.plain]
     assert len(treated) > 2
@@ -105,7 +105,7 @@ def test_in_backward_the_block_counts_that_waited_least_and_in_forward_the_one_i
                 later.remove(("back", number))
             for place in later:
                 seen.host[place] += 1000.0
-    found = Slowness.of(profile, plan, seen)
+    found = HostSlowdown.of(profile, plan, seen)
     assert found.forward == pytest.approx(1.5)
     assert found.backward == pytest.approx(1.2)
 
@@ -131,7 +131,7 @@ def test_a_step_of_other_blocks_says_nothing() -> None:
     plan = spillway.plan(PROFILE, budget="1TiB", hardware="h200")
     other = watched(PROFILE, plan, 9.0, 9.0)
     other.calls.pop()
-    assert Slowness.of(PROFILE, plan, other) == Slowness()
+    assert HostSlowdown.of(PROFILE, plan, other) == HostSlowdown()
 
 
 @pytest.mark.parametrize(("own", "plain"), [(2.0, 2.0), (9.0, 5.0)], ids=["as measured", "no longer than with ours"])
@@ -158,12 +158,12 @@ def test_what_the_host_takes_is_what_the_fastest_call_took(
 def test_of_a_slower_host_fewer_blocks_are_computed_again() -> None:
     budget = PROFILE.static_bytes + int(0.7 * PROFILE.saved_bytes)
 
-    def blocks_again(slowness: Slowness) -> int:
+    def blocks_again(slowness: HostSlowdown) -> int:
         plan = spillway.plan(slowness.told(PROFILE), budget=budget, hardware="h200")
         assert plan.predicted_peak <= budget
         return sum(block.recomputes for block in plan.blocks)
 
-    assert blocks_again(Slowness(4.0, 4.0)) < blocks_again(Slowness())
+    assert blocks_again(HostSlowdown(4.0, 4.0)) < blocks_again(HostSlowdown())
 
 
 def _paced(watched: Watched, numbers: list[int], end: Place) -> HostTimes:
@@ -197,7 +197,7 @@ def test_for_a_slow_host_a_plan_is_made_once_more_and_another_if_it_is_slow_agai
     monkeypatch.setattr(contest, "_seconds_of", lambda watched: 1.0)
     monkeypatch.setattr(Pilot, "_has_learned", lambda self: False)
     seen = itertools.chain(slow, itertools.repeat(1.0))
-    monkeypatch.setattr(Slowness, "of", classmethod(lambda cls, profile, plan, watched: cls(*[next(seen)] * 2)))
+    monkeypatch.setattr(HostSlowdown, "of", classmethod(lambda cls, profile, plan, watched: cls(*[next(seen)] * 2)))
     kind = NAMED["mlp"]
     model, batch = kind.model(), kind.batch()
     expected = one_step(kind.model(), batch)
@@ -229,7 +229,7 @@ def test_of_two_plans_the_faster_one_is_held(
     count_exactly(monkeypatch, lambda: 16 * MiB)
     monkeypatch.setattr(compiling, "queues", lambda device: True)
     seen = itertools.chain([5.0] * slow, itertools.repeat(1.0))
-    monkeypatch.setattr(Slowness, "of", classmethod(lambda cls, profile, plan, watched: cls(*[next(seen)] * 2)))
+    monkeypatch.setattr(HostSlowdown, "of", classmethod(lambda cls, profile, plan, watched: cls(*[next(seen)] * 2)))
     # All of them count.
     monkeypatch.setattr(Session, "is_growing", property(lambda self: False))
     monkeypatch.setattr(Pilot, "_has_learned", lambda self: False)

@@ -13,7 +13,7 @@ import spillway
 from budgets import NAMED, attached_to, one_step
 from spillway import Session, UsageError
 from spillway.planning.profile import Static
-from spillway.profiling.statics import Known, known_bytes
+from spillway.profiling.meter import Known, known_bytes
 
 CPU = torch.device("cpu")
 

@@ -26,7 +26,7 @@ from spillway.planning.stages import StageProfile, make_stage_plans, simulate_st
 from spillway.planning.tasks import Turn
 from spillway.planning.windows import Lanes
 from spillway.profiling.machine import known_hardware
-from spillway.profiling.statics import Known, known_bytes
+from spillway.profiling.meter import Known, known_bytes
 from spillway.runtime.host_memory import local_ranks
 from spillway.session import MIN_BYTES, Session
 from spillway.units import parse_bytes, read_budget

@@ -11,7 +11,7 @@ Each call of the model in training is a pass, and each pass has a stage:
     The same, watched block by block, and within a block's backward wherever it is given what was saved: bytes.
 ``MEASURING``
     The same, watched at the ends of blocks only, since each look takes the host time: times, and by how much the host
-    is ahead of the device at the end (``lead.py``). Of inputs of another size they say nothing: if four such came, the
+    is ahead of the device at the end (``compile.py``). Of inputs of another size they say nothing: if four came, the
     times are those of the pass before.
     A pass that had no backward through the blocks is repeated, and so is one that traces or weighs, in which a kind of
     block came that was not traced before: it was, then.
@@ -63,10 +63,8 @@ from spillway.errors import BudgetError, UsageError
 from spillway.planning.plan import Plan
 from spillway.planning.planner import parse_budget
 from spillway.planning.profile import Profile
-from spillway.profiling.compile import queues
-from spillway.profiling.lead import without_lead
+from spillway.profiling.compile import HostSlowdown, queues, without_lead
 from spillway.profiling.meter import DeviceMemory
-from spillway.profiling.slowness import Slowness
 from spillway.profiling.watch import Watch, Watched
 from spillway.session import Session
 from spillway.units import format_bytes
@@ -75,7 +73,7 @@ if TYPE_CHECKING:
     from spillway.attaching.block import RegionCall
     from spillway.planning.curve import Curve
     from spillway.planning.hardware import Hardware
-    from spillway.profiling.statics import Known
+    from spillway.profiling.meter import Known
 
 _MOST_UNCHECKED = 4
 """Steps over the budget that say nothing of the plan."""
@@ -201,7 +199,7 @@ class Pilot(Watcher):
         """How often blocks' calls cost more than they do."""
         self._told_hosts = 0
         """How often it was asked whether a plan is to know what the host took for the one before."""
-        self._slowness: Slowness | None = None
+        self._slowness: HostSlowdown | None = None
         """Of the host in checked steps of a plan: the least."""
         self._contest = Contest()
         """Times checked steps of the plan, within the budget."""
@@ -562,12 +560,14 @@ class Pilot(Watcher):
         # Where it was slow, it was so when this step began, or something else was.
         return (self._see_host(watched).matters_to(self.profile) and is_first) or self._tells_host()
 
-    def _see_host(self, watched: Watched) -> Slowness:
+    def _see_host(self, watched: Watched) -> HostSlowdown:
         """How slow the host was in a step, and in those before it: the least."""
         assert self.profile is not None
         assert self.plan is not None
         profile, plan = self.profile, self.plan
-        slowness = Slowness.most(self._known_peers.share("slowness", lambda: Slowness.of(profile, plan, watched)))
+        slowness = HostSlowdown.most(
+            self._known_peers.share("slowness", lambda: HostSlowdown.of(profile, plan, watched))
+        )
         self._slowness = slowness if self._slowness is None else slowness.least(self._slowness)
         return self._slowness
 

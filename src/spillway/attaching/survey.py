@@ -18,7 +18,7 @@ from spillway.profiling.probe import Probe
 from spillway.profiling.watch import Watched
 
 if TYPE_CHECKING:
-    from spillway.profiling.statics import Known
+    from spillway.profiling.meter import Known
 
 _MOST_OTHERS = 4
 _MOST_STRANGERS = 32

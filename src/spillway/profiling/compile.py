@@ -1,24 +1,45 @@
-"""From what was watched to a profile."""
+"""Makes a profile of the traces of two steps: one from which times are taken, and one from which bytes are.
+
+NOTE [ The CPU's lead ]
+
+A loop that waits for the device nowhere has a CPU that gets further ahead with each step, until the device's queue is
+full. One that waits between steps, for a loss that is printed or inputs that are copied, has what it has gained since.
+Both are seen where the device is made to lag: what the CPU is ahead at the end of such a step is what it can be ahead.
+
+A lead that is lost on the way is none. So the device lags from the begin of the step in which bytes are measured, and
+from the first block in the one that is timed. The CPU must keep most of that up to the first block, and at each instant
+from there to the turn. Otherwise the model or the loop waits there, or the CPU is slower than the device, and the lead
+is 0.
+
+The CPU's time after the blocks is known only where the CPU waits for nothing there: where the device had not got there
+at the end of the step. The shorter one of both steps counts: a CPU that has filled the device's queue waits for room.
+"""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Hashable, Mapping
-from dataclasses import replace
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
 from spillway.errors import UnsupportedError
+from spillway.planning.plan import Plan
 from spillway.planning.profile import BackwardPart, BlockCall, BlockProfile, HostTimes, Outside, Profile
+from spillway.planning.programs import options_of
+from spillway.planning.tasks import Task
 from spillway.planning.treatment import treat
-from spillway.profiling.lead import lead_of, seconds_after
+from spillway.profiling.meter import Known
 from spillway.profiling.probe import Probe
-from spillway.profiling.statics import Known
 from spillway.profiling.watch import Place, Watched
 from spillway.records import Decision
 
 _LEAST_GAP = 1e-3
 """Seconds between two blocks that are no more than a call."""
+_LEAST_LAG = 0.01
+"""Seconds. Some devices cannot be made to lag."""
+_SLOW = 1.1
+"""A CPU that is less off than this is not worth another plan."""
 
 
 def compile_profile(
@@ -70,7 +91,7 @@ def compile_profile(
         for kind, numbers in kinds.items()
     )
     cached_bytes = sum(kind.cached_bytes * len(numbers) for kind, numbers in zip(found, kinds.values(), strict=True))
-    lead = lead_of(watched, weighed) if has_host else 0.0
+    lead = host_lead(watched, weighed) if has_host else 0.0
     before = _outside(watched, weighed, ("begin", 0), ("forward", 0), has_host=has_host, stops=("started", 0))
     middle, held_bytes = _middle(watched, weighed, last, has_host=has_host)
     late = None
@@ -93,8 +114,8 @@ def compile_profile(
         late=late,
         after=replace(
             _outside(watched, weighed, end, ("done", 0), has_host=False),
-            # The host may wait in it, as for a loss that is printed.
-            host_seconds=seconds_after(watched, weighed, end, lead),
+            # The CPU may wait in it, as for a loss that is printed.
+            host_seconds=host_seconds_after(watched, weighed, end, lead),
         ),
         min_bytes=min_bytes,
         static=None if known is None else known.within(static_bytes),
@@ -317,7 +338,7 @@ def _fullest(calls: list[tuple[BackwardPart, ...]]) -> tuple[BackwardPart, ...]:
 
 
 def _host(watched: Watched, numbers: list[int], end: Place) -> HostTimes:
-    """Of some calls, the shortest: see NOTE [ The host's clock ] in ``watch.py``."""
+    """Of some calls, the shortest: see NOTE [ The CPU's clock ] in ``watch.py``."""
     ran = [number for number in numbers if watched.reruns_of(number)]
 
     def backward(number: int) -> float:
@@ -333,3 +354,111 @@ def _host(watched: Watched, numbers: list[int], end: Place) -> HostTimes:
         rerun=min(sum(watched.host_seconds(*span) for span in watched.reruns_of(number)) for number in ran),
         backward=min(map(backward, ran)),
     )
+
+
+def host_lead(watched: Watched, weighed: Watched) -> float:
+    """Seconds by which the CPU is ahead of the device where a step begins. See NOTE [ The CPU's lead ].
+
+    Args:
+        watched: a step in which the device lagged where the blocks begin, forward and backward.
+        weighed: one in which it lagged where the step begins.
+    """
+    is_kept = _keeps_lead(weighed, ("ahead", 0), ("forward", 0)) and _keeps_lead(watched, ("started", 0), ("turned", 0))
+    return max(watched.lead(("done", 0)), 0.0) if is_kept else 0.0
+
+
+def host_seconds_after(watched: Watched, weighed: Watched, end: Place, lead: float) -> float:
+    """The CPU's time after the blocks, from an instant on; 0: it is not known. See NOTE [ The CPU's lead ].
+
+    Args:
+        watched: as for :func:`host_lead`.
+        weighed: likewise.
+        end: where the blocks' backward has ended.
+        lead: of these two steps.
+    """
+    if lead <= watched.seconds(end, ("done", 0)):
+        return 0.0
+    return min(each.host_seconds(end, ("done", 0)) for each in (watched, weighed))
+
+
+def without_lead(profile: Profile) -> Profile:
+    """The profile for a loop of which it is not known where it waits."""
+    return replace(profile, lead_seconds=0.0, after=replace(profile.after, host_seconds=0.0))
+
+
+def _keeps_lead(watched: Watched, since: Place, until: Place) -> bool:
+    """Whether the device was made to lag at an instant, and the CPU was ahead by most of that until another one."""
+    if since not in watched.readings or until not in watched.readings:
+        return False
+    order = watched.order
+    first = order.index(since) + 1
+    lag = watched.seconds(since, order[first])
+    return lag > _LEAST_LAG and all(watched.lead(place) > lag / 2 for place in order[first : order.index(until) + 1])
+
+
+@dataclass(frozen=True, slots=True)
+class HostSlowdown:
+    """CPU seconds of a planned step over those predicted, in blocks that are not plain."""
+
+    forward: float = 1.0
+    backward: float = 1.0
+
+    @classmethod
+    def of(cls, profile: Profile, plan: Plan, watched: Watched) -> HostSlowdown:
+        """That of a traced step.
+
+        Args:
+            profile: of which the plan was made.
+            plan: which the step went by.
+            watched: the step.
+        """
+        if [call.name for call in watched.calls] != [block.name for block in plan.blocks]:
+            return cls()
+        forward, backward = [], []
+        for number, (block, option) in enumerate(zip(plan.blocks, options_of(profile, plan), strict=True)):
+            if block.plain:
+                continue
+            forward.append(_ratio(watched.host_seconds(("forward", number), ("end", number)), option.forward))
+            until = ("back", number - 1) if number else ("first", 0)
+            if until in watched.readings and ("back", number) in watched.readings:
+                backward.append(_ratio(watched.host_seconds(("back", number), until), option.backward))
+        # In forward the queue fills up. In backward it may be full, and the block counts that waited least. See
+        # NOTE [ The CPU's clock ] in ``watch.py``.
+        return cls(statistics.median(forward or [1.0]), min(backward, default=1.0))
+
+    @classmethod
+    def most(cls, ranks: Sequence[HostSlowdown]) -> HostSlowdown:
+        """That of the slowest rank."""
+        return cls(max(each.forward for each in ranks), max(each.backward for each in ranks))
+
+    def least(self, other: HostSlowdown) -> HostSlowdown:
+        """That of the faster one of two steps."""
+        return HostSlowdown(min(self.forward, other.forward), min(self.backward, other.backward))
+
+    def matters_to(self, profile: Profile) -> bool:
+        """Whether it is worth another plan. A faster CPU is where the step is CPU-bound."""
+        if max(self.forward, self.backward) > _SLOW:
+            return True
+        is_bound = any(kind.host is not None and kind.host.region > kind.forward_seconds for kind in profile.kinds)
+        return is_bound and self.forward * _SLOW < 1.0
+
+    def told(self, profile: Profile) -> Profile:
+        """The profile with these CPU times. A block that waits less in backward than predicted need not be fast."""
+        return replace(profile, kinds=tuple(self._block(kind) for kind in profile.kinds))
+
+    def _block(self, kind: BlockProfile) -> BlockProfile:
+        if kind.host is None:
+            return kind
+        forward, backward = self.forward, max(self.backward, 1.0)
+        host = HostTimes(
+            plain=kind.host.plain * forward,
+            region=kind.host.region * forward,
+            rerun=kind.host.rerun * backward,
+            backward=kind.host.backward * backward,
+        )
+        return replace(kind, host=host)
+
+
+def _ratio(seconds: float, tasks: Sequence[Task]) -> float:
+    predicted = sum(task.host_seconds for task in tasks)
+    return seconds / predicted if predicted else 1.0

@@ -1,32 +1,31 @@
-"""Watches one pass of a model, block by block: when each begins and ends, forward and backward, and what is held then.
+"""Traces one step of a model: when each block begins and ends, in forward and backward, and what is allocated then.
 
-A block's backward begins when the gradient of its output is there, which a hook on that tells; it ends where the next
-one's begins. For the first block, the gradient of its input tells, if it needs one. Within a block's backward, regions
-tell when it is given what they saved: an operator's backward runs from there to the next such instant.
+A block's backward begins when the gradient of its output is there, which a hook tells. It ends where the next one's
+begins. For the first block, the gradient of its input tells, if it needs one. Within a block's backward, operators are
+told apart by when each is given what it saved.
 
-NOTE [ What is on its way ]
+NOTE [ Bytes in flight ]
 
-Lanes carry bytes of their own, which are on the device and no part of what the program holds. How many they are changes
-only while the mover is at work, and there is an instant before that and one after it. So between any two other
-instants they are a constant, and can be taken off. What was allocated meanwhile is not looked at: it is the mover's.
+Streams carry bytes that are on the device and no part of what the program holds. How many changes only while the mover
+works, and there is an instant before that and one after it. Between any two other instants the number is constant, so
+it can be subtracted. Peaks while the mover works are the mover's, and do not count.
 
-What lanes have let go of may be there still, because the program holds it: what a model's stack of blocks was called
-with, for as long as that call runs. It is taken off, too, for it goes when it goes, and a plan that lets nothing leave
-would not see it go.
+What streams have released may be there still, because the program holds it, as the model holds the input of its stack
+of blocks. It is subtracted, too: it goes when the program lets go, and a plan that offloads nothing would not see it.
 
-NOTE [ The host's clock ]
+NOTE [ The CPU's clock ]
 
-The host queues work ahead of the device, and may be the slower of the two. It is timed without what it spends on this
-watch. Where the queue is full it waits for the device, and is timed too long. So a pass in which it is timed begins on
-a device that has nothing to do, and of several calls the shortest counts: when that was made, the queue was not full.
+The CPU queues work ahead of the device, and may be the slower of the two. It is timed without what this tracer takes.
+Where the queue is full it waits for the device, and is timed too long. So a step in which it is timed begins on an idle
+device, and of several calls the shortest counts: when that was made, the queue was not full.
 
 NOTE [ The device's clock ]
 
-Where the host is the slower of the two, the time between two instants on the device is the host's. So where times are
-to be the device's, it is made to lag where the first block begins, forward and backward: then it has a queue to work
-off, for a while. A call counts at whose begin and end it was behind the host. Before the first block nothing lags:
-where a model reads a number from the device, the host waits for it, and would be timed too long. Where neither is timed
-the device may lag from the begin of the pass on, as it does in a step whose host has a lead.
+Where the CPU is the slower of the two, the time between two instants on the device is the CPU's. To be timed, the
+device is made to lag where the first block begins, in forward and in backward, so that it has a queue to work off. A
+call counts if the device was behind the CPU at its begin and its end. Before the first block nothing lags: where a
+model reads a number from the device, the CPU waits for it, and would be timed too long. Where neither is timed, the
+device may lag from the begin of the step on, as it does in a step whose CPU has a lead.
 """
 
 from __future__ import annotations
@@ -35,6 +34,7 @@ import math
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import partial
@@ -68,36 +68,36 @@ class WatchedCall:
 
 @dataclass(slots=True)
 class Watched:
-    """What was measured of a pass."""
+    """What was measured of a step."""
 
-    calls: list[WatchedCall]
-    readings: dict[Place, Reading]
-    carried: dict[Place, int]
-    """Bytes on the device that are on their way out or back."""
-    host: dict[Place, float]
-    """Seconds on the host's clock."""
+    calls: list[WatchedCall] = field(default_factory=list)
+    readings: dict[Place, Reading] = field(default_factory=dict)
+    carried: dict[Place, int] = field(default_factory=dict)
+    """Bytes in flight."""
+    host: dict[Place, float] = field(default_factory=dict)
+    """Seconds on the CPU's clock, without what the tracer takes."""
     order: list[Place] = field(default_factory=list)
     reruns: list[int] = field(default_factory=list)
-    """Of the instants ``("again", n)`` and ``("ran", n)``, between which something of a call ran again: whose."""
+    """Which call was recomputed between the instants ``("again", n)`` and ``("ran", n)``."""
     asked: list[tuple[int, int]] = field(default_factory=list)
-    """Of each instant ``("asked", n)``: which call's backward was given what it had saved after how many operators."""
+    """Which call's backward was given what it had saved after how many operators, at the instant ``("asked", n)``."""
     freed: list[int] = field(default_factory=list)
-    """Of each instant ``("let go", n)``: bytes of what a backward was given, and its own code holds no more."""
+    """Bytes that a backward was given, and its own code released at the instant ``("let go", n)``."""
     uncast: list[int] = field(default_factory=list)
-    """Of each instant ``("uncast", n)``: bytes of a block's cast that nobody holds any more. They are still counted."""
+    """Bytes of a block's cast that was released at the instant ``("uncast", n)``. They are still counted there."""
     queued: dict[Place, float] = field(default_factory=dict)
-    """Seconds since the first instant on the host's clock, with all that it did."""
+    """Seconds since the first instant on the CPU's clock."""
 
     def reruns_of(self, number: int) -> list[tuple[Place, Place]]:
         """When something of a call began to run again, and when that had ended, in order."""
         return [(("again", n), ("ran", n)) for n, whose in enumerate(self.reruns) if whose == number]
 
     def level(self, place: Place) -> int:
-        """Bytes allocated at an instant, without those on their way."""
+        """Bytes allocated at an instant, without those in flight."""
         return self.readings[place].level - self.carried[place]
 
     def peak(self, since: Place, until: Place) -> int:
-        """Most bytes between two instants, without those on their way. See NOTE [ What is on its way ]."""
+        """Most bytes between two instants, without those in flight. See NOTE [ Bytes in flight ]."""
         start, end = self.order.index(since), self.order.index(until)
         between = [place for place in self.order[start + 1 : end + 1] if place[0] != "moved"]
         most = (self.readings[place].peak - self.carried[place] for place in between)
@@ -147,20 +147,20 @@ class Watched:
         return all(place in self.queued and self.lead(place) > _BEHIND for place in places)
 
     def host_seconds(self, since: Place, until: Place) -> float:
-        """What the host needed between two instants. See NOTE [ The host's clock ]."""
+        """What the host needed between two instants. See NOTE [ The CPU's clock ]."""
         return self.host[until] - self.host[since]
 
 
 class Watch:
-    """Marks the instants of a pass.
+    """Marks the instants of a step.
 
     Args:
         device: where the model computes.
-        carried: bytes that are on their way, now.
+        carried: gives the bytes that are in flight now.
         meter: that reads the instants. ``None``: the device's.
-        times_host: whether it counts what the host takes: see NOTE [ The host's clock ].
+        times_host: whether the CPU is timed: see NOTE [ The CPU's clock ].
         lag: seconds by which the device is made to lag: see NOTE [ The device's clock ].
-        lead: seconds by which it is made to lag where the pass begins, so that the host is ahead by that.
+        lead: seconds by which it is made to lag where the step begins, so that the CPU is ahead by that.
     """
 
     def __init__(
@@ -178,31 +178,23 @@ class Watch:
             self._meter.wait()
         self._lag = lag
         self._carried = carried
-        self._calls: list[WatchedCall] = []
-        self._order: list[Place] = []
-        self._on_their_way: dict[Place, int] = {}
-        self._host: dict[Place, float] = {}
-        self._queued: dict[Place, float] = {}
+        self._seen = Watched()
         self._spent = 0.0
-        self._reruns: list[int] = []
+        self._begun: float | None = None
         self._running: list[int] = []
-        """Of these, those that have not ended."""
-        self._asked: list[tuple[int, int]] = []
-        self._moves = self._releases = 0
-        self._freed: list[int] = []
-        self._uncast: list[int] = []
+        """Recomputations that have not ended."""
+        self._counts: Counter[str] = Counter()
         self._casts: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         """What leaves were cast to, and is there."""
         self._cast_last: dict[int, int] = {}
-        """Of what the region that ended last has cast, bytes."""
+        """Bytes that the block which ended last has cast."""
         self._given: dict[int, weakref.ref[object]] = {}
-        """What backward was given and has not let go of yet, and the handles of that."""
+        """What backward was given and has not released yet, and the handles of that."""
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._inputs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._closed = False
-        self._frozen = 0
         self.thread = threading.current_thread()
-        """Whose passes are measured."""
+        """Whose steps are measured."""
         if lead:
             self._mark("ahead", 0)
             self._meter.lag(lead)
@@ -211,18 +203,18 @@ class Watch:
     @property
     def count(self) -> int:
         """How many calls of blocks there were."""
-        return len(self._calls)
+        return len(self._seen.calls)
 
     @property
     def has_backward(self) -> bool:
         """Whether a backward has come through all the blocks."""
-        return ("back", 0) in self._on_their_way
+        return ("back", 0) in self._seen.carried
 
     def block_begins(self, name: str, kind: Hashable, inputs: tuple[object, ...]) -> int:
         """A block is called; gives the number of the call."""
-        number = len(self._calls)
+        number = len(self._seen.calls)
         tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
-        self._calls.append(WatchedCall(name, kind, self._shared(tensors)))
+        self._seen.calls.append(WatchedCall(name, kind, self._shared(tensors)))
         self._fall_behind("started")
         self._mark("forward", number)
         if number == 0:
@@ -232,10 +224,12 @@ class Watch:
     def block_ended(self, number: int, output: object) -> None:
         """It has returned."""
         self._mark("end", number)
-        self._calls[number].cached_bytes = sum(nbytes for key, nbytes in self._cast_last.items() if key in self._casts)
+        self._seen.calls[number].cached_bytes = sum(
+            nbytes for key, nbytes in self._cast_last.items() if key in self._casts
+        )
         self._cast_last.clear()
         tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-        if number == len(self._calls) - 1 and not any(tensor.requires_grad for tensor in tensors):
+        if number == len(self._seen.calls) - 1 and not any(tensor.requires_grad for tensor in tensors):
             # A frozen block saves nothing, and no backward comes: it is a part of what comes before the others.
             self._forget(number)
         else:
@@ -243,13 +237,13 @@ class Watch:
 
     def block_ran(self, number: int, seconds: float) -> None:
         """Its own code has run, which took the host so long."""
-        self._calls[number].own_seconds = seconds
+        self._seen.calls[number].own_seconds = seconds
 
     def rerun_begins(self, number: int) -> None:
         """Something of it runs again."""
-        self._mark("again", len(self._reruns))
-        self._reruns.append(number)
-        self._running.append(len(self._reruns) - 1)
+        self._mark("again", len(self._seen.reruns))
+        self._seen.reruns.append(number)
+        self._running.append(len(self._seen.reruns) - 1)
 
     def rerun_ended(self, number: int) -> None:
         """That has ended."""
@@ -267,8 +261,8 @@ class Watch:
         """A block's backward is given what it saved after so many operators, by a handle that autograd holds."""
         if self._closed:
             return
-        self._asked.append((number, place))
-        self._mark("asked", len(self._asked) - 1)
+        self._seen.asked.append((number, place))
+        self._mark("asked", len(self._seen.asked) - 1)
         # These are forgotten before there can be another object of the same number.
         if is_strided(tensor):
             storage = tensor.untyped_storage()
@@ -282,32 +276,20 @@ class Watch:
         self._casts[key] = weakref.ref(storage, partial(self._is_uncast, key, storage.nbytes()))
 
     def moves(self, begins: bool) -> None:
-        """The mover begins its work, or has ended it. See NOTE [ What is on its way ]."""
+        """The mover begins its work, or has ended it. See NOTE [ Bytes in flight ]."""
         if not self._closed:
-            self._mark("moving" if begins else "moved", self._moves)
-            self._moves += not begins
+            self._mark("moving" if begins else "moved", self._counts["moves"])
+            self._counts["moves"] += not begins
 
     def finish(self) -> Watched:
         """The step has ended. Waits for the device."""
         self._mark("done", 0)
-        found = self._meter.finish()
+        seen = self._seen
+        seen.readings = dict(zip(seen.order, self._meter.finish(), strict=True))
         self.close()
-        readings = dict(zip(self._order, found, strict=True))
         # Of an instant that came twice, the last counts, and the peak is that of both.
-        order = list(dict.fromkeys(reversed(self._order)))[::-1]
-        first = self._queued[self._order[0]]
-        return Watched(
-            self._calls,
-            readings,
-            self._on_their_way,
-            self._host,
-            order,
-            self._reruns,
-            self._asked,
-            self._freed,
-            self._uncast,
-            {place: queued - first for place, queued in self._queued.items()},
-        )
+        seen.order = list(dict.fromkeys(reversed(seen.order)))[::-1]
+        return seen
 
     def close(self) -> None:
         """Hooks that have not been called never are, and nothing is measured any more."""
@@ -321,33 +303,34 @@ class Watch:
         """An operator's backward has ended: autograd lets go of what it has saved for it."""
         del self._given[key]
         if not self._closed:
-            self._mark("released", self._releases)
-            self._releases += 1
+            self._mark("released", self._counts["releases"])
+            self._counts["releases"] += 1
 
     def _let_go(self, key: int, nbytes: int, _: weakref.ref[object]) -> None:
         """A backward's own code holds no more what it was given. It is still counted: it is about to be taken back."""
         del self._given[key]
         if not self._closed:
-            self._mark("let go", len(self._freed))
-            self._freed.append(nbytes)
+            self._mark("let go", len(self._seen.freed))
+            self._seen.freed.append(nbytes)
 
     def _is_uncast(self, key: int, nbytes: int, _: weakref.ref[torch.UntypedStorage]) -> None:
         """A cast is about to be taken back."""
         del self._casts[key]
         if not self._closed:
-            self._mark("uncast", len(self._uncast))
-            self._uncast.append(nbytes)
+            self._mark("uncast", len(self._seen.uncast))
+            self._seen.uncast.append(nbytes)
 
     def _forget(self, number: int) -> None:
-        self._calls.pop()
+        """A call was no block's: its instants are other ones."""
+        seen = self._seen
+        seen.calls.pop()
         for what in ("forward", "end"):
-            del self._on_their_way[what, number]
-            place = ("frozen", self._frozen)
-            self._order[self._order.index((what, number))] = place
-            self._on_their_way[place] = 0
-            self._host[place] = self._host.pop((what, number))
-            self._queued[place] = self._queued.pop((what, number))
-            self._frozen += 1
+            place = ("frozen", self._counts["frozen"])
+            self._counts["frozen"] += 1
+            seen.order[seen.order.index((what, number))] = place
+            seen.carried[place] = seen.carried.pop((what, number))
+            seen.host[place] = seen.host.pop((what, number))
+            seen.queued[place] = seen.queued.pop((what, number))
 
     def _shared(self, tensors: list[torch.Tensor]) -> frozenset[int]:
         shared = set()
@@ -366,7 +349,7 @@ class Watch:
             self._hooks.append(hook)
 
     def _on_gradient(self, what: str, number: int) -> None:
-        if self._closed or (what, number) in self._on_their_way:
+        if self._closed or (what, number) in self._seen.carried:
             return
         if what == "back":
             self._fall_behind("turned")
@@ -374,15 +357,17 @@ class Watch:
 
     def _fall_behind(self, what: str) -> None:
         """Have the device lag from here on, if it does not yet: the instant before that is marked, too."""
-        if self._lag and (what, 0) not in self._on_their_way:
+        if self._lag and (what, 0) not in self._seen.carried:
             self._mark(what, 0)
             self._meter.lag(self._lag)
 
     def _mark(self, what: str, number: int) -> None:
         now = time.perf_counter()
         self._meter.mark()
-        self._order.append((what, number))
-        self._on_their_way[what, number] = self._carried()
-        self._host[what, number] = now - self._spent
-        self._queued[what, number] = now
+        seen, place = self._seen, (what, number)
+        seen.order.append(place)
+        seen.carried[place] = self._carried()
+        seen.host[place] = now - self._spent
+        self._begun = now if self._begun is None else self._begun
+        seen.queued[place] = now - self._begun
         self._spent += time.perf_counter() - now
