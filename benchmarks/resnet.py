@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import importlib.util
 import json
 import os
@@ -34,9 +35,9 @@ import torch
 from torch.nn import functional
 
 import spillway
-from spillway.demo.machine import describe_hardware, describe_versions
-from spillway.demo.measure import Fingerprint, meter_for
-from spillway.demo.runner import MALLOC
+from spillway.demo import add_to_hash, describe_hardware, describe_versions
+from spillway.running.bench import CHILD_ENVIRONMENT, PeakMeter
+from spillway.runtime.malloc import set_malloc
 
 PLAIN = "plain"
 RATIOS = ("0", "0.25", "0.5", "0.75", "1")
@@ -88,13 +89,15 @@ def measure(options: argparse.Namespace) -> Row:
         ]
         return last[0]
 
+    if device.type == "cpu":
+        set_malloc()
     torch.manual_seed(0)
     model = resnet().ResNet(around, width=options.width).to(device)
     images = torch.randn(options.images, 3, options.size, options.size, device=device)
     labels = torch.randint(1000, (options.images,), device=device)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    fingerprint = Fingerprint()
+    fingerprint = hashlib.sha256()
 
     def step() -> float:
         begin = time.perf_counter()
@@ -103,10 +106,10 @@ def measure(options: argparse.Namespace) -> Row:
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
         seconds = time.perf_counter() - begin
-        fingerprint.add([loss])
+        add_to_hash(fingerprint, [loss])
         return seconds
 
-    meter = meter_for(device)
+    meter = PeakMeter(device)
     held = meter.start()
     first = step()
     # The first pass sends all away, and counts; the second learns what need not leave; the third is like all others.
@@ -115,8 +118,8 @@ def measure(options: argparse.Namespace) -> Row:
     meter.start()
     times = [step() for _ in range(options.steps)]
     peak = meter.peak() - held
-    fingerprint.add(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
-    fingerprint.add(model.buffers())
+    add_to_hash(fingerprint, (parameter.grad for parameter in model.parameters() if parameter.grad is not None))
+    add_to_hash(fingerprint, model.buffers())
     stats = last[0].stats() if last else spillway.StepStats()
     return Row(
         options.child,
@@ -130,7 +133,7 @@ def measure(options: argparse.Namespace) -> Row:
         stats.reloaded_bytes,
         stats.stall_seconds,
         list(stats.notes),
-        fingerprint.text(),
+        fingerprint.hexdigest(),
     )
 
 
@@ -139,7 +142,7 @@ def run_child(ratio: str, options: argparse.Namespace) -> Row:
     arguments = [f"--{name}={value}" for name, value in given.items() if value is not None]
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         command = [sys.executable, __file__, *arguments, f"--child={ratio}", f"--json={file.name}"]
-        subprocess.run(command, env={**MALLOC, **os.environ}, check=True)
+        subprocess.run(command, env={**CHILD_ENVIRONMENT, **os.environ}, check=True)
         return Row(**json.loads(Path(file.name).read_text()))
 
 

@@ -22,7 +22,7 @@ from spillway.attaching.attached import NAMED
 from spillway.blocks import find_blocks, signature
 from spillway.integrations.options import AttachOptions
 from spillway.policies import Keep, Offload
-from spillway.running.asked import POLICIES
+from spillway.running.options import POLICIES
 from steps import Block, KiB, MiB, Residual, Result, assert_no_hook, assert_nothing_left, failing, small_batch, step
 
 ROWS, WIDTH = 2048, 128

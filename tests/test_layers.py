@@ -67,8 +67,8 @@ ALLOWED: dict[str, set[str]] = {
     "integrations": LIBRARY - {"testing"} | {"__init__"},
     "compat": LIBRARY - {"testing"} | {"__init__"},
     "__init__": LIBRARY - {"testing"} | {"requirements"},
-    "demo": LIBRARY - {"testing"} | {"__init__"},
-    "running": LIBRARY - {"testing"} | {"requirements", "demo"},
+    "running": LIBRARY - {"testing"} | {"requirements"},
+    "demo": LIBRARY - {"testing"} | {"__init__", "running"},
     "cli": LIBRARY - {"testing"} | {"__init__", "requirements", "integrations", "compat", "demo", "doctor", "running"},
     "__main__": {"cli"},
 }

@@ -48,10 +48,9 @@ if TYPE_CHECKING:
     from spillway.planning.timeline import Timeline
     from spillway.recomputing import Recompute, recompute
     from spillway.records import Decision, GroupStats, OptimizerStats, SavedTensor, SavedTensorReport, StepStats
-    from spillway.report.table import Summary, SummaryRow
     from spillway.session import Session
     from spillway.sizes import longest
-    from spillway.summarizing import summary
+    from spillway.summarizing import Summary, SummaryRow, summary
 
 __version__ = "0.1.0.dev0"
 
@@ -139,10 +138,9 @@ _ROOMS = {
     "planning.timeline": ["Timeline"],
     "recomputing": ["Recompute", "recompute"],
     "records": ["Decision", "GroupStats", "OptimizerStats", "SavedTensor", "SavedTensorReport", "StepStats"],
-    "report.table": ["Summary", "SummaryRow"],
     "session": ["Session"],
     "sizes": ["longest"],
-    "summarizing": ["summary"],
+    "summarizing": ["Summary", "SummaryRow", "summary"],
 }
 """Public names by the room that they are in. A room is imported when one of its names is first asked for: who does
 without does not wait for it, and the command line can say what its commands are before torch is there."""

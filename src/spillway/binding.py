@@ -1,12 +1,11 @@
-"""The public call that brings a process near to its device, and what it gives back.
+"""Binds a process to the CPUs near to its GPU.
 
-NOTE [ Whose affinity it is ]
+NOTE [ Affinities that are left alone ]
 
-A thread's affinity belongs to whoever set it first. So nothing is done to a process that may not run everywhere
-already, whether a launcher, ``taskset`` or the cpuset of a container said so: the kernel tells all of them in one mask.
-Nor to one whose OpenMP was told where its threads go. In a process that is free, a single thread may have been pinned
-all the same, and it stays where it is: only threads that may run everywhere are changed, and on the way back only those
-that are still as they were left.
+An affinity that a launcher, ``taskset``, a container or OpenMP's settings gave stays. So a process that may not run on
+every CPU is left alone; the kernel tells of all of them in one mask. In a process that may run everywhere, a single
+thread may have been pinned, and it stays pinned: only threads that may run everywhere are moved. The way back moves
+only threads that still have the affinity that they were given here.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 
 @dataclass(frozen=True)
 class Affinity:
-    """What :func:`bind_to_device` did, and the way back. Also a context manager, which undoes it in the end.
+    """What :func:`bind_to_device` did, and the way back. As a context manager, it undoes the binding in the end.
 
     Example:
         >>> with spillway.bind_to_device() as affinity:  # doctest: +SKIP
@@ -41,22 +40,19 @@ class Affinity:
     """
 
     device: torch.device
-    """The device that the process was to be near to."""
+    """The device to be near to."""
     node: int | None
     """The device's NUMA node; ``None``: unknown."""
     before: frozenset[int]
-    """The CPUs that the process might run on."""
+    """The CPUs that the process could run on."""
     after: frozenset[int]
-    """The CPUs that it runs on since: those near to the device, or the same as before."""
+    """The CPUs that it runs on now: those near to the device, or the same as before."""
     why_not: str | None = None
-    """Why nothing was done; ``None`` if something was."""
+    """Why nothing was done; ``None``: the process is bound."""
     _bound: list[bool] = field(default_factory=list, repr=False, compare=False)
 
     def undo(self) -> None:
-        """Let the threads run where they might before, but for those that somebody else has moved meanwhile.
-
-        A second time, and where nothing was done, it does nothing.
-        """
+        """Let the threads run where they could before, except those that were moved meanwhile. Idempotent."""
         if self._bound:
             self._bound.clear()
             _move_threads(self.after, self.before)
@@ -71,26 +67,27 @@ class Affinity:
 
 
 def bind_to_device(device: torch.device | str | None = None) -> Affinity:
-    """Let this process run only on the CPUs that are near to its device, unless somebody else has said where it runs.
+    """Let this process run only on the CPUs near to its GPU, unless its affinity is already set.
 
-    On a machine of several NUMA nodes, memory and CPUs of the device's own are the ones from which copies go at full
-    rate. This restricts all threads that there are, and with them the threads and processes that they start later, on
-    Linux. Call it early: memory that was touched before stays where it is. Torch keeps its number of threads, which
+    On a machine with several NUMA nodes, copies reach full bandwidth from the memory and the CPUs of the GPU's own
+    node. On Linux, this binds all threads of the process, and so the threads and processes that they start later. Call
+    it early: memory that was touched before stays where it is. Torch keeps its number of threads, which
     ``torch.set_num_threads(len(affinity.after))`` lowers.
 
-    Nothing is done, and :attr:`Affinity.why_not` says so, where the process may not run on every CPU already (by a
-    launcher, ``taskset``, ``numactl``, a container), where OpenMP was told where its threads go (``OMP_PROC_BIND``,
-    ``OMP_PLACES``, ``GOMP_CPU_AFFINITY``, ``KMP_AFFINITY``), for the CPU itself, on a machine of one node, and where
-    the system does not say which node is near. A thread that was pinned by itself stays where it is.
+    Nothing is done, and :attr:`Affinity.why_not` says why:
+
+    - if the process may not run on every CPU (by a launcher, ``taskset``, ``numactl``, a container),
+    - if OpenMP binds threads (``OMP_PROC_BIND``, ``OMP_PLACES``, ``GOMP_CPU_AFFINITY``, ``KMP_AFFINITY``),
+    - for the CPU, on a machine with one node, and if the system does not say which node is near.
 
     Args:
         device: with an index, or the current one of its type; ``None``: the current accelerator, or else the CPU.
 
     Returns:
-        What was done. It need not be kept; :meth:`Affinity.undo` gives it back.
+        What was done, with :meth:`Affinity.undo` to undo it.
 
     Raises:
-        UsageError: for something that is no device, or that is not there.
+        UsageError: for anything that is not a device of this machine.
 
     Example:
         >>> torch.accelerator.set_device_index(local_rank)  # doctest: +SKIP
@@ -101,9 +98,9 @@ def bind_to_device(device: torch.device | str | None = None) -> Affinity:
 
 
 def _bind(device: torch.device, address: str | None, root: Path, environment: Mapping[str, str]) -> Affinity:
-    """The same for the device at a PCI address. ``root`` is where ``/sys`` is."""
+    """The same for the device at a PCI address. ``root`` is the directory of ``/sys``."""
     if not hasattr(os, "sched_setaffinity"):
-        return Affinity(device, None, frozenset(), frozenset(), "this system has no call for it; Linux has")
+        return Affinity(device, None, frozenset(), frozenset(), "only Linux can bind a process")
     before = frozenset(os.sched_getaffinity(os.getpid()))
     node = None if address is None else near_node(address, root)
     near = frozenset() if node is None else before & node_cpus(node, root)
@@ -126,32 +123,32 @@ def _why_not(
     root: Path,
     environment: Mapping[str, str],
 ) -> str | None:
-    """Why the process stays as it is. See NOTE [ Whose affinity it is ]."""
+    """Why nothing is done. See NOTE [ Affinities that are left alone ]."""
     if device.type == "cpu":
-        return "every CPU is near to itself"
+        return "the device is the CPU"
     nodes, online = count_nodes(root), online_cpus(root)
     if nodes < 2:
-        return "the machine has one node" if nodes else "the system names no nodes"
+        return "the machine has one NUMA node" if nodes else "the system names no NUMA nodes"
     if not before >= online:
         return (
-            f"somebody has restricted the process already, to {len(before)} of {len(online)} CPUs: a launcher, "
-            f"taskset, numactl or a container"
+            f"the process is bound to {len(before)} of {len(online)} CPUs already, by a launcher, taskset, numactl or "
+            f"a container"
         )
     for name in _BINDING:
         value = environment.get(name, "")
         if value and not _NOT_BINDING.get(name, set()) & set(value.lower().split(",")):
-            return f"{name} is set, to {value!r}, and says where threads go"
+            return f"{name} is {value!r}, which binds threads"
     if node is None:
-        return f"the system does not say which node {device} is near to"
+        return f"the system does not say which NUMA node {device} is near to"
     if not near:
-        return f"node {node}, which {device} is near to, has no CPU"
-    return None if near < before else f"all CPUs are on node {node}, which {device} is near to"
+        return f"NUMA node {node} of {device} has no CPU"
+    return None if near < before else f"all CPUs are on NUMA node {node} of {device}"
 
 
 def _move_threads(source: frozenset[int], target: frozenset[int]) -> None:
-    """Those that may run on just ``source``, to ``target``."""
+    """Move the threads whose affinity is exactly ``source`` to ``target``."""
     seen: set[int] = set()
-    # A thread starts with the mask of the one that starts it, which may not have been moved yet.
+    # A thread that starts meanwhile has the affinity of its parent, which may not have been moved yet.
     while new := {int(thread.name) for thread in _THREADS.iterdir()} - seen:
         for thread in new:
             with suppress(ProcessLookupError):

@@ -17,9 +17,6 @@ import psutil
 import pytest
 import torch
 from rich.console import Console
-
-from spillway.cli import demo, show
-from spillway.cli.app import main
 from spillway.demo.measure import Fingerprint, ResidentMeter
 from spillway.demo.model import GPT
 from spillway.demo.records import DemoError, Outcome, Report, Settings, make_row
@@ -27,6 +24,9 @@ from spillway.demo.runner import WayProcess, child_environment
 from spillway.demo.text import Batches, load_text
 from spillway.demo.training import counted_seconds
 from spillway.demo.ways import WAYS, Planned, parse_ways, ways_for
+
+from spillway.cli import demo, show
+from spillway.cli.app import main
 from spillway.errors import BudgetError, UsageError
 from spillway.profiling.machine import known_hardware
 from spillway.runtime.malloc import malloc_setting

@@ -17,8 +17,7 @@ from rich.console import Console
 
 from spillway.cli import doctor as command
 from spillway.cli.app import main
-from spillway.doctor.facts import Device, Facts, Memory, Spill, read_facts
-from spillway.doctor.findings import Finding, Severity, findings
+from spillway.doctor import Device, Facts, Finding, Memory, Severity, Spill, findings, read_facts
 from spillway.planning.hardware import Hardware, Link
 from spillway.runtime.host_memory import memory_limit
 
@@ -170,7 +169,7 @@ def test_the_worst_comes_first() -> None:
 def test_what_the_limit_on_locked_memory_is_stands_beside_memory_that_cannot_be_pinned() -> None:
     facts = replace(device(pinned_error="error 2"), memory=replace(MEMORY, lockable=8 << 20))
     found = only(facts).found
-    assert "64.0 MiB of host memory could not be pinned: error 2." in found
+    assert "64.0 MiB of CPU memory could not be pinned: error 2." in found
     assert "8.0 MiB" in found
 
 
@@ -222,7 +221,7 @@ def test_the_table_fits_80_columns_and_loses_nothing() -> None:
             assert "".join(sentence.split()) in flat
     assert "55.4 GB/s out, 55.5 GB/s back, 102 GB/s both at once" in text
     assert "780 TFLOP/s" in text
-    assert "Spillway works here. What costs time or memory: 1." in text
+    assert "Spillway works here. Findings that cost time or memory: 1." in text
 
 
 def test_what_is_in_brackets_is_no_markup() -> None:

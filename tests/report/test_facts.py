@@ -15,8 +15,8 @@ from spillway.planning.plan import Plan
 from spillway.planning.profile import Profile
 from spillway.planning.programs import options_of
 from spillway.records import Decision
-from spillway.report.facts import Facts, facts_of, grouped, names_of
-from spillway.report.rows import Row
+from spillway.report.facts import Facts, Row, facts_of
+from spillway.report.text import grouped, names_of
 from spillway.units import format_bytes, format_seconds
 
 Made = Callable[..., Facts]

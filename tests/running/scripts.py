@@ -88,7 +88,6 @@ import torch._dynamo.decorators
 import spillway.attaching.budgeted
 import spillway.running.bench
 import spillway.running.managed
-import spillway.running.profiled
 
 # Or each child would go through all of it as it ends.
 gc.freeze()

@@ -18,11 +18,10 @@ from torch.utils.checkpoint import checkpoint
 
 import spillway
 from spillway.attaching.call import PLACE, is_attached
-from spillway.running.asked import Asked
-from spillway.running.outcome import RunOutcome
-from spillway.running.roots import BY_HAND, COMPILED, NO_BLOCKS
-from spillway.running.seeing import Seeing
-from spillway.running.table import WIDEST, table
+from spillway.running.models import BY_HAND, COMPILED, NO_BLOCKS
+from spillway.running.observer import ScriptObserver
+from spillway.running.options import RunOptions
+from spillway.running.result import WIDEST, RunResult
 from steps import Block
 
 WIDTH = 32
@@ -77,49 +76,49 @@ def the_hooks() -> list[Any]:
 
 
 @pytest.fixture
-def seeing() -> Iterator[Seeing]:
+def observer() -> Iterator[ScriptObserver]:
     """What is attached is recomputed. In the end no hook is left."""
     before = the_hooks()
-    seen = Seeing(Asked(policy="recompute").attach)
+    seen = ScriptObserver(RunOptions(policy="recompute").attach)
     yield seen
-    seen.end(0)
-    seen.close()
+    seen.end()
+    seen.models.close()
     assert nn.Module._compiled_call_impl is None
     assert the_hooks() == before
 
 
-def ended(seeing: Seeing) -> RunOutcome:
-    outcome = seeing.end(0)
+def ended(observer: ScriptObserver) -> RunResult:
+    outcome = observer.end()
     assert max(map(len, table(outcome).splitlines())) <= WIDEST
     return outcome
 
 
-def reasons(seeing: Seeing) -> list[tuple[str, str]]:
-    return [(each.kind, each.reason) for each in ended(seeing).not_attached]
+def reasons(observer: ScriptObserver) -> list[tuple[str, str]]:
+    return [(each.kind, each.reason) for each in ended(observer).not_attached]
 
 
-def test_a_model_is_attached_in_its_first_forward_and_trains_bit_for_bit(seeing: Seeing) -> None:
+def test_a_model_is_attached_in_its_first_forward_and_trains_bit_for_bit(observer: ScriptObserver) -> None:
     model = net()
     losses = train(model, sgd(model), 4)
-    [root] = seeing.roots.attached
+    [root] = observer.models.managed
     assert root.blocks == 3
     assert is_attached(model)
     # The first forward was one pass of the whole model already.
     assert root.attached.stats().recomputed_bytes > 0
-    seeing.end(0)
-    seeing.close()
+    observer.end()
+    observer.models.close()
     assert PLACE not in model.__dict__
     plain = net()
     assert all(map(torch.equal, losses, train(plain, sgd(plain), 4)))
 
 
-def test_the_first_forward_in_training_is_managed(seeing: Seeing) -> None:
+def test_the_first_forward_in_training_is_managed(observer: ScriptObserver) -> None:
     model = net()
     model(batch()).sum().backward()
-    assert seeing.roots.attached[0].attached.stats().recomputed_bytes > 0
+    assert observer.models.managed[0].attached.stats().recomputed_bytes > 0
 
 
-def test_whoever_looks_for_models_holds_nothing_of_their_forward(seeing: Seeing) -> None:
+def test_whoever_looks_for_models_holds_nothing_of_their_forward(observer: ScriptObserver) -> None:
     """A list of frames that is in one of them is a circle, and what all of them have made is gone when it is broken."""
     made: list[weakref.ref[Tensor]] = []
 
@@ -145,55 +144,57 @@ def test_whoever_looks_for_models_holds_nothing_of_their_forward(seeing: Seeing)
         gc.enable()
 
 
-def test_an_error_of_the_first_forward_is_the_models_own(seeing: Seeing) -> None:
+def test_an_error_of_the_first_forward_is_the_models_own(observer: ScriptObserver) -> None:
     model = net()
     with pytest.raises(RuntimeError, match="shape"):
         model(torch.randn(2, WIDTH + 1))
     train(model, sgd(model))
-    assert len(seeing.roots.attached) == 1
+    assert len(observer.models.managed) == 1
 
 
-def test_nobody_looks_any_more_when_all_that_is_stepped_belongs_to_somebody(seeing: Seeing) -> None:
+def test_nobody_looks_any_more_when_all_that_is_stepped_belongs_to_somebody(observer: ScriptObserver) -> None:
     model = net()
     optimizer = sgd(model)
     model(batch()).sum().backward()
-    assert seeing.roots.calls.on
+    assert observer.models.calls.on
     optimizer.step()
-    assert not seeing.roots.calls.on
+    assert not observer.models.calls.on
     assert nn.Module._compiled_call_impl is None
 
 
-def test_a_model_that_comes_later_is_seen_from_its_first_step_on(seeing: Seeing) -> None:
+def test_a_model_that_comes_later_is_seen_from_its_first_step_on(observer: ScriptObserver) -> None:
     first, second = net(), net()
     train(first, sgd(first), 3)
-    assert not seeing.roots.calls.on
+    assert not observer.models.calls.on
     train(second, sgd(second), 2)
-    assert [root.module() for root in seeing.roots.attached] == [first, second]
-    assert not seeing.roots.calls.on
+    assert [root.module() for root in observer.models.managed] == [first, second]
+    assert not observer.models.calls.on
 
 
-def test_a_model_whose_optimizer_waits_is_seen_in_its_first_forward(seeing: Seeing) -> None:
+def test_a_model_whose_optimizer_waits_is_seen_in_its_first_forward(observer: ScriptObserver) -> None:
     critic, generator = net(), net()
     first, second = sgd(critic), sgd(generator)
     train(critic, first, 5)
-    assert seeing.roots.calls.on
+    assert observer.models.calls.on
     generator(batch()).sum().backward()
     assert is_attached(generator)
     second.step()
-    assert not seeing.roots.calls.on
+    assert not observer.models.calls.on
 
 
-def test_parameters_without_a_gradient_are_not_waited_for_for_ever_and_seen_when_they_have_one(seeing: Seeing) -> None:
+def test_parameters_without_a_gradient_are_not_waited_for_for_ever_and_seen_when_they_have_one(
+    observer: ScriptObserver,
+) -> None:
     model, later = net(), net()
     optimizer = sgd(model, later)
     train(model, optimizer, 12)
-    assert not seeing.roots.calls.on
+    assert not observer.models.calls.on
     train(lambda x: later(model(x)), optimizer, 2)
     assert is_attached(later)
-    assert reasons(seeing) == []
+    assert reasons(observer) == []
 
 
-def test_two_models_of_a_gan_are_two_roots(seeing: Seeing) -> None:
+def test_two_models_of_a_gan_are_two_roots(observer: ScriptObserver) -> None:
     def course(generator: Net, critic: Net) -> list[Tensor]:
         losses = []
         ours, theirs = sgd(generator), sgd(critic)
@@ -212,25 +213,25 @@ def test_two_models_of_a_gan_are_two_roots(seeing: Seeing) -> None:
         return losses
 
     managed = course(net(), net(layers=2))
-    assert [root.blocks for root in seeing.roots.attached] == [2, 3]
-    seeing.end(0)
-    seeing.close()
+    assert [root.blocks for root in observer.models.managed] == [2, 3]
+    observer.end()
+    observer.models.close()
     assert all(map(torch.equal, managed, course(net(), net(layers=2))))
 
 
-def test_evaluation_and_calls_without_gradients_attach_nothing(seeing: Seeing) -> None:
+def test_evaluation_and_calls_without_gradients_attach_nothing(observer: ScriptObserver) -> None:
     model = net()
     with torch.no_grad():
         model(batch())
     model.eval()
     model(batch()).sum().backward()
-    assert seeing.roots.attached == []
+    assert observer.models.managed == []
     model.requires_grad_(False).train()
     model(batch())
-    assert seeing.roots.attached == []
+    assert observer.models.managed == []
 
 
-def test_a_frozen_model_is_seen_when_it_is_trained(seeing: Seeing) -> None:
+def test_a_frozen_model_is_seen_when_it_is_trained(observer: ScriptObserver) -> None:
     model = net().requires_grad_(False)
     model(batch())
     model.requires_grad_(True)
@@ -249,19 +250,19 @@ class Around(nn.Module):
         return self.inner(x)  # type: ignore[no-any-return]
 
 
-def test_the_outermost_module_is_the_root_and_a_later_wrapper_changes_nothing(seeing: Seeing) -> None:
+def test_the_outermost_module_is_the_root_and_a_later_wrapper_changes_nothing(observer: ScriptObserver) -> None:
     model = Around(net())
     train(model, sgd(model), 1)
-    [root] = seeing.roots.attached
+    [root] = observer.models.managed
     assert root.kind == "Around"
     late = Around(model)
     train(late, sgd(late), 3)
-    assert [each.module() for each in seeing.roots.attached] == [model]
+    assert [each.module() for each in observer.models.managed] == [model]
     assert root.attached.stats().recomputed_bytes > 0
-    assert reasons(seeing) == []
+    assert reasons(observer) == []
 
 
-def test_a_copy_and_an_average_train_and_run_as_copies_do(seeing: Seeing) -> None:
+def test_a_copy_and_an_average_train_and_run_as_copies_do(observer: ScriptObserver) -> None:
     model = net()
     train(model, sgd(model), 1)
     twin = copy.deepcopy(model)
@@ -327,19 +328,21 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("make", "kind", "told"), REFUSED, ids=lambda value: getattr(value, "__name__", None))
-def test_what_cannot_be_attached_trains_on_and_is_said_once(make: Any, kind: str, told: str, seeing: Seeing) -> None:
+def test_what_cannot_be_attached_trains_on_and_is_said_once(
+    make: Any, kind: str, told: str, observer: ScriptObserver
+) -> None:
     call, model = make()
     losses = train(call, sgd(model), 4)
-    assert seeing.roots.attached == []
-    assert not seeing.roots.calls.on
-    [(found, reason)] = reasons(seeing)
+    assert observer.models.managed == []
+    assert not observer.models.calls.on
+    [(found, reason)] = reasons(observer)
     assert found == kind
     assert told in reason
     plain, same = make()
     assert all(map(torch.equal, losses, train(plain, sgd(same), 4)))
 
 
-def test_a_scripted_model_of_ones_own_class_trains_on(seeing: Seeing) -> None:
+def test_a_scripted_model_of_ones_own_class_trains_on(observer: ScriptObserver) -> None:
     class Own(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -353,18 +356,18 @@ def test_a_scripted_model_of_ones_own_class_trains_on(seeing: Seeing) -> None:
     with pytest.raises(spillway.SpillwayError, match=r"scripted|repeats no block"):
         spillway.attach(model)
     train(model, sgd(model), 2)
-    assert len(seeing.roots.given_up) == 1
+    assert len(observer.models.rejected) == 1
 
 
-def test_what_is_given_up_is_told_at_once(seeing: Seeing) -> None:
+def test_what_is_given_up_is_told_at_once(observer: ScriptObserver) -> None:
     told: list[str] = []
-    seeing.roots.tell = lambda given_up: told.append(given_up.reason)
+    observer.models.tell = lambda given_up: told.append(given_up.reason)
     model = nn.Linear(WIDTH, WIDTH)
     train(model, sgd(model), 2)
-    assert told == [each.reason for each in seeing.roots.given_up] != []
+    assert told == [each.reason for each in observer.models.rejected] != []
 
 
-def test_where_hooks_are_disabled_a_model_trains_on(seeing: Seeing) -> None:
+def test_where_hooks_are_disabled_a_model_trains_on(observer: ScriptObserver) -> None:
     plain = net()
     expected = train(plain, sgd(plain), 3)
     model = net()
@@ -379,51 +382,53 @@ def test_a_scripted_model_is_said() -> None:
     # TorchScript is deprecated, and says so where warnings are errors.
     with pytest.warns((DeprecationWarning, FutureWarning), match="torch.jit.script"):
         model = torch.jit.script(nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(2))))
-    seen = Seeing(Asked(policy="recompute").attach)
+    seen = ScriptObserver(RunOptions(policy="recompute").attach)
     train(model, sgd(model), 2)
     [(_, reason)] = reasons(seen)
-    seen.close()
+    seen.models.close()
     assert "scripted" in reason
 
 
-def test_of_a_script_with_one_step_what_was_not_seen_is_said(seeing: Seeing) -> None:
+def test_of_a_script_with_one_step_what_was_not_seen_is_said(observer: ScriptObserver) -> None:
     call, model = compiled_in_place()
     train(call, sgd(model), 1)
-    assert reasons(seeing) == [("Net", COMPILED)]
+    assert reasons(observer) == [("Net", COMPILED)]
 
 
-def test_parameters_in_no_module_are_counted(seeing: Seeing) -> None:
+def test_parameters_in_no_module_are_counted(observer: ScriptObserver) -> None:
     weight = nn.Parameter(torch.ones(WIDTH, 4))
     train(lambda x: x @ weight, torch.optim.SGD([weight], lr=0.1), 3)
-    assert [(each.kind, each.count) for each in ended(seeing).not_attached] == [("Parameter", 1)]
-    assert not seeing.roots.calls.on
+    assert [(each.kind, each.count) for each in ended(observer).not_attached] == [("Parameter", 1)]
+    assert not observer.models.calls.on
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
-def test_blocks_that_are_compiled_later_are_attached_anew(seeing: Seeing) -> None:
+def test_blocks_that_are_compiled_later_are_attached_anew(observer: ScriptObserver) -> None:
     model = net()
     optimizer = sgd(model)
     train(model, optimizer, 2)
     for block in model.blocks:
         block.compile(backend="eager")
     train(model, optimizer, 4)
-    [root] = ended(seeing).roots
-    assert any("attached anew" in note for note in root.notes)
+    [root] = ended(observer).roots
+    assert any("attached again" in note for note in root.notes)
     assert root.stats.recomputed_bytes > 0
 
 
-def test_a_model_that_is_compiled_as_a_whole_later_is_said(seeing: Seeing) -> None:
+def test_a_model_that_is_compiled_as_a_whole_later_is_said(observer: ScriptObserver) -> None:
     model = net()
     optimizer = sgd(model)
     train(model, optimizer, 2)
     model.compile(backend="eager")
     train(model, optimizer, 2)
-    assert reasons(seeing) == [("Net", COMPILED)]
-    assert seeing.roots.attached == []
+    assert reasons(observer) == [("Net", COMPILED)]
+    assert observer.models.managed == []
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
-def test_a_model_that_is_called_inside_of_something_compiled_later_is_taken_off_and_said(seeing: Seeing) -> None:
+def test_a_model_that_is_called_inside_of_something_compiled_later_is_taken_off_and_said(
+    observer: ScriptObserver,
+) -> None:
     def course(model: nn.Module) -> list[Tensor]:
         optimizer = sgd(model)
         return [*train(model, optimizer, 2), *train(torch.compile(model, backend="eager"), optimizer, 3)]
@@ -431,8 +436,8 @@ def test_a_model_that_is_called_inside_of_something_compiled_later_is_taken_off_
     model = net()
     losses = course(model)
     assert PLACE not in model.__dict__
-    assert [kind for kind, _ in reasons(seeing)] == ["OptimizedModule"]
-    seeing.close()
+    assert [kind for kind, _ in reasons(observer)] == ["OptimizedModule"]
+    observer.models.close()
     assert all(map(torch.equal, losses, course(net())))
 
 
@@ -469,42 +474,44 @@ class Cached(Block):
         return super().forward(x)
 
 
-def test_what_is_refused_in_the_middle_of_a_forward_runs_on_and_is_given_up_the_second_time(seeing: Seeing) -> None:
+def test_what_is_refused_in_the_middle_of_a_forward_runs_on_and_is_given_up_the_second_time(
+    observer: ScriptObserver,
+) -> None:
     torch.manual_seed(0)
     model = Caching()
     losses = train(model, sgd(model), 5)
-    [(kind, reason)] = reasons(seeing)
+    [(kind, reason)] = reasons(observer)
     assert kind == "Caching"
     assert "use_cache=False" in reason
     assert not is_attached(model)
     # No block ran a second time.
     assert model.cache.writes == 5 * 3
-    seeing.close()
+    observer.models.close()
     torch.manual_seed(0)
     plain = Caching()
     assert all(map(torch.equal, losses, train(plain, sgd(plain), 5)))
 
 
-def test_what_a_checkpoint_runs_again_is_no_root(seeing: Seeing) -> None:
+def test_what_a_checkpoint_runs_again_is_no_root(observer: ScriptObserver) -> None:
     model = net()
     # Blocks of blocks: each of them would be a root if it were called by itself.
     model.blocks = nn.ModuleList(nn.Sequential(Block(WIDTH), Block(WIDTH)) for _ in range(2))
     model.gradient_checkpointing = True
     train(model, sgd(model), 3)
-    assert seeing.roots.attached == []
-    assert [kind for kind, _ in reasons(seeing)] == ["Net"]
+    assert observer.models.managed == []
+    assert [kind for kind, _ in reasons(observer)] == ["Net"]
 
 
-def test_a_model_that_the_script_attached_itself_is_left_to_it(seeing: Seeing) -> None:
+def test_a_model_that_the_script_attached_itself_is_left_to_it(observer: ScriptObserver) -> None:
     model = net()
     model.blocks = nn.ModuleList(nn.Sequential(Block(WIDTH), Block(WIDTH)) for _ in range(2))
     with spillway.attach(model, blocks="blocks.*") as own:
         model(batch()).sum().backward()
         assert own.stats().recomputed_bytes > 0
-    assert seeing.roots.attached == []
+    assert observer.models.managed == []
 
 
-def test_threads_train_models_of_their_own(seeing: Seeing) -> None:
+def test_threads_train_models_of_their_own(observer: ScriptObserver) -> None:
     models = [net() for _ in range(3)]
     losses: dict[int, list[Tensor]] = {}
 
@@ -516,50 +523,52 @@ def test_threads_train_models_of_their_own(seeing: Seeing) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert {id(root.module()) for root in seeing.roots.attached} == set(map(id, models))
-    seeing.end(0)
-    seeing.close()
+    assert {id(root.module()) for root in observer.models.managed} == set(map(id, models))
+    observer.end()
+    observer.models.close()
     plain = net()
     expected = train(plain, sgd(plain), 3)
     assert all(torch.equal(a, b) for found in losses.values() for a, b in zip(found, expected, strict=True))
-    seeing.roots.attached.clear()
+    observer.models.managed.clear()
 
 
 def test_an_error_that_is_not_ours_goes_through() -> None:
     def fails(model: nn.Module) -> Any:
         raise KeyError("on purpose")
 
-    seen = Seeing(fails)
+    seen = ScriptObserver(fails)
     with pytest.raises(KeyError, match="on purpose"):
         net()(batch())
-    seen.end(0)
-    seen.close()
+    seen.end()
+    seen.models.close()
     assert nn.Module._compiled_call_impl is None
 
 
 def test_without_an_option_an_accelerator_has_a_budget_and_a_cpu_offloads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10, 1000))
     device = torch.device("cuda", 0)
-    assert Asked().budget_on(device) == 900
-    assert Asked(policy="keep").budget_on(device) is None
-    assert Asked(budget="1KiB").budget_on(device) == "1KiB"
-    assert Asked().budget_on(torch.device("cpu")) is None
-    treated = Asked().attach(net())
+    assert RunOptions().budget_on(device) == 900
+    assert RunOptions(policy="keep").budget_on(device) is None
+    assert RunOptions(budget="1KiB").budget_on(device) == "1KiB"
+    assert RunOptions().budget_on(torch.device("cpu")) is None
+    treated = RunOptions().attach(net())
     treated.attached.remove()
     assert (treated.way, treated.attached.budget) == ("offload", None)
 
 
-def test_the_steady_step_of_an_optimizer_looks_at_no_parameter(seeing: Seeing, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_steady_step_of_an_optimizer_looks_at_no_parameter(
+    observer: ScriptObserver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = net()
     optimizer = sgd(model)
     train(model, optimizer, 2)
-    monkeypatch.setattr(seeing.roots, "parameters", lambda: pytest.fail("looked"))
+    monkeypatch.setattr(observer.roots, "parameters", lambda: pytest.fail("looked"))
     train(model, optimizer, 3)
     monkeypatch.undo()
 
 
 @pytest.mark.parametrize("name", ["GPT2", "Llama"])
-def test_a_model_of_transformers_as_it_comes_trains_bit_for_bit(seeing: Seeing, name: str) -> None:
+def test_a_model_of_transformers_as_it_comes_trains_bit_for_bit(observer: ScriptObserver, name: str) -> None:
     """Its configuration asks for a cache of keys and values."""
     transformers = pytest.importorskip("transformers")
     sizes = (
@@ -587,12 +596,12 @@ def test_a_model_of_transformers_as_it_comes_trains_bit_for_bit(seeing: Seeing, 
     model = transformers.AutoModelForCausalLM.from_config(config).train()
     plain = copy.deepcopy(model)
     found = losses(model)
-    [root] = seeing.roots.attached
+    [root] = observer.models.managed
     assert root.blocks == 3
     assert root.attached.stats().recomputed_bytes > 0
     assert config.use_cache
-    seeing.end(0)
-    seeing.close()
+    observer.end()
+    observer.models.close()
     # With a cache, keys and values lie otherwise in memory, and kernels of some CPUs add up in another order.
     plain.config.use_cache = False
     assert all(map(torch.equal, found, losses(plain)))

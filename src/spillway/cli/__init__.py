@@ -1,1 +1,1 @@
-"""The command line: ``spillway demo``, ``spillway doctor`` and so on. One file per command, and ``app`` holds them."""
+"""The command line, one file a command. No file imports torch before its command runs: help is there at once."""

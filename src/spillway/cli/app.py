@@ -1,4 +1,4 @@
-"""The command ``spillway``: a command per file of this room, and one place where errors become a sentence."""
+"""The command ``spillway``, with the one place where an error becomes a sentence and an exit code."""
 
 from __future__ import annotations
 
@@ -9,16 +9,21 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from spillway.cli.commands import LaterGroup
+from spillway.cli.bench import bench
+from spillway.cli.demo import demo
+from spillway.cli.doctor import doctor
+from spillway.cli.plan import plan
+from spillway.cli.profile import profile
+from spillway.cli.report import report
+from spillway.cli.run import run
 from spillway.errors import BudgetError, SpillwayError, UsageError
 
 USAGE_CODE = 2
-"""Exit code for an argument that cannot be meant, as of every Unix command."""
+"""Exit code for a wrong argument, as of every Unix command."""
 FAILURE_CODE = 1
-"""Exit code for what went wrong on the way."""
+"""Exit code for every other error."""
 
 app = typer.Typer(
-    cls=LaterGroup,
     help="Spillway, the training-memory manager for PyTorch.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -28,12 +33,12 @@ app = typer.Typer(
 
 @dataclass
 class Invocation:
-    """What a call of the command says beside its command."""
+    """One call of the command line."""
 
     debug: bool = False
     """Whether errors are shown with their tracebacks."""
     job: Callable[[], object] | None = None
-    """What is to be done when the command line has been read: to run a script, outside of what reads it."""
+    """Runs the user's script when the command line has been read, so that no frame of a parser is around it."""
 
 
 @app.callback()
@@ -45,9 +50,20 @@ def _root(
     context.ensure_object(Invocation).debug = debug
 
 
+# All words after the script are the script's own.
+_OF_SCRIPT = {"allow_interspersed_args": False}
+app.command(context_settings=_OF_SCRIPT)(run)
+app.command(context_settings=_OF_SCRIPT)(profile)
+app.command()(plan)
+app.command()(report)
+app.command(context_settings=_OF_SCRIPT)(bench)
+app.command()(demo)
+app.command()(doctor)
+
+
 @app.command()
 def version() -> None:
-    """Say which Spillway, torch and Python these are."""
+    """Print the versions of Spillway, torch and Python."""
     import platform
 
     import torch
@@ -58,9 +74,9 @@ def version() -> None:
 
 
 def main() -> None:
-    """Run the command line and exit: 0, 2 for an argument that cannot be meant, 1 for what went wrong on the way.
+    """Run the command line and exit: 0, 2 for a wrong argument, 1 for every other error.
 
-    Of ``spillway run``, the exit code is the script's, but 3 where that is 0 and nothing was done as asked.
+    ``spillway run`` exits with the script's code, or with 3 if that is 0 and nothing was done as asked.
     """
     invocation = Invocation()
     try:
@@ -75,27 +91,22 @@ def main() -> None:
     try:
         job()
     except SpillwayError as error:
+        from spillway.running.managed import UNMET_CODE, UnmetError
         from spillway.running.script import is_of_script
 
-        # What a script raises is its own, with its own traceback; but for a budget, which was asked for here.
+        # The script's own errors keep their tracebacks. The budget is an option of this command.
         if is_of_script(error) and not isinstance(error, BudgetError):
             raise
-        _end(error, invocation)
+        _end(error, invocation, UNMET_CODE if isinstance(error, UnmetError) else None)
 
 
-def _end(error: SpillwayError, invocation: Invocation) -> NoReturn:
+def _end(error: SpillwayError, invocation: Invocation, code: int | None = None) -> NoReturn:
     if invocation.debug:
         raise error
     from rich.console import Console
     from rich.markup import escape
 
     Console(stderr=True).print(f"[red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
-    sys.exit(_code_of(error))
-
-
-def _code_of(error: SpillwayError) -> int:
-    from spillway.running.asked import UNMET_CODE, UnmetError
-
-    if isinstance(error, UnmetError):
-        return UNMET_CODE
-    return USAGE_CODE if isinstance(error, UsageError) else FAILURE_CODE
+    if code is None:
+        code = USAGE_CODE if isinstance(error, UsageError) else FAILURE_CODE
+    sys.exit(code)

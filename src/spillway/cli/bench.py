@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from spillway.cli.run import Arguments, AsModule, Target, point_out
+from spillway.cli.run import Arguments, AsModule, Target, warn_of_misplaced_options
+from spillway.errors import UsageError, printable
 
 
 def bench(
@@ -17,33 +18,32 @@ def bench(
     arguments: Arguments = None,
     module: AsModule = False,
     ways: Annotated[
-        str, typer.Option(help="With commas between: keep, recompute, offload, ratio=0.5, budget=20GiB, plan=FILE.")
+        str, typer.Option(help="Separated by commas: keep, recompute, offload, ratio=0.5, budget=20GiB, plan=FILE.")
     ] = "keep,recompute,offload",
     steps: Annotated[int, typer.Option(help="Optimizer steps of each way; the first quarter warms up.")] = 12,
     json: Annotated[Path | None, typer.Option(help="Write the table to this file, too.")] = None,
 ) -> None:
     """Run a script in several ways, each in its own process; compare time and memory.
 
-    Each process ends after so many optimizer steps. Losses are not compared: nobody knows which number is one.
+    Each process ends after so many optimizer steps. Losses are not compared, since a script does not say what its
+    loss is.
     """
-    from spillway.errors import UsageError, printable
     from spillway.planning.files import check_writable, write_file
     from spillway.running.bench import run_bench
     from spillway.running.script import Script
-    from spillway.running.ways import parse_ways
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UsageError(
-            "got bench in one of several ranks, expected one process; compare the files of `torchrun ... spillway run "
-            "--json` instead"
+            "got bench in one of several ranks. It starts processes of its own, and runs in one process only: compare "
+            "the files of `torchrun ... spillway run --json` instead"
         )
     check_writable("--json", json)
     script = Script(target, tuple(arguments or ()), is_module=module)
-    chosen = parse_ways(ways.split(","))
-    point_out(context, target, script.arguments)
-    found = run_bench(script, chosen, steps=steps, told=lambda way: typer.echo(printable(f"{way} ..."), err=True))
-    typer.echo(found.to_text())
+    names = [name for way in dict.fromkeys(ways.split(",")) if (name := way.strip())]
+    warn_of_misplaced_options(context, target, script.arguments)
+    result = run_bench(script, names, steps=steps, told=lambda way: typer.echo(printable(f"{way} ..."), err=True))
+    typer.echo(result.to_text())
     if json is not None:
-        write_file(json, found.to_json(), what="--json")
-    if all(row.answer.error for row in found.rows):
+        write_file(json, result.to_json(), what="--json")
+    if all(row.answer.error for row in result.rows):
         raise typer.Exit(1)

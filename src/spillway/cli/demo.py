@@ -1,36 +1,33 @@
-"""``spillway demo``: the same training, each way in a process of its own, side by side."""
+"""``spillway demo``: the same training in several ways, side by side."""
 
 from __future__ import annotations
 
-import time
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
-from rich.console import Console
 
-from spillway.cli.show import Progress, comparison
-from spillway.demo.machine import describe_hardware, describe_versions
-from spillway.demo.records import DemoError, Outcome, Report, Row, Settings, make_row
-from spillway.demo.runner import WayProcess
-from spillway.demo.ways import WAYS, Planned, parse_ways, ways_for
-from spillway.errors import UsageError
-from spillway.planning.files import check_writable, write_file
-from spillway.profiling.machine import known_hardware
-from spillway.runtime.malloc import malloc_setting
-from spillway.units import parse_bytes
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from spillway.demo import Row, Settings, Step
 
 _CPU_SHAPE = {"layers": 8, "width": 256, "sequence": 512, "batch": 8, "steps": 11}
 _ACCELERATOR_SHAPE = {"layers": 8, "width": 512, "sequence": 2048, "batch": 16, "steps": 40}
-
-_START_SECONDS = 8.0
-"""What one way needs beside its steps: imports, text, hashes."""
-
-_MOST_MORE = 16
-"""Steps beyond ``--steps`` that a way may take to find its plan."""
+_HEADINGS = (
+    "way",
+    "step\ntime",
+    "of\nkeep",
+    "\ntok/s",
+    "\npeak",
+    "activa-\ntions",
+    "of\nkeep",
+    "\nmoved",
+    "\nloss",
+    "iden-\ntical",
+)
 
 Count = Annotated[int | None, typer.Option(min=1, show_default="by device")]
 
@@ -38,14 +35,19 @@ Count = Annotated[int | None, typer.Option(min=1, show_default="by device")]
 def demo(
     ways: Annotated[
         str | None,
-        typer.Option(help=f"Which ways, with commas between: {', '.join(WAYS)}.", show_default="by device"),
+        typer.Option(
+            help="Which ways, separated by commas: keep, checkpoint, offload, planned, optimizer.",
+            show_default="by device",
+        ),
     ] = None,
     steps: Count = None,
     layers: Count = None,
     width: Count = None,
     sequence: Count = None,
     batch: Count = None,
-    data: Annotated[Path | None, typer.Option(help="File or folder to train on; else Python's own source.")] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="File or folder to train on.", show_default="Python's own source")
+    ] = None,
     device: Annotated[str, typer.Option(help="Where to train: auto, cpu, cuda, cuda:1, ...")] = "auto",
     in_turn: Annotated[
         bool | None,
@@ -56,163 +58,134 @@ def demo(
         ),
     ] = None,
     seconds: Annotated[float, typer.Option(min=0, help="Do fewer steps if these take longer; 0: no limit.")] = 165,
-    window: Annotated[str | None, typer.Option(help='Bytes in flight at once for offload, as "64MiB".')] = None,
+    window: Annotated[str | None, typer.Option(help='In-flight limit of offload, as "64MiB".')] = None,
     budget: Annotated[
-        str | None,
-        typer.Option(help='Bytes that planned may have at most, as "600MiB".', show_default="half-way to the least"),
+        str | None, typer.Option(help='Memory budget of planned, as "600MiB" or "50%".', show_default="60%")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the first weights and of the batches.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the weights and of the batches.")] = 0,
     json: Annotated[Path | None, typer.Option(help="Write the table to this file, too.")] = None,
 ) -> None:
     """Train a small GPT on real text, each way in its own process; compare time, memory, gradients."""
-    names = None if ways is None else parse_ways(ways.split(","))
-    where = _parse_device(device)
+    from rich.console import Console
+
+    from spillway.demo import WAYS, DemoError, Settings, choose_ways, compare, to_json
+    from spillway.errors import UsageError
+    from spillway.planning.files import check_writable, write_file
+    from spillway.profiling.machine import known_hardware
+    from spillway.runtime.which_device import which_device
+    from spillway.units import format_seconds, parse_bytes, read_budget
+
+    where = which_device(None if device == "auto" else device)
     shape = _CPU_SHAPE if where.type == "cpu" else _ACCELERATOR_SHAPE
     given = {"steps": steps, "layers": layers, "width": width, "sequence": sequence, "batch": batch}
     numbers = {name: given[name] or default for name, default in shape.items()}
-    planned = numbers.pop("steps")
-    names = names or ways_for(where, planned)
-    _check_steps(names, planned)
+    planned_steps = numbers.pop("steps")
+    names = choose_ways(ways, where.type, planned_steps)
+    if "planned" in names and planned_steps < WAYS["planned"]:
+        raise UsageError(
+            f"steps: planned needs at least {WAYS['planned']}, and got {planned_steps}: its first steps find the plan. "
+            f"Give more --steps, or --ways without it"
+        )
     if window is not None:
         parse_bytes(window, what="window")
     if budget is not None:
-        _check_budget(names, budget)
+        read_budget(budget, what="budget")
+        if "planned" not in names:
+            raise UsageError(
+                f"budget: got {budget!r}, and the ways {', '.join(names)} have none. Only planned has a budget: add it "
+                f"to --ways, with at least {WAYS['planned']} --steps"
+            )
     settings = Settings(
-        way="keep",
         device=str(where),
         data=None if data is None else str(data),
         window=window,
-        budget=budget,
+        budget=budget or "60%",
         seed=seed,
         **numbers,
     )
-    settings.check()
     check_writable("--json", json)
 
     console = Console()
-    all_at_once = where.type == "cpu" if in_turn is None else in_turn
-    if all_at_once and Planned.name in names:
-        _know_hardware(where, console)
-    outcomes = _run_ways(
-        [names] if all_at_once else [[name] for name in names], settings, planned, seconds, Progress(console)
-    )
-    report = _report(outcomes, settings)
-    for line in comparison(report):
+    takes_turns = where.type == "cpu" if in_turn is None else in_turn
+    with ExitStack() as stack:
+        status = stack.enter_context(console.status("starting")) if console.is_terminal else None
+
+        def show(line: str) -> None:
+            if status is None:
+                console.print(line, highlight=False)
+            else:
+                status.update(line)
+
+        def told(way: str, message: int | Step) -> None:
+            if isinstance(message, int):
+                show(f"{way:<11} {message / 1e6:.1f} M parameters")
+                return
+            taken = format_seconds(message.seconds)
+            show(f"{way:<11} step {message.index + 1}/{planned_steps}   loss {message.loss:.3f}   {taken} a step")
+
+        if takes_turns and "planned" in names:
+            # Before processes start that would disturb it.
+            known_hardware(where, on_part=lambda part: show(f"measuring this machine, once: {part}"))
+        rows = compare(names, settings, planned_steps, seconds=seconds, in_turn=takes_turns, told=told)
+    for line in comparison(rows, settings):
         console.print(line, highlight=False)
     if json is not None:
-        write_file(json, report.to_json(), what="--json")
-    unequal = [row.way for row in report.rows if row.identical is False]
-    if unequal:
-        raise DemoError(f"{', '.join(unequal)}: loss or gradients are not bit for bit those of keep; this is a bug")
-
-
-def _run_ways(
-    groups: list[list[str]], settings: Settings, steps: int, seconds: float, progress: Progress
-) -> dict[str, Outcome]:
-    """Run group after group, the ways of a group in turn, all for as many steps as the first group had time for."""
-    outcomes: dict[str, Outcome] = {}
-    everything = sum(WAYS[name].cost for group in groups for name in group)
-    with progress:
-        for group in groups:
-            share = sum(WAYS[name].cost for name in group) / everything
-            limit = seconds * share - _START_SECONDS * len(group) if seconds and not outcomes else None
-            outcomes.update(_run_in_turn(group, settings, steps, limit, progress))
-            steps = len(outcomes[group[0]].losses)
-    return outcomes
-
-
-def _run_in_turn(
-    names: list[str], settings: Settings, steps: int, limit: float | None, progress: Progress
-) -> dict[str, Outcome]:
-    with ExitStack() as stack:
-        for name in names:
-            progress.begin(name, steps)
-        processes = [stack.enter_context(WayProcess(replace(settings, way=name))) for name in names]
-        for process in processes:
-            progress.show(process.way, process.started())
-        fewest = max(WAYS[name].fewest_steps for name in names)
-        settled = dict.fromkeys(names, 0)
-        begin = time.perf_counter()
-        for index in range(steps + _MOST_MORE):
-            # Another round after this one would take until then, if it takes as long as those before did.
-            done = index + 1
-            end = (time.perf_counter() - begin) / max(index, 1) * (done + 1)
-            is_late = limit is not None and done >= fewest and end > limit
-            are_settled = all(settled[name] >= WAYS[name].fewest_settled for name in names)
-            last = done == steps + _MOST_MORE or ((done >= steps or is_late) and are_settled)
-            for process in processes:
-                step = process.step(last=last)
-                settled[process.way] += step.settled
-                progress.show(process.way, step)
-            if last:
-                break
-        outcomes = {process.way: process.outcome() for process in processes}
-    for name, outcome in outcomes.items():
-        progress.show(name, outcome)
-    return outcomes
-
-
-def _report(outcomes: dict[str, Outcome], settings: Settings) -> Report:
-    settings_of_all = {**asdict(settings), "steps": len(next(iter(outcomes.values())).losses)}
-    del settings_of_all["way"]
-    device = torch.device(settings.device)
-    return Report(
-        rows=_rows(outcomes, device),
-        hardware=describe_hardware(device),
-        versions=describe_versions(),
-        settings=settings_of_all,
-        malloc=malloc_setting() if device.type == "cpu" else "",
-    )
-
-
-def _rows(outcomes: dict[str, Outcome], device: torch.device) -> list[Row]:
-    reference = outcomes.get("keep")
-    return [
-        make_row(name, outcome, None if device.type != "cpu" and WAYS[name].not_compared else reference)
-        for name, outcome in outcomes.items()
-    ]
-
-
-def _parse_device(name: str) -> torch.device:
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if name == "auto":
-        return found or torch.device("cpu")
-    known = ["cpu", found.type] if found else ["cpu"]
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        device = None
-    if device is None or device.type not in known:
-        raise UsageError(f"device: got {name!r}, expected auto or one of what this machine has: {', '.join(known)}")
-    return device
-
-
-def _check_steps(names: list[str], steps: int) -> None:
-    for name in names:
-        # Of the others, few steps say little, but not nothing.
-        if name == Planned.name and steps < WAYS[name].fewest_steps:
-            raise UsageError(
-                f"steps: got {steps} with the way {name}, expected at least {WAYS[name].fewest_steps}, since the first "
-                f"ones find its plan; give more --steps, or --ways without it"
-            )
-
-
-def _check_budget(names: list[str], budget: str) -> None:
-    parse_bytes(budget, what="budget")
-    if Planned.name not in names:
-        raise UsageError(
-            f"budget: got {budget!r} with the ways {', '.join(names)}, expected {Planned.name} among them, which is "
-            f"the one that has a budget; give it in --ways, and at least {Planned.fewest_steps} --steps"
+        write_file(json, to_json(rows, settings), what="--json")
+    different = [row.way for row in rows if row.identical is False]
+    if different:
+        raise DemoError(
+            f"{', '.join(different)}: loss or gradients are not bit for bit those of keep. This is a bug; report it"
         )
 
 
-def _know_hardware(device: torch.device, console: Console) -> None:
-    """Measure the machine, if it never was, before processes start that would disturb it. Planning wants to know."""
-    told: list[str] = []
+def comparison(rows: Sequence[Row], settings: Settings) -> Iterator[RenderableType]:
+    """The table of the ways, and what its columns mean."""
+    import torch
+    from rich import box
+    from rich.table import Table
 
-    def tell(part: str) -> None:
-        if not told:
-            console.print("measuring this machine, once (spillway doctor shows what it can do)", highlight=False)
-        told.append(part)
+    from spillway.demo import NOT_COMPARED, describe_hardware
 
-    known_hardware(device, on_part=tell)
+    table = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)
+    for heading in _HEADINGS:
+        table.add_column(heading, justify="left" if heading == "way" else "right", vertical="bottom", no_wrap=True)
+    reference = next((row for row in rows if row.way == "keep"), None)
+    for row in rows:
+        table.add_row(*_cells(row, reference))
+    hardware = describe_hardware(torch.device(settings.device))
+    yield from ("", table, "")
+    yield (
+        f"{hardware['device']}, {hardware['threads']} threads, torch {torch.__version__}; {settings.layers} layers of "
+        f"{settings.width}, {settings.batch} x {settings.sequence} tokens, {len(rows[0].losses)} steps."
+    )
+    yield (
+        f"peak: {rows[0].peak_source}. activations: the peak minus the memory in use before the first step, with "
+        f"gradients and optimizer state. step time: median without the first step; of planned, of steps with its plan. "
+        f"moved: bytes offloaded in one step. identical: every loss, and all gradients of the first and last step, are "
+        f"bit for bit those of keep."
+    )
+    yield from (row.note for row in rows if row.note)
+    yield from (
+        f"{row.way} is not compared: {NOT_COMPARED}." for row in rows if reference is not None and row.identical is None
+    )
+
+
+def _cells(row: Row, reference: Row | None) -> list[str]:
+    from spillway.units import format_bytes, format_seconds
+
+    def share(part: float, whole: float | None) -> str:
+        return f"{part / whole:.0%}" if whole else "-"
+
+    speed = row.tokens_per_second
+    return [
+        row.way,
+        format_seconds(row.step_seconds),
+        share(row.step_seconds, reference.step_seconds if reference else None),
+        f"{speed:.0f}" if speed < 1000 else f"{speed / 1000:.1f}k" if speed < 100_000 else f"{speed / 1000:,.0f}k",
+        format_bytes(row.peak_bytes),
+        format_bytes(row.activation_peak_bytes),
+        share(row.activation_peak_bytes, reference.activation_peak_bytes if reference else None),
+        format_bytes(row.moved_bytes) if row.moved_bytes else "-",
+        f"{row.loss:.4f}",
+        {True: "yes", False: "NO", None: "-"}[row.identical],
+    ]

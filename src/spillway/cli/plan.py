@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from spillway.errors import BudgetError, printable
+from spillway.errors import BackendError, BudgetError, UsageError, printable
 from spillway.units import format_bytes
+
+if TYPE_CHECKING:
+    from spillway.planning.hardware import Hardware
+    from spillway.planning.profile import Profile
+
+HardwareName = Annotated[
+    str | None,
+    typer.Option(help="h200, h100, a100, rtx4090, or a file of Hardware.save().", show_default="this machine"),
+]
 
 
 def plan(
@@ -16,35 +27,32 @@ def plan(
     budget: Annotated[
         str,
         typer.Option(
-            help='Bytes on the device, as "40GiB"; or a share, as 0.5 or "50%", of what a step that keeps everything '
-            "has beyond what is there when it begins.",
+            help='Memory budget on the GPU, as "40GiB"; or a share, as 0.5 or "50%", of the memory that a step without '
+            "Spillway adds to what is in use when it begins.",
             show_default=False,
         ),
     ],
     host_budget: Annotated[
-        str | None, typer.Option(help="Bytes of host memory that may be used.", show_default="any")
+        str | None, typer.Option(help="CPU memory that may be used, in bytes.", show_default="any")
     ] = None,
-    disk_budget: Annotated[str | None, typer.Option(help="Bytes of disk that may be used.", show_default="any")] = None,
+    disk_budget: Annotated[
+        str | None, typer.Option(help="Disk that may be used, in bytes.", show_default="any")
+    ] = None,
     allow: Annotated[
         str | None,
-        typer.Option(help="Of keep, host, disk, recompute, with commas between.", show_default="by device"),
+        typer.Option(help="The allowed decisions of keep,host,disk,recompute.", show_default="by device"),
     ] = None,
-    hardware: Annotated[
-        str | None,
-        typer.Option(help="h200, h100, a100, rtx4090, or a file of Hardware.save().", show_default="this machine"),
-    ] = None,
-    window: Annotated[
-        str | None, typer.Option(help="Bytes that may be on their way at once.", show_default="what is best")
-    ] = None,
+    hardware: HardwareName = None,
+    window: Annotated[str | None, typer.Option(help="In-flight limit, in bytes.", show_default="the best one")] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write the plan to this file.", show_default=False)
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Say the plan as JSON, and nothing else on stdout.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the plan as JSON, and nothing else on stdout.")
+    ] = False,
 ) -> None:
-    """Plan a step within a budget, and say what is kept, sent away and computed again."""
-    # What plans takes a while to import, and `spillway --help` does without.
+    """Plan a step within a memory budget, and say what it keeps, offloads and recomputes."""
     import spillway
-    from spillway.cli.machines import hardware_of, note_of, working
     from spillway.planning.files import check_writable
     from spillway.report.facts import facts_of
     from spillway.report.text import to_text
@@ -66,20 +74,76 @@ def plan(
             )
     except BudgetError as error:
         if error.least <= error.budget:
-            # The host's or the disk's budget is the one that is too small, as the message says.
+            # The budget of CPU memory or of disk is too small, as the message says.
             raise
         raise BudgetError(
-            f"no plan fits {format_bytes(error.budget)}: the least budget that one was found for is "
-            f"{format_bytes(error.least)} ({error.least} bytes)",
+            f"no plan fits {format_bytes(error.budget)}: the smallest feasible budget is {format_bytes(error.least)} "
+            f"({error.least} bytes)",
             budget=error.budget,
             least=error.least,
         ) from error
     if output is not None:
         found.save(output)
-    notes = note_of(measured, machine, is_named=hardware is not None)
+    notes = notes_of(measured, machine, is_named=hardware is not None)
     if as_json:
         for note in notes:
             typer.echo(f"note: {printable(note)}", err=True)
         typer.echo(found.to_json())
     else:
         typer.echo(to_text(facts_of(measured, found, machine, active=local_ranks(), notes=notes)), nl=False)
+
+
+def hardware_of(name: str | None, device: str) -> Hardware:
+    """The hardware to plan for.
+
+    Args:
+        name: of a GPU, or of a file of ``Hardware.save()``. ``None``: this machine, which is measured if it never was.
+        device: that was profiled.
+
+    Raises:
+        UsageError: for a name that is neither; without a name, if this machine does not have the device.
+    """
+    import torch
+
+    from spillway.planning.hardware import PRESETS, Hardware
+    from spillway.profiling.machine import known_hardware
+
+    if name is not None:
+        return Hardware.of(name)
+    try:
+        with working("measuring this machine, once") as tell:
+            return known_hardware(torch.device(device), on_part=lambda part: tell(f"measuring {part}"))
+    except (UsageError, BackendError) as error:
+        raise UsageError(
+            f"hardware: the profile is of {device}, which this machine cannot measure ({error}). Give --hardware: a "
+            f"name ({', '.join(PRESETS)}) or a file of Hardware.save()"
+        ) from error
+
+
+def notes_of(profile: Profile, hardware: Hardware, *, is_named: bool) -> tuple[str, ...]:
+    """A warning, if a plan mixes the operators' times of a CPU with the bandwidths of a GPU that the user named."""
+    is_cpu = profile.device.partition(":")[0] == "cpu"
+    if not is_named or not is_cpu or hardware.source.startswith("measured on cpu"):
+        return ()
+    return (
+        f"the times of operators are this profile's, which a CPU took; only the bandwidths are those of "
+        f"{hardware.name}. For its times, profile with spillway.profile(model, batch, hardware=...)",
+    )
+
+
+@contextlib.contextmanager
+def working(what: str, *, quiet: bool = False) -> Iterator[Callable[[str], None]]:
+    """Show on stderr that something takes a while. Gives a function that shows its progress.
+
+    Args:
+        what: what takes a while, shown on a terminal until there is progress.
+        quiet: whether progress is shown on a terminal only. Elsewhere it is a line each time.
+    """
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda text: None if quiet else console.print(text, highlight=False)
+        return
+    with console.status(what) as status:
+        yield status.update

@@ -1,4 +1,4 @@
-"""``spillway profile``: what a step of a user's own script does."""
+"""``spillway profile``: a profile of a user's own script."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from spillway.cli.run import Arguments, AsModule, Target, point_out
+from spillway.cli.run import Arguments, AsModule, Target, warn_of_misplaced_options
 
 
 def profile(
@@ -15,18 +15,17 @@ def profile(
     target: Target,
     arguments: Arguments = None,
     module: AsModule = False,
-    out: Annotated[Path, typer.Option("-o", "--out", help="Where to write it.")] = Path("profile.json"),
+    out: Annotated[Path, typer.Option("-o", "--out", help="Write the profile to this file.")] = Path("profile.json"),
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to wait for, at most.")] = 16,
 ) -> None:
-    """Run a script until a model of it is profiled, write the profile, and end the script.
+    """Run a script until one of its models is profiled, write the profile, and end the script.
 
-    The fourth call of the first model in training is where the script ends, as by sys.exit(): what it has open is
-    closed, and what it would have done from there on is not done.
+    The script ends in the fourth call of its first model in training, as by sys.exit(): open files are closed, and the
+    rest of the script does not run.
     """
-    from spillway.cli.app import Invocation
-    from spillway.running.profiled import run_profiled
+    from spillway.running.managed import run_profiled
     from spillway.running.script import Script
 
     script = Script(target, tuple(arguments or ()), is_module=module)
-    point_out(context, target, script.arguments)
-    context.ensure_object(Invocation).job = lambda: run_profiled(script, out, steps=steps)
+    warn_of_misplaced_options(context, target, script.arguments)
+    context.obj.job = lambda: run_profiled(script, out, steps=steps)

@@ -9,8 +9,10 @@ import webbrowser
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
+
+from spillway.cli.plan import HardwareName, hardware_of, notes_of, working
+from spillway.errors import printable
 
 if TYPE_CHECKING:
     from spillway.planning.plan import Plan
@@ -18,10 +20,10 @@ if TYPE_CHECKING:
 
 
 class Open(enum.StrEnum):
-    """Whether the page is shown."""
+    """Whether the page is opened in a browser."""
 
     AUTO = "auto"
-    """Where somebody sits before it: a terminal, and a screen."""
+    """On a terminal with a screen."""
     YES = "yes"
     NO = "no"
 
@@ -36,24 +38,20 @@ def report(
         Path | None,
         typer.Option(help="Also write the simulated step to this file, for Chrome and Perfetto.", show_default=False),
     ] = None,
-    hardware: Annotated[
-        str | None,
-        typer.Option(help="h200, h100, a100, rtx4090, or a file of Hardware.save().", show_default="this machine"),
-    ] = None,
+    hardware: HardwareName = None,
     curve: Annotated[
         bool, typer.Option("--curve/--no-curve", help="Also plan for other budgets, which takes a minute.")
     ] = True,
-    text: Annotated[bool, typer.Option("--text", help="Say it here; write a page only where -o names one.")] = False,
+    text: Annotated[
+        bool, typer.Option("--text", help="Print the plan here; write a page only if -o names one.")
+    ] = False,
     show: Annotated[
         Open, typer.Option("--open", help="Whether to open the page in a browser; auto: if there is a screen.")
     ] = Open.AUTO,
 ) -> None:
-    """Write what a plan does to one HTML file, which is opened without a network."""
-    # What plans takes a while to import, and `spillway --help` does without.
+    """Write what a plan does to one HTML file, which needs no network."""
     import spillway
     from spillway.budgeting import sweep
-    from spillway.cli.machines import counting, hardware_of, note_of
-    from spillway.errors import printable
     from spillway.planning.files import check_writable, write_file
     from spillway.report.facts import facts_of
     from spillway.report.figures import graph_objects
@@ -66,19 +64,24 @@ def report(
     check_writable("--output", page)
     check_writable("--trace", trace)
     if page is not None:
-        # Before what takes long, and not after it.
+        # Fails before planning if plotly is missing.
         graph_objects()
     measured, found = spillway.Profile.load(profile), spillway.Plan.load(plan)
     machine = hardware_of(hardware, measured.device)
-    notes = note_of(measured, machine, is_named=hardware is not None)
+    notes = notes_of(measured, machine, is_named=hardware is not None)
     facts = facts_of(measured, found, machine, active=local_ranks(), notes=notes)
     if text:
         typer.echo(to_text(facts), nl=False)
     if page is not None:
         if curve:
-            with counting("other budgets") as tell:
-                drawn = sweep(measured, allow=_allowed(measured, found), hardware=machine, on_point=tell)
-            facts = facts_of(measured, found, machine, active=local_ranks(), notes=notes, curve=drawn)
+            with working("other budgets") as tell:
+                points = sweep(
+                    measured,
+                    allow=_allowed(measured, found),
+                    hardware=machine,
+                    on_point=lambda done, total: tell(f"other budgets: {done}/{total}"),
+                )
+            facts = facts_of(measured, found, machine, active=local_ranks(), notes=notes, curve=points)
         write_file(page, to_page(facts))
         typer.echo(printable(f"wrote {page}"), err=text)
     if trace is not None:
@@ -89,7 +92,9 @@ def report(
 
 
 def _allowed(profile: Profile, plan: Plan) -> set[str]:
-    """What may be done by default, and what the plan does beside that."""
+    """The decisions that are allowed by default, and those that the plan takes beside them."""
+    import torch
+
     from spillway.attaching.budgeted import allowed
 
     tiers = {"host": plan.host_bytes, "disk": plan.disk_bytes}
@@ -99,5 +104,5 @@ def _allowed(profile: Profile, plan: Plan) -> set[str]:
 def _has_screen() -> bool:
     if not sys.stdout.isatty():
         return False
-    # Elsewhere a browser of the terminal's would take it over.
+    # Without a screen, Python would open a browser in the terminal.
     return sys.platform in ("darwin", "win32") or any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY"))

@@ -1,4 +1,4 @@
-"""``spillway run``: a user's own script, whose models are managed."""
+"""``spillway run``: an unmodified script under a memory budget, or with a policy."""
 
 from __future__ import annotations
 
@@ -24,58 +24,57 @@ def run(
     budget: Annotated[
         str | None,
         typer.Option(
-            help='Bytes that a step may have on the device, as "40GiB"; or a share, as "60%", of what a step that '
-            "keeps everything has beyond what is there when it begins.",
+            help='Memory budget of a step on the GPU, as "40GiB"; or a share, as "60%", of the memory that a step '
+            "without Spillway adds to what is in use when it begins.",
             show_default="90% of an accelerator",
         ),
     ] = None,
     policy: Annotated[
         str | None,
-        typer.Option(help="offload, recompute or keep, with no budget.", show_default="offload on the CPU"),
+        typer.Option(help="Instead of a budget: offload, recompute or keep.", show_default="offload on the CPU"),
     ] = None,
-    ratio: Annotated[float | None, typer.Option(help="Offload this share of the bytes that are saved.")] = None,
-    plan: Annotated[Path | None, typer.Option(help="Hold this plan: a file.")] = None,
-    host_budget: Annotated[str | None, typer.Option(help="With a budget: bytes of host memory to use.")] = None,
-    disk_budget: Annotated[str | None, typer.Option(help="With a budget: bytes of disk to use.")] = None,
+    ratio: Annotated[float | None, typer.Option(help="Offload this share of the saved bytes.")] = None,
+    plan: Annotated[Path | None, typer.Option(help="Use the plan in this file.")] = None,
+    host_budget: Annotated[str | None, typer.Option(help="With a budget: CPU memory to use, in bytes.")] = None,
+    disk_budget: Annotated[str | None, typer.Option(help="With a budget: disk to use, in bytes.")] = None,
     allow: Annotated[
-        str | None, typer.Option(help="With a budget: what may be done: keep,host,disk,recompute.")
+        str | None, typer.Option(help="With a budget: the allowed decisions: keep,host,disk,recompute.")
     ] = None,
     hardware: Annotated[
         str | None,
         typer.Option(
-            help="With a budget: what the machine can do: h200, h100, a100, rtx4090, or a file of Hardware.save().",
+            help="With a budget: plan for h200, h100, a100, rtx4090, or for a file of Hardware.save().",
             show_default="this machine",
         ),
     ] = None,
-    profile: Annotated[Path | None, typer.Option(help="Write what was measured for the budget to this file.")] = None,
-    report: Annotated[Path | None, typer.Option(help="Write a page for people to this file.")] = None,
-    json: Annotated[Path | None, typer.Option(help="Write what came of it to this file.")] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No table in the end.")] = False,
+    profile: Annotated[Path | None, typer.Option(help="With a budget: write the profile to this file.")] = None,
+    report: Annotated[Path | None, typer.Option(help="With a budget: write an HTML page to this file.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write the result to this file.")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print no table in the end.")] = False,
     best_effort: Annotated[
-        bool, typer.Option("--best-effort", help="Where nothing could be done as asked, the script's exit code stands.")
+        bool, typer.Option("--best-effort", help="Keep the script's exit code if nothing could be done as asked.")
     ] = False,
 ) -> None:
-    """Run a script, unmodified, with what its models save kept, sent away or computed again.
+    """Run an unmodified script, and keep, offload or recompute the activations that its models save.
 
-    What is after SCRIPT belongs to the script. In the end a table says on stderr what was saved and what it cost.
+    All words after SCRIPT are the script's. In the end, a table on stderr says what was saved and what it cost.
 
-    The exit code is the script's; but 3 if that is 0, and no model was treated as was asked.
+    The exit code is the script's, or 3 if that is 0 and no model was treated as asked.
     """
-    from spillway.cli.app import Invocation
-    from spillway.running.asked import Asked
     from spillway.running.managed import Files, run_managed
+    from spillway.running.options import RunOptions
     from spillway.running.script import Script
 
-    held = None
+    loaded = None
     if plan is not None:
         from spillway.planning.plan import Plan
 
-        held = Plan.load(plan)
-    asked = Asked(
+        loaded = Plan.load(plan)
+    options = RunOptions(
         budget=budget,
         policy=policy,
         ratio=ratio,
-        plan=held,
+        plan=loaded,
         host_budget=host_budget,
         disk_budget=disk_budget,
         allow=None if allow is None else tuple(each.strip() for each in allow.split(",")),
@@ -84,16 +83,14 @@ def run(
     script = Script(target, tuple(arguments or ()), is_module=module)
     files = Files(profile=profile, report=report, json=json)
     if not quiet:
-        point_out(context, target, script.arguments)
-    context.ensure_object(Invocation).job = lambda: run_managed(
-        script, asked, files, quiet=quiet, best_effort=best_effort
-    )
+        warn_of_misplaced_options(context, target, script.arguments)
+    context.obj.job = lambda: run_managed(script, options, files, quiet=quiet, best_effort=best_effort)
 
 
-def point_out(context: typer.Context, target: str, arguments: Sequence[str]) -> None:
-    """Say on stderr which options of this command stand after the script, and so are the script's."""
+def warn_of_misplaced_options(context: typer.Context, target: str, arguments: Sequence[str]) -> None:
+    """Say on stderr which options of this command stand after the script, and so go to the script."""
     from spillway.errors import printable
-    from spillway.running.files import rank_of
+    from spillway.running.script import rank_of
 
     own = {
         name

@@ -1,90 +1,129 @@
-"""The numbers of a plan that page, trace and terminal share: made once, shown in three ways."""
+"""The numbers of a plan, computed once and shown three ways: as a page, as a trace, and in the terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from spillway.planning.curve import Curve, Point
 from spillway.planning.hardware import Hardware
 from spillway.planning.holders import settled
-from spillway.planning.plan import Plan
-from spillway.planning.profile import Profile
+from spillway.planning.outcome import Outcome
+from spillway.planning.plan import BlockPlan, Plan
+from spillway.planning.profile import BlockProfile, Profile
 from spillway.planning.programs import options_of, program_of
-from spillway.planning.tasks import Phase
+from spillway.planning.tasks import Option, Phase
 from spillway.planning.timeline import Timeline, simulate_program
 from spillway.planning.windows import rates_of
-from spillway.report.rows import Row, rows_of
+from spillway.records import Decision
 from spillway.units import format_bytes, format_seconds
 
 
 @dataclass(frozen=True, slots=True)
+class OperatorRow:
+    """An operator of a block that makes tensors."""
+
+    place: int
+    """Its position among the operators of the block."""
+    operator: str
+    decision: str
+    nbytes: int
+    """Size of the tensors that it makes."""
+    seconds: float
+    """Of one run in forward."""
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One call of a block."""
+
+    name: str
+    """The module's, dotted."""
+    decision: str
+    kept_bytes: int
+    """On the device from its forward to its backward, with its inputs."""
+    sent_bytes: int
+    """Offloaded."""
+    recomputed_bytes: int
+    """Recomputed, of the tensors that autograd saves."""
+    rerun_seconds: float
+    reason: str
+    operators: tuple[OperatorRow, ...]
+
+    @property
+    def what(self) -> Row:
+        """The row without its name: equal for blocks with equal decisions."""
+        return replace(self, name="")
+
+
+@dataclass(frozen=True, slots=True)
 class Layer:
-    """One holder of the device's bytes."""
+    """Memory of the device that is in use for one purpose."""
 
     key: str
     name: str
     """For people."""
     meaning: str
-    """What is counted here, in a sentence."""
+    """What is counted, in a sentence."""
     nbytes: tuple[int, ...]
     """At each of :attr:`Facts.instants`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """Where the device has the most bytes."""
+    """The highest memory use of the device."""
 
     place: int
-    """Of :attr:`Facts.instants`."""
+    """Index into :attr:`Facts.instants`."""
     seconds: float
     task: str
-    """In which it is."""
+    """The task that runs then."""
     shares: tuple[tuple[str, int], ...]
-    """What holds how many bytes, the largest first. They add up to the peak."""
+    """Names and sizes of the layers, the largest first. They add up to the peak."""
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What there is to say of a plan. Made by :func:`facts_of`."""
+    """All numbers of a plan. Made by :func:`facts_of`."""
 
     profile: Profile
     plan: Plan
     timeline: Timeline
     """The simulated step."""
     hardware: str
-    """Of which machine's rates."""
+    """Name of the machine whose bandwidths are used."""
     phases: dict[str, Phase]
-    """Of tasks, by their names."""
+    """Of each task, by its name."""
     rows: tuple[Row, ...]
-    """The calls of blocks, in the order of the forward."""
+    """The calls of blocks, in forward order."""
     instants: tuple[float, ...]
-    """Seconds from the begin of the step, at which memory changes, each a little later than the one before."""
+    """Seconds from the begin of the step at which memory changes, strictly increasing."""
     layers: tuple[Layer, ...]
-    """From the ground up. At each instant they add up to what the device has."""
+    """From the bottom up. At each instant they add up to the memory in use on the device."""
     host_bytes: tuple[int, ...]
-    """In host memory, at each instant."""
+    """In CPU memory, at each instant."""
     disk_bytes: tuple[int, ...]
     peak: Peak
     measured: Point | None
-    """What a real step took; ``None``: none was measured."""
+    """Of a real step; ``None``: none was measured."""
     notes: tuple[str, ...]
-    """What happened while the plan was looked for."""
+    """Of the search for the plan."""
     curve: Curve | None
-    """``None``: it was left out."""
+    """Plans for other budgets, if there are any."""
 
     @property
-    def waits(self) -> tuple[tuple[str, float], ...]:
-        """Why compute waits, and for how many seconds in all; the longest first."""
+    def stalls(self) -> tuple[tuple[str, float], ...]:
+        """Why compute stalls, and for how many seconds in all; the longest first."""
         seconds: dict[str, float] = {}
         for span in self.timeline.spans:
             if span.reason:
                 seconds[span.reason] = seconds.get(span.reason, 0.0) + span.end - span.start
-        return tuple(sorted(((WAITS[reason], each) for reason, each in seconds.items()), key=lambda pair: -pair[1]))
+        return tuple(sorted(((STALLS[reason], each) for reason, each in seconds.items()), key=lambda pair: -pair[1]))
 
     @property
     def compared(self) -> tuple[tuple[str, str, str, str], ...]:
-        """Predicted against measured: what, either, and by how much the measured one is larger. Empty without one."""
+        """Predicted against measured: name, both, and the relative difference. Empty without a measured step."""
         if self.measured is None:
             return ()
         predicted = Point(self.timeline.peak_bytes, self.timeline.seconds)
@@ -105,54 +144,54 @@ class Facts:
 
     @property
     def figures(self) -> tuple[tuple[str, str], ...]:
-        """The plan in a few figures, each with its name."""
+        """The plan in a few named figures."""
         plan, timeline = self.plan, self.timeline
-        # A plan may be looked at with the rates of another machine.
+        # A plan may be simulated with the bandwidths of another machine.
         elsewhere = abs(timeline.seconds - plan.predicted_seconds) > _SAME * plan.predicted_seconds
-        then = f"; where it was made, {format_seconds(plan.predicted_seconds)}" if elsewhere else ""
+        then = f"; {format_seconds(plan.predicted_seconds)} on the machine that it was made for" if elsewhere else ""
         known = plan.bound_seconds and not elsewhere
         bound = f"; no plan takes less than {format_seconds(plan.bound_seconds or 0)}" if known else ""
-        found = {"exact": "counting: there is none better", "search": "a search: none better was found"}
-        ahead = "" if plan.ahead is None else f", {format_bytes(plan.ahead)} of it on the way back"
-        again = plan.rerun_seconds
+        found = {"exact": "exhaustive search: no plan is better", "search": "local search: no better plan was found"}
+        ahead = "" if plan.ahead is None else f", {format_bytes(plan.ahead)} of it for prefetching"
+        recomputing, stalled = plan.rerun_seconds, timeline.wait_seconds
         return (
             ("budget", format_bytes(plan.budget)),
             ("peak", f"{format_bytes(timeline.peak_bytes)}, in {timeline.peak_task or 'no task'}"),
             ("step", f"{format_seconds(timeline.seconds)} on {self.hardware}{then}"),
-            ("computed again", f"{format_seconds(again)}, {_share(again, timeline.seconds)} of the step"),
-            ("waits", f"{format_seconds(timeline.wait_seconds)}, {_share(timeline.wait_seconds, timeline.seconds)}"),
-            ("sent away", format_bytes(plan.sent_bytes)),
-            ("host memory", format_bytes(timeline.host_bytes)),
+            ("recomputation", f"{format_seconds(recomputing)}, {_share(recomputing, timeline.seconds)} of the step"),
+            ("stalls", f"{format_seconds(stalled)}, {_share(stalled, timeline.seconds)} of the step"),
+            ("offloaded", format_bytes(plan.sent_bytes)),
+            ("CPU memory", format_bytes(timeline.host_bytes)),
             ("disk", format_bytes(timeline.disk_bytes)),
-            ("window", f"{format_bytes(plan.window)}{ahead}"),
+            ("in flight", f"at most {format_bytes(plan.window)}{ahead}"),
             ("found by", f"{found.get(plan.method, plan.method)}{bound}"),
         )
 
     @property
     def peak_sentences(self) -> tuple[str, ...]:
-        """The peak in words: where it is, what it is made of, and how far from the budget."""
+        """The peak in words: its distance from the budget, its task, and what it consists of."""
         most, budget = self.timeline.peak_bytes, self.plan.budget
-        room = f"{format_bytes(abs(budget - most))} {'below' if most <= budget else 'above'} the budget"
+        distance = f"{format_bytes(abs(budget - most))} {'below' if most <= budget else 'above'} the budget"
         parts = [f"{format_bytes(nbytes)} {name} ({_share(nbytes, most)})" for name, nbytes in self.peak.shares]
         made_of = f"{', '.join(parts[:-1])} and {parts[-1]}" if len(parts) > 1 else "".join(parts)
         return (
-            f"The peak is {format_bytes(most)}, {room}.",
+            f"The peak is {format_bytes(most)}, {distance}.",
             f"It is in the task {self.peak.task or 'before all others'!r}, {format_seconds(self.peak.seconds)} after "
             f"the step began.",
-            f"It is made of {made_of or 'nothing'}.",
+            f"It consists of {made_of or 'nothing'}.",
         )
 
 
 _SAME = 1e-6
-"""Times that differ by less, of a whole, are the same."""
+"""Relative difference below which times are the same."""
 
-WAITS = {
-    "out": "for room in the window: what leaves has not left yet",
-    "back": "for what comes back from host memory",
-    "disk": "for what comes back from the disk",
-    "host": "for the host, which has not queued it yet",
+STALLS = {
+    "out": "for offloading: the in-flight limit is reached",
+    "back": "for reloading from CPU memory",
+    "disk": "for reloading from disk",
+    "host": "for the CPU, which has not queued the kernel yet",
 }
-"""What a wait of the compute lane is for, by the reason that the simulation gives."""
+"""Why the compute stream stalls, by the reason that the simulation gives."""
 
 
 def facts_of(
@@ -165,16 +204,16 @@ def facts_of(
     notes: Sequence[str] = (),
     curve: Curve | None = None,
 ) -> Facts:
-    """Simulate a plan, and gather what there is to say of it.
+    """Simulate a plan, and gather its numbers.
 
     Args:
         profile: of a step.
         plan: of this profile's model.
-        hardware: whose rates the lanes have.
+        hardware: whose bandwidths the simulation uses.
         active: how many devices of the machine copy at the same time.
         measured: the peak and the seconds of a real step.
-        notes: what happened while the plan was looked for.
-        curve: through several budgets.
+        notes: of the search for the plan.
+        curve: plans for other budgets.
 
     Raises:
         UsageError: for a plan of another model.
@@ -193,9 +232,9 @@ def facts_of(
         timeline=timeline,
         hardware=hardware.name,
         phases={task.name: task.phase for task in program.tasks},
-        rows=rows_of(profile, plan, options_of(profile, plan)),
+        rows=_rows(profile, plan),
         instants=instants,
-        # What is nowhere in a step is not shown.
+        # Layers that are empty in the whole step are not shown.
         layers=tuple(layer for layer in layers if any(layer.nbytes)),
         host_bytes=tuple(timeline.levels[place].host for place in places),
         disk_bytes=tuple(timeline.levels[place].disk for place in places),
@@ -206,29 +245,30 @@ def facts_of(
     )
 
 
-_STATIC = ("static", "there when the step begins", "Parameters, gradients, optimizer state and what else is there.")
+_STATIC = ("static", "static memory", "In use when the step begins: parameters, gradients, optimizer state and others.")
 _WEIGHTS = ("weights", "weights", "Parameters of the model.")
-_OPTIMIZER = ("optimizer", "optimizer state", "State of the optimizer that the profile was told of.")
-_OTHER = ("other", "other static bytes", "Buffers, and what else the process has there.")
+_OPTIMIZER = ("optimizer", "optimizer state", "State of the optimizer that the profile was given.")
+_OTHER = ("other", "other static memory", "Buffers, and all other memory of the process.")
 _OTHER_WITH_STATE = (
     "other",
     "optimizer state and other",
-    "Buffers, what else the process has there, and an optimizer's state: the profile was told of none.",
+    "Buffers, all other memory of the process, and optimizer state: the profile was given no optimizer.",
 )
 _MOVING = (
-    ("gradients", "gradients", "Of parameters: those of the step, and those that were there when it began."),
-    ("outside", "outside of blocks", "What embeddings, head and loss hold."),
-    ("kept", "kept", "What blocks hold from their forward to their backward."),
-    ("leaving", "leaving", "On its way out, and still on the device."),
-    ("returning", "returning", "Fetched ahead, and not yet asked for."),
-    ("returned", "returned", "Back on the device, and in use by backward."),
-    ("recomputed", "computed again", "Computed again, and in use by backward."),
-    ("working", "being worked on", "What the running task allocates while it runs, also what it will leave behind."),
+    ("gradients", "gradients", "Of parameters: those of the step, and those from before it."),
+    ("outside", "outside of blocks", "Activations of embeddings, head and loss."),
+    ("kept", "kept", "Activations of blocks, from their forward to their backward."),
+    ("leaving", "being offloaded", "Still on the device until the copy is done."),
+    ("returning", "prefetched", "Reloaded ahead of time, and not used yet."),
+    ("returned", "reloaded", "On the device again, and in use by backward."),
+    ("recomputed", "recomputed", "Recomputed, and in use by backward."),
+    ("working", "working memory", "Allocated by the running task, its results included."),
 )
+"""Attributes of the simulation's holders, with names and meanings."""
 
 
 def _stacked(profile: Profile, timeline: Timeline) -> tuple[list[tuple[str, str, str]], list[list[int]]]:
-    """What the layers are, and the bytes of each at each level."""
+    """The layers, and the bytes of each at each level."""
     static = profile.static
     if static is None:
         ground, nbytes, gradients = [_STATIC], [], 0
@@ -248,8 +288,8 @@ def _stacked(profile: Profile, timeline: Timeline) -> tuple[list[tuple[str, str,
 def _instants(timeline: Timeline) -> tuple[list[int], tuple[float, ...]]:
     """Which levels are shown, and when.
 
-    At one moment there may be many, in the order of the program, of which the last one lasts. It is shown, and so is
-    the highest one before it. Of two that are shown, the later one comes a millionth of the step later: nobody sees it.
+    One moment may have many levels. The last of them lasts, and is shown; so is the highest one before it. The second
+    is drawn a millionth of the step later, which is too little to see.
     """
     levels, places = timeline.levels, []
     first = 0
@@ -274,51 +314,87 @@ def _peak(timeline: Timeline, layers: Sequence[Layer], instants: Sequence[float]
     return Peak(place, instants[place], timeline.peak_task, tuple(share for share in shares if share[1]))
 
 
-def grouped(rows: Sequence[Row]) -> Iterator[tuple[str, Row, int]]:
-    """Equal blocks together: their names, the first of them, and how many there are.
-
-    Example:
-        >>> [names for names, *_ in grouped(rows)]  # doctest: +SKIP
-        ['layers.0 to 3, 8 to 11', 'layers.4 to 7']
-    """
-    alike: dict[object, list[Row]] = {}
-    for row in rows:
-        alike.setdefault(row.what, []).append(row)
-    for each in alike.values():
-        yield names_of([row.name for row in each]), each[0], len(each)
-
-
-def names_of(names: Sequence[str]) -> str:
-    """Names that end in numbers which follow each other, in short: ``"layers.0 to 11"``."""
-    runs: list[tuple[str, int, int] | str] = []
-    for name in names:
-        stem = name.rstrip("0123456789")
-        digits = name[len(stem) :]
-        last = runs[-1] if runs else None
-        if not digits:
-            runs.append(name)
-        elif isinstance(last, tuple) and (last[0], last[2] + 1) == (stem, int(digits)):
-            runs[-1] = (stem, last[1], int(digits))
-        else:
-            runs.append((stem, int(digits), int(digits)))
-    words, before = [], None
-    for run in runs:
-        if isinstance(run, str):
-            words.append(run)
-            before = None
-            continue
-        stem, first, last_number = run
-        # What was said of the one before need not be said again.
-        name = f"{'' if stem == before else stem}{first}"
-        between = "," if last_number == first + 1 else " to"
-        words.append(name if first == last_number else f"{name}{between} {last_number}")
-        before = stem
-    return ", ".join(words)
-
-
 def _share(part: float, whole: float) -> str:
     return f"{part / whole:.0%}" if whole else "-"
 
 
 def _difference(found: float, expected: float) -> str:
     return f"{found / expected - 1:+.1%}" if expected else "-"
+
+
+def _rows(profile: Profile, plan: Plan) -> tuple[Row, ...]:
+    """The calls of blocks, in forward order."""
+    return tuple(
+        _row(profile.kinds[call.kind], block, option, profile.min_bytes)
+        for call, block, option in zip(profile.calls, plan.blocks, options_of(profile, plan), strict=True)
+    )
+
+
+def _row(kind: BlockProfile, block: BlockPlan, option: Option, min_bytes: int) -> Row:
+    outcome = Outcome.of(kind, option.decisions, min_bytes)
+    operators = tuple(_operators(kind, block, option, outcome))
+
+    def total(numbers: Iterable[int]) -> int:
+        return sum(kind.values[number].nbytes for number in numbers)
+
+    return Row(
+        name=block.name,
+        decision=_decision(block, outcome),
+        kept_bytes=total(outcome.stays),
+        sent_bytes=total(outcome.leaves),
+        recomputed_bytes=total(outcome.again),
+        rerun_seconds=block.rerun_seconds,
+        reason=_reason(block, operators),
+        operators=operators,
+    )
+
+
+_WORDS = {
+    Decision.KEEP: "keep",
+    Decision.OFFLOAD: "offload",
+    Decision.OFFLOAD_HOST: "offload to CPU memory",
+    Decision.OFFLOAD_DISK: "offload to disk",
+    Decision.RECOMPUTE: "recompute",
+}
+
+
+def _decision(block: BlockPlan, outcome: Outcome) -> str:
+    words = [*(["offload"] if outcome.leaves else []), *(["recompute"] if outcome.again else [])]
+    return " and ".join(words) if words and not block.plain else "keep"
+
+
+def _operators(kind: BlockProfile, block: BlockPlan, option: Option, outcome: Outcome) -> Iterable[OperatorRow]:
+    planned = {each.place: each for each in block.operators}
+    for place, each in enumerate(kind.operators):
+        if not each.makes:
+            continue
+        nbytes = sum(kind.values[number].nbytes for number in each.makes)
+        price = f"{each.seconds / nbytes * 1e12:.1f} ps a byte" if nbytes else "no bytes"
+        if place in planned:
+            decision, reason = _WORDS[planned[place].decision], planned[place].reason
+        elif block.plain:
+            decision, reason = "keep", "the whole block is kept"
+        elif place in outcome.runs:
+            decision, reason = "recompute", f"costs {price}"
+        elif option.decisions[each.makes[0]] is Decision.RECOMPUTE or outcome.stays.isdisjoint(each.makes):
+            decision, reason = "free", "backward does not need it"
+        else:
+            decision, reason = "keep", f"recomputing it would cost {price}"
+        yield OperatorRow(place, each.name, decision, nbytes, each.seconds, reason)
+
+
+def _reason(block: BlockPlan, operators: Sequence[OperatorRow]) -> str:
+    """Why a block has its decisions: what recomputing its bytes costs, for each decision."""
+    if block.plain:
+        return "The budget has room for the whole block."
+    parts = []
+    for decision, word in (("offload", "offloaded"), ("keep", "kept"), ("recompute", "recomputed")):
+        those = [each for each in operators if each.decision.startswith(decision) and each.nbytes]
+        if those:
+            prices = sorted(each.seconds / each.nbytes * 1e12 for each in those)
+            nbytes = format_bytes(sum(each.nbytes for each in those))
+            parts.append(
+                f"{len(those)} operators {word} ({nbytes}, {prices[0]:.1f} to {prices[-1]:.1f} ps a byte to compute)"
+            )
+    inputs = "kept" if block.inputs is Decision.KEEP else "offloaded"
+    return f"{'; '.join([*parts, f'inputs {inputs}'])}."

@@ -1,7 +1,7 @@
-"""The pictures of the page, as plotly's figures: memory over the step, the lanes, and the curve of budgets.
+"""The figures of the page, for plotly: memory over the step, the streams, and plans for other budgets.
 
-Figures are dictionaries. Colours of traces are such that they can be told on light and on dark ground; those of text,
-axes and grid are the page's, which sets them when it is opened and when it is switched.
+Figures are dictionaries. The colours of traces work on a light and on a dark background. The page sets those of text,
+axes and grid when it is opened or switched.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from spillway.errors import UsageError, printable
 from spillway.planning.curve import Point
 from spillway.planning.tasks import Phase
 from spillway.planning.timeline import Lane, Span
-from spillway.report.facts import WAITS, Facts
+from spillway.report.facts import STALLS, Facts
 from spillway.units import format_bytes, format_seconds
 
 COLOURS = {
@@ -32,33 +32,31 @@ COLOURS = {
     "recomputed": "#3fa37c",
     "working": "#d0605f",
 }
-"""Of layers, by their keys."""
+"""Of each layer, by its key."""
 
 _PHASES = {
     Phase.FORWARD: ("forward", "#3f83c8"),
     Phase.BACKWARD: ("backward", "#8b7cc4"),
-    Phase.RERUN: ("computed again", "#3fa37c"),
+    Phase.RERUN: ("recomputation", "#3fa37c"),
     Phase.OUTSIDE: ("outside of blocks", "#b08d57"),
 }
-_COPIES = {Lane.OUT: ("copies out", "#e08a3c"), Lane.BACK: ("copies back", "#c9a227"), Lane.DISK: ("disk", "#64748b")}
-_WAIT = "#d0303a"
+_COPIES = {Lane.OUT: ("offloading", "#e08a3c"), Lane.BACK: ("reloading", "#c9a227"), Lane.DISK: ("disk", "#64748b")}
+_STALL = "#d0303a"
 _BUDGET = "#d0303a"
 _ROWS = [Lane.COMPUTE.value, Lane.OUT.value, Lane.BACK.value, Lane.DISK.value]
-
-
 _ORDER = [
     *(name for name, _ in _PHASES.values()),
-    *(f"waits for {reason}" for reason in WAITS),
+    *(f"stalls for {reason}" for reason in STALLS),
     *(name for name, _ in _COPIES.values()),
 ]
-"""Of sorts of bars, in a legend."""
+"""Order of the bars in the legend."""
 
 
 def graph_objects() -> ModuleType:
-    """Plotly's figures.
+    """The module of plotly's figures.
 
     Raises:
-        UsageError: where plotly is not installed.
+        UsageError: if plotly is not installed.
     """
     try:
         import plotly.graph_objects as found
@@ -66,14 +64,14 @@ def graph_objects() -> ModuleType:
         if error.name is None or not error.name.startswith("plotly"):
             raise
         raise UsageError(
-            "got a report to write without plotly, expected it to be installed: pip install 'spillway[report]'"
+            "A report is drawn by plotly, which is not installed: pip install 'spillway[report]'"
         ) from error
     module: ModuleType = found
     return module
 
 
 def memory_figure(facts: Facts) -> dict[str, Any]:
-    """What the device has over the step, stacked by what holds it, the budget, and the peak."""
+    """Memory of the device over the step, as stacked layers, with the budget and the peak."""
     go = graph_objects()
     scale, unit = _byte_scale(max(facts.timeline.peak_bytes, 1))
     times, time_unit = _times(facts, facts.instants)
@@ -114,19 +112,19 @@ def memory_figure(facts: Facts) -> dict[str, Any]:
         hovermode="x unified",
         xaxis={"title": {"text": f"time, {time_unit}"}, "range": [0, times[-1]]},
         yaxis={
-            "title": {"text": f"device, {unit}"},
+            "title": {"text": f"memory, {unit}"},
             "range": [0, 1.06 * max(top, budget if shown else 0)],
             "tickformat": "~g",
         },
         legend=_LEGEND,
-        # From where on bytes come and go.
+        # Where the memory that changes begins.
         meta={"ground": facts.profile.static_bytes / scale},
     )
     return _plain(figure)
 
 
-def lanes_figure(facts: Facts) -> dict[str, Any]:
-    """What each lane does when, and why compute waits."""
+def streams_figure(facts: Facts) -> dict[str, Any]:
+    """The tasks of each stream over time, and why compute stalls."""
     go = graph_objects()
     figure = go.Figure()
     scale, time_unit = _time_scale(facts.timeline.seconds)
@@ -158,7 +156,7 @@ def lanes_figure(facts: Facts) -> dict[str, Any]:
 
 
 def curve_figure(facts: Facts) -> dict[str, Any] | None:
-    """Predicted seconds over predicted peaks, with this plan among them; ``None`` without a curve."""
+    """Predicted step time over predicted peak for several budgets, with this plan; ``None`` without a curve."""
     if facts.curve is None:
         return None
     go = graph_objects()
@@ -192,7 +190,7 @@ def curve_figure(facts: Facts) -> dict[str, Any] | None:
     figure.update_layout(
         template="none",
         hovermode="closest",
-        xaxis={"title": {"text": f"peak on the device, {unit}"}},
+        xaxis={"title": {"text": f"peak memory, {unit}"}},
         yaxis={"title": {"text": f"step, {time_unit}"}, "rangemode": "tozero"},
         legend=_LEGEND,
     )
@@ -218,7 +216,7 @@ def _plain(figure: Any) -> dict[str, Any]:
 def _sort(facts: Facts, span: Span) -> tuple[str, str, str]:
     """Name, colour and pattern of a bar."""
     if span.reason:
-        return f"waits for {span.reason}", _WAIT, "/"
+        return f"stalls for {span.reason}", _STALL, "/"
     if span.lane is Lane.COMPUTE:
         return (*_PHASES[facts.phases[span.name]], "")
     return (*_COPIES[span.lane], "")
@@ -227,7 +225,7 @@ def _sort(facts: Facts, span: Span) -> tuple[str, str, str]:
 def _told(span: Span) -> str:
     when = f"{format_seconds(span.start)} to {format_seconds(span.end)}, {format_seconds(span.end - span.start)}"
     if span.reason:
-        return f"Before {_safe(span.name)} compute waits<br>{WAITS[span.reason]}<br>{when}"
+        return f"Before {_safe(span.name)} compute stalls<br>{STALLS[span.reason]}<br>{when}"
     return f"{_safe(span.name)}<br>{when}"
 
 
@@ -248,10 +246,10 @@ def _byte_scale(nbytes: int) -> tuple[int, str]:
 
 
 def _short(value: float) -> float:
-    """With as many digits as anyone sees: the page is smaller for it."""
+    """With 9 digits, for a smaller page."""
     return float(f"{value:.9g}")
 
 
 def _safe(name: str) -> str:
-    # Plotly understands some of HTML, and what it shows here was in a file.
+    # Plotly understands some HTML, and the name comes from a file.
     return html.escape(printable(name), quote=False)

@@ -1,10 +1,10 @@
-"""A plan as one HTML file, which is opened without a network and asks for nothing.
+"""A plan as one HTML file that needs no network.
 
-NOTE [ What the page may do ]
+NOTE [ Content policy of the page ]
 
-Its policy names the two scripts that may run, by their hashes, and forbids everything else: no request, no frame, no
-form, no script that something brought in. Styles may be set by scripts, since plotly does; no picture or font can come
-from elsewhere, so nothing can be told by them either. What comes from profiles and plans is text, and is escaped.
+The page's policy names the two scripts that may run, by their hashes. It forbids everything else: requests, frames,
+forms, injected scripts. Scripts may set styles, since plotly does. Images and fonts from elsewhere are forbidden, so
+that none can leak data. All text from profiles and plans is escaped.
 """
 
 from __future__ import annotations
@@ -18,25 +18,24 @@ from importlib import resources
 from string import Template
 
 from spillway.errors import printable
-from spillway.report.facts import Facts
-from spillway.report.figures import curve_figure, graph_objects, lanes_figure, memory_figure
-from spillway.report.rows import OperatorRow, Row
+from spillway.report.facts import Facts, OperatorRow, Row
+from spillway.report.figures import curve_figure, graph_objects, memory_figure, streams_figure
 from spillway.units import format_bytes, format_seconds
 
 
 def to_page(facts: Facts) -> str:
-    """The page. See NOTE [ What the page may do ].
+    """The page. See NOTE [ Content policy of the page ].
 
     Args:
         facts: of a plan.
 
     Raises:
-        UsageError: where plotly is not installed.
+        UsageError: if plotly is not installed.
     """
     graph_objects()
     from plotly.offline import get_plotlyjs
 
-    # A parser of HTML reads line ends as one newline, and the hash is of what it has read.
+    # The hash is of what a parser of HTML reads, and it reads all line ends as newlines.
     plotly = get_plotlyjs().replace("\r\n", "\n").replace("\r", "\n")
     script = _asset("page.js")
     templates: dict[tuple[OperatorRow, ...], str] = {}
@@ -45,7 +44,8 @@ def to_page(facts: Facts) -> str:
         policy=_policy(plotly, script),
         title=f"A plan for {_text(plan.model)}",
         subtitle=_text(
-            f"{len(facts.rows)} blocks on {plan.device}, within {format_bytes(plan.budget)}; rates of {facts.hardware}"
+            f"{len(facts.rows)} blocks on {plan.device}, budget {format_bytes(plan.budget)}; "
+            f"bandwidths of {facts.hardware}"
         ),
         style=_asset("page.css"),
         figures="\n".join(f"<div>{_term(name, value)}</div>" for name, value in facts.figures),
@@ -53,7 +53,7 @@ def to_page(facts: Facts) -> str:
         notes=_list("Notes", facts.notes),
         peak=_paragraphs(facts.peak_sentences),
         layers="\n".join(_term(layer.name, layer.meaning) for layer in facts.layers),
-        waits=_waits(facts),
+        stalls=_stalls(facts),
         headings="\n".join(_heading(name, number) for name, number in _HEADINGS),
         blocks="\n".join(_block(row, place, templates) for place, row in enumerate(facts.rows)),
         templates="\n".join(_template(name, operators) for operators, name in templates.items()),
@@ -68,17 +68,16 @@ _HEADINGS = (
     ("Block", False),
     ("Decision", False),
     ("Kept", True),
-    ("Sent", True),
+    ("Offloaded", True),
     ("Recomputed", True),
-    ("Time again", True),
+    ("Recomputation", True),
     ("Why", False),
 )
 
 _CURVE = """<section aria-labelledby="curve-heading">
 <h2 id="curve-heading">Other budgets</h2>
-<p>What a step is predicted to take, over the most that it is predicted to have on the device: plans for several
-budgets, a step that keeps everything, one that keeps the inputs of blocks and computes all else again (full
-checkpointing), and this plan.</p>
+<p>Predicted step time over predicted peak memory: plans for several budgets, a step that keeps everything, a step that
+recomputes every block (full checkpointing), and this plan.</p>
 <div class="figure" id="curve" role="img" aria-labelledby="curve-heading"></div>
 </section>"""
 
@@ -98,8 +97,8 @@ def _policy(*scripts: str) -> str:
 
 
 def _data(facts: Facts) -> str:
-    """The figures, as JSON that no parser of HTML takes for an end of it."""
-    figures = {"memory": memory_figure(facts), "lanes": lanes_figure(facts), "curve": curve_figure(facts)}
+    """The figures, as JSON that cannot end the element that it is in."""
+    figures = {"memory": memory_figure(facts), "streams": streams_figure(facts), "curve": curve_figure(facts)}
     text = json.dumps({name: figure for name, figure in figures.items() if figure is not None}, allow_nan=False)
     return text.replace("<", "\\u003c")
 
@@ -121,11 +120,11 @@ def _list(heading: str, items: Iterable[str]) -> str:
     return f"<h3>{_text(heading)}</h3>\n<ul>\n{lines}\n</ul>" if lines else ""
 
 
-def _waits(facts: Facts) -> str:
-    if not facts.waits:
-        return "<p>Compute never waits.</p>"
-    items = [f"{format_seconds(seconds)} {what}" for what, seconds in facts.waits]
-    return _list(f"Compute waits {format_seconds(facts.timeline.wait_seconds)}", items)
+def _stalls(facts: Facts) -> str:
+    if not facts.stalls:
+        return "<p>Compute never stalls.</p>"
+    items = [f"{format_seconds(seconds)} {why}" for why, seconds in facts.stalls]
+    return _list(f"Compute stalls {format_seconds(facts.timeline.wait_seconds)}", items)
 
 
 def _compared(facts: Facts) -> str:
@@ -152,7 +151,7 @@ def _heading(name: str, number: bool) -> str:
 
 
 def _block(row: Row, place: int, templates: dict[tuple[OperatorRow, ...], str]) -> str:
-    """A block's row. Equal blocks share what opens."""
+    """A block's row. Equal blocks share the table of operators that opens below it."""
     template = templates.setdefault(row.operators, f"operators-{len(templates)}")
     name = _text(row.name)
     cells = (
@@ -179,7 +178,7 @@ def _template(name: str, operators: tuple[OperatorRow, ...]) -> str:
 
 def _operators(operators: tuple[OperatorRow, ...]) -> str:
     if not operators:
-        return "No operator of this block makes anything."
+        return "No operator of this block makes a tensor."
     headings = "".join(
         f'<th scope="col"{kind}>{text}</th>'
         for text, kind in (

@@ -1,8 +1,7 @@
 """The simulated step as a trace that Chrome (``chrome://tracing``) and Perfetto (https://ui.perfetto.dev) read.
 
-Lanes are threads, and waits of the compute lane are there too, with what they wait for. Bytes are counters: of the
-device by what holds them, of host memory, and of the disk. Times are microseconds from the begin of the step, as the
-format has it.
+Streams are threads. Stalls of the compute stream are there too, with their reasons. Memory is shown by counters: device
+memory by layers, CPU memory, and disk. Times are microseconds from the begin of the step, as the format has it.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Any
 
 from spillway.errors import printable
 from spillway.planning.timeline import Lane
-from spillway.report.facts import WAITS, Facts
+from spillway.report.facts import STALLS, Facts
 
 _PROCESS = 1
 _MICRO = 1e6
@@ -49,7 +48,7 @@ def _meta(kind: str, lane: Lane | None, **args: object) -> dict[str, Any]:
 def _spans(facts: Facts) -> Iterator[dict[str, Any]]:
     for span in facts.timeline.spans:
         if span.reason:
-            category, args = "wait", {"task": printable(span.name), "waits": WAITS[span.reason]}
+            category, args = "stall", {"task": printable(span.name), "reason": STALLS[span.reason]}
         elif span.lane is Lane.COMPUTE:
             category, args = facts.phases[span.name].value, {}
         else:
@@ -58,7 +57,7 @@ def _spans(facts: Facts) -> Iterator[dict[str, Any]]:
             "ph": "X",
             "pid": _PROCESS,
             "tid": _THREADS[span.lane],
-            "name": f"wait: {span.reason}" if span.reason else printable(span.name),
+            "name": f"stall: {span.reason}" if span.reason else printable(span.name),
             "cat": category,
             "ts": span.start * _MICRO,
             "dur": (span.end - span.start) * _MICRO,
@@ -70,7 +69,7 @@ def _counters(facts: Facts) -> Iterator[dict[str, Any]]:
     for place, seconds in enumerate(facts.instants):
         for name, args in (
             ("device", {layer.name: layer.nbytes[place] for layer in facts.layers}),
-            ("host memory", {"bytes": facts.host_bytes[place]}),
+            ("CPU memory", {"bytes": facts.host_bytes[place]}),
             ("disk", {"bytes": facts.disk_bytes[place]}),
         ):
             yield {"ph": "C", "pid": _PROCESS, "name": name, "ts": seconds * _MICRO, "args": args}

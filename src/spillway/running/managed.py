@@ -1,4 +1,4 @@
-"""A script whose models are managed, and what is told of them when the process ends."""
+"""``spillway run`` and ``spillway profile``: a script whose models are managed, or run until one is profiled."""
 
 from __future__ import annotations
 
@@ -14,82 +14,89 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn import Module
 
-from spillway.errors import SpillwayError, UsageError, printable
+from spillway.attaching import Attached, attach
+from spillway.attaching.budgeted import device_of
+from spillway.attaching.pilot import Pilot
+from spillway.errors import SpillwayError, UnsupportedError, UsageError, printable
 from spillway.planning.files import check_writable, write_file
+from spillway.planning.profile import Profile
 from spillway.report.figures import graph_objects
-from spillway.running.asked import UNMET_CODE, Asked, UnmetError
-from spillway.running.files import numbered, rank_of
-from spillway.running.roots import GivenUp, Root, Roots
-from spillway.running.script import Script, is_of_script
-from spillway.running.seeing import Seeing
-from spillway.running.table import NOTHING_CALLED, table
+from spillway.running.models import ManagedModel, ModelRegistry, Rejected
+from spillway.running.observer import ScriptObserver
+from spillway.running.options import RunOptions
+from spillway.running.result import NOTHING_CALLED, result_of, wrapped
+from spillway.running.script import Script, ScriptExit, is_of_script, numbered, rank_of
 from spillway.runtime.malloc import set_malloc
+from spillway.session import MIN_BYTES
+from spillway.units import format_bytes, format_seconds
+
+UNMET_CODE = 3
+"""Exit code of ``spillway run`` for a script that ended well, but of which no model was treated as was asked."""
+
+
+class UnmetError(UnsupportedError):
+    """A script has ended, and no model of it was treated as the command line asked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Files:
-    """What is written when the script has ended. Of ranks but the first, names have ``.rankN`` before their suffix."""
+    """Files to write when the script has ended. Ranks other than the first add ``.rankN`` before the suffix."""
 
     profile: Path | None = None
-    """The profile of each root."""
+    """The profile of each model."""
     report: Path | None = None
-    """A page of each root."""
+    """A page for each model."""
     json: Path | None = None
-    """What came of it."""
-
-    def check(self) -> None:
-        """Raise :class:`~spillway.errors.UsageError` if one cannot be written."""
-        for name in ("profile", "report", "json"):
-            check_writable(f"--{name}", getattr(self, name))
+    """The result, for programs."""
 
 
-def run_managed(script: Script, asked: Asked, files: Files, *, quiet: bool, best_effort: bool = False) -> None:
-    """Run a script whose models are attached as asked.
+def run_managed(script: Script, options: RunOptions, files: Files, *, quiet: bool, best_effort: bool = False) -> None:
+    """Run a script, with its models attached as the options say.
 
-    What is to be told is told when the process ends: after the script's threads and its own exit handlers.
+    The result is printed and written when the process ends, after the script's threads and its own exit handlers.
 
     Args:
-        script: what to run.
-        asked: what to do with each model.
-        files: what to write in the end.
-        quiet: whether nothing is told.
-        best_effort: whether it is fine that nothing was done.
+        script: to run.
+        options: what to do with each model.
+        files: to write in the end.
+        quiet: whether to print nothing.
+        best_effort: whether it is fine that nothing could be attached.
 
     Raises:
-        UsageError: for a script that is not there, or files that cannot be written.
-        BudgetError: if nothing fits a model's budget.
+        UsageError: for a missing script, or files that cannot be written.
+        BudgetError: if no plan fits a model's budget.
         UnmetError: if the command line asked for something, and no model was treated so.
         BaseException: what the script raises.
     """
     script.check()
-    files.check()
-    asked.check_machine()
+    for name in ("profile", "report", "json"):
+        check_writable(f"--{name}", getattr(files, name))
+    options.check_machine()
     rank = rank_of()
-    measures = asked.is_measured
-    if files.profile is not None and not measures:
-        raise UsageError(
-            "got --profile without a budget, expected --budget beside it, since without one nothing is measured; "
-            "spillway profile measures alone"
-        )
-    if files.report is not None:
-        if not measures:
+    for name, other in (
+        ("profile", "spillway profile measures alone"),
+        ("report", "spillway report draws a plan from files"),
+    ):
+        if getattr(files, name) is not None and not options.is_measured:
             raise UsageError(
-                "got --report without a budget, expected --budget beside it, since the page shows what was measured; "
-                "spillway report draws a plan from files"
+                f"got --{name} without a budget. Nothing is measured without one: give --budget beside it ({other})"
             )
-        # Before hours of training, and not after them, it is said that plotly is missing.
+    if files.report is not None:
+        # Fails before hours of training if plotly is missing.
         graph_objects()
     if torch.accelerator.current_accelerator() is None:
         # Before the script makes a model.
         set_malloc()
-    seen = Seeing(asked.attach)
+    observer = ScriptObserver(options.attach)
+    models = observer.models
     if not quiet and rank == 0:
-        seen.roots.tell = _tell_at_once
+        models.tell = _tell_at_once
     late = threading.Event()
-    # Exit handlers run from the last to the first: this one after what is told.
-    atexit.register(_end_late, os.getpid(), late, asked, seen.roots, quiet)
-    finish = functools.partial(_finish, os.getpid(), seen, files, rank, quiet)
+    # Exit handlers run from the last to the first, so this one runs after the result is printed.
+    atexit.register(_end_late, os.getpid(), late, options, models, quiet)
+    finish = functools.partial(_finish, os.getpid(), observer, files, rank, quiet)
     atexit.register(finish)
     try:
         script.run()
@@ -100,28 +107,26 @@ def run_managed(script: Script, asked: Asked, files: Files, *, quiet: bool, best
     except SystemExit as ended:
         if ended.code:
             raise
-    roots = seen.roots
-    if roots.fatal is not None:
-        # The script has caught it, and went on without its model.
-        raise roots.fatal
-    if best_effort or asked.is_default:
+    if models.fatal is not None:
+        # The script caught the error, and trained on without its budget.
+        raise models.fatal
+    if best_effort or not options.option:
         return
     if any(not each.daemon for each in threading.enumerate() if each is not threading.current_thread()):
         # They may train. Python waits for them when this function has returned.
         late.set()
         return
-    unmet = _unmet(asked, roots, quiet=quiet)
+    unmet = _unmet(options, models, quiet=quiet)
     if unmet is not None:
         raise unmet
 
 
-def _end_late(process: int, late: threading.Event, asked: Asked, roots: Roots, quiet: bool) -> None:
-    """End a process whose threads trained on after the script: an exit handler cannot set the exit code otherwise."""
-    error = _unmet(asked, roots, quiet=quiet) if late.is_set() and os.getpid() == process else None
+def _end_late(process: int, late: threading.Event, options: RunOptions, models: ModelRegistry, quiet: bool) -> None:
+    """Set the exit code of a process whose threads trained after the script: an exit handler has no other way."""
+    error = _unmet(options, models, quiet=quiet) if late.is_set() and os.getpid() == process else None
     if error is None:
         return
-    if sys.__stderr__ is not None:
-        sys.__stderr__.write(f"error: {error}\n")
+    _print_error(f"error: {error}\n")
     for stream in (sys.stdout, sys.stderr, sys.__stderr__):
         if stream is not None:
             stream.flush()
@@ -129,59 +134,160 @@ def _end_late(process: int, late: threading.Event, asked: Asked, roots: Roots, q
     os._exit(UNMET_CODE)
 
 
-def _unmet(asked: Asked, roots: Roots, *, quiet: bool) -> UnmetError | None:
+def _unmet(options: RunOptions, models: ModelRegistry, *, quiet: bool) -> UnmetError | None:
     """The error of a script in which nothing was attached, or no budget has a plan."""
-    attached = roots.attached
-    if attached and (asked.budget is None or any(root.attached.missing is None for root in attached)):
+    managed = models.managed
+    if managed and (options.budget is None or any(model.attached.missing is None for model in managed)):
         return None
-    if attached:
-        missing = ", ".join(f"{root.kind} takes {root.attached.missing}" for root in attached)
+    if managed:
+        missing = ", ".join(f"{model.kind} takes {model.attached.missing}" for model in managed)
         why = f"the script ended before there was a plan ({missing})"
     else:
-        why = f"nothing was attached: {_reasons(roots) if quiet else 'the table says why'}"
+        reasons = "; ".join(f"{each.kind} {each.reason}" for each in models.rejected) or NOTHING_CALLED
+        why = f"nothing was attached: {reasons if quiet else 'the table says why'}"
     return UnmetError(
-        f"{asked.option} was not met, since {why.rstrip('.')}. Give --best-effort to end with the script's exit code "
+        f"{options.option} was not met, since {why.rstrip('.')}. Give --best-effort to end with the script's exit code "
         f"all the same."
     )
 
 
-def _reasons(roots: Roots) -> str:
-    return "; ".join(f"{each.kind} {each.reason}" for each in roots.given_up) or NOTHING_CALLED
-
-
-def _tell_at_once(given_up: GivenUp) -> None:
+def _tell_at_once(rejected: Rejected) -> None:
     """Not only at the end, which may be days later."""
+    _print_error(f"spillway: {printable(f'{rejected.kind} is not attached: {rejected.reason}')}\n")
+
+
+def _print_error(text: str) -> None:
+    """To the process's own stderr, whatever the script made of it."""
     if sys.__stderr__ is not None:
-        sys.__stderr__.write(f"spillway: {printable(f'{given_up.kind} is not attached: {given_up.reason}')}\n")
+        sys.__stderr__.write(text)
 
 
-def _finish(process: int, seen: Seeing, files: Files, rank: int, quiet: bool) -> None:
+def _finish(process: int, observer: ScriptObserver, files: Files, rank: int, quiet: bool) -> None:
     if os.getpid() != process:
         return
-    roots = seen.roots
-    outcome = seen.end(rank)
-    said = [] if quiet or rank else [table(outcome)]
+    observer.end()
+    result = result_of(observer, rank=rank)
+    lines = [] if quiet or rank else [result.to_text()]
     try:
         if files.json is not None:
-            write_file(numbered(files.json, "rank", rank), outcome.to_json(), what="--json")
-        for number, root in enumerate(roots.attached):
-            said += _write(root, number, files, rank)
+            write_file(numbered(files.json, "rank", rank), result.to_json(), what="--json")
+        for number, model in enumerate(observer.models.managed):
+            lines += _write(model, number, files, rank)
     except (SpillwayError, OSError) as error:
-        # Nobody is there any more who could catch it.
-        said.append(f"error: {error}")
-    seen.close()
-    if said and sys.__stderr__ is not None:
-        sys.__stderr__.write("\n" + "\n".join(said) + "\n")
+        # An exit handler has no caller that could catch it.
+        lines.append(f"error: {error}")
+    observer.models.close()
+    if lines:
+        _print_error("\n" + "\n".join(lines) + "\n")
 
 
-def _write(root: Root, number: int, files: Files, rank: int) -> Iterator[str]:
-    """Of the first root by the names given, of others with their number."""
+def _write(model: ManagedModel, number: int, files: Files, rank: int) -> Iterator[str]:
+    """Write the files of a model. Those of the second model and later ones have its number in their names."""
     if files.profile is not None:
         path = numbered(numbered(files.profile, "model", number), "rank", rank)
-        if root.attached.profile is None:
-            yield printable(f"{path}: not written, since {root.kind} was not profiled: it takes three steps")
+        if model.attached.profile is None:
+            yield printable(f"{path}: not written: {model.kind} was not profiled, which takes three steps")
         else:
-            root.attached.profile.save(path)
+            model.attached.profile.save(path)
     if files.report is not None:
-        attached: Any = root.attached
-        attached.report(numbered(numbered(files.report, "model", number), "rank", rank))
+        model.attached.report(numbered(numbered(files.report, "model", number), "rank", rank))
+
+
+def run_profiled(script: Script, path: Path, *, steps: int) -> Profile:
+    """Run a script until the first of its models is profiled, write the profile, and end the script there.
+
+    Args:
+        script: to run.
+        path: of the profile.
+        steps: optimizer steps to wait for, at most.
+
+    Raises:
+        UsageError: for a missing script, or a file that cannot be written.
+        UnsupportedError: if no model was profiled.
+        BaseException: what the script raises.
+    """
+    script.check()
+    check_writable("-o", path)
+    rank = rank_of()
+    profiles: list[Profile] = []
+    pilots: list[_ProfilingPilot] = []
+
+    def attach_pilot(model: Module) -> tuple[Attached, str]:
+        pilot = _ProfilingPilot(model, profiles)
+        attached = attach(model)
+        attached.follow(pilot)
+        pilots.append(pilot)
+        return attached, "profile"
+
+    def stepped(count: int) -> None:
+        if count >= steps and not profiles:
+            raise ScriptExit
+
+    observer = ScriptObserver(attach_pilot, stepped)
+    try:
+        script.run()
+    except SystemExit as ended:
+        if ended.code:
+            raise
+    observer.end()
+    for pilot in pilots:
+        if not profiles:
+            # The last step ended with the script.
+            pilot.finish()
+            pilot.give()
+    observer.models.close()
+    if not profiles:
+        result = result_of(observer)
+        reasons = result.reasons if result.not_attached else "run a script that trains in this process"
+        raise UnsupportedError(
+            f"got no profile of a model in {result.steps} optimizer steps. A profile takes three passes through a "
+            f"model, forward and backward: {reasons}, or give more --steps"
+        )
+    [profile, *_] = profiles
+    profile.save(numbered(path, "rank", rank))
+    if not rank:
+        _print_error("\n".join(["", *_summary(profile), printable(f"written to {path}"), ""]))
+    return profile
+
+
+def _summary(profile: Profile) -> list[str]:
+    """A profile in lines of at most 80 columns: kinds of blocks, what they save, and the rest of the step."""
+    lines = wrapped(str(profile))
+    for number, kind in enumerate(profile.kinds):
+        calls = sum(call.kind == number for call in profile.calls)
+        lines += wrapped(
+            f"{calls} like {kind.kind}: {len(kind.operators)} operators save {format_bytes(kind.saved_bytes)}; forward "
+            f"{format_seconds(kind.forward_seconds)}, backward {format_seconds(kind.backward_seconds)}",
+            "  ",
+        )
+    for name, part in (("before", profile.before), ("between", profile.middle), ("after", profile.after)):
+        lines.append(
+            f"  {name} the blocks: {format_seconds(part.seconds)}, at most {format_bytes(part.peak_bytes)} more"
+        )
+    lines.append(f"  always there: {format_bytes(profile.static_bytes)}")
+    return lines
+
+
+class _ProfilingPilot(Pilot):
+    """Profiles and plans nothing. It ends the script in the call of the model in which the profile is complete.
+
+    Args:
+        model: to profile.
+        profiles: where the profile goes.
+    """
+
+    def __init__(self, model: Module, profiles: list[Profile]) -> None:
+        super().__init__(type(model).__name__, device_of(model), None, min_bytes=MIN_BYTES, budget=None, planner=None)
+        self._profiles = profiles
+
+    def begin(self, model: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The model is called: the step before has ended."""
+        super().begin(model, args, kwargs)
+        if self.give():
+            raise ScriptExit
+
+    def give(self) -> bool:
+        """Hand over the profile, if there is one."""
+        if self.profile is not None and not self._profiles:
+            self._profiles.append(self.profile)
+        return self.profile is not None

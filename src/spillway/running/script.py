@@ -2,11 +2,11 @@
 
 NOTE [ As Python would ]
 
-``__main__`` is a new module, so that what the script defines can be pickled, and found by processes that are spawned.
-It stays until the process ends: threads, exit handlers and pickles may want it then. The script's arguments are
-``sys.argv``, and its folder is where this command's was in ``sys.path``. What it raises goes on up to Python, which
-prints it with whatever ``sys.excepthook`` the script has set, and ends with the code that belongs to it. Frames of this
-package are not shown, unless the error is from inside of it.
+``__main__`` is a new module, so that what the script defines can be pickled, and found by spawned processes. It stays
+until the process ends: threads, exit handlers and pickles may need it then. ``sys.argv`` holds the script's arguments,
+and ``sys.path`` begins with its folder. An exception of the script reaches Python, which prints it with the
+``sys.excepthook`` that the script has set, and ends with the right code. Frames of this package are not shown, unless
+the error is from inside of it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import io
 import os
 import pkgutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
@@ -27,13 +27,45 @@ from spillway.errors import UsageError
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 
 
-class Ended(SystemExit):
+_RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+"""Set by torchrun, Open MPI, MPICH and Intel MPI, and Slurm."""
+
+
+class ScriptExit(SystemExit):
     """Ends the script where it is, as ``sys.exit()`` does: its ``finally`` blocks and exit handlers run."""
+
+
+def rank_of(environment: Mapping[str, str] = os.environ) -> int:
+    """The rank that the launcher gave this process; 0 without a launcher.
+
+    Raises:
+        UsageError: if the launcher's variable holds something else.
+    """
+    for name in _RANKS:
+        rank = environment.get(name)
+        if rank is not None:
+            if not rank.isascii() or not rank.isdigit():
+                raise UsageError(
+                    f"{name}: got {rank!r} in the environment, expected the rank of this process, an integer of at "
+                    f"least 0; set it right, or unset it"
+                )
+            return int(rank)
+    return 0
+
+
+def numbered(path: Path, what: str, number: int) -> Path:
+    """The path for one of several: number 0 has the name itself, others ``plan.rank1.json`` and so on.
+
+    Example:
+        >>> numbered(Path("plan.json"), "rank", 1).name
+        'plan.rank1.json'
+    """
+    return path.with_name(f"{path.stem}.{what}{number}{path.suffix}") if number else path
 
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """What is to be run."""
+    """A script, with its arguments."""
 
     target: str
     """Path of a script, or of a folder or an archive with a ``__main__.py``; or the name of a module."""
@@ -45,12 +77,12 @@ class Script:
         if self.is_module:
             if not all(self.target.split(".")):
                 raise UsageError(
-                    f"got -m {self.target!r}, expected the full name of a module, such as 'package.module'; for a file "
-                    f"leave out -m"
+                    f"got -m {self.target!r}, expected the full name of a module, such as 'package.module'; leave out "
+                    f"-m for a file"
                 )
         elif not Path(self.target).exists():
             raise UsageError(
-                f"got the script {self.target!r}, expected a file that is there; of a module say -m {self.target}"
+                f"got the script {self.target!r}, which does not exist; give -m {self.target} if it is a module"
             )
 
     def run(self) -> None:
@@ -61,11 +93,11 @@ class Script:
         """
         main = ModuleType("__main__")
         before, sys.modules["__main__"] = sys.modules["__main__"], main
-        # By this name, which was given when multiprocessing was imported, children send what the script defines.
+        # Multiprocessing gave the module this name. Children find what the script defines by it.
         if "__mp_main__" in sys.modules:
             sys.modules["__mp_main__"] = main
         main.__dict__["__builtins__"] = sys.modules["builtins"]
-        # What is running now is in it.
+        # The code that runs now is in it.
         _kept.append(before)
         sys.argv = [self.target, *self.arguments]
         try:
@@ -113,23 +145,23 @@ class Script:
 
 
 _kept: list[ModuleType] = []
-"""What was ``__main__`` before, for as long as the process."""
+"""The former ``__main__``, for as long as the process."""
 
 
 def _put_first(folder: str) -> None:
-    """Where the script's own modules are, in place of this command's."""
+    """Python finds the script's own modules there."""
     if not sys.flags.safe_path:
         sys.path[0] = folder
 
 
 def _find(name: str) -> ModuleSpec | None:
     if name in sys.modules and getattr(sys.modules[name], "__spec__", None) is None:
-        # Python's own search fails for such a module: __main__ is one.
+        # Python's own search fails for a module without a spec, as __main__ is.
         return None
     try:
         return importlib.util.find_spec(name)
     except ModuleNotFoundError as error:
-        # What a package that is there does not find is its own error.
+        # A package that exists may itself import something that does not: that error is the package's.
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise
         return None
@@ -152,12 +184,12 @@ def _describe(main: ModuleType, spec: ModuleSpec) -> None:
 
 
 def is_of_script(error: BaseException) -> bool:
-    """Whether an error came up through code of a script, and not through this package alone."""
+    """Whether an error came from code of a script, and not from this package alone."""
     return any(not _is_ours(each) for each in _entries(error.__traceback__))
 
 
 def _hide_frames(error: BaseException) -> None:
-    """Let ``sys.excepthook`` be shown an error without the frames of this package."""
+    """Show ``sys.excepthook`` an error without the frames of this package."""
     hook = sys.excepthook
     shown = _without_ours(error.__traceback__)
 
@@ -175,7 +207,7 @@ def _without_ours(trace: TracebackType | None) -> TracebackType | None:
     if not _is_ours(entries[-1]) or len(entries) == 1:
         entries = [each for each in entries if not _is_ours(each)]
     else:
-        # An error of Spillway's in the script's own use of it, or one that it found: all but how the script was begun.
+        # An error that Spillway raised in the script: leave out only the frames that started the script.
         first = next((n for n, each in enumerate(entries) if not _is_ours(each)), len(entries))
         entries = entries[first:]
     shown: TracebackType | None = None

@@ -9,14 +9,14 @@
   const config = {
     responsive: true,
     displaylogo: false,
-    // Plotly would send a figure to its maker's server, and this page sends nothing to anybody.
+    // This page sends nothing, and plotly would offer to send a figure to its maker's server.
     showSendToCloud: false,
     plotlyServerURL: "",
     displayModeBar: narrow.matches ? false : "hover",
     modeBarButtonsToRemove: ["lasso2d", "select2d"],
   };
 
-  // What a figure has of the page: its colours, and its room.
+  // A figure's colours and margins.
   function looks(id) {
     const style = getComputedStyle(root);
     const text = style.getPropertyValue("--text").trim();
@@ -82,7 +82,7 @@
   });
   narrow.addEventListener("change", redraw);
 
-  // What is there all the time can be most of the picture.
+  // Static memory can fill most of the figure.
   const closer = document.getElementById("closer");
   closer.addEventListener("click", () => {
     const pressed = closer.getAttribute("aria-pressed") !== "true";
@@ -92,7 +92,7 @@
     Plotly.relayout("memory", { "yaxis.range": pressed ? [ground - 0.02 * (top - ground), top] : [0, top] });
   });
 
-  // Each block is a body of the table: its row, and the row of its operators if they were opened.
+  // Each block is a body of the table: its row, and the row of its operators once opened.
   const table = document.getElementById("blocks");
   const headings = [...table.tHead.rows[0].cells];
   headings.forEach((heading, place) => {

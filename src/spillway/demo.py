@@ -1,0 +1,544 @@
+"""What ``spillway demo`` runs: a small GPT in plain PyTorch, trained in several ways that are compared bit for bit.
+
+Each way trains in a process of its own. :func:`compare` lets the processes take turns, step by step, and gathers what
+they measured.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import hashlib
+import json
+import multiprocessing
+import os
+import platform
+import signal
+import statistics
+import sysconfig
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Self
+
+import psutil
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import spillway
+from spillway.errors import SpillwayError, UsageError
+from spillway.running.bench import CHILD_ENVIRONMENT, PeakMeter
+from spillway.runtime.device_name import cpu_name, device_name
+from spillway.runtime.malloc import malloc_setting, set_malloc
+from spillway.units import format_bytes
+
+WAYS = {"keep": 3, "checkpoint": 3, "offload": 3, "planned": 11, "optimizer": 3}
+"""The ways in the order in which they run, each with its fewest steps. ``planned`` finds its plan in the first five."""
+NOT_COMPARED = "the CPU's kernels round differently from the GPU's, so its losses are only close to those of keep"
+"""Why ``optimizer`` is not compared with ``keep`` on an accelerator."""
+HEAD_WIDTH = 64
+"""Width of an attention head, where the model is at least that wide."""
+_PLANNED_STEPS = 6
+"""Steps that ``planned`` makes with its plan, at least."""
+_EXTRA_STEPS = 16
+"""Steps beyond those asked for that ``planned`` may take to find its plan."""
+_START_SECONDS = 8.0
+"""Time of one way that is not spent in steps: imports, text, hashes."""
+_MOST_TEXT = 16 << 20
+_NO_TEXT = {"site-packages", "test", "tests", "__pycache__", "idlelib", "lib2to3"}
+"""Folders of the standard library that are not trained on."""
+
+
+class DemoError(SpillwayError, RuntimeError):
+    """The process of a way ended early, or its numbers differ from those of ``keep``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """One training, the same in every way.
+
+    Raises:
+        UsageError: for a shape that no model can have.
+    """
+
+    device: str
+    layers: int
+    width: int
+    sequence: int
+    batch: int
+    seed: int = 0
+    data: str | None = None
+    """A file or folder to train on; ``None``: the Python standard library's own source."""
+    window: str | None = None
+    """In-flight limit of ``offload``; ``None``: Spillway's own."""
+    budget: str = "60%"
+    """Budget of ``planned``, as :func:`spillway.attach` takes it."""
+
+    def __post_init__(self) -> None:
+        if self.width % self.heads:
+            raise UsageError(f"width: got {self.width}, expected a multiple of {HEAD_WIDTH}")
+
+    @property
+    def heads(self) -> int:
+        """Attention heads."""
+        return max(1, self.width // HEAD_WIDTH)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One step of one way."""
+
+    index: int
+    loss: float
+    seconds: float
+    settled: bool
+    """Whether later steps run as this one did. Steps that look for a plan do not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """What one way measured: a row of the table, and of the JSON file. Sizes are bytes."""
+
+    way: str
+    step_seconds: float
+    """Median, without the first step and without the steps that found the plan."""
+    tokens_per_second: float
+    peak_bytes: int
+    """GPU memory, or resident memory on the CPU."""
+    activation_peak_bytes: int
+    """The peak above ``baseline_bytes``: activations, gradients, optimizer state."""
+    moved_bytes: int
+    """Offloaded in the last step: activations, or gradients."""
+    loss: float
+    """Of the last step."""
+    identical: bool | None = None
+    """Whether all losses and gradients are bit for bit those of ``keep``; ``None``: not compared."""
+    losses: list[float]
+    all_step_seconds: list[float]
+    baseline_bytes: int
+    """In use just before the first step."""
+    peak_source: str
+    fingerprint: str
+    """SHA-256 of every loss, and of all gradients of the first and of the last step."""
+    counted_steps: int
+    """How many steps ``step_seconds`` is the median of."""
+    budget_bytes: int | None = None
+    note: str = ""
+    """A sentence for below the table."""
+
+
+class Block(nn.Module):
+    """One layer: attention, then a feed-forward network. Nothing in the model knows of Spillway."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.attention_norm, self.forward_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.project_in, self.project_out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.feed_forward = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``(batch, sequence, width)`` to the same."""
+        batch, sequence, width = x.shape
+        parts = self.project_in(self.attention_norm(x)).chunk(3, dim=-1)
+        query, key, value = (part.view(batch, sequence, self.heads, -1).transpose(1, 2) for part in parts)
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.project_out(mixed.transpose(1, 2).reshape(batch, sequence, width))
+        out: Tensor = x + self.feed_forward(self.forward_norm(x))
+        return out
+
+
+class GPT(nn.Module):
+    """Predicts the next byte. ``checkpoint_blocks`` recomputes each block in backward, as most training code offers."""
+
+    def __init__(self, *, layers: int, width: int, heads: int, sequence: int) -> None:
+        super().__init__()
+        self.checkpoint_blocks = False
+        self.tokens, self.positions = nn.Embedding(256, width), nn.Embedding(sequence, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256)
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
+            if isinstance(module, nn.Linear):
+                nn.init.zeros_(module.bias)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """The mean cross-entropy of ``targets`` after ``tokens``, both ``(batch, sequence)`` of byte values."""
+        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpoint_blocks else block(x)
+        return functional.cross_entropy(self.head(self.norm(x)).float().flatten(0, 1), targets.flatten())
+
+
+def choose_ways(names: str | None, device: str, steps: int) -> list[str]:
+    """Ways by their names with commas between, in the order in which they run.
+
+    ``None``: those for which so many steps are enough. On the CPU, ``optimizer`` is not among them: it gains nothing.
+
+    Raises:
+        UsageError: for an unknown name, or none at all.
+    """
+    if names is None:
+        enough = [way for way, fewest in WAYS.items() if fewest <= max(steps, WAYS["keep"])]
+        return [way for way in enough if way != "optimizer" or device != "cpu"]
+    wanted = set(names.split(",")) - {""}
+    if not wanted or wanted - WAYS.keys():
+        got = ", ".join(sorted(wanted - WAYS.keys())) or "none"
+        raise UsageError(f"ways: got {got}, expected some of {', '.join(WAYS)}; write them like --ways keep,offload")
+    return [way for way in WAYS if way in wanted]
+
+
+def load_text(path: Path | None = None) -> bytes:
+    """The first 16 MiB of a file, or of a folder's files in alphabetical order; ``None``: the standard library.
+
+    Raises:
+        UsageError: if there is no text.
+    """
+    root = path or Path(sysconfig.get_path("stdlib"))
+    if not root.exists():
+        raise UsageError(f"data: {root} does not exist; give a file or folder with --data")
+    files = sorted(root.rglob("*" if path else "*.py")) if root.is_dir() else [root]
+    text = b""
+    for file in files:
+        parts = file.relative_to(root).parts
+        if any(part.startswith(".") or (path is None and part in _NO_TEXT) for part in parts) or not file.is_file():
+            continue
+        try:
+            with file.open("rb") as opened:
+                text += opened.read(_MOST_TEXT - len(text))
+        except OSError as error:
+            raise UsageError(
+                f"data: cannot read {file}: {error.strerror}; give a file or folder with --data"
+            ) from error
+    if not text:
+        raise UsageError(f"data: found no text in {root}; give a file or folder with --data")
+    return text
+
+
+def batches(text: bytes, settings: Settings) -> Iterator[tuple[Tensor, Tensor]]:
+    """Tokens and the tokens that follow them, drawn at random: the same ones for the same seed.
+
+    Raises:
+        UsageError: if the text is not longer than one sequence.
+    """
+    if len(text) <= settings.sequence:
+        raise UsageError(
+            f"data: got {format_bytes(len(text))} of text, expected more than a sequence of {settings.sequence} bytes; "
+            f"give more text with --data or a smaller --sequence"
+        )
+    values, draws = torch.frombuffer(bytearray(text), dtype=torch.uint8), torch.Generator().manual_seed(settings.seed)
+    span = torch.arange(settings.sequence + 1)
+    while True:
+        starts = torch.randint(len(text) - settings.sequence, (settings.batch, 1), generator=draws)
+        rows = values[starts + span].long().to(settings.device)
+        yield rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+
+class Training:
+    """One way, in this process. The only lines of Spillway's are in :meth:`__init__`."""
+
+    def __init__(self, way: str, settings: Settings) -> None:
+        self.way, self.settings, self.device = way, settings, torch.device(settings.device)
+        if self.device.type == "cpu":
+            # In every way, so that the peak is the training's and not that of freed memory.
+            set_malloc()
+        else:
+            # Some kernels of accelerators add in a different order in each run.
+            torch.use_deterministic_algorithms(True)
+            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        self.batches = batches(load_text(None if settings.data is None else Path(settings.data)), settings)
+        self._warm_up()
+        self.model = self._model(settings)
+        self.model.checkpoint_blocks = way == "checkpoint"
+        self.offload = spillway.offload(window=settings.window) if way == "offload" else None
+        self.optimizer: torch.optim.Optimizer = self._optimizer(self.model)
+        self.host_optimizer: spillway.OffloadedOptimizer | None = None
+        if way == "optimizer":
+            options = self._options()
+            if self.device.type == "cpu":
+                # The loop that keep has there, so that the two are comparable.
+                options["fused"] = False
+            self.host_optimizer = spillway.OffloadedOptimizer(self.model.parameters(), torch.optim.AdamW, **options)
+            self.optimizer = self.host_optimizer
+        self.attached: spillway.Attached | None = None
+        if way == "planned":
+            self.attached = spillway.attach(self.model, budget=settings.budget)
+        self.steps: list[Step] = []
+        self.hash = hashlib.sha256()
+        self.meter = PeakMeter(self.device)
+        gc.collect()
+        self.baseline = self.meter.start()
+
+    def _warm_up(self) -> None:
+        """One step of a tiny model: libraries and thread pools start here, and not in the first step."""
+        tiny = self._model(replace(self.settings, layers=1, width=HEAD_WIDTH, sequence=16))
+        tokens = torch.zeros(2, 16, dtype=torch.int64, device=self.device)
+        optimizer = self._optimizer(tiny)
+        self._loss(tiny, tokens, tokens).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+
+    def _model(self, settings: Settings) -> GPT:
+        torch.manual_seed(settings.seed)
+        with self.device:
+            return GPT(layers=settings.layers, width=settings.width, heads=settings.heads, sequence=settings.sequence)
+
+    def _options(self) -> dict[str, Any]:
+        # The highest rate at which this model settles without a warm-up.
+        return {"lr": 1e-3 * min(1.0, 384 / self.settings.width), "betas": (0.9, 0.95)}
+
+    def _optimizer(self, model: GPT) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), **self._options())
+
+    def _loss(self, model: GPT, tokens: Tensor, targets: Tensor) -> Tensor:
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.device.type != "cpu"):
+            loss: Tensor = model(tokens, targets)
+            return loss
+
+    def step(self, *, last: bool) -> Step:
+        """Forward, backward and update."""
+        tokens, targets = next(self.batches)
+        begin = self._now()
+        self.optimizer.zero_grad(set_to_none=True)
+        with self.offload or contextlib.nullcontext():
+            loss = self._loss(self.model, tokens, targets)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+        seconds = self._now() - begin
+        add_to_hash(self.hash, [loss])
+        if last or not self.steps:
+            add_to_hash(self.hash, (each.grad for each in self.model.parameters() if each.grad is not None))
+        settled = self.attached is None or self.attached.stage == "holding"
+        self.steps.append(Step(index=len(self.steps), loss=loss.item(), seconds=seconds, settled=settled))
+        return self.steps[-1]
+
+    def row(self) -> Row:
+        """What it measured."""
+        seconds = counted_seconds(self.steps)
+        middle, peak = statistics.median(seconds), self.meter.peak()
+        # Profiling resets the allocator's peak, and the last step may still belong to the search.
+        if self.attached is not None and self.attached.measured is not None and not self.steps[-1].settled:
+            peak = max(peak, self.attached.measured.peak_bytes)
+        return Row(
+            way=self.way,
+            step_seconds=middle,
+            tokens_per_second=self.settings.batch * self.settings.sequence / middle,
+            peak_bytes=peak,
+            activation_peak_bytes=peak - self.baseline,
+            moved_bytes=self._moved_bytes(),
+            loss=self.steps[-1].loss,
+            losses=[step.loss for step in self.steps],
+            all_step_seconds=[step.seconds for step in self.steps],
+            baseline_bytes=self.baseline,
+            peak_source=self.meter.source,
+            fingerprint=self.hash.hexdigest(),
+            counted_steps=len(seconds),
+            budget_bytes=None if self.attached is None else self.attached.budget,
+            note=self._note(),
+        )
+
+    def _moved_bytes(self) -> int:
+        if self.host_optimizer is not None:
+            return self.host_optimizer.stats().sent_bytes
+        source = self.attached or self.offload
+        return 0 if source is None else source.stats().offloaded_bytes
+
+    def _note(self) -> str:
+        if self.attached is None:
+            return ""
+        plan, budget = self.attached.plan, f"planned: a budget of {self.settings.budget}"
+        if plan is None or not self.steps[-1].settled:
+            return f"{budget}. {len(self.steps)} steps found no plan; give more --steps."
+        budget += "" if budget.endswith("B") else f" ({format_bytes(plan.budget)})"
+        plain = sum(block.plain for block in plan.blocks)
+        return (
+            f"{budget}. {sum(not step.settled for step in self.steps)} steps found the plan. It leaves {plain} of "
+            f"{len(plan.blocks)} blocks alone, offloads {format_bytes(plan.sent_bytes)}, and predicts a peak of "
+            f"{format_bytes(plan.predicted_peak)}."
+        )
+
+    def _now(self) -> float:
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+        return time.perf_counter()
+
+
+def counted_seconds(steps: Sequence[Step]) -> list[float]:
+    """Times of the settled steps but the first of them, or else of all steps but the first."""
+    steady = [step.seconds for step in steps if step.settled]
+    return steady[1:] or steady or [step.seconds for step in steps[1:] or steps]
+
+
+def add_to_hash(sha: Any, tensors: Any) -> None:
+    """Add the exact bytes of tensors to a hash of :mod:`hashlib`."""
+    for tensor in tensors:
+        sha.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+
+class WayProcess:
+    """A way in a process of its own. Used as a context manager, it leaves no process behind.
+
+    Raises:
+        SpillwayError: what Spillway raises in the process.
+        DemoError: if the process ends early.
+    """
+
+    def __init__(self, way: str, settings: Settings) -> None:
+        self.way = way
+        context = multiprocessing.get_context("spawn")
+        self.connection, other = context.Pipe()
+        self.process = context.Process(target=_train, args=(other, way, settings), daemon=True)
+        self.process.start()
+        other.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.connection.close()
+        self.process.terminate()
+        self.process.join(5)
+        self.process.kill()
+        self.process.join()
+
+    def step(self, *, last: bool) -> Step:
+        """Run one step, and wait for it."""
+        with contextlib.suppress(BrokenPipeError):
+            self.connection.send(last)
+        step: Step = self.receive()
+        return step
+
+    def receive(self) -> Any:
+        """The next message of the process."""
+        try:
+            message = self.connection.recv()
+        except (EOFError, ConnectionResetError):
+            self.process.join()
+            code = self.process.exitcode or 0
+            how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+            if code == -signal.SIGKILL:
+                how += " (the system may have run out of memory; try a smaller --batch)"
+            raise DemoError(f"{self.way}: its process {how}") from None
+        if isinstance(message, SpillwayError):
+            raise message
+        return message
+
+
+def _train(connection: Connection, way: str, settings: Settings) -> None:
+    """The process of a way: a step for each message. It ends when its parent is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent ends it.
+    for name, value in CHILD_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    try:
+        training = Training(way, settings)
+        connection.send(sum(parameter.numel() for parameter in training.model.parameters()))
+        last = False
+        while not last:
+            last = connection.recv()
+            connection.send(training.step(last=last))
+        connection.send(training.row())
+    except SpillwayError as error:
+        connection.send(error)
+    except (EOFError, BrokenPipeError):
+        return
+
+
+def compare(
+    ways: Sequence[str],
+    settings: Settings,
+    steps: int,
+    *,
+    seconds: float = 0,
+    in_turn: bool = True,
+    told: Callable[[str, int | Step], None] = lambda way, message: None,
+) -> list[Row]:
+    """Train in each way, and compare with ``keep`` if it is among them.
+
+    Args:
+        ways: names out of :data:`WAYS`.
+        settings: of the training.
+        steps: of each way. ``planned`` adds up to 16 until six steps had its plan; the other ways follow.
+        seconds: that all of it should take; fewer steps are made then. 0: no limit.
+        in_turn: whether the ways take turns step by step, or run one after the other.
+        told: of each way's number of parameters when it begins, and of each of its steps.
+
+    Raises:
+        SpillwayError: what Spillway raises in a way; :class:`DemoError` if a process ends early.
+    """
+    rows: list[Row] = []
+    for group in [ways] if in_turn else [[way] for way in ways]:
+        share = len(group) / len(ways)
+        limit = seconds * share - _START_SECONDS * len(group) if seconds and not rows else None
+        rows += _take_turns(group, settings, steps, limit, told)
+        steps = len(rows[0].losses)
+    reference = rows[0] if rows[0].way == "keep" else None
+    return [compared(row, reference, settings.device) for row in rows]
+
+
+def compared(row: Row, reference: Row | None, device: str) -> Row:
+    """A row that tells whether its bits are those of another, where they have to be."""
+    if reference is None or (row.way == "optimizer" and device != "cpu"):
+        return row
+    return replace(row, identical=row.fingerprint == reference.fingerprint)
+
+
+def _take_turns(
+    ways: Sequence[str], settings: Settings, steps: int, limit: float | None, told: Callable[[str, int | Step], None]
+) -> list[Row]:
+    fewest = max(WAYS[way] for way in ways)
+    with contextlib.ExitStack() as stack:
+        processes = [stack.enter_context(WayProcess(way, settings)) for way in ways]
+        for process in processes:
+            told(process.way, process.receive())
+        planned_steps, begin = 0, time.perf_counter()
+        for done in range(1, steps + _EXTRA_STEPS + 1):
+            elapsed = time.perf_counter() - begin
+            # Whether one more round after this one would end too late.
+            is_late = limit is not None and done >= fewest and elapsed / max(done - 1, 1) * (done + 1) > limit
+            is_planned = "planned" not in ways or planned_steps >= _PLANNED_STEPS
+            last = done == steps + _EXTRA_STEPS or ((done >= steps or is_late) and is_planned)
+            for process in processes:
+                step = process.step(last=last)
+                planned_steps += process.way == "planned" and step.settled
+                told(process.way, step)
+            if last:
+                break
+        return [process.receive() for process in processes]
+
+
+def describe_hardware(device: torch.device) -> dict[str, str | int]:
+    """The device, the processor with the cores that this process may use, the memory in bytes, the system."""
+    return {
+        "device": device_name(device),
+        "cpu": cpu_name(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        "threads": torch.get_num_threads(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "system": f"{platform.system()} {platform.release().split('-')[0]} {platform.machine()}",
+    }
+
+
+def describe_versions() -> dict[str, str]:
+    """Versions of Spillway, torch and Python."""
+    return {
+        "spillway": spillway.__version__,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+    }
+
+
+def to_json(rows: Sequence[Row], settings: Settings) -> str:
+    """All that was measured, with the machine, the versions and the settings."""
+    device = torch.device(settings.device)
+    report = {
+        "rows": [asdict(row) for row in rows],
+        "hardware": describe_hardware(device),
+        "versions": describe_versions(),
+        "settings": {**asdict(settings), "steps": len(rows[0].losses)},
+        "malloc": malloc_setting() if device.type == "cpu" else "",
+    }
+    return json.dumps(report, indent=2) + "\n"

@@ -1,1 +1,0 @@
-"""What will go wrong on this machine, before it does: facts that it tells, and what follows from them."""
