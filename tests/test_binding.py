@@ -127,7 +127,7 @@ def test_undone_twice_does_not_undo_what_came_after(tmp_path: Path) -> None:
     root = machine(tmp_path, HERE[:1], HERE[1:])
     first = _bind(DEVICE, ADDRESS, root, {})
     again = _bind(DEVICE, ADDRESS, root, {})
-    assert again.why_not is not None and "restricted the process already" in again.why_not
+    assert again.why_not is not None and "bound to" in again.why_not
     again.undo()
     assert os.sched_getaffinity(0) == first.after
     first.undo()
@@ -154,7 +154,7 @@ def test_undone_twice_does_not_undo_what_came_after(tmp_path: Path) -> None:
 )
 def test_what_openmp_was_told_is_left_alone(tmp_path: Path, name: str, value: str, binds: bool) -> None:
     with _bind(DEVICE, ADDRESS, machine(tmp_path, HERE[:1], HERE[1:]), {name: value}) as affinity:
-        assert (affinity.why_not == f"{name} is set, to {value!r}, and says where threads go") is binds
+        assert (affinity.why_not == f"{name} is {value!r}, which binds threads") is binds
         assert (affinity.after == affinity.before) is binds
 
 
@@ -165,8 +165,8 @@ def test_a_process_that_may_not_run_everywhere_stays_where_it_is(tmp_path: Path)
     affinity = _bind(DEVICE, ADDRESS, machine(tmp_path, HERE[:1], HERE[1:] + others), {})
     assert affinity.after == affinity.before == set(HERE) and affinity.node == 0
     assert affinity.why_not == (
-        f"somebody has restricted the process already, to {len(HERE)} of {len(HERE) + 2} CPUs: a launcher, taskset, "
-        f"numactl or a container"
+        f"the process is bound to {len(HERE)} of {len(HERE) + 2} CPUs already, by a launcher, taskset, numactl or a "
+        f"container"
     )
 
 
@@ -174,13 +174,13 @@ def test_a_process_that_may_not_run_everywhere_stays_where_it_is(tmp_path: Path)
 @pytest.mark.parametrize(
     ("nodes", "near", "why"),
     [
-        ([], 0, "the system names no nodes"),
-        ([HERE], 0, "the machine has one node"),
-        ([HERE, []], None, "the system does not say which node cuda:0 is near to"),
-        ([HERE, []], -1, "the system does not say which node cuda:0 is near to"),
-        ([HERE, []], 1, "node 1, which cuda:0 is near to, has no CPU"),
-        ([HERE, []], 7, "node 7, which cuda:0 is near to, has no CPU"),
-        ([HERE, []], 0, "all CPUs are on node 0, which cuda:0 is near to"),
+        ([], 0, "the system names no NUMA nodes"),
+        ([HERE], 0, "the machine has one NUMA node"),
+        ([HERE, []], None, "the system does not say which NUMA node cuda:0 is near to"),
+        ([HERE, []], -1, "the system does not say which NUMA node cuda:0 is near to"),
+        ([HERE, []], 1, "NUMA node 1 of cuda:0 has no CPU"),
+        ([HERE, []], 7, "NUMA node 7 of cuda:0 has no CPU"),
+        ([HERE, []], 0, "all CPUs are on NUMA node 0 of cuda:0"),
     ],
 )
 def test_where_it_makes_no_difference_nothing_is_done_and_it_says_why(
@@ -215,7 +215,7 @@ def test_a_system_that_refuses_is_quoted_and_nothing_is_left_half_done(
 def test_a_system_without_the_call_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "sched_setaffinity", raising=False)
     affinity = _bind(DEVICE, ADDRESS, tmp_path, {})
-    assert affinity.why_not == "this system has no call for it; Linux has"
+    assert affinity.why_not == "only Linux can bind a process"
     monkeypatch.undo()
 
 
@@ -223,7 +223,7 @@ def test_a_system_without_the_call_says_so(tmp_path: Path, monkeypatch: pytest.M
 def test_the_cpu_is_near_to_itself() -> None:
     affinity = spillway.bind_to_device("cpu")
     assert affinity.device == torch.device("cpu") and affinity.node is None
-    assert affinity.why_not == "every CPU is near to itself"
+    assert affinity.why_not == "the device is the CPU"
     assert spillway.bind_to_device(torch.device("cpu")) == affinity
 
 

@@ -113,7 +113,7 @@ def test_a_name_that_is_wider_than_the_table_is_cut() -> None:
 
 @pytest.mark.parametrize("width", [19, 80.0, None, True])
 def test_a_width_that_cannot_be_meant(width: Any) -> None:
-    with pytest.raises(spillway.UsageError, match=r"width: got .*, expected a whole number of at least 20"):
+    with pytest.raises(spillway.UsageError, match=r"width: got .*, expected an integer of at least 20"):
         Summary(()).to_text(width)
 
 

@@ -1,8 +1,4 @@
-"""What ``spillway demo`` runs: a small GPT in plain PyTorch, trained in several ways that are compared bit for bit.
-
-Each way trains in a process of its own. :func:`compare` lets the processes take turns, step by step, and gathers what
-they measured.
-"""
+"""What ``spillway demo`` runs: a small GPT in plain PyTorch, trained in several ways that are compared bit for bit."""
 
 from __future__ import annotations
 
@@ -21,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import psutil
 import torch
@@ -30,18 +26,17 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import spillway
-from spillway.errors import SpillwayError, UsageError
+from spillway.errors import BudgetError, SpillwayError, UsageError
 from spillway.running.bench import CHILD_ENVIRONMENT, PeakMeter
 from spillway.runtime.device_name import cpu_name, device_name
 from spillway.runtime.malloc import malloc_setting, set_malloc
-from spillway.units import format_bytes
+from spillway.units import format_bytes, format_seconds, parse_bytes
 
 WAYS = {"keep": 3, "checkpoint": 3, "offload": 3, "planned": 11, "optimizer": 3}
-"""The ways in the order in which they run, each with its fewest steps. ``planned`` finds its plan in the first five."""
+"""The ways, each with its fewest steps. ``planned`` finds its plan in the first five."""
 NOT_COMPARED = "the CPU's kernels round differently from the GPU's, so its losses are only close to those of keep"
 """Why ``optimizer`` is not compared with ``keep`` on an accelerator."""
-HEAD_WIDTH = 64
-"""Width of an attention head, where the model is at least that wide."""
+_HEAD_WIDTH = 64
 _PLANNED_STEPS = 6
 """Steps that ``planned`` makes with its plan, at least."""
 _EXTRA_STEPS = 16
@@ -75,28 +70,17 @@ class Settings:
     """A file or folder to train on; ``None``: the Python standard library's own source."""
     window: str | None = None
     """In-flight limit of ``offload``; ``None``: Spillway's own."""
-    budget: str = "60%"
-    """Budget of ``planned``, as :func:`spillway.attach` takes it."""
+    budget: str | None = None
+    """Budget of ``planned``; ``None``: see :meth:`Training._middle_budget`."""
 
     def __post_init__(self) -> None:
         if self.width % self.heads:
-            raise UsageError(f"width: got {self.width}, expected a multiple of {HEAD_WIDTH}")
+            raise UsageError(f"width: got {self.width}, expected a multiple of {_HEAD_WIDTH}")
 
     @property
     def heads(self) -> int:
         """Attention heads."""
-        return max(1, self.width // HEAD_WIDTH)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """One step of one way."""
-
-    index: int
-    loss: float
-    seconds: float
-    settled: bool
-    """Whether later steps run as this one did. Steps that look for a plan do not."""
+        return max(1, self.width // _HEAD_WIDTH)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,8 +184,8 @@ def load_text(path: Path | None = None) -> bytes:
         UsageError: if there is no text.
     """
     root = path or Path(sysconfig.get_path("stdlib"))
-    if not root.exists():
-        raise UsageError(f"data: {root} does not exist; give a file or folder with --data")
+    if not root.is_dir() and not root.is_file():
+        raise UsageError(f"data: {root} is neither a file nor a folder; give one with --data")
     files = sorted(root.rglob("*" if path else "*.py")) if root.is_dir() else [root]
     text = b""
     for file in files:
@@ -242,8 +226,8 @@ def batches(text: bytes, settings: Settings) -> Iterator[tuple[Tensor, Tensor]]:
 class Training:
     """One way, in this process. The only lines of Spillway's are in :meth:`__init__`."""
 
-    def __init__(self, way: str, settings: Settings) -> None:
-        self.way, self.settings, self.device = way, settings, torch.device(settings.device)
+    def __init__(self, way: str, settings: Settings, say: Callable[[str], object] = lambda line: None) -> None:
+        self.way, self.settings, self.say, self.device = way, settings, say, torch.device(settings.device)
         if self.device.type == "cpu":
             # In every way, so that the peak is the training's and not that of freed memory.
             set_malloc()
@@ -267,8 +251,13 @@ class Training:
             self.optimizer = self.host_optimizer
         self.attached: spillway.Attached | None = None
         if way == "planned":
-            self.attached = spillway.attach(self.model, budget=settings.budget)
-        self.steps: list[Step] = []
+            given = settings.budget
+            budget = self._middle_budget() if given is None else parse_bytes(given, what="budget")
+            self.attached = spillway.attach(self.model, budget=budget)
+        self.losses: list[float] = []
+        self.seconds: list[float] = []
+        self.settled: list[bool] = []
+        """Of each step, whether later steps run as it did. Steps that look for a plan do not."""
         self.hash = hashlib.sha256()
         self.meter = PeakMeter(self.device)
         gc.collect()
@@ -276,7 +265,7 @@ class Training:
 
     def _warm_up(self) -> None:
         """One step of a tiny model: libraries and thread pools start here, and not in the first step."""
-        tiny = self._model(replace(self.settings, layers=1, width=HEAD_WIDTH, sequence=16))
+        tiny = self._model(replace(self.settings, layers=1, width=_HEAD_WIDTH, sequence=16))
         tokens = torch.zeros(2, 16, dtype=torch.int64, device=self.device)
         optimizer = self._optimizer(tiny)
         self._loss(tiny, tokens, tokens).backward()  # type: ignore[no-untyped-call]
@@ -299,7 +288,42 @@ class Training:
             loss: Tensor = model(tokens, targets)
             return loss
 
-    def step(self, *, last: bool) -> Step:
+    def _middle_budget(self) -> int:
+        """The middle between the peaks of the plan that keeps everything and of the smallest plan.
+
+        The profile's optimizer has no state yet, so AdamW's is added. On the CPU the budget is at least 64 MiB above
+        the smallest peak: resident memory includes what profiling and planning hold.
+        """
+        tokens = torch.zeros(self.settings.batch, self.settings.sequence, dtype=torch.int64, device=self.device)
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.device.type != "cpu"):
+            profile = spillway.profile(self.model, (tokens, tokens))
+        most = spillway.plan(profile, budget=1 << 60, allow={"keep"}).predicted_peak
+        try:
+            least = spillway.plan(profile, budget=1).predicted_peak
+        except BudgetError as error:
+            least = error.least
+        state = 2 * sum(parameter.nbytes for parameter in self.model.parameters())
+        return state + max((most + least) // 2, least + (64 << 20 if self.device.type == "cpu" else 0))
+
+    def run(self, steps: int, limit: float | None = None) -> Row:
+        """Train for so many steps.
+
+        ``planned`` continues until six steps had its plan, for at most 16 more. With a limit in seconds, training ends
+        earlier if the next step would exceed it.
+        """
+        begin = self._now()
+        for done in range(1, steps + _EXTRA_STEPS + 1):
+            self._step()
+            if done == 1:
+                self._hash_gradients()
+            is_late = limit is not None and (self._now() - begin) * (done + 1) / done > limit
+            is_enough = done >= steps or (is_late and done >= WAYS[self.way])
+            if is_enough and (self.attached is None or sum(self.settled) >= _PLANNED_STEPS):
+                break
+        self._hash_gradients()
+        return self._row()
+
+    def _step(self) -> None:
         """Forward, backward and update."""
         tokens, targets = next(self.batches)
         begin = self._now()
@@ -308,20 +332,22 @@ class Training:
             loss = self._loss(self.model, tokens, targets)
         loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
-        seconds = self._now() - begin
+        self.seconds.append(self._now() - begin)
+        self.settled.append(self.attached is None or self.attached.stage == "holding")
+        self.losses.append(loss.item())
         add_to_hash(self.hash, [loss])
-        if last or not self.steps:
-            add_to_hash(self.hash, (each.grad for each in self.model.parameters() if each.grad is not None))
-        settled = self.attached is None or self.attached.stage == "holding"
-        self.steps.append(Step(index=len(self.steps), loss=loss.item(), seconds=seconds, settled=settled))
-        return self.steps[-1]
+        taken = format_seconds(self.seconds[-1])
+        self.say(f"{self.way:<11} step {len(self.losses)}   loss {self.losses[-1]:.3f}   {taken} a step")
 
-    def row(self) -> Row:
-        """What it measured."""
-        seconds = counted_seconds(self.steps)
+    def _hash_gradients(self) -> None:
+        # Copies, since the gradients of optimizer are in CPU memory and cannot be viewed.
+        add_to_hash(self.hash, (each.grad.clone() for each in self.model.parameters() if each.grad is not None))
+
+    def _row(self) -> Row:
+        seconds = counted_seconds(self.seconds, self.settled)
         middle, peak = statistics.median(seconds), self.meter.peak()
         # Profiling resets the allocator's peak, and the last step may still belong to the search.
-        if self.attached is not None and self.attached.measured is not None and not self.steps[-1].settled:
+        if self.attached is not None and self.attached.measured is not None and not self.settled[-1]:
             peak = max(peak, self.attached.measured.peak_bytes)
         return Row(
             way=self.way,
@@ -330,9 +356,9 @@ class Training:
             peak_bytes=peak,
             activation_peak_bytes=peak - self.baseline,
             moved_bytes=self._moved_bytes(),
-            loss=self.steps[-1].loss,
-            losses=[step.loss for step in self.steps],
-            all_step_seconds=[step.seconds for step in self.steps],
+            loss=self.losses[-1],
+            losses=self.losses,
+            all_step_seconds=self.seconds,
             baseline_bytes=self.baseline,
             peak_source=self.meter.source,
             fingerprint=self.hash.hexdigest(),
@@ -350,13 +376,12 @@ class Training:
     def _note(self) -> str:
         if self.attached is None:
             return ""
-        plan, budget = self.attached.plan, f"planned: a budget of {self.settings.budget}"
-        if plan is None or not self.steps[-1].settled:
-            return f"{budget}. {len(self.steps)} steps found no plan; give more --steps."
-        budget += "" if budget.endswith("B") else f" ({format_bytes(plan.budget)})"
+        plan, budget = self.attached.plan, f"planned: a budget of {format_bytes(self.attached.budget or 0)}"
+        if plan is None or not self.settled[-1]:
+            return f"{budget}. {len(self.losses)} steps found no plan; give more --steps."
         plain = sum(block.plain for block in plan.blocks)
         return (
-            f"{budget}. {sum(not step.settled for step in self.steps)} steps found the plan. It leaves {plain} of "
+            f"{budget}. {self.settled.count(False)} steps found the plan. It leaves {plain} of "
             f"{len(plan.blocks)} blocks alone, offloads {format_bytes(plan.sent_bytes)}, and predicts a peak of "
             f"{format_bytes(plan.predicted_peak)}."
         )
@@ -367,10 +392,10 @@ class Training:
         return time.perf_counter()
 
 
-def counted_seconds(steps: Sequence[Step]) -> list[float]:
+def counted_seconds(seconds: Sequence[float], settled: Sequence[bool]) -> list[float]:
     """Times of the settled steps but the first of them, or else of all steps but the first."""
-    steady = [step.seconds for step in steps if step.settled]
-    return steady[1:] or steady or [step.seconds for step in steps[1:] or steps]
+    steady = [each for each, is_settled in zip(seconds, settled, strict=True) if is_settled]
+    return steady[1:] or steady or list(seconds[1:] or seconds)
 
 
 def add_to_hash(sha: Any, tensors: Any) -> None:
@@ -379,104 +404,71 @@ def add_to_hash(sha: Any, tensors: Any) -> None:
         sha.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
-class WayProcess:
-    """A way in a process of its own. Used as a context manager, it leaves no process behind.
-
-    Raises:
-        SpillwayError: what Spillway raises in the process.
-        DemoError: if the process ends early.
-    """
-
-    def __init__(self, way: str, settings: Settings) -> None:
-        self.way = way
-        context = multiprocessing.get_context("spawn")
-        self.connection, other = context.Pipe()
-        self.process = context.Process(target=_train, args=(other, way, settings), daemon=True)
-        self.process.start()
-        other.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.connection.close()
-        self.process.terminate()
-        self.process.join(5)
-        self.process.kill()
-        self.process.join()
-
-    def step(self, *, last: bool) -> Step:
-        """Run one step, and wait for it."""
-        with contextlib.suppress(BrokenPipeError):
-            self.connection.send(last)
-        step: Step = self.receive()
-        return step
-
-    def receive(self) -> Any:
-        """The next message of the process."""
-        try:
-            message = self.connection.recv()
-        except (EOFError, ConnectionResetError):
-            self.process.join()
-            code = self.process.exitcode or 0
-            how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
-            if code == -signal.SIGKILL:
-                how += " (the system may have run out of memory; try a smaller --batch)"
-            raise DemoError(f"{self.way}: its process {how}") from None
-        if isinstance(message, SpillwayError):
-            raise message
-        return message
-
-
-def _train(connection: Connection, way: str, settings: Settings) -> None:
-    """The process of a way: a step for each message. It ends when its parent is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent ends it.
-    for name, value in CHILD_ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    try:
-        training = Training(way, settings)
-        connection.send(sum(parameter.numel() for parameter in training.model.parameters()))
-        last = False
-        while not last:
-            last = connection.recv()
-            connection.send(training.step(last=last))
-        connection.send(training.row())
-    except SpillwayError as error:
-        connection.send(error)
-    except (EOFError, BrokenPipeError):
-        return
-
-
 def compare(
-    ways: Sequence[str],
-    settings: Settings,
-    steps: int,
-    *,
-    seconds: float = 0,
-    in_turn: bool = True,
-    told: Callable[[str, int | Step], None] = lambda way, message: None,
+    ways: Sequence[str], settings: Settings, steps: int, *, seconds: float = 0, said: Callable[[str], object]
 ) -> list[Row]:
-    """Train in each way, and compare with ``keep`` if it is among them.
+    """Train in each way, one after the other, and compare with ``keep`` if it is among them.
 
     Args:
         ways: names out of :data:`WAYS`.
         settings: of the training.
-        steps: of each way. ``planned`` adds up to 16 until six steps had its plan; the other ways follow.
+        steps: of each way. ``planned`` runs first, since it may need more; the others then make as many.
         seconds: that all of it should take; fewer steps are made then. 0: no limit.
-        in_turn: whether the ways take turns step by step, or run one after the other.
-        told: of each way's number of parameters when it begins, and of each of its steps.
+        said: called with a line for each step.
 
     Raises:
         SpillwayError: what Spillway raises in a way; :class:`DemoError` if a process ends early.
     """
-    rows: list[Row] = []
-    for group in [ways] if in_turn else [[way] for way in ways]:
-        share = len(group) / len(ways)
-        limit = seconds * share - _START_SECONDS * len(group) if seconds and not rows else None
-        rows += _take_turns(group, settings, steps, limit, told)
-        steps = len(rows[0].losses)
-    reference = rows[0] if rows[0].way == "keep" else None
-    return [compared(row, reference, settings.device) for row in rows]
+    rows: dict[str, Row] = {}
+    limit = seconds / len(ways) - _START_SECONDS if seconds else None
+    for way in sorted(ways, key=lambda way: way != "planned"):
+        rows[way] = run_way(way, settings, steps, limit, said=said)
+        steps, limit = len(rows[way].losses), None
+    return [compared(rows[way], rows.get("keep"), settings.device) for way in ways]
+
+
+def run_way(
+    way: str, settings: Settings, steps: int, limit: float | None = None, *, said: Callable[[str], object]
+) -> Row:
+    """Train in one way, in a process of its own. No process is left behind.
+
+    Raises:
+        SpillwayError: what Spillway raises in the process; :class:`DemoError` if it ends early.
+    """
+    context = multiprocessing.get_context("spawn")
+    connection, other = context.Pipe(duplex=False)
+    process = context.Process(target=_train, args=(other, way, settings, steps, limit), daemon=True)
+    process.start()
+    other.close()
+    try:
+        while isinstance(message := connection.recv(), str):
+            said(message)
+    except EOFError:
+        process.join()
+        code = process.exitcode or 0
+        how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        memory = " (the system may have run out of memory; try a smaller --batch)" if code == -signal.SIGKILL else ""
+        raise DemoError(f"{way}: its process {how}{memory}") from None
+    finally:
+        process.kill()
+        process.join()
+    if isinstance(message, SpillwayError):
+        raise message
+    row: Row = message
+    return row
+
+
+def _train(connection: Connection, way: str, settings: Settings, steps: int, limit: float | None) -> None:
+    """The process of a way. It sends a line for each step, then the row. It ends when its parent is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent ends it.
+    for name, value in CHILD_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    try:
+        connection.send(Training(way, settings, connection.send).run(steps, limit))
+    except SpillwayError as error:
+        connection.send(error)
+    except BrokenPipeError:
+        return
 
 
 def compared(row: Row, reference: Row | None, device: str) -> Row:
@@ -484,30 +476,6 @@ def compared(row: Row, reference: Row | None, device: str) -> Row:
     if reference is None or (row.way == "optimizer" and device != "cpu"):
         return row
     return replace(row, identical=row.fingerprint == reference.fingerprint)
-
-
-def _take_turns(
-    ways: Sequence[str], settings: Settings, steps: int, limit: float | None, told: Callable[[str, int | Step], None]
-) -> list[Row]:
-    fewest = max(WAYS[way] for way in ways)
-    with contextlib.ExitStack() as stack:
-        processes = [stack.enter_context(WayProcess(way, settings)) for way in ways]
-        for process in processes:
-            told(process.way, process.receive())
-        planned_steps, begin = 0, time.perf_counter()
-        for done in range(1, steps + _EXTRA_STEPS + 1):
-            elapsed = time.perf_counter() - begin
-            # Whether one more round after this one would end too late.
-            is_late = limit is not None and done >= fewest and elapsed / max(done - 1, 1) * (done + 1) > limit
-            is_planned = "planned" not in ways or planned_steps >= _PLANNED_STEPS
-            last = done == steps + _EXTRA_STEPS or ((done >= steps or is_late) and is_planned)
-            for process in processes:
-                step = process.step(last=last)
-                planned_steps += process.way == "planned" and step.settled
-                told(process.way, step)
-            if last:
-                break
-        return [process.receive() for process in processes]
 
 
 def describe_hardware(device: torch.device) -> dict[str, str | int]:

@@ -66,7 +66,7 @@ def test_a_budget_that_nothing_fits_is_told_in_one_sentence_with_the_least_one(
     assert ended(monkeypatch, profile, "--budget", "1GiB", "--hardware", "h200") == 1
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.startswith("error: no plan fits 1.0 GiB: the least budget that one was found for is ")
+    assert err.startswith("error: no plan fits 1.0 GiB: the smallest feasible budget is ")
     assert f"({error.value.least} bytes)" in err and len(err.splitlines()) == 1
 
 
@@ -119,7 +119,7 @@ def test_a_profile_of_a_device_that_is_not_here_asks_for_a_machine(
     replace(SMALL, device="xpu:7").save(tmp_path / "profile.json")
     assert ended(monkeypatch, tmp_path / "profile.json", "--budget", "200GiB") == 2
     err = capsys.readouterr().err
-    assert "hardware: got none for a profile of xpu:7" in err and "--hardware" in err
+    assert "hardware: the profile is of xpu:7, which this machine cannot measure" in err and "--hardware" in err
 
 
 def test_help_waits_for_nothing_that_plans_or_draws() -> None:

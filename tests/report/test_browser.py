@@ -40,7 +40,7 @@ FLAGS = [
     "--disable-sync",
     "--disable-dev-shm-usage",
 ]
-FIGURES = ("memory", "lanes", "curve")
+FIGURES = ("memory", "streams", "curve")
 Made = Callable[..., Facts]
 
 
@@ -195,17 +195,17 @@ def test_a_label_comes_where_the_mouse_is(browser: Any, page: Path) -> None:
     longest = run(
         browser,
         """
-        const plot = document.getElementById('lanes');
+        const plot = document.getElementById('streams');
         let best = [0, 0, 0];
         plot.data.forEach((trace, curve) => trace.x.forEach((length, point) => {
-          if (trace.name.startsWith('waits for') && length > best[0]) best = [length, curve, point];
+          if (trace.name.startsWith('stalls for') && length > best[0]) best = [length, curve, point];
         }));
         Plotly.Fx.hover(plot, [{curveNumber: best[1], pointNumber: best[2]}]);
         return plot.data[best[1]].hovertext[best[2]];
         """,
     )
-    label = until(browser, "return document.querySelector('#lanes .hoverlayer').textContent")
-    assert "compute waits" in label and label.replace(" ", "") == longest.replace("<br>", "").replace(" ", "")
+    label = until(browser, "return document.querySelector('#streams .hoverlayer').textContent")
+    assert "compute stalls" in label and label.replace(" ", "") == longest.replace("<br>", "").replace(" ", "")
 
 
 ORDER = "return [...document.querySelectorAll('#blocks > tbody > tr:first-child > th')].map(each => each.dataset.value)"

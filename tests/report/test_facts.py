@@ -61,7 +61,7 @@ def test_state_of_an_unknown_optimizer_is_said_to_be_among_the_rest(facts: Made)
     again = facts_of(replace(found.profile, static=static), found.plan, Hardware.named("h200"))
     names = [layer.name for layer in again.layers]
     assert "optimizer state and other" in names and "optimizer state" not in names
-    assert "other static bytes" in [layer.name for layer in found.layers]
+    assert "other static memory" in [layer.name for layer in found.layers]
 
 
 def test_the_peak_is_told_in_words_that_add_up(facts: Made) -> None:
@@ -102,24 +102,26 @@ def test_a_block_that_is_left_alone_keeps_all(facts: Made) -> None:
     found = facts(gib=200)
     assert {row.decision for row in found.rows} == {"keep"}
     assert {each.decision for row in found.rows for each in row.operators} == {"keep"}
-    assert found.rows[0].reason == "There is room for all of it: nothing leaves, and nothing runs again."
-    assert found.waits == () and found.plan.sent_bytes == 0
+    assert found.rows[0].reason == "The budget has room for the whole block."
+    assert found.stalls == () and found.plan.sent_bytes == 0
 
 
-def test_waits_are_added_up_by_what_they_are_for(facts: Made) -> None:
+def test_stalls_are_added_up_by_reason(facts: Made) -> None:
     found = facts(slow=True)
-    assert sum(seconds for _, seconds in found.waits) == pytest.approx(found.timeline.stall_seconds)
-    assert {what.split()[1] for what, _ in found.waits} == {"room", "what"}
-    assert found.waits[0][1] >= found.waits[-1][1] > 0
+    assert sum(seconds for _, seconds in found.stalls) == pytest.approx(found.timeline.stall_seconds)
+    assert {why.split()[1] for why, _ in found.stalls} == {"offloading:", "reloading"}
+    assert found.stalls[0][1] >= found.stalls[-1][1] > 0
 
 
-def test_waits_for_the_host_are_told_beside_those_for_lanes(facts: Made) -> None:
+def test_stalls_for_the_cpu_are_told_beside_those_for_copies(facts: Made) -> None:
     found = facts(slow=True, hosted=True)
     timeline = found.timeline
     assert min(timeline.stall_seconds, timeline.host_wait_seconds) > 0
-    assert dict(found.waits)["for the host, which has not queued it yet"] == pytest.approx(timeline.host_wait_seconds)
-    assert sum(seconds for _, seconds in found.waits) == pytest.approx(timeline.wait_seconds)
-    assert dict(found.figures)["waits"].startswith(f"{format_seconds(timeline.wait_seconds)}, ")
+    assert dict(found.stalls)["for the CPU, which has not queued the kernel yet"] == pytest.approx(
+        timeline.host_wait_seconds
+    )
+    assert sum(seconds for _, seconds in found.stalls) == pytest.approx(timeline.wait_seconds)
+    assert dict(found.figures)["stalls"].startswith(f"{format_seconds(timeline.wait_seconds)}, ")
 
 
 def test_what_was_measured_stands_beside_what_was_predicted(facts: Made) -> None:
@@ -133,9 +135,9 @@ def test_what_was_measured_stands_beside_what_was_predicted(facts: Made) -> None
 
 
 def test_another_machine_is_said_to_be_one(facts: Made) -> None:
-    assert "where it was made" not in dict(facts().figures)["step"]
+    assert "machine that it was made for" not in dict(facts().figures)["step"]
     slow = dict(facts(slow=True).figures)
-    assert "on a slow link; where it was made" in slow["step"]
+    assert "on a slow link; " in slow["step"] and "machine that it was made for" in slow["step"]
     assert "no plan takes less" not in slow["found by"]
 
 
@@ -181,4 +183,4 @@ def test_a_step_of_no_time_is_shown_too(facts: Made) -> None:
     plan: Plan = facts(gib=200).plan
     found = facts_of(still, plan, Hardware.named("h200"))
     assert found.timeline.seconds == 0
-    assert dict(found.figures)["waits"] == "0.00 s, -"
+    assert dict(found.figures)["stalls"] == "0.00 s, - of the step"

@@ -17,7 +17,7 @@ import pytest
 from spillway import UsageError
 from spillway.planning.tasks import Phase
 from spillway.report.facts import Facts
-from spillway.report.figures import curve_figure, lanes_figure, memory_figure
+from spillway.report.figures import curve_figure, memory_figure, streams_figure
 from spillway.report.page import to_page
 
 pytest.importorskip("plotly", reason="the page is drawn by plotly")
@@ -107,17 +107,17 @@ def test_the_page_has_a_language_headings_and_names_for_what_it_shows(reader: Re
     for _, attributes in reader.tags:
         for name in ("aria-labelledby", "aria-describedby"):
             assert attributes.get(name) is None or attributes[name] in identities
-    assert {"memory", "lanes", "curve", "blocks"} <= identities
+    assert {"memory", "streams", "curve", "blocks"} <= identities
 
 
 def test_all_that_there_is_to_say_is_on_the_page(facts: Made, reader: Reader) -> None:
     found, said = facts(), " ".join(" ".join(reader.words).split())
     for name, value in found.figures:
-        assert name.capitalize() in said and value in said
+        assert name[1:] in said and value in said
     for sentence in found.peak_sentences:
         assert sentence in said
-    for what, _ in found.waits:
-        assert what in said
+    for why, _ in found.stalls:
+        assert why in said
     for row in found.rows:
         assert row.name in said and row.reason.replace("&", "&amp;") in said
         assert all(each.operator in said and each.reason in said for each in row.operators)
@@ -139,7 +139,7 @@ def test_without_a_curve_a_measurement_and_notes_nothing_is_said_of_them(facts: 
     said = " ".join(found.words)
     assert "Other budgets" not in said and "Measured" not in said and "Notes" not in said
     data = json.loads(found.scripts[0])
-    assert data.keys() == {"memory", "lanes"}
+    assert data.keys() == {"memory", "streams"}
 
 
 def test_names_from_files_stay_text(facts: Made, reader: Reader) -> None:
@@ -178,7 +178,7 @@ def test_names_from_files_stay_text(facts: Made, reader: Reader) -> None:
     assert "<" not in page.scripts[0]
     # What plotly shows is HTML to it.
     data = json.loads(page.scripts[0])
-    for trace in data["lanes"]["data"]:
+    for trace in data["streams"]["data"]:
         assert not any("<script" in told or "<img" in told for told in trace["hovertext"])
     assert not any("<script" in trace["hovertemplate"] for trace in data["memory"]["data"])
 
@@ -220,24 +220,24 @@ def test_a_budget_far_above_all_is_not_drawn(facts: Made) -> None:
 
 @pytest.mark.parametrize("hosted", [False, True])
 @pytest.mark.parametrize("slow", [False, True])
-def test_the_picture_of_lanes_has_a_bar_for_whatever_takes_time(facts: Made, slow: bool, hosted: bool) -> None:
+def test_the_picture_of_streams_has_a_bar_for_whatever_takes_time(facts: Made, slow: bool, hosted: bool) -> None:
     found = facts(slow=slow, hosted=hosted)
-    traces = named(lanes_figure(found))
+    traces = named(streams_figure(found))
     spans = [span for span in found.timeline.spans if span.end > span.start]
     assert sum(len(trace["x"]) for trace in traces.values()) == len(spans)
-    waits = [name for name in traces if name.startswith("waits for")]
+    stalls = [name for name in traces if name.startswith("stalls for")]
     scale = 1e3 if found.timeline.seconds < 10 else 1
-    assert sum(sum(traces[name]["x"]) for name in waits) == pytest.approx(found.timeline.wait_seconds * scale)
-    assert ("waits for host" in waits) == hosted
+    assert sum(sum(traces[name]["x"]) for name in stalls) == pytest.approx(found.timeline.wait_seconds * scale)
+    assert ("stalls for host" in stalls) == hosted
     again = sum(
         span.end - span.start
         for span in spans
         if found.phases.get(span.name) is Phase.RERUN and span.lane.value == "compute" and not span.reason
     )
-    assert sum(traces["computed again"]["x"]) == pytest.approx(again * scale)
-    assert all(set(traces[name]["y"]) == {"compute"} for name in waits)
-    assert set(traces["copies out"]["y"]) == {"out"} and set(traces["copies back"]["y"]) == {"back"}
-    assert all("compute waits<br>for" in told for name in waits for told in traces[name]["hovertext"])
+    assert sum(traces["recomputation"]["x"]) == pytest.approx(again * scale)
+    assert all(set(traces[name]["y"]) == {"compute"} for name in stalls)
+    assert set(traces["offloading"]["y"]) == {"out"} and set(traces["reloading"]["y"]) == {"back"}
+    assert all("compute stalls<br>for" in told for name in stalls for told in traces[name]["hovertext"])
 
 
 def test_the_curve_marks_this_plan_and_what_needs_no_plan(facts: Made) -> None:

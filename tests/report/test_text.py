@@ -26,7 +26,7 @@ def test_no_line_is_longer_than_the_terminal_and_all_figures_are_there(facts: Ma
     assert all(sentence in flat for sentence in found.peak_sentences)
     assert "Note: planned anew for 15.0 GiB." in flat
     assert "predicted" in flat and "+50.0%" in flat
-    assert ("Compute waits" in flat) == bool(found.waits) == (gib == 15)
+    assert ("Compute stalls" in flat) == bool(found.stalls) == (gib == 15)
 
 
 def test_equal_blocks_stand_in_one_line(facts: Made) -> None:

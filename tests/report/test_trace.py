@@ -47,9 +47,9 @@ def test_each_span_is_there_once_and_lanes_do_one_thing_at_a_time(found: Facts) 
         expected = [(span.start * 1e6, span.end * 1e6) for span in found.timeline.spans if span.lane is lane]
         assert lanes[lane.value] == [pytest.approx(each) for each in expected]
         assert all(one[1] <= other[0] + 1e-3 for one, other in pairwise(lanes[lane.value]))
-    waits = [span for span in spans if span["cat"] == "wait"]
-    assert sum(span["dur"] for span in waits) == pytest.approx(found.timeline.wait_seconds * 1e6)
-    assert all(span["args"]["waits"] and span["args"]["task"] and span["tid"] == 1 for span in waits)
+    stalls = [span for span in spans if span["cat"] == "stall"]
+    assert sum(span["dur"] for span in stalls) == pytest.approx(found.timeline.wait_seconds * 1e6)
+    assert all(span["args"]["reason"] and span["args"]["task"] and span["tid"] == 1 for span in stalls)
     assert {span["cat"] for span in spans if span["tid"] == 1} >= {"forward", "backward", "rerun", "outside"}
 
 
@@ -57,9 +57,9 @@ def test_counters_are_bytes_by_tier_and_holder(found: Facts) -> None:
     counters = defaultdict(list)
     for event in events(found, "C"):
         counters[event["name"]].append((event["ts"], event["args"]))
-    assert counters.keys() == {"device", "host memory", "disk"}
+    assert counters.keys() == {"device", "CPU memory", "disk"}
     assert max(sum(args.values()) for _, args in counters["device"]) == found.timeline.peak_bytes
     assert {name for _, args in counters["device"] for name in args} == {layer.name for layer in found.layers}
-    assert max(args["bytes"] for _, args in counters["host memory"]) == found.timeline.host_bytes
+    assert max(args["bytes"] for _, args in counters["CPU memory"]) == found.timeline.host_bytes
     times = [seconds for seconds, _ in counters["device"]]
     assert times == sorted(times) and len(set(times)) == len(times)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from spillway.cli.plan import hardware_of, working
+
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from spillway.demo import Row, Settings, Step
+    from spillway.demo import Row, Settings
 
 _CPU_SHAPE = {"layers": 8, "width": 256, "sequence": 512, "batch": 8, "steps": 11}
 _ACCELERATOR_SHAPE = {"layers": 8, "width": 512, "sequence": 2048, "batch": 16, "steps": 40}
@@ -49,18 +50,11 @@ def demo(
         Path | None, typer.Option(help="File or folder to train on.", show_default="Python's own source")
     ] = None,
     device: Annotated[str, typer.Option(help="Where to train: auto, cpu, cuda, cuda:1, ...")] = "auto",
-    in_turn: Annotated[
-        bool | None,
-        typer.Option(
-            "--in-turn/--one-by-one",
-            help="Ways take turns step by step, so that all see the same machine, or run one after the other.",
-            show_default="in turn on the CPU",
-        ),
-    ] = None,
     seconds: Annotated[float, typer.Option(min=0, help="Do fewer steps if these take longer; 0: no limit.")] = 165,
     window: Annotated[str | None, typer.Option(help='In-flight limit of offload, as "64MiB".')] = None,
     budget: Annotated[
-        str | None, typer.Option(help='Memory budget of planned, as "600MiB" or "50%".', show_default="60%")
+        str | None,
+        typer.Option(help='Memory budget of planned, as "600MiB".', show_default="half-way to the smallest"),
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the weights and of the batches.")] = 0,
     json: Annotated[Path | None, typer.Option(help="Write the table to this file, too.")] = None,
@@ -71,9 +65,8 @@ def demo(
     from spillway.demo import WAYS, DemoError, Settings, choose_ways, compare, to_json
     from spillway.errors import UsageError
     from spillway.planning.files import check_writable, write_file
-    from spillway.profiling.machine import known_hardware
     from spillway.runtime.which_device import which_device
-    from spillway.units import format_seconds, parse_bytes, read_budget
+    from spillway.units import parse_bytes
 
     where = which_device(None if device == "auto" else device)
     shape = _CPU_SHAPE if where.type == "cpu" else _ACCELERATOR_SHAPE
@@ -89,7 +82,7 @@ def demo(
     if window is not None:
         parse_bytes(window, what="window")
     if budget is not None:
-        read_budget(budget, what="budget")
+        parse_bytes(budget, what="budget")
         if "planned" not in names:
             raise UsageError(
                 f"budget: got {budget!r}, and the ways {', '.join(names)} have none. Only planned has a budget: add it "
@@ -99,34 +92,18 @@ def demo(
         device=str(where),
         data=None if data is None else str(data),
         window=window,
-        budget=budget or "60%",
+        budget=budget,
         seed=seed,
         **numbers,
     )
     check_writable("--json", json)
 
     console = Console()
-    takes_turns = where.type == "cpu" if in_turn is None else in_turn
-    with ExitStack() as stack:
-        status = stack.enter_context(console.status("starting")) if console.is_terminal else None
-
-        def show(line: str) -> None:
-            if status is None:
-                console.print(line, highlight=False)
-            else:
-                status.update(line)
-
-        def told(way: str, message: int | Step) -> None:
-            if isinstance(message, int):
-                show(f"{way:<11} {message / 1e6:.1f} M parameters")
-                return
-            taken = format_seconds(message.seconds)
-            show(f"{way:<11} step {message.index + 1}/{planned_steps}   loss {message.loss:.3f}   {taken} a step")
-
-        if takes_turns and "planned" in names:
-            # Before processes start that would disturb it.
-            known_hardware(where, on_part=lambda part: show(f"measuring this machine, once: {part}"))
-        rows = compare(names, settings, planned_steps, seconds=seconds, in_turn=takes_turns, told=told)
+    if "planned" in names:
+        # Before processes start that would disturb it.
+        hardware_of(None, settings.device)
+    with working("starting", stderr=False) as said:
+        rows = compare(names, settings, planned_steps, seconds=seconds, said=said)
     for line in comparison(rows, settings):
         console.print(line, highlight=False)
     if json is not None:

@@ -132,16 +132,17 @@ def notes_of(profile: Profile, hardware: Hardware, *, is_named: bool) -> tuple[s
 
 
 @contextlib.contextmanager
-def working(what: str, *, quiet: bool = False) -> Iterator[Callable[[str], None]]:
-    """Show on stderr that something takes a while. Gives a function that shows its progress.
+def working(what: str, *, quiet: bool = False, stderr: bool = True) -> Iterator[Callable[[str], None]]:
+    """Show that something takes a while. Gives a function that shows its progress.
 
     Args:
         what: what takes a while, shown on a terminal until there is progress.
         quiet: whether progress is shown on a terminal only. Elsewhere it is a line each time.
+        stderr: whether it is shown on stderr, or on stdout.
     """
     from rich.console import Console
 
-    console = Console(stderr=True)
+    console = Console(stderr=stderr)
     if not console.is_terminal:
         yield lambda text: None if quiet else console.print(text, highlight=False)
         return

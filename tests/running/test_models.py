@@ -21,7 +21,7 @@ from spillway.attaching.call import PLACE, is_attached
 from spillway.running.models import BY_HAND, COMPILED, NO_BLOCKS
 from spillway.running.observer import ScriptObserver
 from spillway.running.options import RunOptions
-from spillway.running.result import WIDEST, RunResult
+from spillway.running.result import WIDEST, RunResult, result_of
 from steps import Block
 
 WIDTH = 32
@@ -88,9 +88,10 @@ def observer() -> Iterator[ScriptObserver]:
 
 
 def ended(observer: ScriptObserver) -> RunResult:
-    outcome = observer.end()
-    assert max(map(len, table(outcome).splitlines())) <= WIDEST
-    return outcome
+    observer.end()
+    result = result_of(observer)
+    assert max(map(len, result.to_text().splitlines())) <= WIDEST
+    return result
 
 
 def reasons(observer: ScriptObserver) -> list[tuple[str, str]]:
@@ -182,7 +183,7 @@ def test_a_model_whose_optimizer_waits_is_seen_in_its_first_forward(observer: Sc
     assert not observer.models.calls.on
 
 
-def test_parameters_without_a_gradient_are_not_waited_for_for_ever_and_seen_when_they_have_one(
+def test_parameters_without_a_gradient_are_seen_when_they_have_one(
     observer: ScriptObserver,
 ) -> None:
     model, later = net(), net()
@@ -328,7 +329,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("make", "kind", "told"), REFUSED, ids=lambda value: getattr(value, "__name__", None))
-def test_what_cannot_be_attached_trains_on_and_is_said_once(
+def test_a_rejected_model_trains_on_and_is_named_once(
     make: Any, kind: str, told: str, observer: ScriptObserver
 ) -> None:
     call, model = make()
@@ -426,7 +427,7 @@ def test_a_model_that_is_compiled_as_a_whole_later_is_said(observer: ScriptObser
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
-def test_a_model_that_is_called_inside_of_something_compiled_later_is_taken_off_and_said(
+def test_a_model_that_is_called_inside_of_something_compiled_later_is_rejected(
     observer: ScriptObserver,
 ) -> None:
     def course(model: nn.Module) -> list[Tensor]:
@@ -474,7 +475,7 @@ class Cached(Block):
         return super().forward(x)
 
 
-def test_what_is_refused_in_the_middle_of_a_forward_runs_on_and_is_given_up_the_second_time(
+def test_a_model_that_refuses_in_its_forward_runs_on_and_is_rejected_the_second_time(
     observer: ScriptObserver,
 ) -> None:
     torch.manual_seed(0)
@@ -551,9 +552,9 @@ def test_without_an_option_an_accelerator_has_a_budget_and_a_cpu_offloads(monkey
     assert RunOptions(policy="keep").budget_on(device) is None
     assert RunOptions(budget="1KiB").budget_on(device) == "1KiB"
     assert RunOptions().budget_on(torch.device("cpu")) is None
-    treated = RunOptions().attach(net())
-    treated.attached.remove()
-    assert (treated.way, treated.attached.budget) == ("offload", None)
+    attached, way = RunOptions().attach(net())
+    attached.remove()
+    assert (way, attached.budget) == ("offload", None)
 
 
 def test_the_steady_step_of_an_optimizer_looks_at_no_parameter(
@@ -562,7 +563,7 @@ def test_the_steady_step_of_an_optimizer_looks_at_no_parameter(
     model = net()
     optimizer = sgd(model)
     train(model, optimizer, 2)
-    monkeypatch.setattr(observer.roots, "parameters", lambda: pytest.fail("looked"))
+    monkeypatch.setattr(observer.models, "parameters", lambda: pytest.fail("looked"))
     train(model, optimizer, 3)
     monkeypatch.undo()
 
