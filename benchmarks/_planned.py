@@ -18,7 +18,7 @@ from torch import Tensor
 
 import spillway
 from _training import KEEP, WARMUP, Times, Training
-from spillway.attaching import budgeted
+from spillway.attaching import budget
 from spillway.errors import BudgetError
 from spillway.profiling.machine import known_hardware
 from step import write_trace
@@ -27,7 +27,7 @@ Found = TypeVar("Found")
 
 CHECKPOINT, LEAST = "checkpoint", "least"
 """Budgets by name: what checkpointing each layer takes, and the least that can be met."""
-HELD = "holding"
+HELD = "active"
 MOST_STEPS = 60
 """To a plan that holds: what takes more never will."""
 MOST_RAISES = 4
@@ -99,7 +99,7 @@ class Solving:
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        make_plan = budgeted.make_plan
+        make_plan = budget.make_plan
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             begin = time.perf_counter()
@@ -109,11 +109,11 @@ class Solving:
                 self.count += 1
                 self.seconds += time.perf_counter() - begin
 
-        budgeted.make_plan = timed
+        budget.make_plan = timed
         try:
             yield
         finally:
-            budgeted.make_plan = make_plan
+            budget.make_plan = make_plan
 
 
 def held(training: Training, attached: spillway.Attached) -> int:

@@ -265,7 +265,7 @@ def rows_of(name: str, training: Training, options: argparse.Namespace) -> Itera
         gc.collect()
         with spillway.Session() as session, spillway.attach(training.model, budget=budget, session=session) as attached:
             steps, highest = 0, 0
-            while attached.stage != "holding":
+            while attached.stage != "active":
                 highest = max(highest, 0 if training.device.type == "cpu" else training.peak())
                 if training.device.type == "cpu":
                     training.step()

@@ -176,7 +176,7 @@ def trained(model: Whole, options: argparse.Namespace, tokens: int) -> dict[str,
     batch = batch_of(options, tokens)
     with spillway.attach(model, budget=options.budget, session=options.session) as attached:
         times = []
-        while attached.stage != "holding" or len(times) < 7:
+        while attached.stage != "active" or len(times) < 7:
             torch.accelerator.reset_peak_memory_stats()
             begin = time.perf_counter()
             step(model, batch)

@@ -304,7 +304,7 @@ class Way:
         """Steps and seconds until the plan is active."""
         begin = time.perf_counter()
         for count in range(MOST_SEARCH):
-            if self.attached.stage == "holding":
+            if self.attached.stage == "active":
                 return count, time.perf_counter() - begin
             self.step()
         raise SystemExit(f"no plan is active after {MOST_SEARCH} steps: {self.attached.explain()}")

@@ -328,7 +328,7 @@ def forget(session: spillway.Session, device: torch.device) -> None:
 def warm(training: Training, least: int) -> None:
     done = 0
     # A pipeline's ranks hold their plans when they do, and go on together.
-    while done < least or any(of_all(training.attached is not None and training.attached.stage != "holding")):
+    while done < least or any(of_all(training.attached is not None and training.attached.stage != "active")):
         training.step()
         done += 1
         if done > MOST_WARMUP:

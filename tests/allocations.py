@@ -152,7 +152,7 @@ class ExactMeter(Meter):
         self._listener.close()
 
 
-class _ExactMemory:
+class ExactMemory:
     """A :class:`~spillway.profiling.meter.DeviceMemory`, whose peak is that from a reset to when it is asked for."""
 
     def __init__(self, resident: Callable[[], int]) -> None:
@@ -177,7 +177,7 @@ class _ExactMemory:
         self._meter.mark()
 
 
-class _NoMemory:
+class NoMemory:
     """A :class:`~spillway.profiling.meter.DeviceMemory` that finds nothing: steps that hold a plan go unchecked."""
 
     def level(self) -> int:
@@ -199,5 +199,5 @@ def count_exactly(patch: pytest.MonkeyPatch, resident: Callable[[], int]) -> Non
     """
     patch.setattr("spillway.profiling.meter.meter_of", lambda device: ExactMeter(resident()))
     patch.setattr("spillway.profiling.watch.meter_of", lambda device: ExactMeter(resident()))
-    patch.setattr("spillway.attaching.ranks.DeviceMemory", lambda device: _ExactMemory(resident))
-    patch.setattr("spillway.attaching.pilot.DeviceMemory", lambda device: _NoMemory())
+    patch.setattr("spillway.attaching.pipeline.DeviceMemory", lambda device: ExactMemory(resident))
+    patch.setattr("spillway.attaching.controller.DeviceMemory", lambda device: NoMemory())

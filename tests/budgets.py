@@ -15,7 +15,7 @@ from spillway import Attached, BudgetError, Hardware, Profile, Session
 from steps import Block, Residual
 
 WIDTH = 64
-STAGES = ["tracing", "weighing", "measuring", "trying", "checking", "holding"]
+STAGES = ["profiling operators", "profiling memory", "profiling time", "warming up", "validating", "active"]
 
 
 class Norm(nn.Module):
@@ -187,7 +187,7 @@ def train(
 def search(model: nn.Module, batch: Tensor, attached: Attached, most: int = 10) -> list[str]:
     """Steps until the plan is held; gives the stages that they were in."""
     stages = []
-    while attached.stage != "holding":
+    while attached.stage != "active":
         assert len(stages) < most, (stages, attached.explain())
         one_step(model, batch)
         stages.append(str(attached.stage))

@@ -24,13 +24,12 @@ import torch
 from torch import Tensor, nn
 
 import spillway
-from allocations import count_exactly
+from allocations import NoMemory, count_exactly
 from budgets import KINDS, NAMED, STAGES, Kind, attached_to, budget_of, hardware, one_step, search, train
 from spillway import BudgetError, Profile, Session, UsageError
-from spillway.attaching.aim import Aim
-from spillway.attaching.budgeted import Limits, pilot_of
-from spillway.attaching.peers import Peers
-from spillway.attaching.pilot import MOST_APART, Pilot
+from spillway.attaching.budget import BudgetTarget, Planner
+from spillway.attaching.controller import MOST_APART
+from spillway.attaching.ranks import RankGroup
 from spillway.checkpointing import learned
 from spillway.integrations.options import AttachOptions
 from spillway.planning.planner import parse_budget
@@ -104,7 +103,7 @@ def test_each_step_of_training_is_bit_for_bit_the_plain_one(kind: Kind, share: f
     stages = []
     with attached_to(model, budget, session) as attached:
         course = train(model, batch, 5, lambda: stages.append(attached.stage))
-        assert attached.stage == "holding"
+        assert attached.stage == "active"
     assert len(set(stages)) > 1
     for number, (ours, theirs) in enumerate(zip(course, plain, strict=True)):
         assert all(map(torch.equal, ours, theirs)), (number, stages)
@@ -240,8 +239,8 @@ def test_a_budget_may_be_a_share_of_what_is_measured(budget: float | str, sessio
     options: dict[str, Any] = {"hardware": "h200", "min_bytes": "64K", "session": session}
     with spillway.attach(model, budget=budget, **options) as attached:
         assert attached.budget is None
-        assert "stage 'tracing', no plan yet" in attached.explain()
-        while attached.stage != "holding":
+        assert "stage 'profiling operators', no plan yet" in attached.explain()
+        while attached.stage != "active":
             assert all(map(torch.equal, one_step(model, batch), expected))
         assert attached.profile is not None
         assert attached.plan is not None
@@ -273,9 +272,15 @@ def test_what_attached_says_is_true(session: Session) -> None:
     model, batch = kind.model(), kind.batch()
     budget = budget_of(spillway.profile(model, batch, session=session), 0.4)
     with attached_to(model, budget, session) as attached:
-        assert (attached.stage, attached.plan, attached.profile, attached.measured) == ("tracing", None, None, None)
+        assert (attached.stage, attached.plan, attached.profile, attached.measured) == (
+            "profiling operators",
+            None,
+            None,
+            None,
+        )
         failing(UsageError, lambda: attached.explain("1"), match="before there is a plan .*4 more calls")
-        begin = f"stage 'tracing', budget {format_bytes(budget)}, no plan yet: it takes 4 more calls of the model"
+        searching = "no plan yet: it takes 4 more calls of the model"
+        begin = f"stage 'profiling operators', budget {format_bytes(budget)}, {searching}"
         assert attached.explain().startswith(begin)
         assert repr(attached) == f"<spillway.Attached to Sequential, 4 blocks: 1, 2, ..., 4; {attached.explain()}>"
         search(model, batch, attached)
@@ -289,7 +294,7 @@ def test_what_attached_says_is_true(session: Session) -> None:
         assert str(attached.plan) in attached.explain()
         assert attached.budget == budget
         state = (
-            f"stage 'holding', budget {format_bytes(budget)}, predicted peak "
+            f"stage 'active', budget {format_bytes(budget)}, predicted peak "
             f"{format_bytes(attached.plan.predicted_peak)}, measured peak {format_bytes(attached.measured.peak_bytes)}"
         )
         assert attached.explain().startswith(f"{state}\n")
@@ -318,25 +323,25 @@ def test_larger_inputs_have_a_plan_and_much_larger_ones_start_anew(session: Sess
     with attached_to(model, budget, session) as attached:
         search(model, batch, attached)
         one_step(model, batch[:100])
-        assert attached.stage == "holding"
+        assert attached.stage == "active"
         small, profile = attached.plan, attached.profile
         assert small is not None and profile is not None
         larger = torch.cat([batch, batch[:-8]])
         # Once it takes the least memory. Then there is a plan for what was measured, enlarged.
         one_step(model, larger)
-        assert (attached.stage, attached.plan) == ("trying", small)
+        assert (attached.stage, attached.plan) == ("warming up", small)
         assert attached.stats().recomputed_bytes > 0
         one_step(model, batch)
-        assert attached.stage == "trying" and attached.plan != small
+        assert attached.stage == "warming up" and attached.plan != small
         assert attached.profile == enlarged(profile, len(larger) / len(batch))
         one_step(model, batch)
         one_step(model, larger)
-        assert attached.stage == "holding"
+        assert attached.stage == "active"
         # As much as twice that of which there is a profile, and no more.
         one_step(model, torch.cat([batch] * 2))
-        assert attached.stage == "trying"
+        assert attached.stage == "warming up"
         one_step(model, torch.cat([batch] * 3))
-        assert attached.stage == "tracing"
+        assert attached.stage == "profiling operators"
         assert "inputs of 1.0 MiB came where there had been 1022.0 KiB" in attached.explain()
         search(model, torch.cat([batch] * 3), attached)
 
@@ -350,9 +355,9 @@ def test_where_what_is_enlarged_has_no_plan_it_is_measured(session: Session) -> 
         search(model, batch, attached)
         larger = torch.cat([batch, batch])
         one_step(model, larger)
-        assert attached.stage == "trying"
+        assert attached.stage == "warming up"
         one_step(model, batch)
-        assert attached.stage == "tracing"
+        assert attached.stage == "profiling operators"
 
 
 LENGTHS = [128, 112, 56, 20, 26, 32, 120, 96, 114, 66, 32, 72, 68, 46, 80, 28, 102, 116, 66, 126, 14, 22, 80, 128]
@@ -377,8 +382,8 @@ def test_lengths_that_change_from_the_first_step_on_find_a_plan_and_keep_to_it(s
         found = attached.profile
         assert found is not None
     # The eleventh is the first that came twice. Four others are waited for, and no longer.
-    assert stages[10:16] == ["weighing", *["measuring"] * 5] and stages[16] == "trying"
-    assert stages[-3:] == ["holding"] * 3, stages
+    assert stages[10:16] == ["profiling memory", *["profiling time"] * 5] and stages[16] == "warming up"
+    assert stages[-3:] == ["active"] * 3, stages
     assert max(value.nbytes for value in found.kinds[0].values) == 64 * 128 * 128 * 4
 
 
@@ -401,7 +406,7 @@ def test_what_is_evaluated_between_two_steps_is_no_part_of_them(session: Session
         expected = one_step(plain, batch)
         stages = []
         with attached_to(model, budget, session) as attached:
-            while attached.stage != "holding":
+            while attached.stage != "active":
                 assert len(stages) < 8, attached.explain()
                 assert all(map(torch.equal, one_step(model, batch), expected))
                 stages.append(attached.stage)
@@ -447,14 +452,14 @@ def test_where_no_length_comes_twice_there_is_a_plan_all_the_same(session: Sessi
         for length in (100, *range(1, 50)):
             batch = torch.randn(length, 64)
             assert all(map(torch.equal, one_step(model, batch), one_step(plain, batch)))
-        assert attached.stage == "holding"
+        assert attached.stage == "active"
 
 
 def test_plans_that_are_over_again_and_again_leave_ever_more() -> None:
     """What is on its way when a step is at its peak is another thing each time."""
-    aim, aims = Aim(1000 * MiB), []
+    target, aims = BudgetTarget(1000 * MiB), []
     for _ in range(5):
-        aim.back_off(1001 * MiB, lambda: aims.append(aim.nbytes), lambda _: None)
+        target.back_off(1001 * MiB, lambda: aims.append(target.nbytes), lambda _: None)
     left = [before - after for before, after in itertools.pairwise(aims)]
     assert left == [2 * MiB, 4 * MiB, 8 * MiB, 16 * MiB]
 
@@ -476,7 +481,7 @@ def test_a_model_that_is_called_twice_before_a_backward_finds_a_plan_too(session
     model = kind.model()
     with attached_to(model, "1TiB", session) as attached:
         course = steps(model)
-        assert attached.stage == "holding"
+        assert attached.stage == "active"
         assert attached.profile is not None and len(attached.profile.calls) == 4
     assert all(map(torch.equal, course, steps(kind.model())))
 
@@ -487,7 +492,7 @@ def test_sizes_that_alternate_are_all_traced_before_one_is_measured(session: Ses
     with attached_to(model, "8GiB", session) as attached:
         for number in range(12):
             one_step(model, batch[: len(batch) // (1 + number % 2)])
-        assert attached.stage == "holding"
+        assert attached.stage == "active"
 
 
 def test_a_budget_that_nothing_fits_names_the_least_and_leaves_the_model_usable(session: Session) -> None:
@@ -619,7 +624,7 @@ def test_a_plan_that_is_given_is_held_whatever_comes(session: Session, tmp_path:
                 assert all(map(torch.equal, one_step(model, batch[:size]), plain[size > 8]))
             assert attached.plan == plan
             assert "anew" not in attached.explain()
-    assert stages == ["holding"] * 8
+    assert stages == ["active"] * 8
 
 
 def test_memory_of_what_came_back_is_given_back_before_the_next_step(
@@ -633,7 +638,7 @@ def test_memory_of_what_came_back_is_given_back_before_the_next_step(
     with attached_to(model, "8GiB", session) as attached:
         for _ in range(7):
             one_step(model, batch)
-        assert attached.stage == "holding"
+        assert attached.stage == "active"
     assert trimmed == [torch.device("cpu")] * 7
 
 
@@ -652,7 +657,7 @@ def test_two_models_with_budgets_take_turns_in_one_session(session: Session) -> 
             assert all(map(torch.equal, [loss.detach(), *(p.grad for p in model.parameters())], expected))
             model.zero_grad()
         del losses, loss
-    assert [each.stage for each in attached] == ["holding", "holding"]
+    assert [each.stage for each in attached] == ["active", "active"]
     for each in attached:
         assert each.measured is not None
         assert each.measured.peak_bytes > 0
@@ -689,7 +694,7 @@ def test_steps_in_another_thread_are_not_mixed_with_those_that_are_watched(sessi
         for _ in range(7):
             one_step(model, batch)
             elsewhere()
-        assert attached.stage == "holding"
+        assert attached.stage == "active"
     assert len(found) == 10
     for each in found:
         assert all(map(torch.equal, each, plain))
@@ -707,7 +712,7 @@ def test_blocks_that_are_compiled_have_budgets_too(session: Session) -> None:
     with attached_to(model, "8GiB", session) as attached:
         for _ in range(6):
             assert all(map(torch.equal, one_step(model, batch), expected))
-        assert attached.stage == "holding"
+        assert attached.stage == "active"
 
 
 # The peak
@@ -752,11 +757,8 @@ def test_a_plan_sends_no_more_to_the_host_than_the_session_has_room_for() -> Non
     with spillway.Session(host_budget="64MiB") as session:
         assert session.host_room(device) == 64 << 20
         profile = spillway.Profile.load(Path(__file__).parent / "planning" / "llama_8b_block.json")
-        pilot = pilot_of(
-            torch.nn.Linear(2, 2), Limits("1TiB", allow={"keep", "host", "recompute"}), None, hardware(), session, None
-        )
-        assert pilot._planner is not None
-        plan = pilot._planner(profile, 20 << 30, Peers())
+        planner = Planner.of(device, session, hardware(), allow={"keep", "host", "recompute"})
+        plan = planner.plan(profile, 20 << 30, RankGroup())
         assert plan.host_bytes <= 64 << 20
         unlimited = spillway.plan(profile, budget=20 << 30, allow={"keep", "host", "recompute"}, hardware="h200")
         assert unlimited.host_bytes > 64 << 20
@@ -776,13 +778,13 @@ def test_steps_in_which_a_new_size_is_learned_say_nothing_of_the_plan(
         assert plan is not None
         one_step(model, batch[:4000])
         # As an accelerator tells it, of the step before.
-        monkeypatch.setattr(Pilot, "_peak", lambda _: plan.budget + 64 * MiB)
+        monkeypatch.setattr(NoMemory, "peak", lambda _: plan.budget + 64 * MiB)
         one_step(model, batch[:4000])
         one_step(model, torch.randn(8, 64))
         one_step(model, batch)
         assert attached.plan is plan
         assert "inputs of a new size" in attached.explain()
-        monkeypatch.setattr(Pilot, "_peak", lambda _: plan.budget + 6 * MiB)
+        monkeypatch.setattr(NoMemory, "peak", lambda _: plan.budget + 6 * MiB)
         # One such step is borne.
         one_step(model, batch)
         assert "no plan is for less" in attached.explain()
@@ -805,14 +807,14 @@ def test_a_step_that_is_over_the_budget_by_itself_ends_no_training(
         assert plan is not None
         for _ in range(3):
             with monkeypatch.context() as odd:
-                odd.setattr(Pilot, "_peak", lambda _: plan.budget + 64 * MiB)
+                odd.setattr(NoMemory, "peak", lambda _: plan.budget + 64 * MiB)
                 one_step(model, batch)
             for _ in range(MOST_APART):
                 one_step(model, batch)
-            assert attached.stage == "holding"
+            assert attached.stage == "active"
             assert attached.plan is plan
         with monkeypatch.context() as odd:
-            odd.setattr(Pilot, "_peak", lambda _: plan.budget + 64 * MiB)
+            odd.setattr(NoMemory, "peak", lambda _: plan.budget + 64 * MiB)
             one_step(model, batch)
             failing(BudgetError, lambda: one_step(model, batch), match="no plan is that much smaller")
 
@@ -825,7 +827,7 @@ def test_a_step_that_begins_with_more_than_was_weighed_has_a_plan_for_it_before_
     model, batch = nn.Sequential(nn.Linear(64, 64), *(Block(64) for _ in range(4))), torch.randn(4096, 64)
     profile = spillway.profile(model, batch, session=session)
     budget, level = budget_of(profile, 0.7), 0
-    monkeypatch.setattr(Pilot, "_level", lambda _: level)
+    monkeypatch.setattr(NoMemory, "level", lambda _: level)
     with attached_to(model, budget, session) as attached:
         search(model, batch, attached)
         first, weighed = attached.plan, attached.profile
@@ -841,7 +843,7 @@ def test_a_step_that_begins_with_more_than_was_weighed_has_a_plan_for_it_before_
         second, risen = attached.plan, attached.profile
         assert second is not None
         assert risen is not None
-        assert attached.stage == "trying"
+        assert attached.stage == "warming up"
         assert more <= risen.static_bytes - weighed.static_bytes <= more + budget // 128
         assert second.predicted_peak <= budget
         assert second.predicted_peak - risen.static_bytes < first.predicted_peak - weighed.static_bytes

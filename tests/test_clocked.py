@@ -181,7 +181,7 @@ def test_of_another_plan_that_sends_as_many_all_is_learned_anew() -> None:
         ):
             for number in range(8):
                 if number == 4:
-                    attached._root.pilot.apply(second)
+                    attached._root.observer.collector.apply(second)
                 begin = backend.clock.now
                 loss(model(batch)).backward()
             assert backend.clock.now - begin == pytest.approx(second.predicted_seconds, rel=0.01)
@@ -220,7 +220,7 @@ def test_a_budget_finds_a_plan_whose_step_takes_what_is_foretold(share: float, c
         for _ in range(16):
             loss(model(batch)).backward()
             model.zero_grad(set_to_none=False)
-        assert attached.stage == "holding"
+        assert attached.stage == "active"
         assert attached.plan is not None and attached.measured is not None
         assert attached.measured.peak_bytes <= budget
         assert attached.measured.seconds == pytest.approx(attached.plan.predicted_seconds, rel=1e-4)
@@ -248,7 +248,7 @@ def test_micro_batches_of_a_pipeline_take_what_is_foretold(
             ends = []
             for _ in step_by_step([stage], [turns] * 18, rows=1024, gives=False):
                 ends.append(clocked.clock.now)
-            assert offloaded.stage == "holding" and offloaded.measured is not None
+            assert offloaded.stage == "active" and offloaded.measured is not None
             return offloaded.measured, offloaded.plans[0], ends[-2] - ends[-3], offloaded.stats()
 
     most_bytes, keep, plain, _ = train("1TiB")

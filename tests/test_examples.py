@@ -150,7 +150,7 @@ def test_a_longer_sequence_fits_where_a_plain_one_did(
     assert plain is not None and longest is not None and planned is not None, lines
     assert int(longest[1]) > 512
     assert float(planned[1]) <= float(planned[2]) == float(plain[1])
-    assert lines[-1] == "stage: holding; losses and weights are equal, bit for bit"
+    assert lines[-1] == "stage: active; losses and weights are equal, bit for bit"
 
 
 @pytest.mark.long

@@ -106,7 +106,7 @@ def test_frozen_blocks_before_the_others_are_left_alone(session: Session) -> Non
     with attached_to(model, "8GiB", session) as attached:
         for _ in range(6):
             assert all(map(torch.equal, one_step(model, batch), expected))
-        assert attached.stage == "holding"
+        assert attached.stage == "active"
         plan = attached.plan
     assert plan is not None
     with spillway.attach(model, plan=plan, session=session):
@@ -167,7 +167,7 @@ def test_models_of_other_forms_are_profiled_and_trained(
     with attached_to(model, "8GiB", session) as attached:
         for _ in range(6):
             assert all(map(torch.equal, one_step(model, batch), expected))
-        assert attached.stage == "holding"
+        assert attached.stage == "active"
 
 
 @pytest.mark.parametrize(

@@ -160,7 +160,7 @@ def walk(folder: Folder, script: str, python: str, **environment: str) -> None:
         raise AssertionError(done.stderr)
     assert timeless(done.stdout) == timeless(alone), "it prints something else within a budget"
     (root,) = json.loads((folder.path / "run.json").read_text())["roots"]
-    assert root["stage"] == "holding"
+    assert root["stage"] == "active"
     assert root["peak"] <= root["budget"] == budget
     done_otherwise = root["predicted_sent_bytes"] + root["predicted_rerun_seconds"]
     assert done_otherwise > 0 or budget != first, "all of it fits: this proves nothing"

@@ -181,7 +181,7 @@ def test_half_way_to_the_least_is_kept_to_with_the_losses_and_weights_of_plain_t
     assert [line[0] for line in blocks] == ["0:", "1:", "2:", "3:"]
     # There is not room for all: some is computed again, or leaves.
     assert any("computes" in line for line in blocks)
-    assert lines[5:] == ["stage: holding", "all 6 losses and all weights are equal"]
+    assert lines[5:] == ["stage: active", "all 6 losses and all weights are equal"]
 
 
 def test_the_budget_of_the_example_is_between_keeping_all_and_keeping_least(known_machine: None) -> None:

@@ -14,7 +14,7 @@ from torch.nn import Module
 from torch.utils._pytree import tree_leaves
 
 from spillway.attaching import attach
-from spillway.attaching.budgeted import allowed, profiling_pilot
+from spillway.attaching.budget import allowed, collector_of
 from spillway.attaching.meta_profile import Target, is_on_meta, profile_on_meta
 from spillway.errors import UnsupportedError, UsageError
 from spillway.planning.curve import POINTS, Curve, make_curve
@@ -107,16 +107,16 @@ def profile(
             f"optimizer: got {optimizer!r:.200}, expected the torch.optim.Optimizer of the model, or None; a class, or "
             f"bytes an element, is for hardware that is not there: give hardware=... beside it"
         )
-    pilot = profiling_pilot(model, session, optimizer)
+    collector = collector_of(model, session, stepped=optimizer)
     with as_it_was(model, batch), attach(model, blocks=blocks, session=session) as attached:
-        attached.follow(pilot)
+        attached.follow(collector)
         for _ in range(_MOST_STEPS):
             scalar_of(call(model, batch), loss).backward()  # type: ignore[no-untyped-call]
             model.zero_grad(set_to_none=True)
-            pilot.finish()
-            if pilot.profile is not None:
+            collector.finish()
+            if collector.profile is not None:
                 # Whether the loop that it is for waits for the device is not known.
-                return without_lead(pilot.profile)
+                return without_lead(collector.profile)
     raise _without_backward(model, _MOST_STEPS)
 
 

@@ -333,7 +333,7 @@ class Training:
         loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
         self.seconds.append(self._now() - begin)
-        self.settled.append(self.attached is None or self.attached.stage == "holding")
+        self.settled.append(self.attached is None or self.attached.stage == "active")
         self.losses.append(loss.item())
         add_to_hash(self.hash, [loss])
         taken = format_seconds(self.seconds[-1])

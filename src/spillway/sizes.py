@@ -10,7 +10,7 @@ import torch
 from torch.nn import Module
 
 from spillway.attaching import attach
-from spillway.attaching.budgeted import allowed
+from spillway.attaching.budget import allowed
 from spillway.attaching.meta_profile import is_on_meta
 from spillway.budgeting import Loss, as_it_was, call, hardware_of, plan, profile, scalar_of
 from spillway.errors import BudgetError, UsageError

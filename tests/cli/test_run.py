@@ -52,7 +52,7 @@ def test_losses_within_a_budget_are_bit_for_bit_those_of_the_script_alone(
     assert done.out == plain
     said = json.loads((folder.path / "out.json").read_text())
     [root] = said["roots"]
-    assert (root["kind"], root["blocks"], root["way"], root["stage"]) == ("GPT", 4, "budget", "holding")
+    assert (root["kind"], root["blocks"], root["way"], root["stage"]) == ("GPT", 4, "budget", "active")
     assert root["budget"] == 3 << 30
     assert 0 < root["peak"] <= 3 << 30
     assert root["predicted_peak"] > 0
@@ -64,7 +64,7 @@ def test_losses_within_a_budget_are_bit_for_bit_those_of_the_script_alone(
     table = done.err[done.err.index("spillway:") :].splitlines()
     assert max(map(len, table)) <= 80
     assert table[0] == f"spillway: 1 model attached, {STEPS} optimizer steps"
-    assert "  GPT: 4 blocks, budget of 3.0 GiB, holding" in table
+    assert "  GPT: 4 blocks, budget of 3.0 GiB, active" in table
     assert [line.split()[0] for line in table[3:6]] == ["peak", "predicted", "measured"]
 
 
@@ -193,7 +193,7 @@ def test_ranks_of_ddp_train_bit_for_bit_under_torchrun(command: list[str], folde
         assert losses[0].count("\n") == 7
         name = "ddp.json" if rank == 0 else "ddp.rank1.json"
         [root] = json.loads((folder.path / name).read_text())["roots"]
-        assert (root["kind"], root["stage"]) == ("GPT", "holding")
+        assert (root["kind"], root["stage"]) == ("GPT", "active")
     assert done.err.count("spillway: 1 model attached") == 1
 
 

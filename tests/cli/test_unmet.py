@@ -206,7 +206,7 @@ def test_stacks_of_recurrent_layers_have_a_plan(folder: Folder, server: Server) 
     script = folder.write("stack.py", text)
     done = server.spillway(folder.path, "run", "--budget", "3GiB", script.name)
     assert done.code == 0, done.err
-    assert "Tagger: 3 blocks, budget of 3.0 GiB, holding" in done.err
+    assert "Tagger: 3 blocks, budget of 3.0 GiB, active" in done.err
 
 
 # What is missing is said before training.

@@ -206,9 +206,9 @@ def test_every_budget_is_kept_to_and_every_bit_is_plains(
             ) as attached,
         ):
             stages = []
-            while attached.stage != "holding" and len(stages) < MOST_STEPS:
+            while attached.stage != "active" and len(stages) < MOST_STEPS:
                 stages.append((attached.stage, training.peak()))
-            assert attached.stage == "holding", stages
+            assert attached.stage == "active", stages
             peaks = [training.peak() for _ in range(3)]
             plan = attached.plan
             assert plan is not None
@@ -252,7 +252,7 @@ def test_a_budget_that_holds_everything_leaves_the_model_alone(device: torch.dev
     with spillway.attach(training.model, budget=2 * kept, hardware=spillway.Hardware.named("h200")) as attached:
         for _ in range(6):
             training.peak()
-        assert attached.stage == "holding"
+        assert attached.stage == "active"
         assert attached.plan is not None and all(block.plain for block in attached.plan.blocks)
         assert abs(training.peak() - kept) <= kept * 0.01
 
@@ -276,7 +276,7 @@ def test_a_host_that_is_never_asked_to_wait_begins_a_step_ahead_of_the_device(de
             model.zero_grad()
             if waits == "between steps":
                 torch.accelerator.synchronize()
-        assert attached.stage == "holding" and attached.profile is not None
+        assert attached.stage == "active" and attached.profile is not None
         lead = attached.profile.lead_seconds
         print(f"waits {waits}: {lead * 1e3:.1f} ms")
     assert (lead > 0.05) if waits == "nowhere" else (lead < 1e-3)
@@ -289,7 +289,7 @@ def test_an_evaluation_over_the_budget_changes_no_plan(device: torch.device) -> 
     with spillway.attach(training.model, budget=budget, hardware=spillway.Hardware.named("h200")) as attached:
         for _ in range(MOST_STEPS):
             training.step()
-            if attached.stage == "holding":
+            if attached.stage == "active":
                 plans.append(attached.plan)
             if len(plans) == 4:
                 break
@@ -329,7 +329,7 @@ def test_how_much_of_an_optimizer_is_on_the_host_is_the_plans_to_say(device: tor
             budget = int(refused.value.least * ROOM + part * (kept - refused.value.least * ROOM))
             with spillway.attach(training.model, budget=budget, **how) as attached:
                 steps = 0
-                while attached.stage != "holding":
+                while attached.stage != "active":
                     train(optimizer)
                     steps += 1
                     assert steps < MOST_STEPS, attached.explain()

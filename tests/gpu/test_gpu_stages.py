@@ -42,7 +42,7 @@ def test_budgets_of_stages_are_kept_to_and_foreseen(stages: int, most: int) -> N
                 done = 0
                 for _ in steps(ours, [turns] * MOST_STEPS, rows=ROWS, gives=False):
                     done += 1
-                    if offloaded.stage == "holding":
+                    if offloaded.stage == "active":
                         break
                 assert offloaded.measured is not None, offloaded.explain()
                 plan = offloaded.plans[0]

@@ -57,7 +57,7 @@ class Trained:
         assert self.losses
         assert same(self.weights, plain.weights)
         attached = self.attached
-        assert attached.stage == "holding"
+        assert attached.stage == "active"
         assert attached.measured.peak_bytes <= plain.budget
         assert self.peak <= plain.budget < plain.peak
         assert not all(block.plain for block in attached.plan.blocks)

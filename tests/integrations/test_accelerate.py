@@ -92,7 +92,7 @@ def test_a_budget_is_planned_for() -> None:
     with Session() as session:
         prepared = prepare(accelerator, *parts(), budget=BUDGET, hardware=HARDWARE, session=session)
         ours = [*loop(accelerator, *prepared), *weights(prepared[0])]
-        assert attached_to(prepared[0]).stage == "holding"
+        assert attached_to(prepared[0]).stage == "active"
     assert same(ours, plain)
 
 

@@ -82,7 +82,7 @@ def test_what_a_step_calls_is_attached(
     stats = ours.attached[found[0]].stats()
     assert (stats.offloaded_bytes > 0) == (way != "budget")
     assert (stats.recomputed_bytes > 0) == (way == "regions")
-    assert (ours.attached[found[0]].stage == "holding") == (way == "budget")
+    assert (ours.attached[found[0]].stage == "active") == (way == "budget")
     assert_untouched(course.module)
 
 
@@ -123,7 +123,7 @@ def test_each_of_two_models_may_have_a_callback_of_its_own(session: spillway.Ses
     course = fit(Gan, budget, offload, max_epochs=3)
     assert course == fit(Gan, max_epochs=3)
     assert (list(budget.attached), list(offload.attached)) == (["critic"], ["generator"])
-    assert budget.attached["critic"].stage == "holding"
+    assert budget.attached["critic"].stage == "active"
     assert offload.attached["generator"].stats().offloaded_bytes > 0
 
 

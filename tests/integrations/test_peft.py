@@ -94,7 +94,7 @@ def test_adapters_have_the_bits_of_plain_training(build: str, way: str) -> None:
 )
 def test_a_budget_for_adapters(build: str) -> None:
     attached = compare(BUILDS[build], {"budget": BUDGET, "hardware": HARDWARE}, steps=6)
-    assert attached.stage == "holding"
+    assert attached.stage == "active"
 
 
 def test_frozen_weights_do_not_move_and_neither_do_adapters() -> None:
@@ -156,7 +156,7 @@ def test_adapters_on_a_quantised_base(base: str, way: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("base", QUANTISED)
 def test_a_budget_for_adapters_on_a_quantised_base(base: str) -> None:
-    assert compare(QUANTISED[base], {"budget": BUDGET, "hardware": HARDWARE}, steps=6).stage == "holding"
+    assert compare(QUANTISED[base], {"budget": BUDGET, "hardware": HARDWARE}, steps=6).stage == "active"
 
 
 def test_a_trainer_with_adapters_saves_what_it_saves_without(tmp_path: Path) -> None:

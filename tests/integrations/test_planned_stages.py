@@ -17,12 +17,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import spillway
-from allocations import count_exactly
+from allocations import ExactMemory, count_exactly
 from integrations.test_pipelining import Plan as Schedule
 from integrations.test_pipelining import rank, session_at, train
 from recompute.regions import HiddenAttribute
 from runtime.scenarios import adversary_session
-from spillway.attaching.ranks import RankPilot
 from spillway.integrations.pipelining import OffloadedStages, offload_stages
 from support import assert_nothing_left
 
@@ -190,7 +189,14 @@ def test_the_search_of_a_plan_has_its_stages_and_the_bits_are_those_of_plain_ste
                 got.append(each)
                 found.append((offloaded.stage, bool(offloaded.plans)))
             # A step ends when the next one begins.
-            assert [stage for stage, _ in found[:6]] == [*["tracing"] * 3, "trying", "checking", "holding"]
+            assert [stage for stage, _ in found[:6]] == [
+                "profiling operators",
+                "profiling memory",
+                "profiling time",
+                "warming up",
+                "validating",
+                "active",
+            ]
             assert [there for _, there in found[:4]] == [False, False, False, True]
             (plan,) = offloaded.plans.values()
             assert [block.name for block in plan.blocks] == ["0", "1", "2"]
@@ -207,7 +213,7 @@ def test_any_order_of_two_stages_under_the_adversary(seed: int) -> None:
         stages = [Stage(0), Stage(1)]
         with planned(stages, session, allow={"host", "recompute"}) as offloaded:
             assert_same(list(steps(stages, [turns] * 7)), plain)
-            assert offloaded.stage == "holding" and set(offloaded.plans) == {0, 1}
+            assert offloaded.stage == "active" and set(offloaded.plans) == {0, 1}
             assert offloaded.stats().reloaded_bytes > 0
 
 
@@ -233,11 +239,11 @@ def test_peaks_are_foreseen_and_budgets_are_kept_to(
             options = {"budget": budget, "allow": {"keep", allow}, "min_bytes": "16KiB"}
             with planned(stages, session, **options) as offloaded:
                 for _ in steps(stages, [turns] * 20, rows=ROWS, gives=False):
-                    if offloaded.stage == "holding":
+                    if offloaded.stage == "active":
                         break
-                assert offloaded.stage == "holding" and offloaded.measured is not None, offloaded.explain()
+                assert offloaded.stage == "active" and offloaded.measured is not None, offloaded.explain()
                 plan = offloaded.plans[0]
-                profiles = [pilot.profile for pilot in offloaded._rank.stages]  # type: ignore[union-attr]
+                profiles = [stage.profile for stage in offloaded._rank.stages]  # type: ignore[union-attr]
                 if allow == "recompute" or not peaks:
                     # Regions hold generators' states, which matter where blocks are this small.
                     off = 0.02 if peaks else 0.002
@@ -272,9 +278,9 @@ def test_larger_inputs_and_more_chunks_are_planned_for_anew(tmp_path: Path) -> N
             assert "inputs of 1.0 KiB came where there had been 512 B" in offloaded.explain()
             assert "inputs of 1.5 KiB came where there had been 1.0 KiB" in offloaded.explain()
             # There is room enough for more chunks. Inputs are seen at once: a plan is enlarged to twice its inputs.
-            assert seen[5:12] == ["holding"] * 7
-            assert seen[12:16] == ["trying", "trying", "checking", "holding"]
-            assert seen[18:23] == [*["tracing"] * 4, "trying"]
+            assert seen[5:12] == ["active"] * 7
+            assert seen[12:16] == ["warming up", "warming up", "validating", "active"]
+            assert seen[18:23] == [*["profiling operators"] * 4, "warming up"]
         assert_same(got, plain)
 
 
@@ -302,7 +308,7 @@ def test_of_several_orders_of_turns_the_one_that_needs_the_most_is_planned_for(
             assert first is not None and all(block.plain for block in first.blocks)
             assert second is not None and not all(block.plain for block in second.blocks)
             # That plan does for both.
-            assert found[7:] == [second] * len(found[7:]) and seen[-1] == "holding", offloaded.explain()
+            assert found[7:] == [second] * len(found[7:]) and seen[-1] == "active", offloaded.explain()
 
 
 def test_a_stage_that_is_frozen_is_left_alone(tmp_path: Path) -> None:
@@ -324,7 +330,7 @@ def test_a_stage_that_is_frozen_is_left_alone(tmp_path: Path) -> None:
         stages = [Frozen(), Stage(1)]
         with planned(stages, session) as offloaded:
             assert_same(list(steps(stages, [turns] * 8)), plain)
-            assert offloaded.stage == "holding" and set(offloaded.plans) == {1}
+            assert offloaded.stage == "active" and set(offloaded.plans) == {1}
             assert "stage 0, which is left alone" in offloaded.explain()
 
 
@@ -360,7 +366,7 @@ def test_steps_in_threads_of_their_own_train_as_ever(tmp_path: Path) -> None:
                 thread = threading.Thread(target=lambda: got.append(next(course)))
                 thread.start()
                 thread.join()
-            assert offloaded.stage == "holding"
+            assert offloaded.stage == "active"
         assert_same(got, plain)
 
 
@@ -375,10 +381,10 @@ def test_an_evaluation_is_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
                     # Of each, much more is needed.
                     stage.forward_one_chunk(0, (torch.randn(16 * ROWS, WIDE),))
                 stage.waiting.clear()
-                if offloaded.stage == "checking":
+                if offloaded.stage == "validating":
                     # The step's peak was read before the evaluation.
-                    assert offloaded._rank is not None and offloaded._rank._seen is not None
-            assert offloaded.stage == "holding" and offloaded.measured is not None
+                    assert offloaded._rank is not None and offloaded._rank._peak is not None
+            assert offloaded.stage == "active" and offloaded.measured is not None
             assert offloaded.measured < STATIC + 90 * OUTPUT
 
 
@@ -392,10 +398,10 @@ def test_a_refused_back_off_names_the_budget_and_leaves_the_plan(
         stage = Stage()
         with planned([stage], session, budget=budget, allow={"keep", "recompute"}) as offloaded:
             course = steps([stage], [turns] * 12)
-            while offloaded.stage != "checking":
+            while offloaded.stage != "validating":
                 next(course)
             with monkeypatch.context() as patch:
-                patch.setattr(RankPilot, "_peak", lambda _: 10 * budget)
+                patch.setattr(ExactMemory, "peak", lambda _: 10 * budget)
                 with pytest.raises(spillway.BudgetError, match="where less was predicted") as caught:
                     next(course)
             assert caught.value.budget == budget < caught.value.least
@@ -404,7 +410,7 @@ def test_a_refused_back_off_names_the_budget_and_leaves_the_plan(
             stage.waiting.clear()
             for _ in steps([stage], [turns, one_forward_one_backward(4, 2), turns, turns]):
                 pass
-            assert offloaded.plans[0] is plan and offloaded.stage == "holding"
+            assert offloaded.plans[0] is plan and offloaded.stage == "active"
 
 
 def test_a_step_in_which_a_stage_has_no_chunk_says_nothing(tmp_path: Path) -> None:
@@ -416,7 +422,7 @@ def test_a_step_in_which_a_stage_has_no_chunk_says_nothing(tmp_path: Path) -> No
         stages = [Stage(0), Stage(1)]
         with planned(stages, session) as offloaded:
             assert_same(list(steps(stages, orders)), plain)
-            assert offloaded.stage == "holding" and "other turns" not in offloaded.explain()
+            assert offloaded.stage == "active" and "other turns" not in offloaded.explain()
 
 
 class Skipping(nn.Module):
@@ -459,7 +465,7 @@ def test_blocks_that_are_skipped_at_times_take_the_least(tmp_path: Path) -> None
         stage = skipping("drop")
         with planned([stage], session) as offloaded:
             assert_same(list(steps([stage], [turns] * 9)), plain)
-            assert offloaded.stage == "holding"
+            assert offloaded.stage == "active"
 
 
 def test_a_block_without_a_backward_is_refused_before_a_step_begins(tmp_path: Path) -> None:
@@ -495,7 +501,7 @@ def test_a_stage_that_is_unfrozen_is_measured_anew(tmp_path: Path) -> None:
                 seen.append(offloaded.stage)
             assert_same(got, plain)
             # After the sixth come the weights.
-            assert seen[5] == seen[6] == seen[-1] == "holding" and seen[7] == "tracing", seen
+            assert seen[5] == seen[6] == seen[-1] == "active" and seen[7] == "profiling operators", seen
             assert "other parameters are trained" in offloaded.explain()
 
 
@@ -512,7 +518,7 @@ def test_a_backward_that_comes_twice_is_measured_once(tmp_path: Path) -> None:
         stages = [Twice()]
         with planned(stages, session) as offloaded:
             assert_same(list(steps(stages, [turns] * 7)), plain)
-            assert offloaded.stage == "holding"
+            assert offloaded.stage == "active"
 
 
 def test_a_step_that_fails_counts_for_nothing_and_evaluation_is_as_ever(tmp_path: Path) -> None:
@@ -534,7 +540,7 @@ def test_a_step_that_fails_counts_for_nothing_and_evaluation_is_as_ever(tmp_path
                         stage.forward_one_chunk(1, (torch.randn(8, 17),))
                     stage.waiting.clear()
                     session.synchronize()
-            assert offloaded.stage == "holding" and "other turns" not in offloaded.explain()
+            assert offloaded.stage == "active" and "other turns" not in offloaded.explain()
         assert_same(got, plain)
 
 

@@ -17,7 +17,7 @@ from allocations import count_exactly
 from integrations.ranks import World
 from integrations.training import TOKENS, WIDTH, Block, Collectives, Model, local
 from spillway import BudgetError, Hardware, UnsupportedError
-from spillway.attaching.peers import Peers, peers_of
+from spillway.attaching.ranks import RankGroup, ranks_of
 from support import assert_nothing_left
 
 pytestmark = [
@@ -84,7 +84,7 @@ def budget_case(wrap: str, rows: tuple[int, int], attaches_first: bool) -> tuple
             # The class of a block that was sharded is another one.
             attached = spillway.attach(module, min_bytes="4KiB", blocks=lambda _, each: isinstance(each, Block), **how)
         found, collectives = steps(module, mine, STEPS)
-        assert attached.stage == "holding", attached.stage
+        assert attached.stage == "active", attached.stage
         assert attached.plan is not None
         plan = attached.plan
         attached.remove()
@@ -147,7 +147,7 @@ def uneven_case() -> str:
                 if first:
                     call(model)
                 module.zero_grad()
-            assert attached.stage == "holding"
+            assert attached.stage == "active"
             assert attached.plan is not None
             for number in range(70 if first else 0):
                 with module.no_sync():
@@ -161,7 +161,7 @@ def test_ranks_may_call_the_model_as_often_as_they_like_where_they_do_not_reduce
 
 
 def other_error_case() -> None:
-    peers = Peers([dist.group.WORLD])
+    peers = RankGroup([dist.group.WORLD])
 
     def fails_on_one() -> int:
         assert dist.get_rank() == 0, "no error of Spillway's"
@@ -178,7 +178,7 @@ def test_the_others_hear_of_any_error(world: World) -> None:
 
 
 def sharing_case() -> None:
-    peers = Peers([dist.group.WORLD])
+    peers = RankGroup([dist.group.WORLD])
     assert not peers.alone
     assert peers.share("rank", dist.get_rank) == [0, 1]
 
@@ -206,7 +206,7 @@ def mesh_case() -> list[int]:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
     model = nn.Linear(WIDTH, WIDTH)
     model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Shard(0), Shard(0)]))
-    return peers_of(model).share("rank", dist.get_rank)
+    return ranks_of(model).share("rank", dist.get_rank)
 
 
 def test_those_on_a_mesh_are_peers_in_each_of_its_dimensions(world: World) -> None:
@@ -214,5 +214,5 @@ def test_those_on_a_mesh_are_peers_in_each_of_its_dimensions(world: World) -> No
 
 
 def test_without_a_process_group_a_model_has_no_peers() -> None:
-    assert peers_of(nn.Linear(2, 2)).alone
-    assert peers_of(nn.Linear(2, 2)).share("three", lambda: 3) == [3]
+    assert ranks_of(nn.Linear(2, 2)).alone
+    assert ranks_of(nn.Linear(2, 2)).share("three", lambda: 3) == [3]

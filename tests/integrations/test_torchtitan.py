@@ -126,7 +126,7 @@ def case(way: str, compiles: bool, cache: str) -> list[str]:
     assert attached is not None
     assert all(map(torch.equal, ours, plain))
     stats = attached.stats()
-    assert ("budget" in way) == (attached.stage == "holding")
+    assert ("budget" in way) == (attached.stage == "active")
     assert (stats.recomputed_bytes > 0) == ("budget" not in way)
     names = list(attached.blocks)
     attached.remove()

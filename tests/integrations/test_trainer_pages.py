@@ -28,7 +28,7 @@ def test_the_example_of_a_page_runs(name: str, tmp_path: Path, monkeypatch: pyte
         GradientState._reset_state()
     monkeypatch.chdir(tmp_path)
     # Nobody measures a machine here.
-    monkeypatch.setattr("spillway.attaching.budgeted.known_hardware", lambda device: HARDWARE)
+    monkeypatch.setattr("spillway.attaching.budget.known_hardware", lambda device: HARDWARE)
     torch.manual_seed(0)
     code = re.findall(r"^```python\n(.*?)^```", (PAGES / f"{name}.md").read_text(encoding="utf-8"), re.DOTALL | re.M)
     assert code

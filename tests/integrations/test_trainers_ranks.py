@@ -57,7 +57,7 @@ def case_of_the_trainer(folder: str, way: str, options: dict[str, Any]) -> None:
         callback = SpillwayCallback(session=session, min_bytes=0, **(WAYS | PLANNED)[way])
         ours = trainer_over_ddp(folder, callback, **options)
         assert planned or callback.attached.stats().offloaded_bytes > 0, "nothing moved: this proves nothing"
-        assert not planned or callback.attached.stage == "holding"
+        assert not planned or callback.attached.stage == "active"
         gc.collect()
         assert_nothing_left(session)
     assert same(ours, plain)

@@ -141,7 +141,7 @@ def test_a_budget_is_planned_for_in_the_trainers_own_steps(tmp_path: Path, setti
     way = {"budget": BUDGET, "hardware": HARDWARE}
     ours = compare(tmp_path, way, moves=False, **{"max_steps": 6} | SETTINGS[setting])
     attached = callback_of(ours.trainer).attached
-    assert attached.stage == "holding"
+    assert attached.stage == "active"
     assert 99 << 30 < attached.plan.budget <= 100 << 30
     assert attached.passes == passes
 

@@ -336,7 +336,7 @@ def test_a_model_that_is_planned_for_has_its_loss_in_rows(small: None, full: lis
     full.clear()
     with spillway.Session() as session, spillway.attach(model, budget="1GiB", session=session) as attached:
         found = steps(model)
-        assert attached.stage == "holding"
+        assert attached.stage == "active"
         assert "the loss of Model is computed in rows" not in attached.explain()
     # In the last steps there is room for all of it.
     assert full

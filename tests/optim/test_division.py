@@ -15,7 +15,7 @@ import spillway
 from allocations import count_exactly
 from optim.support import batches, loss_of, wide
 from spillway import OffloadedOptimizer, UsageError
-from spillway.attaching import pilot
+from spillway.attaching import measure
 from spillway.planning.profile import OptimizerProfile
 
 PARTS = [1.0, 0.4, 0.0, 0.7, 1.0, 0.2]
@@ -254,7 +254,7 @@ def test_a_plan_says_the_fraction_and_training_has_the_bits_of_none(
         how = {"hardware": hardware, "session": session, "min_bytes": "4KiB"}
         with spillway.attach(model, budget=budget, optimizer=optimizer, **how) as attached:
             assert all(map(torch.equal, train(model, optimizer), expected))
-            assert attached.stage == "holding"
+            assert attached.stage == "active"
             assert attached.plan is not None
             assert attached.plan.optimizer_fraction == fraction
             assert optimizer.fraction == fraction
@@ -270,14 +270,14 @@ def stalls(found: OptimizerProfile | None) -> OptimizerProfile | None:
 def test_an_optimizer_that_never_steps_stays_on_the_host_with_a_note(
     session: spillway.Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pilot, "_MOST_WAITING", 3)
+    monkeypatch.setattr(measure, "_MOST_WAITING", 3)
     model = wide()
     optimizer = OffloadedOptimizer(model.parameters(), torch.optim.AdamW, session=session)
     how = {"hardware": spillway.Hardware.named("h200"), "session": session}
     with spillway.attach(model, budget="64GiB", optimizer=optimizer, **how) as attached:
         for batch in batches(12):
             loss_of(model, batch).backward()
-        assert attached.stage == "holding"
+        assert attached.stage == "active"
         assert "the optimizer took no two steps" in attached.explain()
     assert optimizer.fraction == 1
 

@@ -27,7 +27,7 @@ from planning.blocks import (
     told_apart,
     unsaved,
 )
-from spillway.attaching.treating import how_of
+from spillway.attaching.apply_plan import how_of
 from spillway.planning.outcome import Outcome, leaves_at
 from spillway.planning.plan import planned_block
 from spillway.planning.profile import Again, BackwardPart, BlockProfile, HostTimes, OperatorProfile, Value

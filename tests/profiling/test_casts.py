@@ -164,7 +164,7 @@ def test_casts_of_a_context_around_forward_and_backward_count_once(
             step()
         plan = attached.plan
         assert plan is not None
-        assert attached.stage == "holding"
+        assert attached.stage == "active"
         assert all(block.plain for block in plan.blocks)
         assert abs(plan.predicted_peak - RESIDENT - plain) <= NOISE
 

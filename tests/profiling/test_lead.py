@@ -125,7 +125,7 @@ def _lags(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU is such a device."""
     monkeypatch.setattr(Lagging, "asked", [])
     monkeypatch.setattr("spillway.profiling.watch.meter_of", lambda _: Lagging(0))
-    for place in ("spillway.profiling.compile.queues", "spillway.attaching.pilot.queues"):
+    for place in ("spillway.profiling.compile.queues", "spillway.attaching.measure.queues"):
         monkeypatch.setattr(place, lambda _: True)
 
 
@@ -141,9 +141,9 @@ def searched(lengths: list[int], *, evaluates: bool = False) -> Profile:
             if evaluates:
                 model.eval()(torch.randn(8, 16))
                 model.train()
-            if attached.stage == "holding":
+            if attached.stage == "active":
                 break
-        assert attached.stage == "holding" and attached.profile is not None
+        assert attached.stage == "active" and attached.profile is not None
         return attached.profile
 
 

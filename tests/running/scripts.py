@@ -85,7 +85,7 @@ import sys
 
 import torch._dynamo.decorators
 
-import spillway.attaching.budgeted
+import spillway.attaching.budget
 import spillway.running.bench
 import spillway.running.managed
 

@@ -15,7 +15,10 @@ from torch.nn import Module
 from spillway.attaching.block import KeptCall, RegionCall
 from spillway.attaching.call import PLACE, ModuleCall
 from spillway.attaching.model import ModelCall, ModelPass
-from spillway.attaching.refusals import (
+from spillway.attaching.validation import (
+    check_arguments,
+    check_planned,
+    check_policy,
     refuse_attached,
     refuse_checkpointing,
     refuse_class,
@@ -30,12 +33,13 @@ from spillway.losses.own import own_losses
 from spillway.policies import Keep, Offload, Policy
 from spillway.recomputing import Recompute
 from spillway.records import StepStats
+from spillway.runtime.host_memory import local_ranks
 from spillway.session import Session
-from spillway.units import format_bytes
+from spillway.units import format_bytes, read_budget
 
 if TYPE_CHECKING:
-    from spillway.attaching.pilot import Measured, Pilot
-    from spillway.attaching.steering import Divided
+    from spillway.attaching.controller import Measured, PlanController
+    from spillway.attaching.measure import DividedOptimizer, ProfileCollector
     from spillway.planning.hardware import Hardware
     from spillway.planning.plan import Plan
     from spillway.planning.profile import Profile
@@ -57,7 +61,7 @@ def attach(
     host_budget: int | str | None = None,
     disk_budget: int | str | None = None,
     allow: Collection[str] | None = None,
-    optimizer: Divided | None = None,
+    optimizer: DividedOptimizer | None = None,
     session: Session | None = None,
 ) -> Attached:
     """Recompute the blocks of a model, or offload what it saves, without editing it. Call and train it as always.
@@ -124,11 +128,11 @@ def attach(
         >>> model(batch).loss.backward()  # doctest: +SKIP
         >>> attached.remove()  # doctest: +SKIP
     """
-    _check_arguments(model, session, every=every, first=first, keep_last=keep_last)
+    check_arguments(model, session, every=every, first=first, keep_last=keep_last)
     if isinstance(policy, str):
         policy = policy_named(policy)
     if budget is not None or plan is not None:
-        _check_planned(policy, groups, plan, budget, every=every, first=first, keep_last=keep_last)
+        check_planned(policy, groups, plan, budget, every=every, first=first, keep_last=keep_last)
     elif any(each is not None for each in (hardware, host_budget, disk_budget, allow, optimizer)):
         raise UsageError(
             "got hardware, host_budget, disk_budget, allow or optimizer without a budget, expected one beside them, "
@@ -154,7 +158,7 @@ def attach(
         refuse_unmatched(how.choices.patterns, taken, model)
         calls = [RegionCall(each, how, session, taken) for each in taken]
     else:
-        _check_policy(how, blocks, every=every, first=first, keep_last=keep_last)
+        check_policy(how, blocks, every=every, first=first, keep_last=keep_last)
         taken = find_blocks(model, blocks)[-keep_last:] if keep_last else []
         calls = [KeptCall(each) for each in taken]
     if rules is not None:
@@ -171,17 +175,14 @@ def attach(
         tag=f"attached {type(model).__name__}",
         session=session,
     )
-    pilot = None
+    controller = None
     if budget is not None or plan is not None:
-        # What solves and checks takes a while to import, and is for those who plan.
-        from spillway.attaching.budgeted import Limits, pilot_of
-
-        limits = Limits(budget, host_budget, disk_budget, allow)
-        pilot = pilot_of(model, limits, plan, hardware, session, min_bytes, optimizer)
+        limits = {"host_budget": host_budget, "disk_budget": disk_budget, "allow": allow}
+        controller = _controller_of(model, budget, plan, optimizer, session, min_bytes, hardware, limits)
     root = ModelCall(model, calls, around, context, recomputes=isinstance(how, Recompute))
-    attached = Attached(root, how)
-    if pilot is not None:
-        attached.follow(pilot)
+    attached = Attached(root, how, controller)
+    if controller is not None:
+        attached.follow(controller)
     _take(attached, root)
     return attached
 
@@ -204,45 +205,24 @@ def policy_named(name: str) -> Recompute | Policy:
     return NAMED[name]()
 
 
-def _check_arguments(model: object, session: object, *, every: object, first: object, keep_last: object) -> None:
-    if not isinstance(model, Module):
-        raise UsageError(f"model: got {model!r:.200}, expected a torch.nn.Module")
-    if session is not None and not isinstance(session, Session):
-        raise UsageError(f"session: got {session!r}, expected a spillway.Session or None")
-    for name, number, least in (("every", every, 1), ("first", first, 0), ("keep_last", keep_last, 0)):
-        if (number is None and name == "first") or (type(number) is int and number >= least):
-            continue
-        raise UsageError(f"{name}: got {number!r}, expected a whole number of at least {least}")
+def _controller_of(
+    model: Module,
+    budget: int | float | str | None,
+    plan: Plan | None,
+    optimizer: DividedOptimizer | None,
+    session: Session | None,
+    min_bytes: int | str | None,
+    hardware: Hardware | str | None,
+    limits: Mapping[str, Any],
+) -> PlanController:
+    # These take a while to import, and are for users with a budget.
+    from spillway.attaching.budget import Planner, collector_of
+    from spillway.attaching.controller import PlanController
 
-
-def _check_planned(
-    policy: object, groups: object, plan: object, budget: object, *, every: int, first: int | None, keep_last: int
-) -> None:
-    """That nothing is said that the plan is to decide."""
-    if budget is not None and plan is not None:
-        raise UsageError(f"got both budget={budget!r} and a plan, expected one of them; a plan has its budget")
-    if plan is not None and not hasattr(plan, "predicted_peak"):
-        raise UsageError(f"plan: got {plan!r:.200}, expected a spillway.Plan, as spillway.plan() makes it")
-    if policy is not None or groups is not None or every != 1 or first is not None or keep_last:
-        raise UsageError(
-            "got a policy, groups, every, first or keep_last beside a budget or a plan, expected none, since the plan "
-            "decides about every block; leave them out, or leave out the budget"
-        )
-
-
-def _check_policy(policy: Policy, blocks: Blocks | None, *, every: int, first: int | None, keep_last: int) -> None:
-    """That it is one, and that nothing is said of regions, which there are none of."""
-    if isinstance(policy, type) or not callable(policy):
-        raise UsageError(
-            f"policy: got {policy!r}, expected a spillway.Recompute(...), an offload policy such as "
-            f"spillway.policies.Ratio(0.5), or None"
-        )
-    if every != 1 or first is not None or (blocks is not None and not keep_last):
-        raise UsageError(
-            f"got every={every!r}, first={first!r} or blocks={blocks!r} with the offload policy {policy!r}, which "
-            f"recomputes nothing, expected at most keep_last and the blocks that it counts; to recompute, give a "
-            f"spillway.Recompute(offload=...)"
-        )
+    collector = collector_of(model, session, min_bytes, optimizer=optimizer)
+    nbytes = None if budget is None else read_budget(budget)
+    planner = Planner.of(collector.device, session, hardware, needs_hardware=plan is None, **limits)
+    return PlanController(collector, planner, budget=nbytes, plan=plan)
 
 
 def _group(model: Module, calls: list[ModuleCall], groups: Groups) -> list[Named]:
@@ -300,8 +280,9 @@ class Attached:
         >>> attached.stats().recomputed_bytes  # doctest: +SKIP
     """
 
-    def __init__(self, root: ModelCall, policy: Recompute | Policy) -> None:
+    def __init__(self, root: ModelCall, policy: Recompute | Policy, controller: PlanController | None = None) -> None:
         self._root = root
+        self._controller = controller
         self._root.attached = self
         self._policy = policy
         self._removed = False
@@ -316,10 +297,10 @@ class Attached:
         """How often the model was called in training since it was attached."""
         return self._root.passes
 
-    def follow(self, pilot: Pilot) -> None:
-        """From the next call of the model on, blocks do as a pilot says. For those who plan and measure."""
-        self._root.pilot = pilot
-        pilot.take([call for call in self._root.blocks if isinstance(call, RegionCall)])
+    def follow(self, observer: PlanController | ProfileCollector) -> None:
+        """From the next call of the model on, have it observed, and its blocks called in the observer's way."""
+        self._root.observer = observer
+        observer.take([call for call in self._root.blocks if isinstance(call, RegionCall)])
         model = self._root.module()
         if model is not None:
             self._root.losses = own_losses(model)
@@ -335,40 +316,41 @@ class Attached:
     @property
     def plan(self) -> Plan | None:
         """The plan in force; ``None`` as long as there is none, and where there was no budget."""
-        return None if self._root.pilot is None else self._root.pilot.plan
+        return None if self._controller is None else self._controller.plan
 
     @property
     def profile(self) -> Profile | None:
         """What was measured for it; ``None`` as long as nothing was."""
-        return None if self._root.pilot is None else self._root.pilot.profile
+        return None if self._controller is None else self._controller.profile
 
     @property
     def stage(self) -> str | None:
         """Where the search for a plan is; ``None`` without a budget.
 
-        ``"tracing"``, ``"weighing"``, ``"measuring"``, ``"trying"``, ``"checking"``, and ``"holding"`` when it is over.
+        ``"profiling operators"``, ``"profiling memory"``, ``"profiling time"``, ``"warming up"``, ``"validating"``, and
+        ``"active"`` when the search is over.
         """
-        return None if self._root.pilot is None else self._root.pilot.stage.value
+        return None if self._controller is None else self._controller.stage.value
 
     @property
     def budget(self) -> int | None:
         """Bytes that a step may have; ``None`` without a budget, and while a share of one is not yet measured."""
-        return None if self._root.pilot is None else self._root.pilot.budget
+        return None if self._controller is None else self._controller.budget
 
     @property
     def missing(self) -> str | None:
         """What a plan still needs, in words; ``None``: there is one, or no budget."""
-        return None if self._root.pilot is None else self._root.pilot.missing or None
+        return None if self._controller is None else self._controller.missing or None
 
     @property
     def measured(self) -> Measured | None:
         """What the step took in which the plan was checked; ``None`` before."""
-        return None if self._root.pilot is None else self._root.pilot.measured
+        return None if self._controller is None else self._controller.measured
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What happened while a plan was looked for and held; none without a budget."""
-        return () if self._root.pilot is None else tuple(self._root.pilot.notes)
+        return () if self._controller is None else tuple(self._controller.notes)
 
     def explain(self, what: str | Module | torch.Tensor | None = None) -> str:
         """Why what is done is done.
@@ -432,10 +414,39 @@ class Attached:
         Example:
             >>> attached.report("plan.html", trace="step.json")  # doctest: +SKIP
         """
-        # What draws takes a while to import, and is for those who look.
-        from spillway.attaching.reporting import write_report
+        controller = self._controller
+        if controller is None or controller.plan is None:
+            missing = "" if controller is None else f" (it takes {controller.missing})"
+            raise UsageError(
+                f"report: got a call before there is a plan{missing}, expected attach(model, budget=...) and steps"
+            )
+        if controller.profile is None or controller.planner.hardware is None:
+            raise UsageError(
+                "report: got a plan that was given, of whose step nothing was measured, expected attach(model, "
+                "budget=...); or write the report of its profile, with: spillway report profile.json plan.json"
+            )
+        # Drawing takes a while to import.
+        from spillway.planning.curve import Point
+        from spillway.planning.files import write_file
+        from spillway.report.facts import facts_of
+        from spillway.report.page import to_page
+        from spillway.report.trace import to_trace
 
-        write_report(self._root.pilot, path, trace, curve=curve)
+        measured = controller.measured
+        facts = facts_of(
+            controller.profile,
+            controller.plan,
+            controller.planner.hardware,
+            active=local_ranks(),
+            measured=None if measured is None else Point(measured.peak_bytes, measured.seconds),
+            notes=controller.notes,
+            curve=controller.planner.curve(controller.profile) if curve else None,
+        )
+        # All is made before anything is written.
+        page, step = to_page(facts), None if trace is None else to_trace(facts)
+        write_file(path, page)
+        if trace is not None and step is not None:
+            write_file(trace, step)
 
     def stats(self) -> StepStats:
         """Bytes and seconds of the last pass through the model that has ended, as far as its backward has come.
@@ -455,8 +466,8 @@ class Attached:
             return
         self._removed = True
         self._root.attached = None
-        if self._root.pilot is not None:
-            self._root.pilot.drop()
+        if self._root.observer is not None:
+            self._root.observer.drop()
         strangers = [call for call in (self._root, *self._root.blocks) if not call.give_back()]
         if strangers:
             raise UsageError(strangers[0].collision())
@@ -476,7 +487,7 @@ class Attached:
 
     def _state(self) -> str:
         """Stage, budget and peak in one line, and what a plan still needs."""
-        if self._root.pilot is None:
+        if self._controller is None:
             return "no plan: attach() was given neither a budget nor a plan"
         parts = [f"stage {self.stage!r}"]
         if self.budget is not None:
@@ -494,7 +505,7 @@ class Attached:
         shown = ", ".join(names[:2] + (("...", names[-1]) if len(names) > 3 else names[2:]))
         if self._removed:
             what = "removed"
-        elif self._root.pilot is not None:
+        elif self._controller is not None:
             what = f"{len(names)} blocks: {shown}; {self._state()}"
         else:
             what = f"{len(names)} blocks recomputed: {shown}" if names else f"policy {self._policy!r}"

@@ -1,22 +1,28 @@
-"""A block's call: its forward as a region, with what it saves sent away, or left alone by the policy around it."""
+"""A block's call: its forward is checkpointed, or left alone by the policy around it.
+
+NOTE [ Hooks of a block ]
+
+They run outside of the checkpointed forward, once, as they do without one. A hook that keeps its arguments must not get
+in backward what a replay did not compute, and FSDP's hooks gather parameters. So the block's ``forward`` is
+checkpointed. While hooks run around it, an instance's ``forward`` stands for the checkpointed one.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import Module
-from torch.nn.modules.module import _global_forward_pre_hooks
+from torch.nn.modules.module import _global_forward_pre_hooks, _has_any_global_hook
 from torch.nn.parameter import is_lazy
 
 from spillway.attaching.call import ModuleCall, is_attached
-from spillway.attaching.forward import RegionForward, has_hooks
-from spillway.attaching.steering import Steers
 from spillway.blocks import Named
 from spillway.capture.alone import LeftAlone
 from spillway.capture.location import Locator
@@ -26,6 +32,66 @@ from spillway.offloading import keep
 from spillway.recomputing import Recompute, call_untraced_region
 from spillway.regions.rerun import in_rerun
 from spillway.session import Session
+
+if TYPE_CHECKING:
+    from spillway.attaching.measure import ProfileCollector
+
+
+class RegionForward:
+    """A block's checkpointed forward, in the place of its ``forward`` while calls are in their hooks.
+
+    See NOTE [ Hooks of a block ].
+
+    Args:
+        module: the block.
+        region: a bound method, which takes the module, its forward and the arguments. It is not kept alive.
+    """
+
+    def __init__(self, module: weakref.ref[Module], region: Callable[..., Any]) -> None:
+        self._module = module
+        self._region = weakref.WeakMethod(region)
+        self._lock = threading.Lock()
+        self._calls = 0
+        self._instance: Callable[..., Any] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module, region = self._module(), self._region()
+        assert module is not None
+        forward = self.own(module)
+        # Another thread may come by without gradients, or when the region has gone.
+        if region is None or not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return region(module, forward, args, kwargs)
+
+    def own(self, module: Module) -> Callable[..., Any]:
+        """The module's forward but for this."""
+        forward: Callable[..., Any] | None = module.forward
+        if forward is self:
+            forward = self._instance
+        return _of_class(module) if forward is None else forward
+
+    @contextmanager
+    def in_place(self, module: Module) -> Iterator[None]:
+        """While it lasts, the module's forward is this."""
+        with self._lock:
+            if not self._calls:
+                self._instance = module.__dict__.get("forward")
+                module.__dict__["forward"] = self
+            self._calls += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._calls -= 1
+                if not self._calls and module.__dict__.get("forward") is self:
+                    if self._instance is None:
+                        del module.__dict__["forward"]
+                    else:
+                        module.__dict__["forward"] = self._instance
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy that is made meanwhile, by another thread, runs its own forward.
+        return getattr, (self._module(), "forward")
 
 
 class KeptCall(ModuleCall):
@@ -50,8 +116,8 @@ class RegionCall(ModuleCall):
         super().__init__(named)
         self.how: Recompute | None = how
         """``None``: for now, there is no region."""
-        self.pilot: Steers | None = None
-        """Who says how, if somebody does, and wants to know of each call."""
+        self.collector: ProfileCollector | None = None
+        """Says how, if there is a budget, and observes each call."""
         self.observer: Observer | None = None
         self.runner: Callable[..., Any] = call_untraced_region
         """What runs it as a region."""
@@ -70,12 +136,12 @@ class RegionCall(ModuleCall):
             self._is_lazy = _has_lazy(module)
         if self._is_lazy:
             return self.plain(module, args, kwargs)
-        if self.pilot is None:
+        if self.collector is None:
             return self._run(module, args, kwargs)
-        number = self.pilot.block_begins(self, module, args, kwargs)
+        number = self.collector.block_begins(self, module, args, kwargs)
         self._number.now = number
         output = self._run(module, args, kwargs)
-        self.pilot.block_ended(number, output)
+        self.collector.block_ended(number, output)
         return output
 
     def _run(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -128,29 +194,19 @@ class _Run:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._call.removed:
             self._check_inner()
+        collector = self._call.collector
+        if collector is None:
+            return self._call_forward(args, kwargs)
         if not in_rerun():
-            pilot = self._call.pilot
-            if pilot is None:
-                return self._call_forward(args, kwargs)
             begin = time.perf_counter()
             output = self._call_forward(args, kwargs)
-            pilot.block_ran(self._number, time.perf_counter() - begin)
+            collector.block_ran(self._number, time.perf_counter() - begin)
             return output
-        with self.rerunning():
-            return self._call_forward(args, kwargs)
-
-    @contextmanager
-    def rerunning(self) -> Iterator[None]:
-        """A context around what runs again."""
-        pilot = self._call.pilot
-        if pilot is None:
-            yield
-            return
-        pilot.rerun_begins(self._number)
+        collector.rerun_begins(self._number)
         try:
-            yield
+            return self._call_forward(args, kwargs)
         finally:
-            pilot.rerun_ended(self._number)
+            collector.rerun_ended(self._number)
 
     def _call_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._wants_modules:
@@ -195,3 +251,17 @@ def _has_lazy(module: Module) -> bool:
 def _locator_of(hook: object) -> Locator | None:
     owner = getattr(hook, "__self__", None)
     return owner if isinstance(owner, Locator) else None
+
+
+def _of_class(module: Module) -> Callable[..., Any]:
+    """The forward that a module's class has, bound as Python binds it: a static one is not."""
+    forward: Any = next(vars(kind)["forward"] for kind in type(module).__mro__ if "forward" in vars(kind))
+    bind = getattr(type(forward), "__get__", None)
+    bound: Callable[..., Any] = forward if bind is None else bind(forward, module, type(module))
+    return bound
+
+
+def has_hooks(module: Module) -> bool:
+    """Whether hooks run around a module's forward."""
+    own = module._forward_pre_hooks or module._forward_hooks or module._backward_pre_hooks or module._backward_hooks
+    return bool(own or _has_any_global_hook())  # type: ignore[no-untyped-call]

@@ -28,8 +28,8 @@ from torch.nn import Module
 from torch.utils._pytree import tree_leaves, tree_map
 
 from spillway.attaching.attached import attach
-from spillway.attaching.budgeted import device_of
-from spillway.attaching.caches import Caches
+from spillway.attaching.budget import device_of
+from spillway.attaching.model import Caches
 from spillway.blocks import Named, signature
 from spillway.capture.identity import is_parameter
 from spillway.checkpointing.decisions import Selection

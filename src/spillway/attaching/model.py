@@ -1,20 +1,30 @@
-"""The model's call: all that its forward does is one pass."""
+"""The model's call: all that its forward does is one pass.
+
+NOTE [ Caches in training ]
+
+A block writes its keys and values into such a cache, and would write them a second time when it runs again. Training
+has no use for one: models of transformers make it since ``config.use_cache`` is there for generating. So while an
+attached model is called in training, it is switched off, as transformers' own trainer and checkpointing do. What the
+model gives then has no ``past_key_values``, and gradients are bit for bit those of the model without a cache. In
+evaluation, and afterwards, the configuration is what it was.
+
+Whoever asks for one in the call itself (``model(..., use_cache=True)``) hears that it cannot be had.
+"""
 
 from __future__ import annotations
 
 import sys
 import threading
 import weakref
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from torch.nn import Module
 
 from spillway.attaching.block import RegionCall
-from spillway.attaching.caches import Caches
 from spillway.attaching.call import PLACE, REFUSALS, ModuleCall
-from spillway.attaching.refusals import refuse_checkpointing, refuse_copier, refuse_own_flags
+from spillway.attaching.validation import refuse_checkpointing, refuse_copier, refuse_own_flags
 from spillway.blocks import Named
 from spillway.capture.order import Memory
 from spillway.errors import UsageError
@@ -24,7 +34,10 @@ from spillway.recomputing import hooks_around
 from spillway.session import Session
 
 if TYPE_CHECKING:
-    from spillway.attaching.pilot import Pilot
+    from spillway.attaching.controller import PlanController
+    from spillway.attaching.measure import ProfileCollector
+
+_CACHE_FLAG = "use_cache"
 
 
 class ModelCall(ModuleCall):
@@ -59,10 +72,10 @@ class ModelCall(ModuleCall):
         ]
         """Where each block is, for as long as nothing is put around it."""
         self._here = _Here()
-        self.pilot: Pilot | None = None
-        """Who finds a plan."""
+        self.observer: PlanController | ProfileCollector | None = None
+        """Finds a plan, or profiles."""
         self.losses: Sequence[OwnLoss] = ()
-        """Those of its modules, which hold less while there is a pilot."""
+        """Those of its modules, which are computed in rows while there is an observer."""
         self.attached: object = None
         """What the user has of it, for as long as it is on the model."""
         self.passes = 0
@@ -81,22 +94,22 @@ class ModelCall(ModuleCall):
             return self.plain(module, args, kwargs)
 
     def evaluates(self) -> None:
-        if self.pilot is not None and not self._here.inside:
-            self.pilot.evaluates()
+        if self.observer is not None and not self._here.inside:
+            self.observer.evaluates()
 
     def _begin(self, stack: ExitStack, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """All that can be refused before the model runs."""
         self._check()
         refuse_copier(sys._getframe(2), Named("", module))
-        if self.pilot is not None:
-            self.pilot.begin(module, args, kwargs)
+        if self.observer is not None:
+            self.observer.begin(module, args, kwargs)
         self.passes += 1
         stack.enter_context(self._pass())
-        if self._recomputes and stack.enter_context(self._caches.off()) and self.pilot is not None:
-            self.pilot.note_once("config.use_cache is switched off in training: gradients are those without a cache")
-        if self.pilot is not None:
+        if self._recomputes and stack.enter_context(self._caches.off()) and self.observer is not None:
+            self.observer.note_once("config.use_cache is switched off in training: gradients are those without a cache")
+        if self.observer is not None:
             for loss in self.losses:
-                stack.enter_context(loss.in_rows(self.pilot.spare_bytes))
+                stack.enter_context(loss.in_rows(self.observer.spare_bytes))
         self._here.inside = True
         stack.callback(self._leave)
 
@@ -105,11 +118,11 @@ class ModelCall(ModuleCall):
 
     def _pass(self) -> AbstractContextManager[object]:
         """A pass around the call that somebody opened is the one that regions belong to: it must see the rest, too."""
-        if self.pilot is not None and self.pilot.applied != self._applied:
-            self._applied = self.pilot.applied
+        if self.observer is not None and self.observer.applied != self._applied:
+            self._applied = self.observer.applied
             self.context.forget()
         around = self._recomputes and hooks_around()[1]
-        idle = self.pilot is not None and self.pilot.is_plain
+        idle = self.observer is not None and self.observer.is_plain
         return nullcontext() if around or idle else self.context
 
     def _check(self) -> None:
@@ -175,3 +188,27 @@ class ModelPass(offload):
 
 class _Here(threading.local):
     inside = False
+
+
+class Caches:
+    """Those of a model, by the configurations of its parts: a decoder may have one of its own.
+
+    Args:
+        model: whose.
+    """
+
+    def __init__(self, model: Module) -> None:
+        found = (getattr(module, "config", None) for module in model.modules())
+        self._configs: list[Any] = list({id(each): each for each in found if hasattr(each, _CACHE_FLAG)}.values())
+
+    @contextmanager
+    def off(self) -> Iterator[bool]:
+        """Inside, none is made; gives whether there would be one. See NOTE [ Caches in training ]."""
+        on = [config for config in self._configs if getattr(config, _CACHE_FLAG) is True]
+        for config in on:
+            setattr(config, _CACHE_FLAG, False)
+        try:
+            yield bool(on)
+        finally:
+            for config in on:
+                setattr(config, _CACHE_FLAG, True)

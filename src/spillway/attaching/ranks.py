@@ -1,314 +1,188 @@
-"""Finds the plans of the pipeline stages of a rank within one budget, in the steps of the user's own schedule.
+"""The ranks that train one model together, and hence need one plan.
 
-NOTE [ How the stages of a rank find their plans ]
+NOTE [ One plan for many ranks ]
 
-It goes as with one model (NOTE [ How a plan is found ] in ``pilot.py``), but in steps of a schedule in the place of
-passes. Of each stage, the first chunk of a step is the one that is watched. Between its forward and its backward other
-chunks have their turns: the watch leaves after the one, and is back before the other, so that what it sees between is
-what the chunk itself holds, its loss included.
+Under FSDP2 a block that one rank computes again, and another one does not, may gather what is sharded inside of it
+once more: the ranks would wait for each other for ever. Under DDP ranks with several plans would wait for the slowest.
+So ranks that share a model's parameters find their plan together, and go through the stages of the search in step:
 
-``TRACING``, ``WEIGHING``, ``MEASURING``
-    Blocks take the least memory. Each stage is watched until there is a profile of it; the order of turns is written
-    down. A step that failed counts for nothing.
-``TRYING``
-    Plans of all stages were made when the step began, after the optimizer's last, and are in force.
-``CHECKING``
-    The same, and the peak of the step is measured.
-``HOLDING``
-    A peak over the budget (of an accelerator), an order of turns in which the plans would need too much, or larger
-    inputs, which take the least memory at first, and there are other plans.
+- A stage ends for all of them when it has ended for each.
+- The profile is that of the rank that saves most; what is there before the step is that of the fullest.
+- Hardware is the first rank's; room in host memory the least of all. Each rank solves, and the first one's plan counts.
+- The peak that is checked is the highest one. While a plan is held nobody talks: who is over the budget notes it.
 
-A step ends when a chunk comes whose number was there already. A stage whose chunks had no backward in some steps, as
-where all of it is frozen, is left alone. Ranks share nothing, and each has its own plans.
+They talk in calls that all of them make. Under DDP that is those in which it reduces gradients: how often a rank calls
+the model under ``no_sync``, or without the wrapper, is its own affair. Whoever waits longer than the group's timeout
+gets an error.
+
+Who they are is read off the model when it is first called: the group of a ``DistributedDataParallel`` around it or in
+it, of an ``FullyShardedDataParallel``, and the dimensions of the meshes that ``DTensor`` parameters (``fully_shard``,
+tensor parallel) lie on. A pipeline's stage shares none, and finds its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
-from typing import Protocol
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
 from torch.nn import Module
 
-from spillway.attaching.aim import Aim
-from spillway.attaching.pilot import MOST_GROWTH, Stage
-from spillway.attaching.stages import StagePilot
-from spillway.errors import BudgetError
-from spillway.planning.plan import Plan
-from spillway.planning.stages import StageProfile
-from spillway.planning.tasks import Turn
-from spillway.profiling.meter import DeviceMemory
-from spillway.units import format_bytes
+from spillway.blocks import is_a
+from spillway.errors import SpillwayError, UnsupportedError, UsageError
+from spillway.planning.profile import Outside, Profile
 
-_MOST_ORDERS = 8
-"""So many orders of turns are planned for. Of others it is only noted that they came."""
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
+_DDP = "torch.nn.parallel.distributed"
+_FSDP = "torch.distributed.fsdp.fully_sharded_data_parallel"
 
-class Planner(Protocol):
-    """Makes plans for the stages of a rank."""
-
-    def plans(self, stages: Sequence[StageProfile], turns: Sequence[Turn], static: int, aim: int) -> list[Plan]:
-        """One for each stage, within so many bytes, of which some are there when a step begins."""
-        ...
-
-    def peak(self, stages: Sequence[StageProfile], turns: Sequence[Turn], static: int, plans: Sequence[Plan]) -> int:
-        """What a step is predicted to need with other turns."""
-        ...
+T = TypeVar("T")
 
 
-class RankPilot:
-    """See NOTE [ How the stages of a rank find their plans ].
+class RankGroup:
+    """See NOTE [ One plan for many ranks ].
 
     Args:
-        stages: all that the rank has, each with its module.
-        device: where they compute.
-        budget: bytes that may be allocated on it.
-        planner: makes plans.
+        groups: their process groups, one for each dimension of a mesh. None: there is one rank.
+        wrapper: the ``DistributedDataParallel``, if that is what they share the model by.
     """
 
-    def __init__(
-        self,
-        stages: Sequence[tuple[StagePilot, Module]],
-        device: torch.device,
-        budget: int,
-        planner: Planner,
-    ) -> None:
-        self.stages = [pilot for pilot, _ in stages]
-        self._modules = [module for _, module in stages]
-        self._device = device
-        self._budget = budget
-        self._aim = Aim(budget)
-        self._planner = planner
-        self._turns: list[Turn] = []
-        """Of the step so far."""
-        self._order: list[Turn] = []
-        """That was planned for."""
-        self._accepted: list[list[Turn]] = []
-        """Others in which the plans are within the budget, by their own word."""
-        self._order_plans = 0
-        """How often there were plans because of another order."""
-        self._static = 0
-        """Bytes that were there when plans were made."""
-        self._memory = DeviceMemory(device)
-        self._tried = 0
-        self._seen: int | None = None
-        """Most bytes in the step, up to when each chunk had its backward."""
-        self._states: list[object] = []
-        """What of each stage was trained when plans were made."""
-        self._has_outgrown = False
-        """Whether this step has larger inputs than the plans are for."""
-        self.stage = Stage.TRACING
-        self.measured: int | None = None
-        """Most bytes on the device in the step that was checked."""
-        self.notes: list[str] = []
-        for pilot in self.stages:
-            pilot.on_growth = self._on_growth
+    def __init__(self, groups: Sequence[ProcessGroup] = (), wrapper: Module | None = None) -> None:
+        self._groups = groups
+        self._wrapper = None if wrapper is None else weakref.ref(wrapper)
 
     @property
-    def plans(self) -> dict[int, Plan]:
-        """Of each stage, by its place in the pipeline; none before they were made."""
-        return {pilot.index: pilot.plan for pilot in self.stages if pilot.plan is not None}
+    def alone(self) -> bool:
+        """Whether there are no others."""
+        return not self._groups
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether nothing is to be done, in no block."""
-        return all(pilot.is_plain for pilot in self._stages)
-
-    def forward_begins(self, part: int, chunk: int) -> None:
-        """A chunk goes forward through a stage."""
-        if Turn(part, chunk) in self._turns:
-            self._step_ended()
-        is_first = not any(turn.part == part for turn in self._turns)
-        self._take_turn(Turn(part, chunk))
-        pilot = self.stages[part]
-        pilot.is_turn = is_first and self._is_sought(pilot)
-
-    def backward_begins(self, part: int, chunk: int) -> None:
-        """A chunk goes back."""
-        self._take_turn(Turn(part, chunk, is_backward=True))
-        if self._is_watched(part, chunk):
-            self.stages[part].come_back()
-
-    def backward_ended(self, part: int, chunk: int) -> None:
-        """It has."""
-        if self._is_watched(part, chunk):
-            self.stages[part].end()
-        if self.stage in (Stage.CHECKING, Stage.HOLDING):
-            self._see_peak()
-
-    def drop(self) -> None:
-        """Nothing is measured any more."""
-        self._turns.clear()
-        for pilot in self.stages:
-            pilot.drop()
-
-    def explain(self) -> str:
-        """The plans, and what happened on the way to them."""
-        plans = [f"stage {index}: {plan}" for index, plan in self.plans.items()]
-        return "\n".join([*plans, *self.notes])
-
-    def _take_turn(self, turn: Turn) -> None:
-        for pilot in self.stages:
-            if pilot.is_turn:
-                pilot.leave()
-        self._turns.append(turn)
-
-    def _is_watched(self, part: int, chunk: int) -> bool:
-        """Whether it is the chunk that came first of this stage, and it is looked at."""
-        first = next((turn.chunk for turn in self._turns if turn.part == part), None)
-        return chunk == first and self._is_sought(self.stages[part])
-
-    def _is_sought(self, pilot: StagePilot) -> bool:
-        """Whether there is to be a profile of a stage."""
-        return self.stage is Stage.TRACING and pilot.profile is None and not pilot.is_left_alone
-
-    def _step_ended(self) -> None:
-        turns, self._turns = self._turns, []
-        if not self._is_whole(turns):
-            # It failed, or was no training.
-            if self.stage is Stage.CHECKING:
-                self._begin_check()
-            return
-        if self._device.type == "cpu":
-            self.stages[0].trim()
-        states = list(map(_state_of, self._modules))
-        if states != self._states:
-            before, self._states = self._states, states
-            if before:
-                self._note("other parameters are trained, or stages are in another mode, than there were")
-                self._seek()
-                return
-        is_full = {turn.part for turn in turns} >= set(range(len(self.stages)))
-        if self.stage is Stage.TRACING:
-            for pilot in self.stages:
-                pilot.conclude()
-            self._count({turn.part for turn in turns})
-            if is_full and self._stages and all(pilot.profile is not None for pilot in self._stages):
-                self._replan(turns)
-        elif not is_full:
-            # Of what a stage without a chunk needs nothing is told.
-            if self.stage is Stage.CHECKING:
-                self._begin_check()
-        elif self._has_outgrown:
-            self._has_outgrown = False
-            try:
-                self._replan(turns)
-            except BudgetError:
-                # What is enlarged may be too much. It is measured instead.
-                self._seek()
-        elif not self._accepts(turns):
-            self._order_plans += 1
-            self._aim.reset()
-            self._replan(turns)
-        elif self.stage is Stage.TRYING:
-            self.stage = Stage.CHECKING
-            self._begin_check()
-        elif self.stage is Stage.CHECKING:
-            self.measured = self._peak()
-            self.stage = Stage.HOLDING
-            self._tried = sum(pilot.tried for pilot in self.stages)
-            self._compare(self.measured)
-        else:
-            self._hold()
-
-    @staticmethod
-    def _is_whole(turns: Sequence[Turn]) -> bool:
-        """Whether each forward had its backward."""
-        forward = {turn[:2] for turn in turns if not turn.is_backward}
-        return bool(forward) and forward == {turn[:2] for turn in turns if turn.is_backward}
-
-    @property
-    def _stages(self) -> list[StagePilot]:
-        """Those that there is anything to plan of."""
-        return [pilot for pilot in self.stages if not pilot.is_left_alone]
-
-    def _count(self, parts: Set[int]) -> None:
-        for part in parts:
-            pilot = self.stages[part]
-            if self._is_sought(pilot) and pilot.count():
-                self._note(f"no backward came through stage {pilot.index}, which is left alone")
-
-    def _accepts(self, turns: list[Turn]) -> bool:
-        """Whether the plans may do for these turns."""
-        if turns == self._order or turns in self._accepted:
+    def are_all_here(self, model: Module) -> bool:
+        """Whether all of them make the call of the model that begins now."""
+        wrapper: Any = None if self._wrapper is None else self._wrapper()
+        if wrapper is None:
             return True
-        self._note(f"a step had other turns, of {len(turns) // 2} chunks, than those that were planned for")
-        plans = [pilot.plan for pilot in self._stages if pilot.plan is not None]
-        peak = self._planner.peak(self._profiled(), self._of_stages(turns), self._static, plans)
-        if peak > self._aim.nbytes and self._order_plans < _MOST_ORDERS:
-            return False
-        self._accepted = [*self._accepted[-_MOST_ORDERS:], turns]
-        return True
+        return bool(wrapper.require_backward_grad_sync) and (_active() is wrapper or wrapper in model.modules())
 
-    def _profiled(self) -> list[StageProfile]:
-        pairs = zip(self.stages, self._modules, strict=True)
-        return [pilot.profiled(list(module.parameters())) for pilot, module in pairs if not pilot.is_left_alone]
+    def share(self, what: str, make: Callable[[], T]) -> list[T]:
+        """Make something on each rank, and give all ranks what all have made, in one order. All have to call it.
 
-    def _of_stages(self, turns: Sequence[Turn]) -> list[Turn]:
-        """Those of the stages that are planned for, by their places among them."""
-        places = [part for part, pilot in enumerate(self.stages) if not pilot.is_left_alone]
-        return [turn._replace(part=places.index(turn.part)) for turn in turns if turn.part in places]
+        Args:
+            what: it is, the same on all ranks.
+            make: makes it.
 
-    def _replan(self, turns: list[Turn]) -> None:
-        static = self._memory.level()
-        plans = self._planner.plans(self._profiled(), self._of_stages(turns), static, self._aim.nbytes)
-        self._order, self._accepted, self._static = turns, [], static
-        for pilot, plan in zip(self._stages, plans, strict=True):
-            pilot.hold(plan)
-        self.stage = Stage.TRYING
-
-    def _hold(self) -> None:
-        peak = self._peak()
-        before, self._tried = self._tried, sum(pilot.tried for pilot in self.stages)
-        if self._memory.peak() > self._budget:
-            # Whatever it was, the next step is not to blame.
-            self._memory.reset_peak()
-        # Calls of a size that had not come before run again whole, and are tried: that says nothing of the plan.
-        if self._tried == before:
-            self._compare(peak)
-
-    def _compare(self, peak: int | None) -> None:
-        if peak is not None and peak > self._budget:
-            self._note(f"a step had a peak of {format_bytes(peak)}, over the budget of {format_bytes(self._budget)}")
-            self._aim.back_off(peak, lambda: self._replan(self._order), self._note)
-
-    def _on_growth(self, pilot: StagePilot, before: int, now: int) -> None:
-        if self.stage is Stage.TRACING:
-            # The profile will be enlarged.
-            return
-        self._note(f"inputs of {format_bytes(now)} came where there had been {format_bytes(before)}")
-        self._aim.reset()
-        if now > MOST_GROWTH * pilot.measured_inputs:
-            self._seek()
-            return
-        self._has_outgrown, self.stage = True, Stage.TRYING
-        for each in self._stages:
-            each.take_least()
-
-    def _seek(self) -> None:
-        self._has_outgrown, self.stage = False, Stage.TRACING
-        for pilot in self.stages:
-            pilot.seek()
-
-    def _begin_check(self) -> None:
-        self._seen = None
-        self._memory.reset_peak()
-
-    def _see_peak(self) -> None:
-        """A backward has ended. What comes after a step's last one, as an evaluation, is not the step's."""
-        if self._is_whole(self._turns):
-            self._seen = self._memory.peak()
-
-    def _peak(self) -> int | None:
-        """Most bytes since the check began, if that is known."""
-        found, self._seen = self._seen, None
-        return found
-
-    def _note(self, what: str) -> None:
-        if what not in self.notes:
-            self.notes.append(what)
+        Raises:
+            SpillwayError: what ``make`` raises here. On the ranks where it raises nothing:
+            UnsupportedError: with the words of the first that did.
+            UsageError: where ranks do not share the same.
+        """
+        if not self._groups:
+            return [make()]
+        mine: list[tuple[str, str | None, T | None]] = [(what, "something that is no error of Spillway's", None)]
+        try:
+            mine = [(what, None, make())]
+        except SpillwayError as error:
+            mine = [(what, str(error), None)]
+            raise
+        finally:
+            # Also where this rank has failed: the others wait to hear of it.
+            for group in self._groups:
+                mine = [each for part in _gathered(mine, group) for each in part]
+        if len({said for said, _, _ in mine}) > 1:
+            raise UsageError(
+                f"got ranks of one model that are at different places of its training ({what} here), expected that all "
+                f"train it for as many calls; let them, or give each one the same plan: attach(model, plan=...)"
+            )
+        other = next((text for _, text, _ in mine if text is not None), None)
+        if other is not None:
+            raise UnsupportedError(f"got an error on another rank of this model, expected none: {other}")
+        return [value for _, _, value in mine]  # type: ignore[misc]
 
 
-def _state_of(module: Module) -> object:
-    """What of a stage is trained."""
-    return module.training, tuple(parameter.requires_grad for parameter in module.parameters())
+def ranks_of(model: Module | None) -> RankGroup:
+    """Who trains a model together with this process. To be asked while the model is called, on all of its ranks.
+
+    They talk in the model's own groups: to make others of the same ranks was seen to wait for ever.
+    """
+    if model is None or not _is_initialized():
+        return RankGroup()
+    wrapper = _wrapper_of(model)
+    found = {id(group): group for group in _groups_of(model, wrapper)}
+    return RankGroup([group for group in found.values() if group.size() > 1], wrapper)
+
+
+def _is_initialized() -> bool:
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and bool(distributed.is_available() and distributed.is_initialized())
+
+
+def _groups_of(model: Module, wrapper: Any) -> Iterator[ProcessGroup]:
+    if wrapper is not None:
+        yield wrapper.process_group
+    for module in model.modules():
+        if is_a(module, _FSDP, "FullyShardedDataParallel"):
+            sharded: Any = module
+            yield sharded.process_group
+    meshes = {id(mesh): mesh for mesh in _meshes(model)}
+    for mesh in meshes.values():
+        yield from mesh.get_all_groups()
+
+
+def _wrapper_of(model: Module) -> Any:
+    """The ``DistributedDataParallel`` in a model, or whose call this is in: who is in it does not see it otherwise."""
+    inside = (module for module in model.modules() if is_a(module, _DDP, "DistributedDataParallel"))
+    return next(inside, _active())
+
+
+def _active() -> Any:
+    kind: Any = getattr(sys.modules.get(_DDP), "DistributedDataParallel", None)
+    return None if kind is None else kind._get_active_ddp_module()
+
+
+def _meshes(model: Module) -> Iterator[Any]:
+    kind: Any = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    for parameter in model.parameters():
+        if kind is not None and isinstance(parameter, kind):
+            yield parameter.device_mesh
+
+
+def _gathered(mine: T, group: ProcessGroup) -> list[T]:
+    import torch.distributed
+
+    found: list[Any] = [None] * group.size()
+    try:
+        torch.distributed.all_gather_object(found, mine, group=group)
+    except RuntimeError as error:
+        raise UsageError(
+            f"got no answer of the other ranks of this model ({error}), expected that all train it for as many calls "
+            f"until a plan is held; let them, or give each one the same plan: attach(model, plan=...)"
+        ) from error
+    return found
+
+
+def shared_profile(profiles: Sequence[Profile]) -> Profile:
+    """One for all ranks, of those of each."""
+    largest = max(profiles, key=lambda profile: profile.saved_bytes)
+    fullest = max(profiles, key=lambda profile: profile.static_bytes)
+
+    return replace(
+        largest,
+        static_bytes=fullest.static_bytes,
+        static=fullest.static,
+        before=_fullest(largest.before, [profile.before for profile in profiles]),
+        middle=_fullest(largest.middle, [profile.middle for profile in profiles]),
+        late=None if largest.late is None else _fullest(largest.late, [each.late for each in profiles if each.late]),
+        after=_fullest(largest.after, [profile.after for profile in profiles]),
+        lead_seconds=min(profile.lead_seconds for profile in profiles),
+    )
+
+
+def _fullest(part: Outside, parts: Sequence[Outside]) -> Outside:
+    return replace(
+        part,
+        peak_bytes=max(each.peak_bytes for each in parts),
+        change_bytes=max(each.change_bytes for each in parts),
+    )

@@ -95,7 +95,7 @@ def _allowed(profile: Profile, plan: Plan) -> set[str]:
     """The decisions that are allowed by default, and those that the plan takes beside them."""
     import torch
 
-    from spillway.attaching.budgeted import allowed
+    from spillway.attaching.budget import allowed
 
     tiers = {"host": plan.host_bytes, "disk": plan.disk_bytes}
     return {*allowed(torch.device(profile.device), None), *(tier for tier, nbytes in tiers.items() if nbytes)}

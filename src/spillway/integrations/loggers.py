@@ -63,7 +63,7 @@ def _numbers(record: StepStats | OptimizerStats | GroupStats) -> Iterator[tuple[
 
 def _of_plan(attached: Attached) -> Iterator[tuple[str, float]]:
     if attached.stage is not None:
-        yield "plan/holding", attached.stage == "holding"
+        yield "plan/holding", attached.stage == "active"
     plan, measured = attached.plan, attached.measured
     if plan is not None:
         yield "plan/budget_bytes", plan.budget

@@ -41,7 +41,7 @@ from spillway.session import Session
 from spillway.units import parse_bytes
 
 if TYPE_CHECKING:
-    from spillway.attaching.ranks import RankPilot
+    from spillway.attaching.pipeline import PipelinePlanController
     from spillway.planning.hardware import Hardware
     from spillway.planning.plan import Plan
 
@@ -203,11 +203,10 @@ def _planned(
 ) -> OffloadedStages:
     """Stages within a budget."""
     # What solves and checks takes a while to import, and is for those who plan.
-    from spillway.attaching.budgeted import Limits, rank_pilot_of, stage_pilot_of
+    from spillway.attaching.pipeline import StageCollector, pipeline_controller
 
-    pilots = [stage_pilot_of(stage.stage_index, stage.submod, session, min_bytes) for stage in stages]
-    modules = [stage.submod for stage in stages]
-    rank = rank_pilot_of(list(zip(pilots, modules, strict=True)), Limits(**limits), hardware, session)
+    collectors = [StageCollector(stage.stage_index, stage.submod, session, min_bytes) for stage in stages]
+    rank = pipeline_controller(collectors, session, hardware, **limits)
 
     def context(tag: str) -> offload:
         # Of what is in no block nothing leaves; what regions send has its order here, which is that of a plan.
@@ -217,10 +216,10 @@ def _planned(
     offloaded = OffloadedStages(calls, rank)
     with ExitStack() as undo:
         undo.callback(offloaded.remove)
-        for part, (stage, pilot) in enumerate(zip(stages, pilots, strict=True)):
+        for part, (stage, collector) in enumerate(zip(stages, collectors, strict=True)):
             attached = attach(stage.submod, blocks=blocks, min_bytes=min_bytes, session=session)
             calls.append(_StageCalls(stage, context, attached, rank, part))
-            attached.follow(pilot)
+            attached.follow(collector)
             calls[-1].take()
         undo.pop_all()
     return offloaded
@@ -235,7 +234,7 @@ class OffloadedStages:
         >>> offloaded.stats().reloaded_bytes  # doctest: +SKIP
     """
 
-    def __init__(self, calls: Sequence[_StageCalls], rank: RankPilot | None = None) -> None:
+    def __init__(self, calls: Sequence[_StageCalls], rank: PipelinePlanController | None = None) -> None:
         self._calls = calls
         self._rank = rank
 
@@ -250,13 +249,14 @@ class OffloadedStages:
 
     @property
     def stage(self) -> str | None:
-        """With a budget: ``"tracing"``, ``"trying"``, ``"checking"``, and ``"holding"`` when plans were checked."""
+        """With a budget: as :attr:`spillway.Attached.stage` has it, and ``"active"`` when plans were validated."""
         return None if self._rank is None else self._rank.stage.value
 
     @property
     def measured(self) -> int | None:
         """With a budget: most bytes on the device in the step that was checked."""
-        return None if self._rank is None else self._rank.measured
+        measured = None if self._rank is None else self._rank.measured
+        return None if measured is None else measured.peak_bytes
 
     def explain(self) -> str:
         """The plans in words, and what happened on the way to them.
@@ -322,7 +322,7 @@ class _StageCalls:
         stage: Stage,
         context: Callable[[str], offload],
         attached: Attached | None,
-        rank: RankPilot | None = None,
+        rank: PipelinePlanController | None = None,
         part: int = 0,
     ) -> None:
         self.stage = stage

@@ -232,7 +232,7 @@ class Stopwatch:
         self.count = count
         if self._last is not None:
             self.seconds.append(now - self._last)
-        elif count >= self._order.warm_up and all(each.stage in (None, "holding") for each in self.attached):
+        elif count >= self._order.warm_up and all(each.stage in (None, "active") for each in self.attached):
             self.meter = PeakMeter(_device())
             self.meter.start()
             now = time.perf_counter()

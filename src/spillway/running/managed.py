@@ -17,8 +17,8 @@ import torch
 from torch.nn import Module
 
 from spillway.attaching import Attached, attach
-from spillway.attaching.budgeted import device_of
-from spillway.attaching.pilot import Pilot
+from spillway.attaching.budget import device_of
+from spillway.attaching.measure import ProfileCollector
 from spillway.errors import SpillwayError, UnsupportedError, UsageError, printable
 from spillway.planning.files import check_writable, write_file
 from spillway.planning.profile import Profile
@@ -210,31 +210,31 @@ def run_profiled(script: Script, path: Path, *, steps: int) -> Profile:
     check_writable("-o", path)
     rank = rank_of()
     profiles: list[Profile] = []
-    pilots: list[_ProfilingPilot] = []
+    collectors: list[_EndingCollector] = []
 
-    def attach_pilot(model: Module) -> tuple[Attached, str]:
-        pilot = _ProfilingPilot(model, profiles)
+    def attach_collector(model: Module) -> tuple[Attached, str]:
+        collector = _EndingCollector(model, profiles)
         attached = attach(model)
-        attached.follow(pilot)
-        pilots.append(pilot)
+        attached.follow(collector)
+        collectors.append(collector)
         return attached, "profile"
 
     def stepped(count: int) -> None:
         if count >= steps and not profiles:
             raise ScriptExit
 
-    observer = ScriptObserver(attach_pilot, stepped)
+    observer = ScriptObserver(attach_collector, stepped)
     try:
         script.run()
     except SystemExit as ended:
         if ended.code:
             raise
     observer.end()
-    for pilot in pilots:
+    for collector in collectors:
         if not profiles:
             # The last step ended with the script.
-            pilot.finish()
-            pilot.give()
+            collector.finish()
+            collector.give()
     observer.models.close()
     if not profiles:
         result = result_of(observer)
@@ -268,7 +268,7 @@ def _summary(profile: Profile) -> list[str]:
     return lines
 
 
-class _ProfilingPilot(Pilot):
+class _EndingCollector(ProfileCollector):
     """Profiles and plans nothing. It ends the script in the call of the model in which the profile is complete.
 
     Args:
@@ -277,7 +277,7 @@ class _ProfilingPilot(Pilot):
     """
 
     def __init__(self, model: Module, profiles: list[Profile]) -> None:
-        super().__init__(type(model).__name__, device_of(model), None, min_bytes=MIN_BYTES, budget=None, planner=None)
+        super().__init__(type(model).__name__, device_of(model), None, min_bytes=MIN_BYTES)
         self._profiles = profiles
 
     def begin(self, model: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

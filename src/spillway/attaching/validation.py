@@ -1,4 +1,4 @@
-"""What cannot be attached to, and why: each function raises, or does nothing."""
+"""Checks of models and arguments that cannot be attached: each function raises, or does nothing."""
 
 from __future__ import annotations
 
@@ -7,14 +7,19 @@ import inspect
 import sys
 from collections.abc import Iterable, Sequence
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import Module
 
 from spillway.attaching.call import PLACE, is_attached
-from spillway.blocks import Named, is_a, is_compiled, patterns_of, perhaps, uncompiled
+from spillway.blocks import Blocks, Named, is_a, is_compiled, patterns_of, perhaps, uncompiled
 from spillway.errors import UnsupportedError, UsageError
+from spillway.policies import Policy
+from spillway.session import Session
+
+if TYPE_CHECKING:
+    from spillway.attaching.block import RegionCall
 
 CHECKPOINTING_FLAGS = ("gradient_checkpointing", "grad_checkpointing")
 """Attributes that are true of a module that checkpoints itself: in transformers and diffusers, and in timm."""
@@ -155,3 +160,55 @@ def _method_of(kind: type[Module], name: str) -> object:
             is_torchs = str(getattr(method, "__module__", "")).partition(".")[0] == "torch"
             return None if is_torchs and method is not Module._call_impl else method
     return None
+
+
+def refuse_nested(blocks: Iterable[RegionCall]) -> None:
+    """Raise :class:`~spillway.errors.UsageError` if one of the blocks has others inside, for which there is no plan."""
+    inner = next((block.name for block in blocks if block.has_inner), None)
+    if inner is not None:
+        raise UsageError(
+            f"blocks: got {inner!r}, which has others inside, with a budget, expected blocks one after the other; "
+            f"name the outer ones or the inner ones"
+        )
+
+
+def check_arguments(model: object, session: object, *, every: object, first: object, keep_last: object) -> None:
+    """Raise :class:`~spillway.errors.UsageError` for arguments of other kinds."""
+    if not isinstance(model, Module):
+        raise UsageError(f"model: got {model!r:.200}, expected a torch.nn.Module")
+    if session is not None and not isinstance(session, Session):
+        raise UsageError(f"session: got {session!r}, expected a spillway.Session or None")
+    for name, number, least in (("every", every, 1), ("first", first, 0), ("keep_last", keep_last, 0)):
+        if (number is None and name == "first") or (type(number) is int and number >= least):
+            continue
+        raise UsageError(f"{name}: got {number!r}, expected a whole number of at least {least}")
+
+
+def check_planned(
+    policy: object, groups: object, plan: object, budget: object, *, every: int, first: int | None, keep_last: int
+) -> None:
+    """That nothing is said that the plan is to decide."""
+    if budget is not None and plan is not None:
+        raise UsageError(f"got both budget={budget!r} and a plan, expected one of them; a plan has its budget")
+    if plan is not None and not hasattr(plan, "predicted_peak"):
+        raise UsageError(f"plan: got {plan!r:.200}, expected a spillway.Plan, as spillway.plan() makes it")
+    if policy is not None or groups is not None or every != 1 or first is not None or keep_last:
+        raise UsageError(
+            "got a policy, groups, every, first or keep_last beside a budget or a plan, expected none, since the plan "
+            "decides about every block; leave them out, or leave out the budget"
+        )
+
+
+def check_policy(policy: Policy, blocks: Blocks | None, *, every: int, first: int | None, keep_last: int) -> None:
+    """That it is one, and that nothing is said of regions, which there are none of."""
+    if isinstance(policy, type) or not callable(policy):
+        raise UsageError(
+            f"policy: got {policy!r}, expected a spillway.Recompute(...), an offload policy such as "
+            f"spillway.policies.Ratio(0.5), or None"
+        )
+    if every != 1 or first is not None or (blocks is not None and not keep_last):
+        raise UsageError(
+            f"got every={every!r}, first={first!r} or blocks={blocks!r} with the offload policy {policy!r}, which "
+            f"recomputes nothing, expected at most keep_last and the blocks that it counts; to recompute, give a "
+            f"spillway.Recompute(offload=...)"
+        )

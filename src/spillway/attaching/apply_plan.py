@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from spillway.errors import UsageError
@@ -17,17 +17,16 @@ if TYPE_CHECKING:
     from spillway.attaching.block import RegionCall
 
 LEAST = Recompute(offload="inputs")
-"""What takes the least memory: everything is computed again, and inputs are away meanwhile."""
+"""The least memory: everything is recomputed, and inputs are offloaded meanwhile."""
 
 
-def treat_by(plan: Plan, blocks: Sequence[RegionCall], *, is_whole: bool = True) -> None:
+def apply_plan(plan: Plan, blocks: Sequence[RegionCall], *, is_whole: bool = True) -> None:
     """From the next call on, blocks do as a plan says.
 
     Args:
-        plan: of them.
+        plan: of these blocks.
         blocks: all of the model.
-        is_whole: whether it has to name all that are trained. Otherwise those that were not called where it was made
-            take the least memory.
+        is_whole: whether it has to name all blocks that are trained. Otherwise the others take the least memory.
 
     Raises:
         UsageError: if it is of another model.
@@ -46,8 +45,32 @@ def treat_by(plan: Plan, blocks: Sequence[RegionCall], *, is_whole: bool = True)
         call.how = None if call.name in frozen else LEAST if block is None else how_of(block)
 
 
+def how_of(block: BlockPlan) -> Recompute | None:
+    """How a block is called; ``None``: without recomputation or offloading."""
+    if block.plain:
+        return None
+    decisions = {each.place: (each.operator, each.decision) for each in block.operators}
+    inputs = Decision.KEEP if block.inputs is Decision.RECOMPUTE else block.inputs
+    return Recompute(policy=Planned(decisions, inputs, block.recomputes))
+
+
+def decisions_of(plan: Plan) -> Hashable:
+    """All that a plan does, without its predictions."""
+    blocks = tuple(
+        (
+            block.name,
+            block.plain,
+            block.recomputes,
+            block.inputs,
+            tuple((op.place, op.decision) for op in block.operators),
+        )
+        for block in plan.blocks
+    )
+    return blocks, plan.window, plan.ahead, plan.optimizer_fraction
+
+
 def learned_by(blocks: Iterable[RegionCall], session: Session) -> int:
-    """How many calls of blocks were learned from, and so cost more than others do."""
+    """How many calls of blocks were recorded or compared, and so cost more than others."""
     modules = [module for block in blocks if (module := block.module()) is not None]
     found = (session.proofs(weakref.ref(module)).learned.values() for module in modules)
     return sum(each.learned_from for several in found for each in several)
@@ -56,12 +79,3 @@ def learned_by(blocks: Iterable[RegionCall], session: Session) -> int:
 def _is_frozen(call: RegionCall) -> bool:
     module = call.module()
     return module is not None and not any(parameter.requires_grad for parameter in module.parameters())
-
-
-def how_of(block: BlockPlan) -> Recompute | None:
-    """How a block is called; ``None``: it is left alone."""
-    if block.plain:
-        return None
-    decisions = {each.place: (each.operator, each.decision) for each in block.operators}
-    inputs = Decision.KEEP if block.inputs is Decision.RECOMPUTE else block.inputs
-    return Recompute(policy=Planned(decisions, inputs, block.recomputes))

@@ -1,0 +1,245 @@
+"""Budgets of attached models, and the planner that keeps to them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import Module
+
+from spillway.attaching.measure import DividedOptimizer, ProfileCollector
+from spillway.errors import BudgetError, UsageError
+from spillway.planning.curve import Curve, make_curve
+from spillway.planning.hardware import Hardware
+from spillway.planning.planner import aim_at, make_checkpointing_plan, make_plan
+from spillway.planning.programs import check_allow
+from spillway.planning.stages import StageProfile, make_stage_plans, simulate_stages
+from spillway.planning.windows import Lanes
+from spillway.profiling.machine import known_hardware
+from spillway.profiling.meter import Known, known_bytes
+from spillway.runtime.host_memory import local_ranks
+from spillway.session import MIN_BYTES, Session
+from spillway.units import format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    from spillway.attaching.ranks import RankGroup
+    from spillway.planning.plan import Plan
+    from spillway.planning.profile import Profile
+    from spillway.planning.tasks import Turn
+
+_MOST_CORRECTIONS = 8
+_SLACK = 1 << 20
+
+
+class BudgetTarget:
+    """The bytes that plans are made for: a little less than the budget, and less after each step above it.
+
+    Args:
+        budget: bytes that may be allocated on the device.
+    """
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.nbytes = aim_at(budget)
+        self._corrections = 0
+
+    def margin(self, predicted: int) -> int:
+        """Bytes by which a step may exceed its predicted peak within the budget."""
+        return self.budget - aim_at(self.budget) + self.nbytes - predicted
+
+    def reset(self) -> None:
+        """Forget the steps above the budget."""
+        self._corrections, self.nbytes = 0, aim_at(self.budget)
+
+    def back_off(self, peak: int, replan: Callable[[], object], note: Callable[[str], object]) -> None:
+        """Plan for so much less as a step was above the budget.
+
+        Args:
+            peak: bytes of the step.
+            replan: makes a plan for :attr:`nbytes`, and applies it.
+            note: takes a note for the user.
+
+        Raises:
+            BudgetError: if there is no such plan, or if eight plans were above the budget. The last plan stays active.
+        """
+        before = self._corrections, self.nbytes
+        self._corrections += 1
+        if self._corrections > _MOST_CORRECTIONS:
+            raise BudgetError(
+                f"budget: got {format_bytes(self.budget)}, and steps of {format_bytes(peak)} after {_MOST_CORRECTIONS} "
+                f"plans, expected a budget that is met; the model's steps differ too much: give a larger budget",
+                budget=self.budget,
+                least=peak,
+            )
+        # Peaks vary with the copies under way. The more steps were above the budget, the more is left.
+        self.nbytes = max(self.nbytes - (peak - self.budget + _SLACK) * 2 ** max(self._corrections - 2, 0), 0)
+        note(f"planned anew for {format_bytes(self.nbytes)}")
+        try:
+            replan()
+        except BudgetError as error:
+            missing = error.least - self.nbytes
+            self._corrections, self.nbytes = before
+            raise BudgetError(
+                f"budget: got {format_bytes(self.budget)}, and a step of {format_bytes(peak)} where less was "
+                f"predicted, expected {format_bytes(missing)} more, since no plan is that much smaller; give a budget "
+                f"of {format_bytes(self.budget + missing)}, or allow more to leave or to be computed again",
+                budget=self.budget,
+                least=self.budget + missing,
+            ) from error
+
+
+def allowed(device: torch.device, allow: Collection[str] | None) -> Collection[str]:
+    """What a plan may do; by default, all that serves a device at its best."""
+    if allow is not None:
+        return allow
+    return {"keep", "recompute", "disk" if device.type == "cpu" else "host"}
+
+
+def device_of(model: Module) -> torch.device:
+    """The device where a model computes.
+
+    Raises:
+        UsageError: if it has no parameters.
+    """
+    parameter = next(iter(model.parameters()), None)
+    if parameter is None:
+        raise UsageError(f"got {type(model).__name__}, which has no parameters, with a budget, expected one that has")
+    return parameter.device
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Makes the plans of a device, within the user's limits."""
+
+    session: Session
+    device: torch.device
+    hardware: Hardware | None
+    """``None``: not known, since the plan was given."""
+    window: int
+    """Bytes that may be in flight, before any plan claims another limit."""
+    host_budget: int | None
+    disk_budget: int | None
+    allow: Collection[str]
+
+    @classmethod
+    def of(
+        cls,
+        device: torch.device,
+        session: Session | None,
+        hardware: Hardware | str | None,
+        *,
+        host_budget: int | str | None = None,
+        disk_budget: int | str | None = None,
+        allow: Collection[str] | None = None,
+        needs_hardware: bool = True,
+    ) -> Planner:
+        """The planner for what a user said.
+
+        Raises:
+            UsageError: for limits that cannot be meant.
+        """
+        host = None if host_budget is None else parse_bytes(host_budget, what="host_budget")
+        disk = None if disk_budget is None else parse_bytes(disk_budget, what="disk_budget")
+        if allow is not None:
+            check_allow(allow)
+        # A machine is measured at most once, and not in the middle of a step.
+        known = Hardware.of(hardware) if hardware is not None else known_hardware(device) if needs_hardware else None
+        used = session if session is not None else Session.default()
+        window = used.runtime(device).mover.window
+        return cls(used, device, known, window, host, disk, allowed(device, allow))
+
+    def plan(self, profile: Profile, budget: int, ranks: RankGroup) -> Plan:
+        """The plan of a model that ranks train together."""
+        room = min(ranks.share("room", self._room))
+        hardware = ranks.share("hardware", lambda: self.hardware)[0]
+        assert hardware is not None
+        return ranks.share("plan", lambda: make_plan(profile, hardware, budget=budget, **self._limits(room)))[0]
+
+    def checkpointing_plan(self, profile: Profile, budget: int, ranks: RankGroup) -> Plan:
+        """The plan of torch's own checkpointing."""
+        hardware = ranks.share("hardware", lambda: self.hardware)[0]
+        assert hardware is not None
+        options: dict[str, Any] = {"budget": budget, "window": self.window, "active": local_ranks()}
+        return ranks.share("plan", lambda: make_checkpointing_plan(profile, hardware, **options))[0]
+
+    def curve(self, profile: Profile) -> Curve:
+        """Plans for several budgets."""
+        assert self.hardware is not None
+        return make_curve(profile, self.hardware, **self._limits(self._room()))
+
+    def stage_plans(
+        self, stages: Sequence[StageProfile], turns: Sequence[Turn], static_bytes: int, budget: int
+    ) -> list[Plan]:
+        """A plan for each stage of a rank, within one budget."""
+        limits = self._limits(self._room())
+        del limits["active"]
+        return make_stage_plans(stages, turns, self._lanes, static_bytes=static_bytes, budget=budget, **limits)
+
+    def stage_peak(
+        self, stages: Sequence[StageProfile], turns: Sequence[Turn], static_bytes: int, plans: Sequence[Plan]
+    ) -> int:
+        """The predicted peak of a step with other turns than those that were planned for."""
+        return simulate_stages(stages, plans, turns, self._lanes, static_bytes=static_bytes).peak_bytes
+
+    @property
+    def _lanes(self) -> Lanes:
+        assert self.hardware is not None
+        return Lanes(self.hardware, local_ranks())
+
+    def _room(self) -> int:
+        """Bytes of CPU memory. What others have there, as an optimizer has, is taken already."""
+        return self.session.host_room(self.device)
+
+    def _limits(self, room: int) -> dict[str, Any]:
+        return {
+            "window": self.window,
+            "may_grow": self.session.window is None,
+            "active": local_ranks(),
+            "host_budget": room if self.host_budget is None else min(self.host_budget, room),
+            "disk_budget": self.disk_budget,
+            "allow": self.allow,
+        }
+
+
+def collector_of(
+    model: Module,
+    session: Session | None,
+    min_bytes: int | str | None = None,
+    *,
+    optimizer: DividedOptimizer | None = None,
+    stepped: torch.optim.Optimizer | None = None,
+) -> ProfileCollector:
+    """A collector that profiles a model.
+
+    Args:
+        model: on one device.
+        session: ``None``: the default one.
+        min_bytes: smaller tensors are not offloaded.
+        optimizer: has its state offloaded.
+        stepped: an optimizer whose state the profile tells apart.
+
+    Raises:
+        UsageError: for a model without parameters.
+    """
+    device = device_of(model)
+    least = parse_bytes(MIN_BYTES if min_bytes is None else min_bytes, what="min_bytes")
+    name, known = type(model).__name__, known_of(model, device, stepped)
+    return ProfileCollector(name, device, session, min_bytes=least, optimizer=optimizer, known=known)
+
+
+def known_of(
+    model: Module, device: torch.device, optimizer: torch.optim.Optimizer | None = None
+) -> Callable[[], Known]:
+    """Gives the known bytes of a device when it is called. It does not keep the model alive."""
+    reference = weakref.ref(model)
+
+    def known() -> Known:
+        found = reference()
+        # It is called within a call of the model.
+        assert found is not None
+        return known_bytes(found, device, optimizer)
+
+    return known

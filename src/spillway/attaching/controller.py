@@ -1,0 +1,535 @@
+"""Finds the plan of an attached model within a budget, in the steps of the user's own loop.
+
+NOTE [ How a plan is found ]
+
+Each call of the model in training begins a step, and each step has a stage. A step is judged when the next one begins.
+An evaluation between two steps ends the first of them: no plan makes an evaluation smaller. A call without gradients in
+training mode belongs to its step.
+
+The first three stages profile the model (NOTE [ Profiling steps ] in ``measure.py``). Then:
+
+``WARMING_UP``
+    The plan is applied. New replays are compared, and the order of backward is learned.
+``VALIDATING``
+    The peak of the step is measured. If it is above the budget, there is a plan for less, and the next step validates
+    that. If the step takes longer than 1.05 times the prediction, the next step validates the plan of torch's own
+    checkpointing, and the faster plan of the two becomes active. Checkpointing offloads nothing, and its replays have
+    run before: it needs no warming up. A step that was learned from is not judged.
+``ACTIVE``
+    Only the device's peak and the inputs' sizes are measured. After a peak above the budget there is a plan for less.
+    If there is none, the step is noted; a second one soon after it is an error. One of several ranks only notes it. A
+    step that begins with more bytes than the profiled one has a plan for that before it runs. Larger inputs take the
+    least memory once, and then have a plan for the profile, enlarged. If there is none, profiling begins again.
+
+So a search takes five steps, and six where the plan is corrected or compared once. Each stage is a line in the log
+``spillway.attach``.
+
+Ranks that share a model go through the stages in step: NOTE [ One plan for many ranks ] in ``ranks.py``. The stages of
+a pipeline are planned for together: ``pipeline.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch.nn import Module
+
+from spillway.attaching.apply_plan import decisions_of
+from spillway.attaching.budget import BudgetTarget, Planner
+from spillway.attaching.measure import (
+    PROFILING,
+    TRANSITIONS,
+    Event,
+    ProfileCollector,
+    Stage,
+    kinds_of,
+    log_stage,
+    tensor_bytes,
+)
+from spillway.attaching.ranks import RankGroup, ranks_of
+from spillway.attaching.validation import refuse_nested
+from spillway.errors import BudgetError
+from spillway.planning.planner import parse_budget
+from spillway.profiling.meter import DeviceMemory
+from spillway.units import format_bytes
+
+if TYPE_CHECKING:
+    from spillway.attaching.block import RegionCall
+    from spillway.planning.plan import Plan
+    from spillway.planning.profile import Profile
+    from spillway.profiling.watch import Watched
+
+MOST_APART = 16
+"""A second step above the budget within so many steps is an error, if there is no plan for less."""
+_MOST_GROWTH = 2
+"""Inputs that are larger than so many times the profiled ones need a profile of their own."""
+_MOST_UNJUDGED = 4
+"""Steps of a plan that are not judged, since they were learned from."""
+_MOST_IDLE = 16
+_GRAINS = 256
+"""A step's first bytes are rounded up to such a part of the budget."""
+_SLOW = 1.05
+"""A plan that takes so much longer than predicted is compared with torch's own checkpointing."""
+_MOST_LEAD = 0.5
+"""Seconds of the CPU's lead that a step is validated with, at most."""
+_EVALUATED = "an evaluation between two steps had a peak over the budget, which is of training alone"
+_LEARNED = "a step with inputs of a new size, which is learned from, was over the budget"
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The peak and the time of the validated step."""
+
+    peak_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Rival:
+    """A validated plan that was slower than predicted, while torch's own checkpointing is validated."""
+
+    plan: Plan
+    measured: Measured
+    kinds: list[Hashable]
+    """Of the blocks that were called."""
+    seconds: float
+    """From the first block's forward to the end of the last block's backward."""
+
+
+class PlanController:
+    """See NOTE [ How a plan is found ].
+
+    Args:
+        collector: observes and calls the model's blocks.
+        planner: makes plans.
+        budget: bytes that may be allocated on the device, or a share as a float, as for :func:`spillway.plan`.
+            ``None``: the plan is given.
+        plan: is active from the begin, whatever comes.
+    """
+
+    def __init__(
+        self,
+        collector: ProfileCollector,
+        planner: Planner,
+        *,
+        budget: int | float | None = None,
+        plan: Plan | None = None,
+        memory: DeviceMemory | None = None,
+    ) -> None:
+        self.collector = collector
+        self.collectors: Sequence[ProfileCollector] = (collector,)
+        """Several for the stages of a pipeline."""
+        self.planner = planner
+        self.plan = plan
+        self.profile: Profile | None = None
+        """The profile that the plan was made of."""
+        self.measured: Measured | None = None
+        self.notes = collector.notes
+        self._memory = DeviceMemory(collector.device) if memory is None else memory
+        self._stage = Stage.ACTIVE if plan is not None else Stage.PROFILING_OPERATORS
+        self._is_given = plan is not None
+        self._share = budget if isinstance(budget, float) else None
+        self._target = BudgetTarget(budget) if isinstance(budget, int) else None
+        self._ranks: RankGroup | None = None
+        """``None``: the model was not called yet."""
+        self._inputs = 0
+        """Bytes of the largest inputs that the plan is for."""
+        self._has_outgrown = False
+        """Whether this step has larger inputs than the plan was for."""
+        self._learned = 0
+        """Calls of blocks that were recorded or compared so far."""
+        self._unjudged = 0
+        self._rival: _Rival | None = None
+        self._has_tried_checkpointing = False
+        self._peak: int | None = None
+        """The step's peak, if something came after it that is no part of it."""
+        self._steps = 0
+        """Steps in which a plan was active."""
+        self._over_at: int | None = None
+        """Which of them was above the budget last."""
+        self._refused: int | None = None
+        """The least bytes at the begin of a step for which there is no plan."""
+
+    @property
+    def stage(self) -> Stage:
+        """Where the search is."""
+        if self._stage not in PROFILING:
+            return self._stage
+        stages = (each.stage for each in self.collectors if not each.is_left_alone)
+        return min(stages, key=PROFILING.index, default=self._stage)
+
+    @property
+    def budget(self) -> int | None:
+        """Bytes that a step may have; ``None``: a share of a step that was not profiled yet."""
+        if self._is_given and self.plan is not None:
+            return self.plan.budget
+        return None if self._target is None else self._target.budget
+
+    @property
+    def missing(self) -> str:
+        """What a plan still needs; empty: there is one."""
+        if self.stage not in PROFILING:
+            return ""
+        if self.collector.idle_steps:
+            idle = self.collector.idle_steps
+            return f"a backward pass through the blocks: the last {idle} calls of the model had none"
+        if self.collector.is_waiting:
+            return "two steps of the optimizer that attach() was given"
+        calls = len(PROFILING) - PROFILING.index(self.stage) + (self._ranks is None)
+        return f"{calls} more call{'s' if calls > 1 else ''} of the model in training, after a backward pass each"
+
+    # What the model's call asks.
+
+    @property
+    def applied(self) -> int:
+        """How many plans were applied."""
+        return self.collector.applied
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing is to be done in any block."""
+        return self.stage is Stage.ACTIVE and self.plan is not None and all(block.plain for block in self.plan.blocks)
+
+    @property
+    def spare_bytes(self) -> int:
+        """Bytes that the budget leaves where nothing is to be done in any block."""
+        return self.plan.budget - self.plan.predicted_peak if self.is_plain and self.plan is not None else 0
+
+    def take(self, blocks: Sequence[RegionCall]) -> None:
+        """From now on, call these blocks."""
+        if self.plan is None:
+            refuse_nested(blocks)
+        self.collector.take(blocks, self.plan)
+
+    def begin(self, model: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The model is called: the step before has ended."""
+        collector = self.collector
+        if collector.is_elsewhere:
+            return
+        ranks = self._meet(model)
+        if not ranks.are_all_here(model):
+            # Not all ranks make this call. Nothing is learned of it, and the step before it is kept.
+            collector.cut()
+            return
+        was_judged, applied = self.stage in (Stage.VALIDATING, Stage.ACTIVE), self.applied
+        self._step_ended(collector.end_step())
+        if collector.idle_steps == _MOST_IDLE:
+            self.note_once(
+                f"{_MOST_IDLE} calls of the model had no backward before the next one, and nothing is learned of such: "
+                f"a pipeline's stages have their budget by offload_stages(budget=...)"
+            )
+        nbytes = self._see_inputs(tensor_bytes(args, kwargs), ranks)
+        if collector.device.type == "cpu":
+            # The memory of what was reloaded is kept for more of it. Until then it belongs to activations.
+            collector.session.trim(collector.device)
+        if not was_judged or self.applied == applied:
+            # Else a new plan is for what this step begins with, too.
+            self._look_at_level(ranks)
+        if self.stage is not Stage.ACTIVE:
+            lead = self.profile.lead_seconds if self.stage is Stage.VALIDATING and self.profile is not None else 0.0
+            collector.begin_step(self.stage, nbytes, min(lead, _MOST_LEAD))
+
+    def evaluates(self) -> None:
+        """The model is called in evaluation."""
+        if self.stage is not Stage.ACTIVE:
+            # One of several ranks may evaluate: the others hear of it when the next step begins.
+            self.collector.evaluates()
+        elif self._peak is None:
+            self._peak = self._memory.peak()
+
+    def drop(self) -> None:
+        """Measure nothing any more."""
+        self.collector.drop()
+
+    def note_once(self, what: str) -> None:
+        """Add a note for the user, once."""
+        if what not in self.notes:
+            self.notes.append(what)
+
+    # Stages.
+
+    def _enter(self, event: Event) -> None:
+        """Go to the stage that an event leads to."""
+        self._stage = TRANSITIONS[self.stage, event]
+        log_stage(self.collector.model, self._stage)
+        self._unjudged = 0
+        if self._stage is Stage.ACTIVE:
+            self._memory.reset_peak()
+
+    def _meet(self, model: Module) -> RankGroup:
+        """The ranks that train the model together. It may be wrapped later than it is first called."""
+        if self._ranks is None:
+            self._ranks = ranks_of(model)
+        elif self._ranks.alone and self.stage is not Stage.ACTIVE:
+            self._ranks = ranks_of(model)
+            if not self._ranks.alone and self.stage is not Stage.PROFILING_OPERATORS:
+                self._start_again()
+        return self._ranks
+
+    def _step_ended(self, watched: Watched | None) -> None:
+        ranks = self._known_ranks
+        if self._stage in PROFILING:
+            if self.collector.advance(watched, ranks):
+                self._plan_first()
+        elif self.stage is Stage.ACTIVE:
+            self._check()
+        elif self._has_outgrown:
+            self._plan_enlarged()
+        elif all(ranks.share(self.stage.value, lambda: watched is not None)):
+            assert watched is not None
+            if self.stage is Stage.WARMING_UP:
+                self._has_learned()
+                self._enter(Event.WARMED_UP)
+            else:
+                # What was read at the begin was before it.
+                places = watched.readings.items()
+                peak = max(reading.peak for place, reading in places if place[0] not in ("ahead", "begin"))
+                self._validate(peak, watched)
+
+    def _see_inputs(self, nbytes: int, ranks: RankGroup) -> int:
+        """Bytes of this step's inputs: those of the largest rank, but while a plan is active."""
+        if self.stage is not Stage.ACTIVE:
+            nbytes = max(ranks.share("inputs", lambda: nbytes))
+        elif not ranks.alone:
+            # Other ranks may have smaller inputs, and do not begin again.
+            nbytes = min(nbytes, self._inputs)
+        before, self._inputs = self._inputs, max(self._inputs, nbytes)
+        if 0 < before < nbytes and self.stage not in PROFILING and not self._is_given:
+            self._outgrow(self.collector, before, nbytes)
+        return nbytes
+
+    def _outgrow(self, collector: ProfileCollector, before: int, now: int) -> None:
+        """There are larger inputs than the plan is for."""
+        self.notes.append(f"inputs of {format_bytes(now)} came where there had been {format_bytes(before)}")
+        if now > _MOST_GROWTH * collector.measured_inputs or not self._known_ranks.alone:
+            self._start_again()
+            return
+        if self._target is not None:
+            self._target.reset()
+        self._has_outgrown = True
+        self._forget_rival()
+        self._enter(Event.OUTGROWN)
+        for each in self.collectors:
+            each.take_least()
+
+    def _plan_first(self) -> None:
+        """The first plan of a profile: for the largest inputs that came while it was made, if there is one for them."""
+        collector = self.collector
+        self.profile = collector.profile
+        assert self.profile is not None
+        if self._share is not None:
+            self._target = BudgetTarget(parse_budget(self._share, self.profile))
+        if self._known_ranks.alone and self._inputs > collector.measured_inputs:
+            try:
+                self._plan_enlarged(restarts=False)
+            except BudgetError:
+                self.profile, self._inputs = collector.profile, collector.measured_inputs
+            else:
+                return
+        try:
+            self._replan()
+        except BudgetError:
+            # A user who goes on hears it again, of the next profile.
+            is_rough = collector.is_rough
+            self._start_again()
+            if not is_rough:
+                raise
+
+    def _plan_enlarged(self, *, restarts: bool = True) -> None:
+        """A plan for larger inputs than those that were profiled."""
+        self._has_outgrown = False
+        self.profile = self.collector.enlarged(self._inputs)
+        try:
+            self._replan()
+        except BudgetError:
+            if not restarts:
+                raise
+            # The enlarged profile may be too large. The step is measured instead.
+            self._start_again()
+
+    def _replan(self, event: Event = Event.PLANNED) -> None:
+        """Apply a plan for the profile and the target.
+
+        Raises:
+            BudgetError: if there is none.
+        """
+        assert self.profile is not None
+        self._use(self.planner.plan(self.profile, self._known_target.nbytes, self._known_ranks), event)
+
+    def _use(self, plan: Plan, event: Event) -> None:
+        self.plan = plan
+        self.collector.apply(plan)
+        self._enter(event)
+
+    def _validate(self, peak: int, watched: Watched | None = None) -> None:
+        """A step with the plan is over: correct the plan, compare it, or make it active."""
+        ranks, target, rival = self._known_ranks, self._known_target, self._rival
+        peak = max(ranks.share("peak", lambda: peak))
+        learned = any(ranks.share("learned", self._has_learned))
+        seconds = 0.0 if watched is None else watched.seconds(("begin", 0), ("done", 0))
+        self.measured = Measured(peak, seconds)
+        is_over = peak > target.budget
+        is_slow = rival is None and watched is not None and self._is_slow(seconds)
+        if rival is not None and watched is not None:
+            kinds = kinds_of(watched)
+            learned = any(ranks.share("other", lambda: kinds != rival.kinds)) or learned
+        if learned and (is_over or is_slow or rival is not None) and self._unjudged < _MOST_UNJUDGED:
+            # The next step is judged instead.
+            self._unjudged += 1
+            if is_over:
+                self.note_once(_LEARNED)
+        elif rival is not None and (is_over or (not learned and self._blocks_seconds(watched) > rival.seconds)):
+            self._rival, self.measured = None, rival.measured
+            why = "took more than the budget" if is_over else "was no faster"
+            self.notes.append(f"torch's own checkpointing {why}: the plan before is active")
+            self._use(rival.plan, Event.VALIDATED)
+        elif is_over:
+            self._back_off(peak)
+        elif not is_slow or watched is None or not self._tries_checkpointing(watched):
+            self._rival = None
+            self._enter(Event.VALIDATED)
+
+    def _back_off(self, peak: int) -> None:
+        """Apply a plan for so much less as a step was above the budget."""
+        self._forget_rival()
+        # Ranks judge no step once a plan is active. So they judge one that is warm.
+        event = Event.CORRECTED if self._known_ranks.alone else Event.PLANNED
+        self._known_target.back_off(peak, lambda: self._replan(event), self.notes.append)
+
+    def _is_slow(self, seconds: float) -> bool:
+        """Whether a step took so long that torch's own checkpointing may be faster, and is to be tried."""
+        profile, plan = self.profile, self.plan
+        if self._has_tried_checkpointing or self.collector.optimizer is not None or profile is None or plan is None:
+            return False
+        if profile.kinds[0].host is None:
+            return False
+        return any(self._known_ranks.share("slow", lambda: seconds > _SLOW * plan.predicted_seconds))
+
+    def _tries_checkpointing(self, watched: Watched) -> bool:
+        """Apply the plan of torch's own checkpointing, if there is one within the budget and it is another plan."""
+        assert self.profile is not None
+        assert self.plan is not None
+        assert self.measured is not None
+        self._has_tried_checkpointing = True
+        try:
+            found = self.planner.checkpointing_plan(self.profile, self._known_target.nbytes, self._known_ranks)
+        except BudgetError:
+            return False
+        if decisions_of(found) == decisions_of(self.plan):
+            return False
+        self._rival = _Rival(self.plan, self.measured, kinds_of(watched), self._blocks_seconds(watched))
+        self._use(found, Event.CORRECTED)
+        return True
+
+    def _blocks_seconds(self, watched: Watched | None) -> float:
+        """From the begin of a step to the end of its blocks' backward, on the slowest rank."""
+        assert watched is not None
+        end = ("first", 0) if ("first", 0) in watched.readings else ("back", 0)
+        seconds = watched.seconds(("begin", 0), end)
+        return max(self._known_ranks.share("seconds", lambda: seconds))
+
+    def _check(self) -> None:
+        """A step with the active plan is over."""
+        target = self._target
+        if target is None:
+            return
+        self._steps += 1
+        last = self._memory.peak()
+        peak, self._peak = last if self._peak is None else self._peak, None
+        if peak <= target.budget < last:
+            self.note_once(_EVALUATED)
+            self._memory.reset_peak()
+        if self._has_learned():
+            self._memory.reset_peak()
+            if peak > target.budget:
+                self.note_once(_LEARNED)
+        elif peak > target.budget and not self._known_ranks.alone:
+            self.note_once(f"a step of this rank had a peak over the budget of {format_bytes(target.budget)}")
+        elif peak > target.budget:
+            self.notes.append(
+                f"a step had a peak of {format_bytes(peak)}, over the budget of {format_bytes(target.budget)}"
+            )
+            before, self._over_at = self._over_at, self._steps
+            try:
+                self._back_off(peak)
+            except BudgetError:
+                if before is not None and self._steps - before <= MOST_APART:
+                    raise
+                # What was different about that step need not come again.
+                self.notes.append(
+                    f"no plan is for less: this one stays, if none of {MOST_APART} steps is over the budget"
+                )
+                self._memory.reset_peak()
+
+    def _look_at_level(self, ranks: RankGroup) -> None:
+        """Plan again before a step that begins with more bytes than planned for, if it would be above the budget."""
+        if self._stage in PROFILING or self._has_outgrown or self._target is None:
+            return
+        if self.stage is Stage.ACTIVE and not ranks.alone:
+            return
+        # The plan itself decides how much of an offloaded optimizer is on the device.
+        found = ranks.share("level", lambda: None if self.collector.optimizer is not None else self._level())
+        levels = [level for level in found if level is not None]
+        if len(levels) < len(found):
+            return
+        level, profile, plan = max(levels), self.profile, self.plan
+        assert profile is not None
+        assert plan is not None
+        rise = level - profile.static_bytes
+        is_refused = self._refused is not None and level >= self._refused
+        if is_refused or rise <= self._target.margin(plan.predicted_peak):
+            return
+        # Where levels rise and rise, not every step has a plan of its own.
+        grain = max(self._target.budget // _GRAINS, 1)
+        more = -(-rise // grain) * grain
+        self.profile = self.collector.risen(profile, more)
+        try:
+            self._replan()
+        except BudgetError:
+            # These bytes may go in time. If they do not, the step's peak tells.
+            self.profile = profile
+            self._refused = level
+            return
+        self.collector.raise_profile(more)
+        self._forget_rival()
+        self.notes.append(
+            f"planned anew for steps that begin with {format_bytes(level)}, where the one that was weighed had "
+            f"{format_bytes(profile.static_bytes)}"
+        )
+
+    def _has_learned(self) -> bool:
+        """Whether calls were recorded or compared since this was last asked."""
+        before, self._learned = self._learned, sum(each.learned for each in self.collectors)
+        return self._learned != before
+
+    def _start_again(self) -> None:
+        """Profile again."""
+        self._stage = Stage.PROFILING_OPERATORS
+        self._has_outgrown = False
+        self._refused = None
+        self._forget_rival()
+        if self._target is not None:
+            self._target.reset()
+        for each in self.collectors:
+            each.restart()
+
+    def _forget_rival(self) -> None:
+        """The next plan is another one, and may be compared again."""
+        self._rival = None
+        self._has_tried_checkpointing = False
+
+    def _level(self) -> int:
+        """Bytes that are there now, without copies under way."""
+        return self._memory.level() - self.collector.carried()
+
+    @property
+    def _known_ranks(self) -> RankGroup:
+        assert self._ranks is not None
+        return self._ranks
+
+    @property
+    def _known_target(self) -> BudgetTarget:
+        assert self._target is not None
+        return self._target

@@ -1,0 +1,550 @@
+"""Profiles an attached model in three steps of the user's own loop.
+
+NOTE [ Profiling steps ]
+
+In the first three stages of the search for a plan, blocks are recomputed and their inputs are offloaded: no step takes
+less memory.
+
+``PROFILING_OPERATORS``
+    One call of each kind of block is measured operator by operator.
+``PROFILING_MEMORY``
+    Memory is measured at the ends of blocks, and in a block's backward wherever it receives a saved tensor.
+``PROFILING_TIME``
+    Times are measured at the ends of blocks only, because each reading takes CPU time. The CPU's lead over the device
+    at the end of the step is measured, too (``compile.py``). Inputs of another size have other times. After four such
+    steps, the times of the step before are taken.
+
+A step without a backward through the blocks is repeated. So is a step in which a new kind of block was measured
+operator by operator. An optimizer whose state is offloaded steps on the CPU meanwhile. ``PROFILING_TIME`` lasts until
+it has stepped twice.
+
+The collector observes one step at a time, and one thread. Calls in other threads are ignored. So is the recomputation
+of an earlier step, whose calls have smaller numbers. Frozen blocks before all others save nothing, and are left alone.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch.nn import Module
+from torch.utils._pytree import tree_leaves
+
+from spillway.attaching.apply_plan import LEAST, apply_plan, learned_by
+from spillway.attaching.ranks import RankGroup, shared_profile
+from spillway.blocks import signature
+from spillway.planning.plan import Plan
+from spillway.planning.profile import OptimizerProfile, Profile
+from spillway.planning.scaling import enlarged, risen
+from spillway.profiling.compile import compile_profile, queues, without_lead
+from spillway.profiling.probe import Probe, WatchedCall
+from spillway.profiling.watch import Watch, Watched
+from spillway.runtime.mover import Mover
+from spillway.session import Session
+
+if TYPE_CHECKING:
+    from spillway.attaching.block import RegionCall
+    from spillway.profiling.meter import Known
+
+_LOG = logging.getLogger("spillway.attach")
+_MOST_PROBES = 256
+_MOST_OTHER_KINDS = 4
+"""Steps of other kinds of blocks than the one whose memory was measured."""
+_MOST_NEW_KINDS = 32
+_MOST_WAITING = 256
+"""Steps in which an optimizer may take none."""
+_LAG = 0.1
+"""Seconds by which the device is made to lag behind the CPU where it is timed."""
+
+
+class Stage(enum.Enum):
+    """Stages of the search for a plan. See NOTE [ Profiling steps ], and NOTE [ How a plan is found ]."""
+
+    PROFILING_OPERATORS = "profiling operators"
+    PROFILING_MEMORY = "profiling memory"
+    PROFILING_TIME = "profiling time"
+    WARMING_UP = "warming up"
+    VALIDATING = "validating"
+    ACTIVE = "active"
+
+
+PROFILING = (Stage.PROFILING_OPERATORS, Stage.PROFILING_MEMORY, Stage.PROFILING_TIME)
+
+
+class Event(enum.Enum):
+    """What takes the search from one stage to the next."""
+
+    PROFILED = "a step showed what its stage is for"
+    PLANNED = "another plan was applied"
+    WARMED_UP = "a step with the plan is over"
+    CORRECTED = "a plan for less was applied, or the one of torch's own checkpointing"
+    VALIDATED = "a step kept to the budget"
+    OUTGROWN = "larger inputs came"
+
+
+_PLANNED = (Stage.WARMING_UP, Stage.VALIDATING, Stage.ACTIVE)
+TRANSITIONS: dict[tuple[Stage, Event], Stage] = {
+    (Stage.PROFILING_OPERATORS, Event.PROFILED): Stage.PROFILING_MEMORY,
+    (Stage.PROFILING_MEMORY, Event.PROFILED): Stage.PROFILING_TIME,
+    (Stage.PROFILING_TIME, Event.PLANNED): Stage.WARMING_UP,
+    (Stage.WARMING_UP, Event.WARMED_UP): Stage.VALIDATING,
+    (Stage.VALIDATING, Event.CORRECTED): Stage.VALIDATING,
+    (Stage.VALIDATING, Event.VALIDATED): Stage.ACTIVE,
+    (Stage.ACTIVE, Event.CORRECTED): Stage.WARMING_UP,
+    **{(stage, Event.PLANNED): Stage.WARMING_UP for stage in _PLANNED},
+    **{(stage, Event.OUTGROWN): Stage.WARMING_UP for stage in _PLANNED},
+}
+"""The stage after an event. From each of them the search may also begin again."""
+
+
+class DividedOptimizer(Protocol):
+    """An optimizer that steps a fraction of its elements on the CPU."""
+
+    def divide(self, fraction: float) -> None:
+        """From the next step on, step this fraction of all elements on the CPU."""
+        ...
+
+    def profile(self) -> OptimizerProfile | None:
+        """The cost of stepping all of them there; ``None``: it has not stepped twice yet."""
+        ...
+
+
+class ProfileCollector:
+    """Observes the calls of a model's blocks, and makes a profile. See NOTE [ Profiling steps ].
+
+    It also calls the blocks: recomputed in the least memory, or by a plan.
+
+    Args:
+        model: class name of the model.
+        device: the device where it computes.
+        session: ``None``: the default one.
+        min_bytes: smaller tensors are not offloaded.
+        optimizer: has its state offloaded. ``None``: there is no such optimizer.
+        known: gives the bytes of weights, gradients and state. ``None``: they are not known.
+        has_lead: whether the CPU can be ahead of the device when a step begins.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        device: torch.device,
+        session: Session | None,
+        *,
+        min_bytes: int,
+        optimizer: DividedOptimizer | None = None,
+        known: Callable[[], Known] | None = None,
+        has_lead: bool = True,
+    ) -> None:
+        self.model = model
+        self.device = device
+        self.min_bytes = min_bytes
+        self.optimizer = optimizer
+        self.stage = Stage.PROFILING_OPERATORS
+        self.profile: Profile | None = None
+        """Of the step that was measured."""
+        self.measured_inputs = 0
+        """Bytes of the model's inputs in that step."""
+        self.is_rough = False
+        """Whether kinds of blocks in that step had not come before."""
+        self.applied = 0
+        """How many plans were applied."""
+        self.idle_steps = 0
+        """Consecutive steps without a backward."""
+        self.is_waiting = False
+        """Whether the profile only lacks steps of the optimizer."""
+        self.is_left_alone = False
+        """Whether nothing is done in its blocks, since no backward comes through them."""
+        self.notes: list[str] = []
+        self._session = session
+        self._known = known
+        self._has_lead = has_lead
+        self._blocks: Sequence[RegionCall] = ()
+        self._probes: dict[Hashable, Probe] = {}
+        self._observed: Stage | None = None
+        """The stage of the step that is observed."""
+        self._watch: Watch | None = None
+        self._cut: Watched | None = None
+        """A step that ended before the next one began."""
+        self._is_cut = False
+        self._first = 0
+        """Number of the step's first call: the recomputation of an earlier step has smaller numbers."""
+        self._has_probed = False
+        """Whether a block of the step is measured operator by operator."""
+        self._inputs = 0
+        self._statics: Known | None = None
+        """Where the step began whose memory is measured."""
+        self._weighed: Watched | None = None
+        """The step whose memory was measured."""
+        self._other_kinds = self._new_kinds = self._waited = 0
+
+    # What the model's call asks.
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing is to be done in any block."""
+        return False
+
+    @property
+    def spare_bytes(self) -> int:
+        """Bytes that the budget leaves where nothing is to be done in any block."""
+        return 0
+
+    def take(self, blocks: Sequence[RegionCall], plan: Plan | None = None) -> None:
+        """From now on, call these blocks, by a plan if there is one."""
+        self._blocks = blocks
+        for block in blocks:
+            block.collector = self
+        if plan is None:
+            self.restart()
+        else:
+            self.apply(plan, is_given=True)
+
+    def begin(self, model: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The model is called: the step before has ended."""
+        if not self.is_elsewhere:
+            self.finish()
+            self.begin_step(self.stage, tensor_bytes(args, kwargs))
+
+    def evaluates(self) -> None:
+        """The model is called in evaluation, which ends the step before it."""
+        if self._watch is not None and self._watch.has_backward and not self._is_strange(self._watch):
+            self.cut()
+
+    def finish(self) -> None:
+        """The step has ended, and the next one need not come."""
+        watched = self.end_step()
+        if self.profile is None:
+            self.advance(watched)
+
+    def drop(self) -> None:
+        """Measure nothing any more, and give the session its in-flight limit back."""
+        self._cut = None
+        watch = self._take_watch()
+        if watch is not None:
+            watch.close()
+        self._probes.clear()
+        if not self.session.closed:
+            self._mover().claim(self, None)
+
+    def note_once(self, what: str) -> None:
+        """Add a note for the user, once."""
+        if what not in self.notes:
+            self.notes.append(what)
+
+    # Steps.
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether a step is observed in another thread, which still runs."""
+        return self._watch is not None and self._is_strange(self._watch) and self._watch.thread.is_alive()
+
+    def begin_step(self, stage: Stage, inputs: int = 0, lead: float = 0.0) -> None:
+        """Observe a step.
+
+        Args:
+            stage: of the search.
+            inputs: bytes of the model's inputs.
+            lead: seconds by which the CPU is to be ahead of the device.
+        """
+        self._observed, self._inputs, self._has_probed = stage, inputs, False
+        if stage is Stage.PROFILING_MEMORY:
+            self._statics = None if self._known is None else self._known()
+        self._watch = self._new_watch(lead)
+
+    def cut(self) -> bool:
+        """The step ends here, and not where the next one begins; whether anything was seen of it."""
+        found = self._finish()
+        self._cut = found or self._cut
+        return found is not None
+
+    def end_step(self) -> Watched | None:
+        """The measurements of the step; ``None`` if it had no backward."""
+        found, cut, self._cut = self._finish(), self._cut, None
+        self._is_cut = found is None and cut is not None
+        return cut if self._is_cut else found
+
+    def advance(self, watched: Watched | None, ranks: RankGroup | None = None) -> bool:
+        """A profiling step has ended.
+
+        Args:
+            watched: its measurements.
+            ranks: train the model together, and go through the stages in step.
+
+        Returns:
+            Whether there is a profile.
+        """
+        ranks = RankGroup() if ranks is None else ranks
+        is_shown = watched is not None and self._is_shown(watched)
+        if not all(ranks.share(self.stage.value, lambda: is_shown)):
+            return False
+        assert watched is not None
+        if self.stage is Stage.PROFILING_OPERATORS:
+            self._enter(TRANSITIONS[self.stage, Event.PROFILED])
+            return False
+        if self.stage is Stage.PROFILING_MEMORY:
+            self._weighed, self._other_kinds, self.measured_inputs = watched, 0, self._inputs
+            self._enter(TRANSITIONS[self.stage, Event.PROFILED])
+            return False
+        self.profile = shared_profile(ranks.share("profile", lambda: self._compiled(watched)))
+        # The profile has all that they measured, in fewer bytes.
+        self._probes.clear()
+        self._weighed = None
+        return True
+
+    def restart(self) -> None:
+        """Forget the profile: blocks take the least memory again."""
+        self._enter(Stage.PROFILING_OPERATORS)
+        self._probes.clear()
+        self.profile = self._weighed = None
+        self._new_kinds = self._waited = 0
+        self.is_rough = self.is_waiting = False
+        self.take_least()
+        if self.optimizer is not None:
+            self.optimizer.divide(1.0)
+        if self.applied and not self.session.closed:
+            self._mover().claim(self, None)
+
+    # Plans.
+
+    def take_least(self) -> None:
+        """From the next call on, blocks take the least memory."""
+        for block in self._blocks:
+            block.how = None if self.is_left_alone else LEAST
+
+    def apply(self, plan: Plan, *, is_given: bool = False) -> None:
+        """From the next call on, blocks do as the plan says.
+
+        Args:
+            plan: of this model.
+            is_given: whether the plan has to name all blocks that are trained.
+
+        Raises:
+            UsageError: if it is of another model.
+        """
+        apply_plan(plan, self._blocks, is_whole=is_given)
+        self.applied += 1
+        self._mover().claim(self, plan.window, plan.ahead)
+        if self.optimizer is not None and plan.optimizer_fraction is not None:
+            self.optimizer.divide(plan.optimizer_fraction)
+
+    def enlarged(self, inputs: int) -> Profile:
+        """The profile for inputs of so many bytes, if they are larger."""
+        assert self.profile is not None
+        return enlarged(self.profile, max(inputs / max(self.measured_inputs, 1), 1.0))
+
+    def risen(self, profile: Profile, nbytes: int) -> Profile:
+        """A profile for a step that begins with so many bytes more than the one that was measured."""
+        known = None if self._known is None else self._known()
+        more = 0 if known is None or self._statics is None else known.gradients - self._statics.gradients
+        return risen(profile, nbytes, has_gradients=2 * more > profile.gradient_bytes > 0)
+
+    def raise_profile(self, nbytes: int) -> None:
+        """From now on, steps begin with so many bytes more."""
+        assert self.profile is not None
+        self.profile = self.risen(self.profile, nbytes)
+
+    @property
+    def learned(self) -> int:
+        """How many calls of its blocks were recorded or compared, and so cost more than others."""
+        return learned_by(self._blocks, self.session)
+
+    @property
+    def session(self) -> Session:
+        """The session whose memory and streams are used."""
+        return self._session if self._session is not None else Session.default()
+
+    def carried(self) -> int:
+        """Bytes on the device that are being offloaded or reloaded."""
+        counts = self._mover().counts()
+        return counts["leaving bytes"] + counts["held bytes"] + counts["returning bytes"]
+
+    # What blocks tell.
+
+    def block_begins(self, call: RegionCall, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        """A block is called; gives the number of the call, or -1 if it is not observed."""
+        call.observer = None
+        watch = self._watch
+        if watch is None or self._is_strange(watch):
+            return -1
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        # Casts of leaves are not counted among a block's operators.
+        forms = tuple((tensor.shape, tensor.dtype, tensor.requires_grad, tensor.is_leaf) for tensor in tensors)
+        kind = (signature(module), forms)
+        probe = self._probe_of(kind) if self._probes_operators else None
+        number = watch.block_begins(call.name, kind, (args, kwargs))
+        if self._weighs:
+            call.observer = WatchedCall(probe, partial(watch.asked, number), watch.casts)
+        elif self._probes_operators:
+            # The call is recorded in any case.
+            call.observer = WatchedCall(probe, _ignore, _ignore)
+        return self._first + number
+
+    def block_ended(self, number: int, output: Any) -> None:
+        """The block has returned."""
+        if self._watch is not None and number >= self._first:
+            self._watch.block_ended(number - self._first, output)
+
+    def block_ran(self, number: int, seconds: float) -> None:
+        """The block's own code took the CPU so long in forward."""
+        if self._watch is not None and number >= self._first:
+            self._watch.block_ran(number - self._first, seconds)
+
+    def rerun_begins(self, number: int) -> None:
+        """A block is recomputed."""
+        if self._watch is not None and number >= self._first:
+            self._watch.rerun_begins(number - self._first)
+
+    def rerun_ended(self, number: int) -> None:
+        """Its recomputation has ended."""
+        if self._watch is not None and number >= self._first:
+            self._watch.rerun_ended(number - self._first)
+
+    # How a step is measured.
+
+    @property
+    def _probes_operators(self) -> bool:
+        """Whether new kinds of blocks are measured operator by operator."""
+        return self._observed in (Stage.PROFILING_OPERATORS, Stage.PROFILING_MEMORY)
+
+    @property
+    def _weighs(self) -> bool:
+        """Whether memory is measured within a block's backward."""
+        return self._observed is Stage.PROFILING_MEMORY
+
+    def _probe_of(self, kind: Hashable) -> Probe | None:
+        """A new probe for a kind of block; ``None`` if one has measured it already."""
+        known = self._probes.get(kind)
+        # A call that failed was not measured to its end.
+        if known is not None and known.is_complete:
+            return None
+        self._has_probed = True
+        if len(self._probes) >= _MOST_PROBES:
+            self._probes.clear()
+        probe = self._probes[kind] = self._new_probe(known)
+        return probe
+
+    def _new_probe(self, before: Probe | None) -> Probe:
+        return Probe(self.device, before)
+
+    def _new_watch(self, lead: float) -> Watch:
+        if self._observed is Stage.PROFILING_TIME:
+            return Watch(self.device, self.carried, times_host=True, lag=_LAG)
+        if self._weighs and self._has_lead and queues(self.device):
+            lead = _LAG
+        watch = Watch(self.device, self.carried, lead=lead)
+        if self._weighs:
+            self._mover().listen(watch.moves)
+        return watch
+
+    def _is_shown(self, watched: Watched) -> bool:
+        """Whether a step shows all that its stage is for."""
+        if self.stage is Stage.PROFILING_OPERATORS:
+            return True
+        if self._has_probed:
+            # Its memory is not a step's. Where no size comes twice, there is no better one.
+            self._new_kinds += 1
+            self.is_rough = self._new_kinds > _MOST_NEW_KINDS
+            return self.is_rough
+        if self.stage is Stage.PROFILING_MEMORY:
+            return True
+        if not self._is_as_weighed(watched):
+            self._other_kinds += 1
+            if self._other_kinds <= _MOST_OTHER_KINDS:
+                return False
+        return self._has_stepped()
+
+    def _has_stepped(self) -> bool:
+        """Whether the optimizer was measured, or is given up."""
+        self.is_waiting = self.optimizer is not None and self.optimizer.profile() is None
+        if not self.is_waiting:
+            return True
+        self._waited += 1
+        if self._waited < _MOST_WAITING:
+            return False
+        self.note_once(
+            f"the optimizer took no two steps in {_MOST_WAITING} calls of the model: all of it is on the CPU"
+        )
+        self.optimizer, self.is_waiting = None, False
+        return True
+
+    def _compiled(self, watched: Watched) -> Profile:
+        """The profile, of the step whose memory was measured and of one whose times were."""
+        assert self._weighed is not None
+        # Memory decides what fits. So that step gives the times, too, where no other one is like it.
+        timed = watched if self._is_as_weighed(watched) else self._weighed
+        profile = compile_profile(
+            timed,
+            self._weighed,
+            self._probes,
+            model=self.model,
+            device=self.device,
+            min_bytes=self.min_bytes,
+            known=self._statics,
+        )
+        # After an evaluation nothing was seen of the loop, and an optimizer that is offloaded stalls for gradients.
+        if self._is_cut or self.optimizer is not None:
+            profile = without_lead(profile)
+        return profile if self.optimizer is None else replace(profile, optimizer=self.optimizer.profile())
+
+    def _is_as_weighed(self, watched: Watched) -> bool:
+        assert self._weighed is not None
+        return kinds_of(self._weighed) == kinds_of(watched)
+
+    def _enter(self, stage: Stage) -> None:
+        self.stage = stage
+        log_stage(self.model, stage)
+
+    def _finish(self) -> Watched | None:
+        watch = self._take_watch()
+        if watch is None:
+            return None
+        self._first += watch.count
+        self.idle_steps = 0 if watch.has_backward else self.idle_steps + 1
+        if not watch.has_backward:
+            watch.close()
+            return None
+        # A thread that has ended took its measurements with it.
+        return None if self._is_strange(watch) else watch.finish()
+
+    @staticmethod
+    def _is_strange(watch: Watch) -> bool:
+        return watch.thread is not threading.current_thread()
+
+    def _take_watch(self) -> Watch | None:
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            self._forsake(watch)
+        return watch
+
+    def _forsake(self, watch: Watch) -> None:
+        """The mover need not tell it of transfers any more."""
+        if not self.session.closed:
+            self._mover().forsake(watch.moves)
+
+    def _mover(self) -> Mover:
+        return self.session.runtime(self.device).mover
+
+
+def log_stage(model: str, stage: Stage) -> None:
+    """Say in the log that the search for a model's plan has come to a stage."""
+    _LOG.info("%s: %s", model, stage.value)
+
+
+def kinds_of(watched: Watched) -> list[Hashable]:
+    """The kinds of blocks that were called in a step, in order."""
+    return [call.kind for call in watched.calls]
+
+
+def tensor_bytes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Bytes of all tensors among arguments."""
+    return sum(leaf.nbytes for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+
+
+def _ignore(*args: object) -> None:
+    """For what need not be told."""

@@ -1,0 +1,376 @@
+"""Finds the plans of a rank's pipeline stages within one budget, in the steps of the user's own schedule.
+
+NOTE [ How the stages of a rank find their plans ]
+
+The search is that of one model (NOTE [ How a plan is found ] in ``controller.py``), in steps of a schedule. The first
+chunk of a step is profiled for each stage. Other chunks have their turns between its forward and its backward. The
+collector leaves after the one and returns before the other. So its measurements between are those of the chunk itself,
+its loss included.
+
+A step ends when a chunk comes whose number was there already. A step that failed counts for nothing. The order of turns
+is recorded, and plans are made for that order when a step begins, after the optimizer's last. If another order would
+need too much, there are other plans. A stage without a backward in some steps, as a frozen one, is left alone. Ranks
+share nothing, and each has its own plans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from typing import TYPE_CHECKING, Any
+
+from torch.nn import Module
+
+from spillway.attaching.budget import Planner, device_of, known_of
+from spillway.attaching.controller import PlanController
+from spillway.attaching.measure import PROFILING, Event, ProfileCollector, Stage, tensor_bytes
+from spillway.attaching.ranks import RankGroup, ranks_of
+from spillway.errors import BudgetError, UnsupportedError, UsageError
+from spillway.planning.plan import Plan
+from spillway.planning.stages import StageProfile
+from spillway.planning.tasks import Turn
+from spillway.profiling.meter import DeviceMemory
+from spillway.session import MIN_BYTES, Session
+from spillway.units import parse_bytes, read_budget
+
+if TYPE_CHECKING:
+    from spillway.attaching.block import RegionCall
+    from spillway.planning.hardware import Hardware
+
+_MOST_ORDERS = 8
+"""Orders of turns that are planned for. Of others it is only noted that they came."""
+_MOST_MISSED = 3
+
+
+class StageCollector(ProfileCollector):
+    """Observes and calls the blocks of one stage. One chunk of a step is profiled.
+
+    Args:
+        index: the stage's place in the pipeline.
+        module: of the stage.
+        session: ``None``: the default one.
+        min_bytes: smaller tensors are not offloaded.
+
+    Raises:
+        UsageError: for a module without parameters.
+        UnsupportedError: where ranks share its parameters.
+    """
+
+    def __init__(self, index: int, module: Module, session: Session | None, min_bytes: int | str | None) -> None:
+        device = device_of(module)
+        if not ranks_of(module).alone:
+            raise UnsupportedError(
+                f"budget: got stage {index}, whose parameters several ranks share (DDP, FSDP or a mesh), expected "
+                f"stages of one rank each, since such ranks would need one plan; give offload_stages its bytes or "
+                f"recompute"
+            )
+        least = parse_bytes(MIN_BYTES if min_bytes is None else min_bytes, what="min_bytes")
+        known = known_of(module, device)
+        super().__init__(type(module).__name__, device, session, min_bytes=least, known=known, has_lead=False)
+        self.index = index
+        self.module = module
+        self.plan: Plan | None = None
+        self.controller: PipelinePlanController | None = None
+        self.is_turn = False
+        """Whether the chunk that goes forward now is profiled."""
+        self.largest = 0
+        """Bytes of the largest chunk's inputs."""
+        self._missed = 0
+        """Consecutive steps in which nothing was seen of its chunk."""
+
+    @property
+    def is_plain(self) -> bool:
+        return self.plan is not None and all(block.plain for block in self.plan.blocks)
+
+    @property
+    def is_sought(self) -> bool:
+        """Whether the stage lacks a profile."""
+        return self.profile is None and not self.is_left_alone
+
+    def begin(self, model: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A chunk goes forward."""
+        nbytes = tensor_bytes(args, kwargs)
+        before, self.largest = self.largest, max(self.largest, nbytes)
+        if 0 < before < nbytes and self.controller is not None:
+            self.controller.grows(self, before, nbytes)
+        if self.is_turn and not self.is_elsewhere:
+            if self.device.type == "cpu":
+                self.session.trim(self.device)
+            self.begin_step(self.stage, nbytes)
+
+    def evaluates(self) -> None:
+        """The controller says when a step ends."""
+
+    def block_begins(self, call: RegionCall, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        """A block is called; -1: its chunk is not profiled."""
+        if self.is_turn:
+            return super().block_begins(call, module, args, kwargs)
+        call.observer = None
+        return -1
+
+    def leave(self) -> None:
+        """Other chunks have their turns now."""
+        self.is_turn = False
+        if self._watch is not None:
+            self._watch.leave()
+
+    def come_back(self) -> None:
+        """The backward of the profiled chunk begins."""
+        if self._watch is not None:
+            self._watch.come_back()
+
+    def step_ended(self, *, had_chunk: bool) -> bool:
+        """A step has ended; whether the stage is left alone from now on, since it has no backward.
+
+        Args:
+            had_chunk: whether the stage had one.
+
+        Raises:
+            UnsupportedError: where no backward came through a block.
+        """
+        watched = self.end_step()
+        if self.is_sought and watched is not None:
+            self.advance(watched)
+        if not had_chunk or not self.is_sought:
+            return False
+        self._missed = 0 if watched is not None else self._missed + 1
+        self.is_left_alone = self._missed >= _MOST_MISSED
+        self.take_least()
+        return self.is_left_alone
+
+    def restart(self) -> None:
+        """Forget profile and plan: blocks take the least memory again."""
+        self.drop()
+        self.plan = None
+        self.is_left_alone, self._missed = False, 0
+        super().restart()
+
+    def use(self, plan: Plan) -> None:
+        """From the next call on, blocks do as the plan says."""
+        self.plan = plan
+        self.apply(plan)
+
+    def chunk_profile(self) -> StageProfile:
+        """The profile of the largest chunk."""
+        profile = self.enlarged(self.largest)
+        new = sum(each.nbytes for each in self.module.parameters() if each.requires_grad and each.grad is None)
+        return StageProfile(self.index, profile, profile.held_bytes, new)
+
+
+class PipelinePlanController(PlanController):
+    """See NOTE [ How the stages of a rank find their plans ].
+
+    Args:
+        stages: all that the rank has.
+        planner: makes plans.
+        budget: bytes that may be allocated on the device.
+    """
+
+    def __init__(self, stages: Sequence[StageCollector], planner: Planner, budget: int) -> None:
+        super().__init__(stages[0], planner, budget=budget, memory=DeviceMemory(planner.device))
+        self.stages = list(stages)
+        self.collectors = self.stages
+        self.notes = []
+        self._ranks = RankGroup()
+        self._turns: list[Turn] = []
+        """Of the step so far."""
+        self._order: list[Turn] = []
+        """That was planned for."""
+        self._accepted: list[list[Turn]] = []
+        """Others that the plans are predicted to keep the budget with."""
+        self._order_plans = 0
+        """How many plans were made because of another order."""
+        self._static = 0
+        """Bytes that were there when plans were made."""
+        self._states: list[object] = []
+        """What was trained of each stage."""
+        for stage in self.stages:
+            stage.controller = self
+
+    @property
+    def plans(self) -> dict[int, Plan]:
+        """The plan of each stage, by its place in the pipeline."""
+        return {stage.index: stage.plan for stage in self.stages if stage.plan is not None}
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing is to be done in any block."""
+        return not self._has_outgrown and all(stage.is_plain for stage in self._planned)
+
+    def forward_begins(self, part: int, chunk: int) -> None:
+        """A chunk goes forward through a stage."""
+        if Turn(part, chunk) in self._turns:
+            self._schedule_step_ended()
+        is_first = not any(turn.part == part for turn in self._turns)
+        self._take_turn(Turn(part, chunk))
+        self.stages[part].is_turn = is_first and self.stages[part].is_sought
+
+    def backward_begins(self, part: int, chunk: int) -> None:
+        """A chunk goes back."""
+        self._take_turn(Turn(part, chunk, is_backward=True))
+        if self._is_profiled(part, chunk):
+            self.stages[part].come_back()
+
+    def backward_ended(self, part: int, chunk: int) -> None:
+        """It has."""
+        if self._is_profiled(part, chunk):
+            self.stages[part].cut()
+        if _is_whole(self._turns):
+            # An evaluation after the last backward is no part of the step.
+            self._peak = self._memory.peak()
+
+    def drop(self) -> None:
+        """Measure nothing any more."""
+        self._turns.clear()
+        for stage in self.stages:
+            stage.drop()
+
+    def explain(self) -> str:
+        """The plans, and what happened on the way to them."""
+        return "\n".join([*(f"stage {index}: {plan}" for index, plan in self.plans.items()), *self.notes])
+
+    def grows(self, stage: StageCollector, before: int, now: int) -> None:
+        """A chunk has larger inputs than any before."""
+        if self._stage not in PROFILING:
+            self._outgrow(stage, before, now)
+
+    @property
+    def _planned(self) -> list[StageCollector]:
+        """The stages that there is anything to plan of."""
+        return [stage for stage in self.stages if not stage.is_left_alone]
+
+    def _take_turn(self, turn: Turn) -> None:
+        for stage in self.stages:
+            if stage.is_turn:
+                stage.leave()
+        self._turns.append(turn)
+
+    def _is_profiled(self, part: int, chunk: int) -> bool:
+        """Whether it is the stage's first chunk, and the stage lacks a profile."""
+        first = next((turn.chunk for turn in self._turns if turn.part == part), None)
+        return chunk == first and self.stages[part].is_sought
+
+    def _schedule_step_ended(self) -> None:
+        turns, self._turns = self._turns, []
+        if not _is_whole(turns):
+            # It failed, or was no training.
+            self._begin_judging()
+            return
+        if self.collector.device.type == "cpu":
+            self.collector.session.trim(self.collector.device)
+        states = [_state_of(stage.module) for stage in self.stages]
+        before, self._states = self._states, states
+        if before and states != before:
+            self.note_once("other parameters are trained, or stages are in another mode, than there were")
+            self._start_again()
+            return
+        parts = {turn.part for turn in turns}
+        if self._stage in PROFILING:
+            self._profile(parts, turns)
+        elif parts < set(range(len(self.stages))):
+            # A stage without a chunk needs nothing that could be judged.
+            self._begin_judging()
+        elif self._has_outgrown:
+            self._order = turns
+            self._plan_enlarged()
+        elif not self._accepts(turns):
+            self._order_plans += 1
+            self._known_target.reset()
+            self._order = turns
+            self._replan()
+        elif self.stage is Stage.WARMING_UP:
+            self._has_learned()
+            self._enter(Event.WARMED_UP)
+            self._begin_judging()
+        elif self.stage is Stage.VALIDATING:
+            peak, self._peak = self._peak, None
+            if peak is not None:
+                self._validate(peak)
+            self._begin_judging()
+        elif self._peak is not None:
+            self._check()
+
+    def _profile(self, parts: Set[int], turns: list[Turn]) -> None:
+        for part, stage in enumerate(self.stages):
+            if stage.step_ended(had_chunk=part in parts):
+                self.note_once(f"no backward came through stage {stage.index}, which is left alone")
+        is_full = len(parts) == len(self.stages)
+        if is_full and self._planned and all(stage.profile is not None for stage in self._planned):
+            self._order = turns
+            self._replan()
+
+    def _accepts(self, turns: list[Turn]) -> bool:
+        """Whether the plans may do for these turns."""
+        if turns == self._order or turns in self._accepted:
+            return True
+        self.note_once(f"a step had other turns, of {len(turns) // 2} chunks, than those that were planned for")
+        profiles = [stage.chunk_profile() for stage in self._planned]
+        plans = [stage.plan for stage in self._planned if stage.plan is not None]
+        peak = self.planner.stage_peak(profiles, self._turns_of_planned(turns), self._static, plans)
+        if peak > self._known_target.nbytes and self._order_plans < _MOST_ORDERS:
+            return False
+        self._accepted = [*self._accepted[-_MOST_ORDERS:], turns]
+        return True
+
+    def _turns_of_planned(self, turns: Sequence[Turn]) -> list[Turn]:
+        """The turns of the stages that are planned for, by their places among them."""
+        places = [part for part, stage in enumerate(self.stages) if not stage.is_left_alone]
+        return [turn._replace(part=places.index(turn.part)) for turn in turns if turn.part in places]
+
+    def _replan(self, event: Event = Event.PLANNED) -> None:
+        static = self._memory.level()
+        profiles = [stage.chunk_profile() for stage in self._planned]
+        turns = self._turns_of_planned(self._order)
+        plans = self.planner.stage_plans(profiles, turns, static, self._known_target.nbytes)
+        self._accepted, self._static = [], static
+        for stage, plan in zip(self._planned, plans, strict=True):
+            stage.use(plan)
+        self._enter(event)
+
+    def _plan_enlarged(self, *, restarts: bool = True) -> None:
+        self._has_outgrown = False
+        try:
+            self._replan()
+        except BudgetError:
+            self._start_again()
+
+    def _begin_judging(self) -> None:
+        """The peak of the next step is its own."""
+        if self.stage is Stage.VALIDATING:
+            self._peak = None
+            self._memory.reset_peak()
+
+
+def pipeline_controller(
+    stages: Sequence[StageCollector],
+    session: Session | None,
+    hardware: Hardware | str | None,
+    *,
+    budget: int | str,
+    **limits: Any,
+) -> PipelinePlanController:
+    """The controller of all stages that a rank has.
+
+    Raises:
+        UsageError: for limits that cannot be meant, and for stages on several devices.
+    """
+    nbytes = read_budget(budget)
+    if isinstance(nbytes, float):
+        raise UsageError(
+            f"budget: got {budget!r} for the stages of a pipeline, expected bytes, since several stages share "
+            f'them and no profile has them all; write it like "40GiB"'
+        )
+    devices = {stage.device for stage in stages}
+    if len(devices) > 1:
+        raise UsageError(f"stages: got some on {sorted(map(str, devices))}, expected one device, which has one budget")
+    return PipelinePlanController(stages, Planner.of(devices.pop(), session, hardware, **limits), nbytes)
+
+
+def _is_whole(turns: Sequence[Turn]) -> bool:
+    """Whether each forward had its backward."""
+    forward = {turn[:2] for turn in turns if not turn.is_backward}
+    return bool(forward) and forward == {turn[:2] for turn in turns if turn.is_backward}
+
+
+def _state_of(module: Module) -> object:
+    """What of a stage is trained."""
+    return module.training, tuple(parameter.requires_grad for parameter in module.parameters())

@@ -1,0 +1,144 @@
+"""The search for a plan: its steps, its lines in the log, and the comparison with torch's own checkpointing."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import spillway
+from allocations import count_exactly
+from budgets import KINDS, NAMED, STAGES, Kind, attached_to, budget_of, one_step, search
+from spillway import Session
+from spillway.attaching import controller as controllers
+from spillway.attaching.controller import PlanController
+from spillway.attaching.measure import PROFILING, TRANSITIONS, Event, Stage
+from spillway.planning.profile import HostTimes
+from spillway.profiling import compile as compiling
+from spillway.profiling import meter
+from spillway.profiling.watch import Place, Watch, Watched
+
+MiB = 1 << 20
+MOST_STEPS = 6
+
+
+@pytest.fixture(autouse=True)
+def _exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    count_exactly(monkeypatch, lambda: 16 * MiB)
+
+
+@pytest.fixture
+def session(tmp_path: Path) -> Iterator[Session]:
+    with Session(spill_directory=tmp_path) as session:
+        yield session
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
+def test_a_search_takes_at_most_six_steps_and_logs_its_stages(
+    kind: Kind, share: float, session: Session, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, batch = kind.model(), kind.batch()
+    budget = budget_of(spillway.profile(model, batch, session=session), share) + 5 * MiB // 2
+    caplog.clear()
+    with caplog.at_level(logging.INFO, logger="spillway.attach"), attached_to(model, budget, session) as attached:
+        stages = search(model, batch, attached)
+    *steps, last = stages
+    assert last == "active" and len(steps) <= MOST_STEPS, stages
+    said = [record.getMessage().rpartition(": ")[2] for record in caplog.records]
+    assert [stage for stage in STAGES if stage in said] == STAGES
+    assert said[:4] == STAGES[:4] and said[-1] == "active"
+
+
+def test_every_stage_can_be_reached_and_each_but_the_last_can_be_left() -> None:
+    assert set(TRANSITIONS.values()) == set(Stage) - {Stage.PROFILING_OPERATORS}
+    assert {stage for stage, _ in TRANSITIONS} == set(Stage)
+    # Larger inputs and other plans may come at any time after the first plan.
+    for event in (Event.PLANNED, Event.OUTGROWN):
+        assert {stage for stage, each in TRANSITIONS if each is event} >= set(Stage) - set(PROFILING)
+
+
+def test_where_the_cpu_is_timed_a_step_begins_on_an_idle_device(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[int] = []
+    monkeypatch.setattr(meter.Meter, "wait", lambda self: waits.append(1))
+    kind = NAMED["mlp"]
+    model, batch = kind.model(), kind.batch()
+    with attached_to(model, "8GiB", session) as attached:
+        told = []
+        while attached.stage != "active":
+            before = len(waits)
+            one_step(model, batch)
+            told.append((str(attached.stage), len(waits) - before))
+    # The stage is that of the step that has just been made.
+    assert {stage for stage, count in told if count} == {"profiling time"}, told
+
+
+@pytest.mark.parametrize(("own", "plain"), [(2.0, 2.0), (9.0, 5.0)], ids=["as measured", "no longer than with ours"])
+def test_the_cpu_time_of_a_block_is_that_of_its_fastest_call(
+    own: float, plain: float, session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiling, "queues", lambda device: True)
+    kind = NAMED["mlp"]
+    spans = {"forward": 5.0, "again": 6.0, "back": 0.5, "ran": 1.5}
+
+    def host_seconds(self: Watched, since: Place, until: Place) -> float:
+        what, number = since
+        number = self.reruns[number] if what in ("again", "ran") else number
+        return spans.get(what, 0.0) + 0.001 * number
+
+    monkeypatch.setattr(Watched, "host_seconds", host_seconds)
+    ran = Watch.block_ran
+    monkeypatch.setattr(Watch, "block_ran", lambda self, number, _: ran(self, number, own + 0.001 * number))
+    host = spillway.profile(kind.model(), kind.batch(), session=session).kinds[0].host
+    # The first call is the fastest. Its backward comes before and after its replay.
+    assert host == HostTimes(plain=plain, region=5.0, rerun=6.0, backward=0.5 + 1.5)
+
+
+# Torch's own checkpointing
+
+
+@pytest.mark.parametrize(
+    ("seconds", "over", "says"),
+    [([2.0, 1.0], False, ""), ([1.0, 2.0], False, "was no faster"), ([2.0, 1.0], True, "took more than the budget")],
+    ids=["faster", "slower", "over the budget"],
+)
+def test_a_plan_that_is_slower_than_predicted_is_compared_with_torchs_checkpointing(
+    seconds: list[float], over: bool, says: str, session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiling, "queues", lambda device: True)
+    monkeypatch.setattr(controllers, "_SLOW", 0.0)
+    taken = iter(seconds)
+    monkeypatch.setattr(PlanController, "_blocks_seconds", lambda self, watched: next(taken))
+    kind = NAMED["mlp"]
+    model, batch = kind.model(), kind.batch()
+    expected = one_step(kind.model(), batch)
+    budget = budget_of(spillway.profile(model, batch, session=session), 0.7) + 3 * MiB
+    with attached_to(model, budget, session) as attached:
+        plans, stages = [], []
+        while attached.stage != "active":
+            controller = attached._root.observer
+            assert isinstance(controller, PlanController)
+            target = controller._target
+            assert target is not None
+            with monkeypatch.context() as patch:
+                if over and len(plans) == 2 and stages[-1] == "validating":
+                    # The step that has just been made is judged when the next one begins.
+                    patch.setattr(target, "budget", 1)
+                assert all(map(torch.equal, one_step(model, batch), expected))
+            stages.append(attached.stage)
+            if attached.plan is not None and attached.plan not in plans:
+                plans.append(attached.plan)
+        first, checkpointing = plans
+        assert attached.plan is (first if says else checkpointing)
+        assert all(block.recomputes for block in checkpointing.blocks)
+        notes = [note for note in attached.notes if "torch's own checkpointing" in note]
+        assert [says in note for note in notes] == ([True] if says else [])
+        assert len(stages) - 1 <= MOST_STEPS, stages
+        for _ in range(3):
+            assert all(map(torch.equal, one_step(model, batch), expected))
+        assert attached.stage == "active"
