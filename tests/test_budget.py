@@ -279,8 +279,7 @@ def test_what_attached_says_is_true(session: Session) -> None:
             None,
         )
         failing(UsageError, lambda: attached.explain("1"), match="before there is a plan .*4 more calls")
-        searching = "no plan yet: it takes 4 more calls of the model"
-        begin = f"stage 'profiling operators', budget {format_bytes(budget)}, {searching}"
+        begin = f"stage 'profiling operators', budget {format_bytes(budget)}, no plan yet: it takes 4 more calls"
         assert attached.explain().startswith(begin)
         assert repr(attached) == f"<spillway.Attached to Sequential, 4 blocks: 1, 2, ..., 4; {attached.explain()}>"
         search(model, batch, attached)
