@@ -1,8 +1,8 @@
-"""``spillway.attach``: regions around the blocks of a model that nobody edits.
+"""``spillway.attach``: checkpoints and offloads the blocks of a model that is not edited.
 
-``attached`` is the call and what it gives back. ``call`` is a module's call, taken over: ``model`` that of the model,
-``block`` that of a block, with ``forward`` to stand in for the block's own while hooks run. ``refusals`` says what
-cannot be attached to.
+``attached`` has the verb and its handle. ``call`` replaces a module's call, ``model`` that of the model and ``block``
+that of a block. ``validation`` refuses other models. With a budget, ``measure`` profiles steps, ``controller`` finds a
+plan, ``apply_plan`` applies it, ``ranks`` share it, and ``pipeline`` does so for several stages.
 """
 
 from spillway.attaching.attached import Attached, attach, attached_to, policy_named

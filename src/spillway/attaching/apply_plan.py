@@ -14,13 +14,13 @@ from spillway.records import Decision
 from spillway.session import Session
 
 if TYPE_CHECKING:
-    from spillway.attaching.block import RegionCall
+    from spillway.attaching.block import BlockCall
 
 LEAST = Recompute(offload="inputs")
 """The least memory: everything is recomputed, and inputs are offloaded meanwhile."""
 
 
-def apply_plan(plan: Plan, blocks: Sequence[RegionCall], *, is_whole: bool = True) -> None:
+def apply_plan(plan: Plan, blocks: Sequence[BlockCall], *, is_whole: bool = True) -> None:
     """From the next call on, blocks do as a plan says.
 
     Args:
@@ -69,13 +69,13 @@ def decisions_of(plan: Plan) -> Hashable:
     return blocks, plan.window, plan.ahead, plan.optimizer_fraction
 
 
-def learned_by(blocks: Iterable[RegionCall], session: Session) -> int:
+def learned_by(blocks: Iterable[BlockCall], session: Session) -> int:
     """How many calls of blocks were recorded or compared, and so cost more than others."""
     modules = [module for block in blocks if (module := block.module()) is not None]
     found = (session.proofs(weakref.ref(module)).learned.values() for module in modules)
     return sum(each.learned_from for several in found for each in several)
 
 
-def _is_frozen(call: RegionCall) -> bool:
+def _is_frozen(call: BlockCall) -> bool:
     module = call.module()
     return module is not None and not any(parameter.requires_grad for parameter in module.parameters())

@@ -1,4 +1,4 @@
-"""The public call that puts recomputed regions around the blocks of a model, and what it gives back."""
+"""``spillway.attach`` and the handle that it returns."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import Module
 
-from spillway.attaching.block import KeptCall, RegionCall
+from spillway.attaching.block import BlockCall, KeptCall
 from spillway.attaching.call import PLACE, ModuleCall
 from spillway.attaching.model import ModelCall, ModelPass
 from spillway.attaching.validation import (
@@ -66,62 +66,56 @@ def attach(
 ) -> Attached:
     """Recompute the blocks of a model, or offload what it saves, without editing it. Call and train it as always.
 
-    Each block's forward becomes a region (:func:`~spillway.recompute`), and each call of the model is one pass: what
-    regions offload has one learned order. Gradients are bit for bit those of the plain model. Only modules in training
-    mode with gradients on are touched; evaluation is as ever.
+    Each block's forward is checkpointed (:func:`~spillway.recompute`), and each call of the model is one pass with one
+    learned order of offloaded tensors. Gradients are bit for bit those of the plain model. Only modules in training
+    mode with gradients enabled are affected.
 
-    The model itself is not changed: its class, state dictionary, parameters and hooks are what they were, a copy
-    (``copy.deepcopy``, an average of weights) or a pickle runs its own weights and has no regions. DDP and FSDP2's
-    ``fully_shard`` may come before or after. A block's own hooks run outside of its region, once.
-
-    Compile blocks, not the model, and before attaching (``for block in model.layers: block.compile()``): an outer
-    ``torch.compile`` traces through regions, which then save nothing.
+    The model's class, state dictionary, parameters and hooks are unchanged. A copy or a pickle runs its own weights and
+    is not attached. DDP and FSDP2's ``fully_shard`` may come before or after. A block's own hooks run once, outside of
+    the checkpointed forward. Compile blocks, not the model, and before attaching (``for block in model.layers:
+    block.compile()``): an outer ``torch.compile`` traces through the blocks, which then save nothing.
 
     Args:
         model: a module whose call is a step's forward.
-        policy: a :class:`~spillway.Recompute`, with the options of each region; ``None``: ``Recompute()``, which
-            computes everything again. Or an offload policy (:mod:`spillway.policies`): then there are no regions, and
-            a :class:`~spillway.offload` context with this policy around each call of the model. Or the name of one, as
-            the command line has it: ``"recompute"``, ``"offload"``, ``"keep"``.
-        blocks: which modules are blocks: a class or a tuple of them; a pattern of dotted names as in a shell
-            (``"layers.*"``, ``"*.mlp"``), whose ``*`` matches dots; a predicate ``(name, module) -> bool``; or a list
-            of such. Of what a class or a pattern matches, only the outermost modules are taken: ``"layers.*"`` takes
-            ``layers.0``, and not ``layers.0.mlp``. A predicate is taken at its word, and a list may name blocks within
-            blocks. ``None``: those that the model repeats.
-        groups: names of groups, each with a pattern of dotted module names, or several; or a
-            :class:`~spillway.Groups`, with rules. What a module that matches saves is a group
-            (:class:`~spillway.group`), and only groups leave, and what regions offload; there are regions only if
-            ``policy`` is a :class:`~spillway.Recompute`.
-        every: recompute each so many-th block only: the first, and so on.
+        policy: a :class:`~spillway.Recompute` with the options of each block; ``None``: ``Recompute()``, which
+            recomputes everything. Or an offload policy (:mod:`spillway.policies`): then nothing is recomputed, and a
+            :class:`~spillway.offload` context with this policy is around each call of the model. Or a name:
+            ``"recompute"``, ``"offload"``, ``"keep"``.
+        blocks: a class or a tuple of them; a pattern of dotted names as in a shell (``"layers.*"``), whose ``*``
+            matches dots; a predicate ``(name, module) -> bool``; or a list of such. A class or a pattern takes the
+            outermost modules that match: ``"layers.*"`` takes ``layers.0``, and not ``layers.0.mlp``. A predicate or a
+            list may name blocks within blocks. ``None``: the blocks that the model repeats.
+        groups: names of groups, each with one or several patterns of dotted module names, or a
+            :class:`~spillway.Groups`. What a matching module saves is a group (:class:`~spillway.group`). Only groups
+            are offloaded, and what blocks offload. Blocks are checkpointed only if ``policy`` is a
+            :class:`~spillway.Recompute`.
+        every: recompute each so many-th block only, from the first on.
         first: recompute only so many of the first blocks. ``None``: all.
-        keep_last: leave out so many of the last blocks, which backward wants first: what they save stays on the device.
-        min_bytes: leave smaller tensors where they are, of those that regions or the policy would send away. Bytes, or
-            a size like ``"4MiB"``. ``None``: 1 MiB, as with :class:`~spillway.offload`. Where a call of the model is
-            inside of such a context, regions go by that one's.
-        budget: bytes that a step may have allocated on the device at most, parameters, gradients and optimizer state
-            included, or a size like ``"40GiB"``, or a share like ``"60%"``, as for :func:`spillway.plan`: then it
-            is decided for each block and operator what stays, what leaves and what is computed again. The first steps
-            are measured, a plan is made, applied, and checked against a real step. ``docs/planning.md`` tells how.
-        plan: a plan that was made before, by :func:`spillway.plan`, instead.
-        hardware: what the machine can do, as for :func:`spillway.plan`. ``None``: as it was measured on it, once.
-        host_budget: with a budget: bytes of host memory that what leaves may take. ``None``: what the session may have.
+        keep_last: leave out so many of the last blocks, which backward needs first.
+        min_bytes: do not offload smaller tensors. Bytes, or a size like ``"4MiB"``. ``None``: 1 MiB. Inside of an
+            :class:`~spillway.offload` context, that one's counts.
+        budget: the most bytes that a step may have allocated on the device, all included, or a size like ``"40GiB"``,
+            or a share like ``"60%"``, as for :func:`spillway.plan`. Each operator of each block is then kept, offloaded
+            or recomputed by a plan. The first steps are profiled, and the plan is validated: ``docs/planning.md``.
+        plan: a plan of :func:`spillway.plan`, instead.
+        hardware: the machine's speeds, as for :func:`spillway.plan`. ``None``: measured, once.
+        host_budget: with a budget: bytes of CPU memory for what is offloaded. ``None``: what the session may have.
         disk_budget: with a budget: bytes of disk. ``None``: any.
-        allow: with a budget: what may be done, of ``"keep"``, ``"host"``, ``"disk"`` and ``"recompute"``. ``None``: all
-            but ``"disk"`` for an accelerator's tensors, all but ``"host"`` for the CPU's.
-        optimizer: with a budget or a plan: the :class:`~spillway.OffloadedOptimizer` of the model's parameters. How
-            much of it is stepped on the host, and how much has its state on the device, is then one of the plan's
-            decisions (:meth:`OffloadedOptimizer.divide <spillway.OffloadedOptimizer.divide>`).
+        allow: with a budget: what a plan may do, of ``"keep"``, ``"host"``, ``"disk"`` and ``"recompute"``. ``None``:
+            all but ``"disk"`` for an accelerator, all but ``"host"`` for the CPU.
+        optimizer: with a budget or a plan: the model's :class:`~spillway.OffloadedOptimizer`. The plan then decides how
+            much of it is stepped on the CPU
+            (:meth:`OffloadedOptimizer.divide <spillway.OffloadedOptimizer.divide>`).
         session: ``None``: the default one.
 
     Returns:
-        What was attached; :meth:`Attached.remove` undoes it. It need not be kept.
+        The handle, whose :meth:`Attached.remove` undoes it. It need not be kept.
 
     Raises:
-        UsageError: for arguments that cannot be meant; blocks, or submodules of them, that are not found; a model that
-            is attached, or that checkpoints by itself, already; one that is compiled around its blocks.
-        UnsupportedError: for modules whose call cannot be taken over: scripted ones, those of a class with a
-            ``__call__`` or ``__deepcopy__`` of its own that goes past torch's, or with a property for a forward; and
-            for ``DataParallel``.
+        UsageError: for arguments that cannot be meant; blocks or submodules that are not found; a model that is
+            attached, or checkpoints by itself, already; one that is compiled around its blocks.
+        UnsupportedError: for scripted modules, ``DataParallel``, and classes with a property for a forward, or with a
+            ``__call__`` or ``__deepcopy__`` that does not use torch's.
 
     Example:
         >>> attached = spillway.attach(model, policy=spillway.Recompute(save="attention"))  # doctest: +SKIP
@@ -156,7 +150,7 @@ def attach(
         found = find_blocks(model, blocks)
         taken = found[: max(len(found) - keep_last, 0)][:first][::every]
         refuse_unmatched(how.choices.patterns, taken, model)
-        calls = [RegionCall(each, how, session, taken) for each in taken]
+        calls = [BlockCall(each, how, session, taken) for each in taken]
     else:
         check_policy(how, blocks, every=every, first=first, keep_last=keep_last)
         taken = find_blocks(model, blocks)[-keep_last:] if keep_last else []
@@ -168,7 +162,7 @@ def attach(
         refuse_class(each)
     refuse_compiled(around)
     context = ModelPass(
-        # What regions do not take is kept, or leaves in groups; what they offload has its order here.
+        # Tensors outside of blocks are kept, or offloaded in groups. Those that blocks offload have their order here.
         policy=(Keep() if rules is None else None) if isinstance(how, Recompute) else how,
         groups=None if rules is None else dataclasses.replace(rules, patterns={}),
         min_bytes=min_bytes,
@@ -177,8 +171,15 @@ def attach(
     )
     controller = None
     if budget is not None or plan is not None:
-        limits = {"host_budget": host_budget, "disk_budget": disk_budget, "allow": allow}
-        controller = _controller_of(model, budget, plan, optimizer, session, min_bytes, hardware, limits)
+        # These take a while to import, and are for users with a budget.
+        from spillway.attaching.budget import Planner, collector_of
+        from spillway.attaching.controller import PlanController
+
+        collector = collector_of(model, session, min_bytes, optimizer=optimizer)
+        nbytes = None if budget is None else read_budget(budget)
+        limits: dict[str, Any] = {"host_budget": host_budget, "disk_budget": disk_budget, "allow": allow}
+        planner = Planner.of(collector.device, session, hardware, needs_hardware=plan is None, **limits)
+        controller = PlanController(collector, planner, budget=nbytes, plan=plan)
     root = ModelCall(model, calls, around, context, recomputes=isinstance(how, Recompute))
     attached = Attached(root, how, controller)
     if controller is not None:
@@ -205,28 +206,8 @@ def policy_named(name: str) -> Recompute | Policy:
     return NAMED[name]()
 
 
-def _controller_of(
-    model: Module,
-    budget: int | float | str | None,
-    plan: Plan | None,
-    optimizer: DividedOptimizer | None,
-    session: Session | None,
-    min_bytes: int | str | None,
-    hardware: Hardware | str | None,
-    limits: Mapping[str, Any],
-) -> PlanController:
-    # These take a while to import, and are for users with a budget.
-    from spillway.attaching.budget import Planner, collector_of
-    from spillway.attaching.controller import PlanController
-
-    collector = collector_of(model, session, min_bytes, optimizer=optimizer)
-    nbytes = None if budget is None else read_budget(budget)
-    planner = Planner.of(collector.device, session, hardware, needs_hardware=plan is None, **limits)
-    return PlanController(collector, planner, budget=nbytes, plan=plan)
-
-
 def _group(model: Module, calls: list[ModuleCall], groups: Groups) -> list[Named]:
-    """Give the modules that are groups their names; those that nothing else takes are added to the calls, and given."""
+    """Name the modules that are groups. Gives those that are not attached already, whose calls are added."""
     known = {call.name: call for call in calls}
     added: list[Named] = []
     for name, patterns in groups.patterns.items():
@@ -243,36 +224,36 @@ def _group(model: Module, calls: list[ModuleCall], groups: Groups) -> list[Named
 
 
 def _take(attached: Attached, root: ModelCall) -> None:
-    # Here and not above: it takes a second, for which whoever trains waits anyway.
+    # Importing it takes a second.
     from torch._dynamo.decorators import skip
 
-    # Torch is not to trace it. It may what is called inside; torch.compiler.disable(recursive=False) forbids exporting.
+    # Dynamo must not trace the call itself. torch.compiler.disable(recursive=False) would forbid exporting.
     skip(ModuleCall.__call__)
     with ExitStack() as undo:
         undo.callback(attached.remove)
-        # The model comes last, and goes first: it looks whether its blocks are there, and other threads may call it.
+        # The model comes last, and goes first: its call checks its blocks, and other threads may call it.
         for call in (*root.blocks, root):
             call.take()
         undo.pop_all()
 
 
 def attached_to(model: Module) -> Attached | None:
-    """What is attached to a model, if something is: for those who did not keep what ``attach`` gave back.
+    """The handle of an attached model; ``None``: it is not attached.
 
     Example:
         >>> attached_to(torch.nn.Linear(2, 2)) is None
         True
     """
     call = model.__dict__.get(PLACE)
-    # A shallow copy has it in its dictionary, and nothing attached.
+    # A shallow copy has the call in its dictionary, and is not attached.
     attached = call.attached if isinstance(call, ModelCall) and call.module() is model else None
     return attached if isinstance(attached, Attached) else None
 
 
 class Attached:
-    """What :func:`attach` put around a model. Also a context manager, which removes it in the end.
+    """The handle of an attached model. Also a context manager, which removes it in the end.
 
-    It does not keep the model alive. A copy of it is ``None``, since a copy of the model has nothing attached.
+    It does not keep the model alive. A copy of it is ``None``, since a copy of the model is not attached.
 
     Example:
         >>> with spillway.attach(model, blocks="layers.*", every=2) as attached:  # doctest: +SKIP
@@ -290,7 +271,7 @@ class Attached:
     @property
     def blocks(self) -> tuple[str, ...]:
         """Names of the recomputed blocks, in the order in which the model has them."""
-        return tuple(call.name for call in self._root.blocks if isinstance(call, RegionCall))
+        return tuple(call.name for call in self._root.blocks if isinstance(call, BlockCall))
 
     @property
     def passes(self) -> int:
@@ -298,29 +279,29 @@ class Attached:
         return self._root.passes
 
     def follow(self, observer: PlanController | ProfileCollector) -> None:
-        """From the next call of the model on, have it observed, and its blocks called in the observer's way."""
+        """From the next call of the model on, an observer profiles it or finds a plan."""
         self._root.observer = observer
-        observer.take([call for call in self._root.blocks if isinstance(call, RegionCall)])
+        observer.take([call for call in self._root.blocks if isinstance(call, BlockCall)])
         model = self._root.module()
         if model is not None:
             self._root.losses = own_losses(model)
 
     def tell(self, told: Callable[[SpillwayError], None]) -> None:
-        """Of what is refused in a call later on, tell somebody, and let the call go on as if nothing were attached.
+        """Tell a function of later errors, and let the model's call go on as if it were not attached.
 
-        For those who attach to a model whose code is not theirs. What they raise then is raised in the call.
+        The function may raise: its error is then the call's.
         """
         for call in (self._root, *self._root.blocks):
             call.told = told
 
     @property
     def plan(self) -> Plan | None:
-        """The plan in force; ``None`` as long as there is none, and where there was no budget."""
+        """The active plan; ``None``: there is none yet, or no budget."""
         return None if self._controller is None else self._controller.plan
 
     @property
     def profile(self) -> Profile | None:
-        """What was measured for it; ``None`` as long as nothing was."""
+        """The profile that the plan was made of; ``None``: there is none yet."""
         return None if self._controller is None else self._controller.profile
 
     @property
@@ -334,26 +315,26 @@ class Attached:
 
     @property
     def budget(self) -> int | None:
-        """Bytes that a step may have; ``None`` without a budget, and while a share of one is not yet measured."""
+        """Bytes that a step may have; ``None``: no budget, or a share of a step that was not profiled yet."""
         return None if self._controller is None else self._controller.budget
 
     @property
     def missing(self) -> str | None:
-        """What a plan still needs, in words; ``None``: there is one, or no budget."""
+        """What a plan still needs, in words; ``None``: there is a plan, or no budget."""
         return None if self._controller is None else self._controller.missing or None
 
     @property
     def measured(self) -> Measured | None:
-        """What the step took in which the plan was checked; ``None`` before."""
+        """Peak and seconds of the step that validated the plan; ``None`` before."""
         return None if self._controller is None else self._controller.measured
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What happened while a plan was looked for and held; none without a budget."""
+        """What happened in the search for a plan and since; none without a budget."""
         return () if self._controller is None else tuple(self._controller.notes)
 
     def explain(self, what: str | Module | torch.Tensor | None = None) -> str:
-        """Why what is done is done.
+        """Explain the plan.
 
         Args:
             what: a block, by its name or itself; or a module, a parameter or a buffer of one. ``None``: where the
@@ -387,7 +368,7 @@ class Attached:
         return "\n".join([str(found[0]), *lines])
 
     def _block_of(self, what: object) -> str | None:
-        """The name of the block that something is, or is in."""
+        """The name of the block that something is, or belongs to."""
         for call in self._root.blocks:
             module = call.module()
             if module is not None:
@@ -399,17 +380,16 @@ class Attached:
     def report(
         self, path: str | os.PathLike[str], *, trace: str | os.PathLike[str] | None = None, curve: bool = False
     ) -> None:
-        """Write the plan as one HTML file, which is opened without a network. ``docs/report.md`` tells what is in it.
+        """Write the plan as one HTML file, which needs no network. ``docs/report.md`` describes it.
 
         Args:
-            path: of the file. One that is there is written anew.
+            path: of the file, which is replaced.
             trace: of another file: the simulated step, for Chrome and Perfetto.
-            curve: also plan for other budgets, and draw what a step takes for each. That takes as long as some ten
-                plans do.
+            curve: also draw a step's time over ten budgets, each with a plan of its own.
 
         Raises:
-            UsageError: where there is no plan, or nothing was measured, since a plan was given; where plotly is not
-                installed; if there can be no such file.
+            UsageError: if there is no plan, or no profile, since the plan was given; if plotly is not installed; if the
+                file cannot be written.
 
         Example:
             >>> attached.report("plan.html", trace="step.json")  # doctest: +SKIP
@@ -449,18 +429,18 @@ class Attached:
             write_file(trace, step)
 
     def stats(self) -> StepStats:
-        """Bytes and seconds of the last pass through the model that has ended, as far as its backward has come.
+        """Bytes and seconds of the last pass that has ended, as far as its backward has come.
 
-        Of a call inside of a :class:`~spillway.offload` context, that context knows.
+        A call inside of an :class:`~spillway.offload` context counts there.
         """
         return self._root.context.stats()
 
     def remove(self) -> None:
-        """Take everything off the model, which is then as it was. A second time, it does nothing.
+        """Detach the model, which is then as it was. A second call does nothing.
 
         Raises:
-            UsageError: if a module was compiled after attaching. Everything of Spillway's is off the model all the
-                same, and what was compiled is still there.
+            UsageError: if a module was compiled after attaching. The model is detached all the same, and stays
+                compiled.
         """
         if self._removed:
             return

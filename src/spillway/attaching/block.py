@@ -37,31 +37,31 @@ if TYPE_CHECKING:
     from spillway.attaching.measure import ProfileCollector
 
 
-class RegionForward:
+class BlockForward:
     """A block's checkpointed forward, in the place of its ``forward`` while calls are in their hooks.
 
     See NOTE [ Hooks of a block ].
 
     Args:
         module: the block.
-        region: a bound method, which takes the module, its forward and the arguments. It is not kept alive.
+        checkpointed: a bound method, which takes the module, its forward and the arguments. It is not kept alive.
     """
 
-    def __init__(self, module: weakref.ref[Module], region: Callable[..., Any]) -> None:
+    def __init__(self, module: weakref.ref[Module], checkpointed: Callable[..., Any]) -> None:
         self._module = module
-        self._region = weakref.WeakMethod(region)
+        self._checkpointed = weakref.WeakMethod(checkpointed)
         self._lock = threading.Lock()
         self._calls = 0
         self._instance: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module, region = self._module(), self._region()
+        module, checkpointed = self._module(), self._checkpointed()
         assert module is not None
         forward = self.own(module)
-        # Another thread may come by without gradients, or when the region has gone.
-        if region is None or not torch.is_grad_enabled():
+        # Another thread may call it without gradients, or when the block is detached.
+        if checkpointed is None or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return region(module, forward, args, kwargs)
+        return checkpointed(module, forward, args, kwargs)
 
     def own(self, module: Module) -> Callable[..., Any]:
         """The module's forward but for this."""
@@ -102,33 +102,33 @@ class KeptCall(ModuleCall):
             return self.plain(module, args, kwargs)
 
 
-class RegionCall(ModuleCall):
-    """The call of a block whose forward is a region.
+class BlockCall(ModuleCall):
+    """The call of a block whose forward is checkpointed.
 
     Args:
         named: the block.
-        how: the options of the region.
+        how: the options of checkpointing.
         session: ``None``: the default one.
-        others: all blocks that are regions.
+        others: all checkpointed blocks.
     """
 
     def __init__(self, named: Named, how: Recompute, session: Session | None, others: Iterable[Named]) -> None:
         super().__init__(named)
         self.how: Recompute | None = how
-        """``None``: for now, there is no region."""
+        """``None``: for now, it is not checkpointed."""
         self.collector: ProfileCollector | None = None
         """Says how, if there is a budget, and observes each call."""
         self.observer: Observer | None = None
         self.runner: Callable[..., Any] = call_untraced_region
-        """What runs it as a region."""
+        """Runs it checkpointed."""
         inside = {id(module) for module in named.module.modules()} - {id(named.module)}
         self.has_inner = any(id(other.module) in inside for other in others)
-        """Whether there are regions inside."""
+        """Whether there are checkpointed blocks inside."""
         self._session = session
         self._number = _Number()
         self._alone = LeftAlone()
         self._is_lazy = _has_lazy(named.module)
-        self._forward = RegionForward(self.module, self.region)
+        self._forward = BlockForward(self.module, self.checkpointed)
 
     def run(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # Its first call makes its parameters, which a re-run would find made.
@@ -148,14 +148,16 @@ class RegionCall(ModuleCall):
         if self.how is None:
             return self._alone.run(module._call_impl if self.before is None else self.before, args, kwargs)
         if self.before is not None:
-            return self.region(module, self.before, args, kwargs)
+            return self.checkpointed(module, self.before, args, kwargs)
         if not has_hooks(module):
-            return self.region(module, self._forward.own(module), args, kwargs)
+            return self.checkpointed(module, self._forward.own(module), args, kwargs)
         with self._forward.in_place(module):
             return self.plain(module, args, kwargs)
 
-    def region(self, module: Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The region. See NOTE [ Hooks of a block ] in ``forward.py``."""
+    def checkpointed(
+        self, module: Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a forward checkpointed. See NOTE [ Hooks of a block ]."""
         for value in (*args, *kwargs.values()):
             kind: Any = type(value)
             if _is_cache(kind):
@@ -175,11 +177,11 @@ class RegionCall(ModuleCall):
 
 
 class _Run:
-    """What a region runs, first and again: like a bound method, it says by ``__self__`` of which module it is."""
+    """The function that is checkpointed. Like a bound method, it has its module as ``__self__``."""
 
     def __init__(
         self,
-        call: RegionCall,
+        call: BlockCall,
         module: Module,
         forward: Callable[..., Any],
         how: Recompute,
@@ -211,7 +213,7 @@ class _Run:
     def _call_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._wants_modules:
             return self._forward(*args, **kwargs)
-        # The module's call went before the region, whose locator has not seen it.
+        # The module's call began before the locator was there.
         locators = [owner for hook in _global_forward_pre_hooks.values() if (owner := _locator_of(hook)) is not None]
         for locator in locators:
             locator._before(self.__self__, args)
@@ -222,7 +224,7 @@ class _Run:
                 locator._after(self.__self__, args, None)
 
     def _check_inner(self) -> None:
-        """A re-run must find the regions inside of the region that the first run found."""
+        """A replay must find the checkpointed blocks inside that forward found."""
         inner = (module for module in self.__self__.modules() if module is not self.__self__)
         if self._call.has_inner or any(map(is_attached, inner)):
             raise RecomputeError(

@@ -1,28 +1,27 @@
-"""A module's call, taken over: what runs instead, for as long as something is attached.
+"""The call of an attached module, in the place of its own.
 
 NOTE [ How a module's call is taken over ]
 
-``Module.__call__`` looks at one attribute of the instance before anything else, ``_compiled_call_impl``, and calls that
-instead of itself, if there is one. It is there for ``module.compile()``, and ``Module.__getstate__`` leaves it out, so
-that copies and pickles do not have it. What is put there is a :class:`ModuleCall`, which knows its module by a weak
-reference. State dictionaries, hooks, classes and parameters are as they were; a copy runs its own weights, and has no
-regions. (An instance's ``forward`` would be copied, and the copy would run the original's weights.) Where a class has a
-``__getstate__`` of its own that leaves nothing out, the copy of a :class:`ModuleCall` is ``None``, as torch's own class
-attribute is.
+``Module.__call__`` first looks for one attribute of the instance, ``_compiled_call_impl``, and calls that instead of
+itself. The attribute exists for ``module.compile()``, and ``Module.__getstate__`` leaves it out: copies and pickles do
+not have it. A :class:`ModuleCall` is put there, which has a weak reference to its module. State dictionaries, hooks,
+classes and parameters are unchanged. A copy runs its own weights, and is not attached. (An instance's ``forward`` would
+be copied, and would run the original's weights.) If a class has a ``__getstate__`` that leaves nothing out, the copy of
+a :class:`ModuleCall` is ``None``, as torch's own class attribute is.
 
 NOTE [ Copies that share it ]
 
-``copy.copy`` of a module whose class has such a ``__getstate__``, and ``DataParallel`` for its replicas, copy the
-dictionary and not what is in it: then two modules have one :class:`ModuleCall`, and torch does not tell it which one is
-called. The frame of ``Module.__call__`` does. So such a copy, too, runs its own weights and has no regions. Replicas in
-training are refused, since nobody would see that they save everything.
+``copy.copy`` of a module with such a ``__getstate__``, and ``DataParallel`` for its replicas, copy the dictionary and
+not its values. Two modules then have one :class:`ModuleCall`, and only the frame of ``Module.__call__`` tells which one
+is called. So such a copy, too, runs its own weights and is not attached. Replicas in training are refused: they would
+save everything without notice.
 
 NOTE [ Compiled blocks ]
 
-A block that was compiled before (``block.compile()``) has the attribute already: that is what the region runs, and it
-is put back in the end. Whoever compiles an attached module takes our place instead, and a region would be gone without
-a word: so each call of the model looks, and so does ``remove``. What is compiled around a block would be traced through
-the block's forward without its region, and is refused where it can be seen.
+A block that was compiled before (``block.compile()``) has the attribute already. The checkpointed forward runs it, and
+it is put back in the end. Compiling an attached module replaces the :class:`ModuleCall` without notice: so each call of
+the model checks for that, and so does ``remove``. A module compiled around a block is refused where it can be seen: its
+trace would go past the block's call.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ PLACE = "_compiled_call_impl"
 _TORCHS = Module._wrapped_call_impl.__code__
 
 REFUSALS = (UsageError, UnsupportedError, BudgetError)
-"""What is raised where a call cannot be what was attached, before anything of it has run."""
+"""Errors of a call that are raised before anything of it has run."""
 
 
 class ModuleCall:
@@ -64,7 +63,7 @@ class ModuleCall:
         self.group: str | None = None
         """Name of the group that it is."""
         self.told: Callable[[SpillwayError], None] | None = None
-        """Who is told of a refusal, so that the call goes on as it was, instead of an error."""
+        """Is told of an error, instead of raising it. The call then goes on as if not attached."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._called(sys._getframe(1))
@@ -92,7 +91,7 @@ class ModuleCall:
             return self.run(module, args, kwargs)
 
     def refuse(self, error: SpillwayError) -> None:
-        """Raise an error, or tell it to who wants to know instead."""
+        """Raise an error, or tell it."""
         if self.told is None:
             raise error
         self.told(error)
@@ -132,19 +131,19 @@ class ModuleCall:
         return call(*args, **kwargs)
 
     def take(self) -> None:
-        """Stand in the module's place."""
+        """Attach it to the module."""
         module = self.module()
         assert module is not None
         module.__dict__[PLACE] = self
 
     def give_back(self) -> bool:
-        """Leave it as it was; ``False`` if somebody else stands there."""
+        """Detach it; ``False`` if another call was put there meanwhile."""
         self.removed = True
         module = self.module()
         if module is None:
             return True
         if module.__dict__.get(PLACE) is not self:
-            # Not yet taken, if attaching failed half way.
+            # Attaching may have failed half way.
             return module.__dict__.get(PLACE) is self.before
         if self._had_place:
             module.__dict__[PLACE] = self.before
@@ -153,7 +152,7 @@ class ModuleCall:
         return True
 
     def collision(self) -> str:
-        """What is to be said to whoever compiled the module meanwhile."""
+        """The error where the module was compiled meanwhile."""
         return (
             f"got {repr(self.name) if self.name else 'the model'} ({self.kind}) compiled after attaching, which took "
             f"the place of what was attached, expected it before, so that what is compiled runs inside; call "
@@ -170,12 +169,12 @@ def is_attached(module: Module) -> bool:
 
 
 def is_compiled_around() -> bool:
-    """Whether the calling code runs inside of something compiled: what Python is called from there is traced."""
+    """Whether the calling code runs inside of a compiled function: Python that it calls is traced."""
     return callback() not in (None, False)
 
 
 def is_traced() -> bool:
-    """Whether the call is written down rather than made: by ``torch.jit.trace``, by ``torch.fx``, or for export."""
+    """Whether the call is only recorded: by ``torch.jit.trace``, by ``torch.fx``, or for export."""
     return (
         torch._C._get_tracing_state() is not None
         or torch.compiler.is_compiling()

@@ -56,7 +56,7 @@ from spillway.profiling.meter import DeviceMemory
 from spillway.units import format_bytes
 
 if TYPE_CHECKING:
-    from spillway.attaching.block import RegionCall
+    from spillway.attaching.block import BlockCall
     from spillway.planning.plan import Plan
     from spillway.planning.profile import Profile
     from spillway.profiling.watch import Watched
@@ -108,6 +108,9 @@ class PlanController:
             ``None``: the plan is given.
         plan: is active from the begin, whatever comes.
     """
+
+    _bears_a_step = True
+    """Whether one step above the budget is only noted, if there is no plan for less."""
 
     def __init__(
         self,
@@ -197,7 +200,7 @@ class PlanController:
         """Bytes that the budget leaves where nothing is to be done in any block."""
         return self.plan.budget - self.plan.predicted_peak if self.is_plain and self.plan is not None else 0
 
-    def take(self, blocks: Sequence[RegionCall]) -> None:
+    def take(self, blocks: Sequence[BlockCall]) -> None:
         """From now on, call these blocks."""
         if self.plan is None:
             refuse_nested(blocks)
@@ -455,13 +458,13 @@ class PlanController:
             try:
                 self._back_off(peak)
             except BudgetError:
-                if before is not None and self._steps - before <= MOST_APART:
+                self._memory.reset_peak()
+                if not self._bears_a_step or (before is not None and self._steps - before <= MOST_APART):
                     raise
                 # What was different about that step need not come again.
                 self.notes.append(
                     f"no plan is for less: this one stays, if none of {MOST_APART} steps is over the budget"
                 )
-                self._memory.reset_peak()
 
     def _look_at_level(self, ranks: RankGroup) -> None:
         """Plan again before a step that begins with more bytes than planned for, if it would be above the budget."""

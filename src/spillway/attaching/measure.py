@@ -49,7 +49,7 @@ from spillway.runtime.mover import Mover
 from spillway.session import Session
 
 if TYPE_CHECKING:
-    from spillway.attaching.block import RegionCall
+    from spillway.attaching.block import BlockCall
     from spillway.profiling.meter import Known
 
 _LOG = logging.getLogger("spillway.attach")
@@ -164,7 +164,7 @@ class ProfileCollector:
         self._session = session
         self._known = known
         self._has_lead = has_lead
-        self._blocks: Sequence[RegionCall] = ()
+        self._blocks: Sequence[BlockCall] = ()
         self._probes: dict[Hashable, Probe] = {}
         self._observed: Stage | None = None
         """The stage of the step that is observed."""
@@ -195,7 +195,7 @@ class ProfileCollector:
         """Bytes that the budget leaves where nothing is to be done in any block."""
         return 0
 
-    def take(self, blocks: Sequence[RegionCall], plan: Plan | None = None) -> None:
+    def take(self, blocks: Sequence[BlockCall], plan: Plan | None = None) -> None:
         """From now on, call these blocks, by a plan if there is one."""
         self._blocks = blocks
         for block in blocks:
@@ -366,7 +366,7 @@ class ProfileCollector:
 
     # What blocks tell.
 
-    def block_begins(self, call: RegionCall, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    def block_begins(self, call: BlockCall, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """A block is called; gives the number of the call, or -1 if it is not observed."""
         call.observer = None
         watch = self._watch

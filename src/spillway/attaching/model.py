@@ -1,14 +1,12 @@
-"""The model's call: all that its forward does is one pass.
+"""The call of an attached model, which is one pass.
 
 NOTE [ Caches in training ]
 
-A block writes its keys and values into such a cache, and would write them a second time when it runs again. Training
-has no use for one: models of transformers make it since ``config.use_cache`` is there for generating. So while an
-attached model is called in training, it is switched off, as transformers' own trainer and checkpointing do. What the
-model gives then has no ``past_key_values``, and gradients are bit for bit those of the model without a cache. In
-evaluation, and afterwards, the configuration is what it was.
-
-Whoever asks for one in the call itself (``model(..., use_cache=True)``) hears that it cannot be had.
+A block writes its keys and values into a cache, and would write them a second time when it is recomputed. Training does
+not need one: models of transformers make it since ``config.use_cache`` is set for generation. So it is switched off
+while an attached model is called in training, as transformers' own trainer and checkpointing do. The output then has no
+``past_key_values``, and gradients are bit for bit those of the model without a cache. In evaluation, and afterwards,
+the configuration is unchanged. A call that asks for a cache itself (``model(..., use_cache=True)``) is refused.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.nn import Module
 
-from spillway.attaching.block import RegionCall
+from spillway.attaching.block import BlockCall
 from spillway.attaching.call import PLACE, REFUSALS, ModuleCall
 from spillway.attaching.validation import refuse_checkpointing, refuse_copier, refuse_own_flags
 from spillway.blocks import Named
@@ -47,8 +45,8 @@ class ModelCall(ModuleCall):
         model: the model.
         blocks: the calls of its blocks.
         around: the modules that blocks are in.
-        context: the pass, with what it does to what regions do not take.
-        recomputes: whether blocks are regions.
+        context: the pass, with the policy for tensors outside of checkpointed blocks.
+        recomputes: whether blocks are checkpointed.
     """
 
     def __init__(
@@ -77,9 +75,9 @@ class ModelCall(ModuleCall):
         self.losses: Sequence[OwnLoss] = ()
         """Those of its modules, which are computed in rows while there is an observer."""
         self.attached: object = None
-        """What the user has of it, for as long as it is on the model."""
+        """The user's handle, while the model is attached."""
         self.passes = 0
-        """Calls in training, so far."""
+        """Calls in training so far."""
         self._applied = 0
         """Plans that were applied when the last of them began."""
 
@@ -98,7 +96,7 @@ class ModelCall(ModuleCall):
             self.observer.evaluates()
 
     def _begin(self, stack: ExitStack, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """All that can be refused before the model runs."""
+        """Everything that may raise before the model runs."""
         self._check()
         refuse_copier(sys._getframe(2), Named("", module))
         if self.observer is not None:
@@ -117,7 +115,7 @@ class ModelCall(ModuleCall):
         self._here.inside = False
 
     def _pass(self) -> AbstractContextManager[object]:
-        """A pass around the call that somebody opened is the one that regions belong to: it must see the rest, too."""
+        """The pass of this call. If the user has opened one around it, blocks belong to that."""
         if self.observer is not None and self.observer.applied != self._applied:
             self._applied = self.observer.applied
             self.context.forget()
@@ -126,7 +124,7 @@ class ModelCall(ModuleCall):
         return nullcontext() if around or idle else self.context
 
     def _check(self) -> None:
-        """What came upon the model since it was attached, and would undo it without a word."""
+        """Refuse changes to the model that would detach it without notice."""
         for call in self.blocks:
             module = call.module()
             if module is None:
@@ -134,7 +132,7 @@ class ModelCall(ModuleCall):
             # Another thread may be removing them just now, after this.
             if module.__dict__.get(PLACE) is not call and not self.removed:
                 raise UsageError(call.collision())
-            if isinstance(call, RegionCall):
+            if isinstance(call, BlockCall):
                 refuse_own_flags(call.name, module)
         for name, reference in self._around:
             module = reference()
@@ -151,7 +149,7 @@ class ModelCall(ModuleCall):
             self._check_wrappers()
 
     def _check_wrappers(self) -> None:
-        """That no block was wrapped in what checkpoints it."""
+        """Refuse blocks that were wrapped in a checkpointing module."""
         for call, reference, key in self._slots:
             parent = reference()
             found = None if parent is None else parent._modules.get(key)
@@ -164,14 +162,13 @@ def _parent_of(model: Module, name: str) -> Module:
 
 
 class ModelPass(offload):
-    """A pass around a model's call. What is learned belongs to the model: another one of its class may be attached.
+    """A pass around a model's call. Its learned order belongs to the model: another one of its class may be attached.
 
     NOTE [ Another plan ]
 
-    By another plan other tensors leave. In which order they are asked for, and which of them before they have left, was
-    learned of the plan before. It says nothing of this one, and was taken for its own where both send as many tensors:
-    then each step waited for some, for good (on an H200, of layers of Llama-8B with 32768 tokens, 21 ms of 1178). So
-    with each plan all is learned anew. That takes one step, as with the first plan.
+    Another plan offloads other tensors, and backward asks for them in another order. Where both plans offload as many
+    tensors, the order of the first was taken for the second, and each step stalled (on an H200, 21 ms of 1178 for
+    layers of Llama-8B with 32768 tokens). So the order is learned again with each plan, in one step.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -179,7 +176,7 @@ class ModelPass(offload):
         self._memory = Memory()
 
     def forget(self) -> None:
-        """Nothing is known any more. See NOTE [ Another plan ]."""
+        """Forget the learned order. See NOTE [ Another plan ]."""
         self._memory = Memory()
 
     def _memory_in(self, session: Session) -> Memory:
@@ -191,11 +188,7 @@ class _Here(threading.local):
 
 
 class Caches:
-    """Those of a model, by the configurations of its parts: a decoder may have one of its own.
-
-    Args:
-        model: whose.
-    """
+    """The cache settings in the configurations of a model and its parts."""
 
     def __init__(self, model: Module) -> None:
         found = (getattr(module, "config", None) for module in model.modules())
@@ -203,7 +196,7 @@ class Caches:
 
     @contextmanager
     def off(self) -> Iterator[bool]:
-        """Inside, none is made; gives whether there would be one. See NOTE [ Caches in training ]."""
+        """Switch caches off; gives whether any was on. See NOTE [ Caches in training ]."""
         on = [config for config in self._configs if getattr(config, _CACHE_FLAG) is True]
         for config in on:
             setattr(config, _CACHE_FLAG, False)

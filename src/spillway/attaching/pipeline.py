@@ -33,7 +33,7 @@ from spillway.session import MIN_BYTES, Session
 from spillway.units import parse_bytes, read_budget
 
 if TYPE_CHECKING:
-    from spillway.attaching.block import RegionCall
+    from spillway.attaching.block import BlockCall
     from spillway.planning.hardware import Hardware
 
 _MOST_ORDERS = 8
@@ -100,7 +100,7 @@ class StageCollector(ProfileCollector):
     def evaluates(self) -> None:
         """The controller says when a step ends."""
 
-    def block_begins(self, call: RegionCall, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    def block_begins(self, call: BlockCall, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """A block is called; -1: its chunk is not profiled."""
         if self.is_turn:
             return super().block_begins(call, module, args, kwargs)
@@ -164,6 +164,8 @@ class PipelinePlanController(PlanController):
         planner: makes plans.
         budget: bytes that may be allocated on the device.
     """
+
+    _bears_a_step = False
 
     def __init__(self, stages: Sequence[StageCollector], planner: Planner, budget: int) -> None:
         super().__init__(stages[0], planner, budget=budget, memory=DeviceMemory(planner.device))

@@ -2,22 +2,21 @@
 
 NOTE [ One plan for many ranks ]
 
-Under FSDP2 a block that one rank computes again, and another one does not, may gather what is sharded inside of it
-once more: the ranks would wait for each other for ever. Under DDP ranks with several plans would wait for the slowest.
-So ranks that share a model's parameters find their plan together, and go through the stages of the search in step:
+Under FSDP2, a recomputed block may gather its shards once more. If another rank does not recompute that block, both
+wait for each other for ever. Under DDP, ranks with several plans would wait for the slowest. So ranks that share a
+model's parameters find one plan, and go through the stages of the search in step:
 
-- A stage ends for all of them when it has ended for each.
-- The profile is that of the rank that saves most; what is there before the step is that of the fullest.
-- Hardware is the first rank's; room in host memory the least of all. Each rank solves, and the first one's plan counts.
-- The peak that is checked is the highest one. While a plan is held nobody talks: who is over the budget notes it.
+- A stage ends when it has ended on each rank.
+- The profile is that of the rank that saves most, with the largest static bytes of all.
+- Hardware is the first rank's, and room in CPU memory the least of all. The first rank's plan counts.
+- The highest peak is validated. Once the plan is active, ranks do not communicate; one above the budget notes it.
 
-They talk in calls that all of them make. Under DDP that is those in which it reduces gradients: how often a rank calls
-the model under ``no_sync``, or without the wrapper, is its own affair. Whoever waits longer than the group's timeout
-gets an error.
+Ranks communicate in calls of the model that all of them make. Under DDP these are the calls in which it reduces
+gradients. A rank may call the model under ``no_sync``, or without the wrapper, as often as it likes. A rank that waits
+longer than the group's timeout gets an error.
 
-Who they are is read off the model when it is first called: the group of a ``DistributedDataParallel`` around it or in
-it, of an ``FullyShardedDataParallel``, and the dimensions of the meshes that ``DTensor`` parameters (``fully_shard``,
-tensor parallel) lie on. A pipeline's stage shares none, and finds its own.
+The groups are found when the model is first called: that of a ``DistributedDataParallel`` around it or in it, that of
+an ``FullyShardedDataParallel``, and the mesh dimensions of ``DTensor`` parameters. A pipeline's stage shares none.
 """
 
 from __future__ import annotations
@@ -47,8 +46,8 @@ class RankGroup:
     """See NOTE [ One plan for many ranks ].
 
     Args:
-        groups: their process groups, one for each dimension of a mesh. None: there is one rank.
-        wrapper: the ``DistributedDataParallel``, if that is what they share the model by.
+        groups: their process groups, one for each dimension of a mesh. Empty: there is one rank.
+        wrapper: the ``DistributedDataParallel`` that shares the model, if it is one.
     """
 
     def __init__(self, groups: Sequence[ProcessGroup] = (), wrapper: Module | None = None) -> None:
@@ -68,16 +67,16 @@ class RankGroup:
         return bool(wrapper.require_backward_grad_sync) and (_active() is wrapper or wrapper in model.modules())
 
     def share(self, what: str, make: Callable[[], T]) -> list[T]:
-        """Make something on each rank, and give all ranks what all have made, in one order. All have to call it.
+        """Make a value on each rank, and give all values to all ranks, in one order. All ranks have to call it.
 
         Args:
-            what: it is, the same on all ranks.
+            what: the value's name, the same on all ranks.
             make: makes it.
 
         Raises:
-            SpillwayError: what ``make`` raises here. On the ranks where it raises nothing:
-            UnsupportedError: with the words of the first that did.
-            UsageError: where ranks do not share the same.
+            SpillwayError: the error of ``make``.
+            UnsupportedError: on the other ranks, with the first error's words.
+            UsageError: if ranks share different things.
         """
         if not self._groups:
             return [make()]
@@ -88,7 +87,7 @@ class RankGroup:
             mine = [(what, str(error), None)]
             raise
         finally:
-            # Also where this rank has failed: the others wait to hear of it.
+            # The others wait for this rank, even if it has failed.
             for group in self._groups:
                 mine = [each for part in _gathered(mine, group) for each in part]
         if len({said for said, _, _ in mine}) > 1:
@@ -103,9 +102,9 @@ class RankGroup:
 
 
 def ranks_of(model: Module | None) -> RankGroup:
-    """Who trains a model together with this process. To be asked while the model is called, on all of its ranks.
+    """The ranks that train a model together with this process. Call it on all of them, within the model's call.
 
-    They talk in the model's own groups: to make others of the same ranks was seen to wait for ever.
+    They use the model's own groups: making others of the same ranks was seen to hang.
     """
     if model is None or not _is_initialized():
         return RankGroup()
@@ -132,7 +131,7 @@ def _groups_of(model: Module, wrapper: Any) -> Iterator[ProcessGroup]:
 
 
 def _wrapper_of(model: Module) -> Any:
-    """The ``DistributedDataParallel`` in a model, or whose call this is in: who is in it does not see it otherwise."""
+    """The ``DistributedDataParallel`` in a model, or the one whose call this is in."""
     inside = (module for module in model.modules() if is_a(module, _DDP, "DistributedDataParallel"))
     return next(inside, _active())
 
@@ -164,7 +163,7 @@ def _gathered(mine: T, group: ProcessGroup) -> list[T]:
 
 
 def shared_profile(profiles: Sequence[Profile]) -> Profile:
-    """One for all ranks, of those of each."""
+    """One profile for all ranks."""
     largest = max(profiles, key=lambda profile: profile.saved_bytes)
     fullest = max(profiles, key=lambda profile: profile.static_bytes)
 

@@ -19,7 +19,7 @@ from spillway.policies import Policy
 from spillway.session import Session
 
 if TYPE_CHECKING:
-    from spillway.attaching.block import RegionCall
+    from spillway.attaching.block import BlockCall
 
 CHECKPOINTING_FLAGS = ("gradient_checkpointing", "grad_checkpointing")
 """Attributes that are true of a module that checkpoints itself: in transformers and diffusers, and in timm."""
@@ -162,7 +162,7 @@ def _method_of(kind: type[Module], name: str) -> object:
     return None
 
 
-def refuse_nested(blocks: Iterable[RegionCall]) -> None:
+def refuse_nested(blocks: Iterable[BlockCall]) -> None:
     """Raise :class:`~spillway.errors.UsageError` if one of the blocks has others inside, for which there is no plan."""
     inner = next((block.name for block in blocks if block.has_inner), None)
     if inner is not None:
@@ -187,7 +187,7 @@ def check_arguments(model: object, session: object, *, every: object, first: obj
 def check_planned(
     policy: object, groups: object, plan: object, budget: object, *, every: int, first: int | None, keep_last: int
 ) -> None:
-    """That nothing is said that the plan is to decide."""
+    """Refuse arguments that decide what the plan decides."""
     if budget is not None and plan is not None:
         raise UsageError(f"got both budget={budget!r} and a plan, expected one of them; a plan has its budget")
     if plan is not None and not hasattr(plan, "predicted_peak"):
@@ -200,7 +200,7 @@ def check_planned(
 
 
 def check_policy(policy: Policy, blocks: Blocks | None, *, every: int, first: int | None, keep_last: int) -> None:
-    """That it is one, and that nothing is said of regions, which there are none of."""
+    """Refuse what is no policy, and arguments of recomputation beside an offload policy."""
     if isinstance(policy, type) or not callable(policy):
         raise UsageError(
             f"policy: got {policy!r}, expected a spillway.Recompute(...), an offload policy such as "
