@@ -16,7 +16,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 import spillway
 from spillway import OffloadedOptimizer, UnsupportedError, UsageError
 from spillway.compat.megatron import HybridDeviceOptimizer
-from spillway.optim.away import AwayGradient
+from spillway.optim.gradient import OffloadedGradient
 from spillway.testing import AdversaryBackend
 
 WIDTH = 24
@@ -202,7 +202,7 @@ def test_with_overlap_gradients_leave_in_backward_and_without_they_stay() -> Non
         trained = model()
         optimizer = hybrid(trained, offload_fraction=0.5, overlap_cpu_optimizer_d2h_h2d=overlap)
         backward(trained)
-        away = [isinstance(each.grad, AwayGradient) for each in trained.parameters()]
+        away = [isinstance(each.grad, OffloadedGradient) for each in trained.parameters()]
         assert away == [overlap and optimizer.holds(each) for each in trained.parameters()]
 
 

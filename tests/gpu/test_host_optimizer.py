@@ -87,7 +87,7 @@ def test_a_run_is_bit_for_bit_the_one_written_out(
     if overlap:
         optimizer.overlap_forward(model)
     # Where a norm is taken is learned in the first step; let it be known.
-    for shared in optimizer._shared.values():
+    for shared in optimizer._placement.contexts.values():
         shared.norms.add(2.0)
     for several in batches(device, dtype, micro):
         for batch in several:

@@ -18,8 +18,8 @@ from integrations.ranks import World
 from integrations.test_fsdp import replicated, sharded
 from integrations.test_tensor_parallel import parallel
 from integrations.training import LENGTH, ROWS, TOKENS, Block, Model, local
-from spillway.optim.away import AwayGradient
-from spillway.optim.sharding import local_of
+from spillway.optim.gradient import OffloadedGradient
+from spillway.optim.tensors import local_of
 
 pytestmark = [
     pytest.mark.skipif(not dist.is_available(), reason="a torch without torch.distributed"),
@@ -119,7 +119,7 @@ def leaving(name: str) -> tuple[int, int]:
     optimizer = spillway.OffloadedOptimizer(inner.parameters(), torch.optim.SGD, lr=0.1)
     tokens = torch.randint(TOKENS, (ROWS, LENGTH))
     model(tokens).square().mean().backward()
-    away = sum(isinstance(local_of(one.grad), AwayGradient) for one in inner.parameters() if one.grad is not None)
+    away = sum(isinstance(local_of(one.grad), OffloadedGradient) for one in inner.parameters() if one.grad is not None)
     optimizer.step()
     optimizer.close()
     return away, len(list(inner.parameters()))

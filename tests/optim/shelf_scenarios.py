@@ -18,7 +18,7 @@ from torch.optim import AdamW
 import spillway
 from optim.shelf_loops import DEVICE, DISK, Loop, Way, net, same, saved, session
 from spillway import OffloadedOptimizer
-from spillway.optim import loads
+from spillway.optim import streaming
 from spillway.testing import AdversaryBackend
 
 BF16 = torch.bfloat16
@@ -28,8 +28,8 @@ SETTINGS: dict[str, Any] = {"lr": 1e-2, "fused": True}
 @contextmanager
 def hostile(**options: Any) -> Iterator[spillway.Session]:
     """A session of small loads, under the adversary. What it finds is raised."""
-    adversary, least = AdversaryBackend(), loads._LEAST
-    loads._LEAST = 256
+    adversary, least = AdversaryBackend(), streaming._LEAST
+    streaming._LEAST = 256
     try:
         with (
             tempfile.TemporaryDirectory() as folder,
@@ -39,7 +39,7 @@ def hostile(**options: Any) -> Iterator[spillway.Session]:
         # What nobody waited for was done when the session was closed.
         adversary.check()
     finally:
-        loads._LEAST = least
+        streaming._LEAST = least
 
 
 def train(where: spillway.Session, way: Way, loop: Loop, **options: Any) -> None:
@@ -197,12 +197,12 @@ def a_step_that_fails(way: Way) -> None:
                 **SETTINGS,  # type: ignore[arg-type]
             )
             Loop(steps=2, dtype=BF16).run(model, optimizer)
-            inner: Any = optimizer._shelf._inner  # type: ignore[attr-defined]
-            inner.step = BreaksDown(inner.step)
+            inner: Any = optimizer._placement.store._optimizer  # type: ignore[attr-defined]
+            inner.step_each = BreaksDown(inner.step_each)
             model(torch.randn(8, 33, dtype=BF16)).square().mean().backward()
             with contextlib.suppress(Broken):
                 optimizer.step()
-            assert inner.step.calls >= 3
+            assert inner.step_each.calls >= 3
             optimizer.close()
             del optimizer, inner
             gc.collect()

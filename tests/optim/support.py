@@ -17,12 +17,12 @@ from torch.optim import Optimizer
 
 import spillway
 from spillway import OffloadedOptimizer
-from spillway.optim.away import AwayGradient
+from spillway.optim.gradient import OffloadedGradient
 
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 """The classes that have a fused kernel on the CPU."""
 
-MODULES_WITH_CHUNK = ("held", "host_step", "rounds")
+MODULES_WITH_CHUNK = ("host_parameter", "host_step")
 
 Batch = Tensor
 Make = Callable[[Module], Optimizer]
@@ -163,7 +163,7 @@ def _named(values: Module | Iterable[Tensor]) -> Iterator[tuple[str, Tensor]]:
 
 
 def is_away(tensor: Tensor | None) -> bool:
-    return isinstance(tensor, AwayGradient)
+    return isinstance(tensor, OffloadedGradient)
 
 
 def here(gradient: Tensor | None) -> Tensor:

@@ -17,7 +17,7 @@ from torch.nn import Parameter
 import spillway
 from optim.support import batches, here, is_away, loss_of, offloaded, same_bits, saved, train, wide
 from spillway import OffloadedOptimizer, UnsupportedError
-from spillway.optim.away import AwayGradient
+from spillway.optim.gradient import OffloadedGradient
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def test_it_is_a_tensor_like_any_other(away: Tensor) -> None:
 
 @pytest.mark.parametrize("show", [repr, str, "{}".format, "{!r}".format], ids=["repr", "str", "format", "format-repr"])
 def test_it_is_printed_without_being_brought_back(show: Callable[[Any], str], away: Tensor) -> None:
-    assert show(away) == "AwayGradient(size=(2, 3), dtype=torch.float32, device='cpu')"
+    assert show(away) == "OffloadedGradient(size=(2, 3), dtype=torch.float32, device='cpu')"
 
 
 VIEWS: dict[str, Callable[[Tensor], object]] = {
@@ -206,4 +206,4 @@ def test_factors_of_other_devices_and_types(away: Tensor) -> None:
     assert same_bits(away.clone(), torch.arange(6.0).view(2, 3) * 3 / 2 * 2)
     with pytest.raises(RuntimeError):
         away.mul_(1j)
-    assert type(away) is AwayGradient
+    assert type(away) is OffloadedGradient

@@ -8,7 +8,7 @@ import torch
 import spillway
 from optim.plain_loop import NARROW, pair, windows
 from optim.support import batches
-from spillway.optim.held import Held
+from spillway.optim.host_parameter import HostParameter
 
 
 @NARROW
@@ -97,8 +97,8 @@ def test_a_norm_after_gradients_were_multiplied_with_any_number(
 def test_each_gradient_is_read_once_for_a_norm(cpu_session: spillway.Session, monkeypatch: pytest.MonkeyPatch) -> None:
     both = pair(torch.bfloat16, cpu_session, lr=1e-2)
     read: list[object] = []
-    whole = Held.whole
-    monkeypatch.setattr(Held, "whole", lambda held, values: (read.append(held), whole(held, values))[1])
+    whole = HostParameter.whole
+    monkeypatch.setattr(HostParameter, "whole", lambda held, values: (read.append(held), whole(held, values))[1])
     for batch in batches(2, torch.bfloat16):
         both.backward(batch)
     for gradient in both.gradients():

@@ -164,7 +164,9 @@ def test_an_error_in_the_middle_loses_and_doubles_nothing(
                     patch.setattr(f"spillway.optim.{place}", failing_the_fifth_time())
                     with pytest.raises(MemoryError, match="the fifth"):
                         optimizer.divide(then)
-                assert not [one for one in model.parameters() if optimizer.holds(one) and one in optimizer._device]
+                assert not [
+                    one for one in model.parameters() if optimizer.holds(one) and one in optimizer._placement.device
+                ]
             loss_of(model, batch).backward()
             optimizer.step()
             optimizer.zero_grad()

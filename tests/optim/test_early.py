@@ -29,8 +29,8 @@ from optim.support import (
 )
 from spillway import OffloadedOptimizer, UnsupportedError, UsageError
 from spillway.errors import TierFullError
-from spillway.optim import early, traffic
-from spillway.optim.held import Held
+from spillway.optim import stepping, transfers
+from spillway.optim.host_parameter import HostParameter
 from spillway.runtime.bytes import Bytes
 from spillway.testing import AdversaryBackend
 from support import SlowBackend
@@ -59,7 +59,7 @@ def late(request: pytest.FixtureRequest, adversary: AdversaryBackend) -> Iterato
 )
 def together(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Elements that wait for each other; at most all of them, for ``step``."""
-    monkeypatch.setattr(early, "_TOGETHER", request.param)
+    monkeypatch.setattr(stepping, "_TOGETHER", request.param)
     return int(request.param)
 
 
@@ -191,7 +191,7 @@ def test_a_parameter_is_not_written_before_backward_has_read_it(
     adversary: AdversaryBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Each gradient leaves at once: that it came says nothing of what reads the parameter later.
-    monkeypatch.setattr(traffic, "_TOGETHER", 1)
+    monkeypatch.setattr(transfers, "_TOGETHER", 1)
     # The adversary cannot see what autograd reads: it is told, by who comes right before the gradient.
     with spillway.Session(backend=adversary.serve) as session:
         model = wide()
@@ -201,8 +201,8 @@ def test_a_parameter_is_not_written_before_backward_has_read_it(
         for batch in batches(4):
             loss_of(model, batch).backward()
             # What waits for step() may be read until then.
-            for held in optimizer._held.values():
-                if held not in optimizer._early.stepped:
+            for held in optimizer._placement.held.values():
+                if held not in optimizer._steps.early.stepped:
                     adversary.compute_access(Bytes.of(held.parameter.detach()))
             optimizer.step()
             optimizer.zero_grad()
@@ -221,7 +221,7 @@ def test_a_forward_that_waits_for_a_part_of_the_step_before(late: spillway.Sessi
         block(model.first(second)).square().mean().backward()
         optimizer.step()
         optimizer.synchronize()
-        assert not optimizer._coming
+        assert not optimizer._steps.pending
         optimizer.close()
     assert_same_values(*models)
 
@@ -372,7 +372,7 @@ def test_what_was_saved_begins_anew_after_a_batch_that_was_dropped(model_first: 
 @pytest.mark.usefixtures("strict")
 def test_a_gradient_of_what_was_stepped_does_not_outlive_the_optimizer(trained: Trained) -> None:
     _, optimizer = trained
-    stepped = list(optimizer._early.stepped)  # type: ignore[union-attr]
+    stepped = list(optimizer._steps.early.stepped)  # type: ignore[union-attr]
     optimizer.close()
     assert stepped
     assert all(held.parameter.grad is None for held in stepped)
@@ -382,7 +382,7 @@ def test_a_gradient_of_what_was_stepped_does_not_outlive_the_optimizer(trained: 
 def test_settings_that_change_within_a_backward_are_noticed(
     rate: float | Tensor, cpu_session: spillway.Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(early, "_TOGETHER", 1)
+    monkeypatch.setattr(stepping, "_TOGETHER", 1)
     one, other = (torch.nn.Parameter(torch.ones(4)) for _ in range(2))
     rate = rate.clone() if isinstance(rate, Tensor) else rate
     optimizer = OffloadedOptimizer([one, other], torch.optim.SGD, lr=rate, session=cpu_session, step_in_backward=True)
@@ -407,13 +407,13 @@ def test_what_could_not_be_queued_in_backward_is_stepped_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # With many elements some are queued and some are not, when it fails.
-    monkeypatch.setattr(early, "_TOGETHER", elements)
+    monkeypatch.setattr(stepping, "_TOGETHER", elements)
     pieces_of(64)
     model, plain = wide(), wide()
     optimizer = make(torch.optim.SGD, cpu_session, **SGD)(model)
     (batch,) = batches(1)
-    traffic_of: Any = next(iter(optimizer._shared.values())).traffic
-    owner: Any = {"flush": traffic_of, "prepare": optimizer._shelf, "check": Held}[fails]
+    traffic_of: Any = next(iter(optimizer._placement.contexts.values())).transfers
+    owner: Any = {"flush": traffic_of, "prepare": optimizer._placement.store, "check": HostParameter}[fails]
     works, calls = getattr(owner, fails), itertools.count()
 
     def fail(*arguments: Any) -> Any:
@@ -427,8 +427,8 @@ def test_what_could_not_be_queued_in_backward_is_stepped_later(
     came = [one.grad is not None for one in model.parameters()]
     assert any(came)
     if elements > 1:
-        held = optimizer._held.values()
-        assert 0 < len(optimizer._early.stepped) < sum(one.parameter.grad is not None for one in held)
+        held = optimizer._placement.held.values()
+        assert 0 < len(optimizer._steps.early.stepped) < sum(one.parameter.grad is not None for one in held)
     optimizer.step()
     optimizer.synchronize()
     reference = plainly(torch.optim.SGD, **SGD)(plain)

@@ -32,13 +32,13 @@ def small(request: pytest.FixtureRequest, adversary: AdversaryBackend) -> Iterat
 @pytest.fixture(autouse=True)
 def each_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small gradients do not wait for others."""
-    monkeypatch.setattr("spillway.optim.traffic._TOGETHER", 0)
+    monkeypatch.setattr("spillway.optim.transfers._TOGETHER", 0)
 
 
 @contextlib.contextmanager
 def full(optimizer: OffloadedOptimizer, *, but: int = 0) -> Iterator[None]:
     """Inside, there is room for so many blocks more."""
-    arena = next(iter(optimizer._shared.values())).traffic.arena
+    arena = next(iter(optimizer._placement.contexts.values())).transfers.arena
     optimizer.synchronize()
     allocate, left = arena.allocate, itertools.count(but, -1)
 
@@ -196,7 +196,7 @@ def test_where_a_gradient_is_multiplied(small: spillway.Session) -> None:
 def test_small_gradients_that_leave_together_are_not_lost(
     small: spillway.Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("spillway.optim.traffic._TOGETHER", 1 << 20)
+    monkeypatch.setattr("spillway.optim.transfers._TOGETHER", 1 << 20)
     model, optimizer, plain = pair_of(small)
     reference = plainly(RMS)(plain)
     data = batches(3)

@@ -172,7 +172,7 @@ def test_the_collector_leaves_nothing(use: Use, keeps_model: bool, cpu_session: 
     optimizer = offloaded(AdamW, cpu_session)(model)
     use(model, optimizer)
     dead = weakref.ref(optimizer)
-    parts = [weakref.ref(one) for one in optimizer._held.values()]
+    parts = [weakref.ref(one) for one in optimizer._placement.held.values()]
     parameter = weakref.ref(model.first.weight)
     del optimizer
     if not keeps_model:
@@ -206,7 +206,7 @@ def test_gradients_whose_optimizer_is_gone_say_so(cpu_session: spillway.Session)
     ):
         with pytest.raises(UsageError, match="got a gradient whose optimizer is gone"):
             use()
-    assert "AwayGradient" in repr(gradient)
+    assert "OffloadedGradient" in repr(gradient)
     model.zero_grad()
     train(model, plainly(AdamW)(model), batches(1))
 
@@ -232,8 +232,8 @@ def test_nothing_waits_for_the_collector_after_close(use: Use, cpu_session: spil
         model = wide()
         optimizer = offloaded(torch.optim.SGD, cpu_session, lr=0.1)(model)
         use(model, optimizer)
-        held = [weakref.ref(one) for one in optimizer._held.values()]
-        masters = [weakref.ref(one.master) for one in optimizer._held.values() if one.master is not None]
+        held = [weakref.ref(one) for one in optimizer._placement.held.values()]
+        masters = [weakref.ref(one.master) for one in optimizer._placement.held.values() if one.master is not None]
         optimizer.close()
         assert cpu_session.used_bytes == (0, 0)
         assert all(one() is None for one in masters)
@@ -408,7 +408,7 @@ def test_memory_of_an_optimizer_that_ended_is_used_again_after_its_copies(
         later = OffloadedOptimizer([second], torch.optim.SGD, lr=0.1, session=session)
         second.sum().backward()
         optimizer = OffloadedOptimizer([first], torch.optim.SGD, lr=0.1, session=session)
-        traffic = next(iter(optimizer._shared.values())).traffic
+        traffic = next(iter(optimizer._placement.contexts.values())).transfers
         first.sum().backward()
         for _ in range(steps):
             optimizer.step()

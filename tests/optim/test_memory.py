@@ -11,8 +11,8 @@ import torch
 
 import spillway
 from spillway import OffloadedOptimizer
-from spillway.optim.away import AwayGradient
-from spillway.optim.held import CHUNK
+from spillway.optim.gradient import OffloadedGradient
+from spillway.optim.host_parameter import CHUNK
 from spillway.testing import AdversaryBackend
 
 PAGE = Path(__file__).parents[2] / "docs" / "optimizer.md"
@@ -68,12 +68,14 @@ def test_a_parameter_takes_the_bytes_that_the_page_says(
         # A held parameter's master is pinned; so is the copy of it that is stepped where there is none.
         counted = MOMENTS if held else (*MOMENTS, "master")
         kept = sum(value.nbytes for name, value in optimizer.state[parameter].items() if name in counted)
-        sums = sum(one.tensor.nbytes for gone in optimizer._held.values() if (one := gone.gradient.sum) is not None)
+        sums = sum(
+            one.tensor.nbytes for gone in optimizer._placement.held.values() if (one := gone.gradient.sum) is not None
+        )
         pinned = session.used_bytes[0]
         on_device = parameter.nbytes
         if held:
             on_host = kept + sums
-            assert isinstance(gradient, AwayGradient)
+            assert isinstance(gradient, OffloadedGradient)
         else:
             on_host = sums
             on_device += gradient.nbytes + kept
@@ -90,7 +92,7 @@ def test_without_offloaded_gradients_they_are_on_the_device_and_sums_nowhere_els
             (parameter * 2).sum().backward()
         optimizer.step()
         assert type(parameter.grad) is torch.Tensor
-        assert not any(held.gradient.sum for held in optimizer._held.values())
+        assert not any(held.gradient.sum for held in optimizer._placement.held.values())
         optimizer.close()
 
 

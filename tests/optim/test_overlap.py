@@ -348,12 +348,12 @@ def test_a_copy_of_a_model_has_nothing_to_do_with_the_optimizer(in_flight: bool,
         assert_same_values(other, plain_after(data[:2]))
     if in_flight:
         train(model, optimizer, data[2:])
-        before = len(optimizer._coming)
+        before = len(optimizer._steps.pending)
         assert before > 0
         for other in (twin, again, file):
             other(data[0])
             other.state_dict()
-        assert len(optimizer._coming) == before, "a copy does not wait for the original's parameters"
+        assert len(optimizer._steps.pending) == before, "a copy does not wait for the original's parameters"
     optimizer.close()
     dead = weakref.ref(optimizer)
     del optimizer, model

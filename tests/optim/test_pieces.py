@@ -21,8 +21,8 @@ from torch.optim import Optimizer
 import spillway
 from optim.support import assert_same_state, same_bits
 from spillway import OffloadedOptimizer
-from spillway.optim.held import CHUNK
-from spillway.optim.kinds import Kind
+from spillway.optim.host_parameter import CHUNK
+from spillway.optim.optimizer_class import ClassTraits
 
 LINE = 64
 OPTIONS: list[tuple[type[Optimizer], dict[str, Any]]] = [
@@ -62,7 +62,7 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 def cases() -> Iterator[Any]:
     for optimizer_class, options in OPTIONS:
         for dtype in DTYPES:
-            if dtype in Kind.of(optimizer_class).fused:
+            if dtype in ClassTraits.of(optimizer_class).fused:
                 name = "-".join([optimizer_class.__name__, *(key for key in options if key != "lr"), str(dtype)[6:]])
                 yield pytest.param(optimizer_class, options, dtype, id=name)
 

@@ -15,9 +15,8 @@ from torch.testing._internal.common_optimizers import optim_db
 
 from optim.shelf_loops import Loop, net, same, session
 from spillway import OffloadedOptimizer, SizeError, UsageError
-from spillway.optim.forecast import Forecast
-from spillway.optim.kinds import for_host
-from spillway.optim.placement import held_beyond, held_of
+from spillway.optim.optimizer_class import StatePrediction, for_cpu
+from spillway.optim.options import held_beyond, held_of
 
 SIZES = st.lists(st.integers(0, 50), max_size=12)
 
@@ -62,7 +61,7 @@ def test_a_state_is_told_before_it_is_made(info: Any) -> None:
         shapes = [shape for shape in shapes if 0 not in shape]
     for case in info.optim_inputs_func(device="cpu"):
         settings = {name: value for name, value in case.kwargs.items() if name != "differentiable"}
-        forecast = Forecast(cls, for_host(settings))
+        forecast = StatePrediction(cls, for_cpu(settings))
         for shape in shapes:
             parameter = nn.Parameter(torch.randn(shape))
             optimizer = cls([parameter], **settings)
@@ -81,7 +80,7 @@ def test_a_state_is_told_before_it_is_made(info: Any) -> None:
 
 
 def test_the_forecast_knows_settings_apart() -> None:
-    forecast = Forecast(SGD, {"lr": 0.1})
+    forecast = StatePrediction(SGD, {"lr": 0.1})
     settings = {**SGD([nn.Parameter(torch.ones(1))]).defaults}
     assert forecast.nbytes((10, 10), torch.float32, settings) == 0
     assert forecast.nbytes((10, 10), torch.float32, {**settings, "momentum": 0.9}) == 400
@@ -90,7 +89,7 @@ def test_the_forecast_knows_settings_apart() -> None:
 
 def bytes_there(optimizer: OffloadedOptimizer, model: nn.Module) -> int:
     """State of parameters that are not held, masters among it."""
-    states = [optimizer.state[one] for one in model.parameters() if one not in optimizer._held]
+    states = [optimizer.state[one] for one in model.parameters() if one not in optimizer._placement.held]
     return sum(value.nbytes for state in states for value in state.values() if isinstance(value, torch.Tensor))
 
 
@@ -112,7 +111,14 @@ def test_the_device_has_no_more_state_than_its_budget(tmp_path: Path, more: dict
                 device_budget=given_as,
                 **more,  # type: ignore[arg-type]
             )
-            assert [one in optimizer._held for one in models[0].parameters()] == [True, False, False, False, True, True]
+            assert [one in optimizer._placement.held for one in models[0].parameters()] == [
+                True,
+                False,
+                False,
+                False,
+                True,
+                True,
+            ]
             optimizer.close()
         optimizer = OffloadedOptimizer(
             models[0].parameters(),
@@ -141,7 +147,7 @@ def test_groups_that_come_later_get_what_is_left_of_the_budget(tmp_path: Path) -
         optimizer = OffloadedOptimizer([first], AdamW, session=where, device_budget=1700)
         optimizer.add_param_group({"params": [second]})
         optimizer.add_param_group({"params": [third]})
-        assert [one in optimizer._held for one in (first, second, third)] == [False, False, True]
+        assert [one in optimizer._placement.held for one in (first, second, third)] == [False, False, True]
         optimizer.close()
 
 

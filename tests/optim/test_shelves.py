@@ -29,7 +29,7 @@ from optim.shelf_loops import (
     small_pieces,
 )
 from spillway import OffloadedOptimizer, UnsupportedError, UsageError
-from spillway.optim.layout import Place
+from spillway.optim.states import Slot
 from spillway.testing import AdversaryBackend
 
 SERVED = [info for info in optim_db if info.optim_cls.__name__ not in ("SparseAdam", "LBFGS")]
@@ -380,7 +380,7 @@ def test_complex_parameters_are_served(way: Way, here: spillway.Session) -> None
 
 def places(state: dict[Any, Any]) -> set[Any]:
     """The names of what lies elsewhere."""
-    return {name for name in state if isinstance(dict.__getitem__(state, name), Place)}
+    return {name for name in state if isinstance(dict.__getitem__(state, name), Slot)}
 
 
 def test_between_steps_the_state_lies_elsewhere(way: Way, here: spillway.Session) -> None:
@@ -470,7 +470,7 @@ def test_a_parameter_that_is_held_no_more_leaves_its_neighbours(here: spillway.S
     optimizer = OffloadedOptimizer(models[0].parameters(), AdamW, session=here, tier="disk", lr=1e-2, fused=True)
     Loop(dtype=BF16, steps=2).run(models[0], optimizer)
     for index in (1, 2, 4):
-        optimizer._move_to_device(optimizer._held[list(models[0].parameters())[index]])
+        optimizer._move(0, list(models[0].parameters())[index])
     Loop(dtype=BF16, steps=2, seed=2).run(models[0], optimizer)
     other = OffloadedOptimizer(models[1].parameters(), AdamW, session=here, tier="disk", lr=1e-2, fused=True)
     Loop(dtype=BF16, steps=2).run(models[1], other)

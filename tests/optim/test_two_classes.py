@@ -12,7 +12,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 
 import spillway
 from spillway import OffloadedOptimizer, UnsupportedError, UsageError
-from spillway.optim.placement import counted, held_of
+from spillway.optim.options import counted, held_of
 from spillway.testing import AdversaryBackend
 
 HALF = 0.5

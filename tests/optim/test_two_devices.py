@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import sys
 from collections.abc import Callable, Iterator
@@ -13,7 +14,8 @@ from torch.optim import Optimizer
 import spillway
 from optim.support import assert_same_values, batches, train, wide
 from spillway import OffloadedOptimizer
-from spillway.optim.shared import Shared
+from spillway.optim.gradient import DeviceContext
+from spillway.optim.placement import Placement
 from spillway.runtime.backend import Backend
 from spillway.runtime.cpu import CpuBackend
 from spillway.testing import AdversaryBackend
@@ -24,13 +26,17 @@ class Together(torch.optim.SGD):
     """A class of one's own, which steps all parameters in one call."""
 
 
-class OnTwoDevices(OffloadedOptimizer):
-    """Takes every other parameter for one of a second device, which has lanes and memory of its own."""
+@contextlib.contextmanager
+def two_devices() -> Iterator[None]:
+    """Inside, every other parameter is one of a second device, which has streams and memory of its own."""
+    numbers, context_of = itertools.count(), Placement.context_of
 
-    numbers = itertools.count()
+    def alternating(placement: Placement, device: torch.device) -> DeviceContext:
+        return context_of(placement, torch.device(device.type, next(numbers) % 2))
 
-    def _shared_of(self, device: torch.device) -> Shared:
-        return super()._shared_of(torch.device(device.type, next(self.numbers) % 2))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Placement, "context_of", alternating)
+        yield
 
 
 @pytest.fixture
@@ -62,7 +68,8 @@ def test_parameters_of_two_devices(
 
     with spillway.Session(backend=serve) as session:
         model, plain = wide(torch.bfloat16), wide(torch.bfloat16)
-        optimizer = OnTwoDevices(model.parameters(), optimizer_class, lr=0.01, session=session)
+        with two_devices():
+            optimizer = OffloadedOptimizer(model.parameters(), optimizer_class, lr=0.01, session=session)
         reference = OffloadedOptimizer(plain.parameters(), optimizer_class, lr=0.01)
         switching(1e-6)
         for one, each in ((model, optimizer), (plain, reference)):
@@ -73,7 +80,7 @@ def test_parameters_of_two_devices(
                 micro=2,
                 before_step=lambda one=one: torch.nn.utils.clip_grad_norm_(one.parameters(), 0.5),
             )
-        assert len(optimizer._shared) == 2
+        assert len(optimizer._placement.contexts) == 2
         assert_same_values(model, plain)
         reference.close()
         optimizer.close()

@@ -17,9 +17,9 @@ from optim.plain_loop import pair, windows
 from optim.support import Block, assert_same_values, batches, loss_of, offloaded, plainly, same_bits, train, wide
 from spillway import OffloadedOptimizer
 from spillway.errors import RaceError
-from spillway.optim import loads
-from spillway.optim import traffic as traffic_module
-from spillway.optim.traffic import Traffic
+from spillway.optim import streaming
+from spillway.optim import transfers as transfers_module
+from spillway.optim.transfers import Transfers
 from spillway.runtime.arena import PAGE
 from spillway.runtime.arena import Block as HostBlock
 from spillway.runtime.backend import Event, Lane
@@ -42,7 +42,7 @@ def tight(request: pytest.FixtureRequest, adversary: AdversaryBackend) -> Iterat
 @pytest.fixture
 def little_staging(monkeypatch: pytest.MonkeyPatch) -> None:
     """One or two parameters may be on their way to the device at once."""
-    monkeypatch.setattr(traffic_module, "STAGING", 2 * PAGE)
+    monkeypatch.setattr(transfers_module, "STAGING", 2 * PAGE)
 
 
 @pytest.mark.usefixtures("little_staging")
@@ -160,11 +160,11 @@ def test_training_on_lanes_that_are_late(late: str, overlaps: bool) -> None:
 
 def test_the_window_bounds_what_is_leaving(adversary: AdversaryBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     # Gradients of 4000 bytes, of which two and a half may be leaving, each by itself.
-    monkeypatch.setattr("spillway.optim.traffic._TOGETHER", 0)
+    monkeypatch.setattr("spillway.optim.transfers._TOGETHER", 0)
     with spillway.Session(backend=adversary.serve, window=10_000) as session:
         parameters = [Parameter(torch.ones(1000)) for _ in range(8)]
         optimizer = OffloadedOptimizer(parameters, torch.optim.SGD, lr=1.0, threads=1, session=session)
-        traffic: Traffic = next(iter(optimizer._shared.values())).traffic
+        traffic: Transfers = next(iter(optimizer._placement.contexts.values())).transfers
         seen = []
         for parameter in parameters:
             parameter.sum().backward()
@@ -216,12 +216,12 @@ def test_what_waits_for_the_way_to_the_device_is_bounded(
     adversary: AdversaryBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # What comes from disk goes by way of memory that is used again.
-    monkeypatch.setattr(loads, "_LEAST", 2000)
-    monkeypatch.setattr(traffic_module, "STAGING", 3 * PAGE)
+    monkeypatch.setattr(streaming, "_LEAST", 2000)
+    monkeypatch.setattr(transfers_module, "STAGING", 3 * PAGE)
     with spillway.Session(backend=adversary.serve, window=1 << 14) as session:
         parameters = [Parameter(torch.ones(2000, dtype=torch.bfloat16)) for _ in range(8)]
         optimizer = OffloadedOptimizer(parameters, torch.optim.SGD, lr=1.0, tier="disk", session=session)
-        traffic: Traffic = next(iter(optimizer._shared.values())).traffic
+        traffic: Transfers = next(iter(optimizer._placement.contexts.values())).transfers
         staged, seen = traffic.staged, []
 
         def watched(block: HostBlock, copied: Event) -> None:
@@ -252,7 +252,7 @@ def test_memory_from_which_parameters_still_leave_is_not_written_by_gradients(
         data = batches(1, torch.bfloat16)
         train(model, optimizer, data)
         # The step's work is done: the memory is free again, once the copies from it are done.
-        next(iter(optimizer._shared.values())).lane.run(lambda: None).synchronize()
+        next(iter(optimizer._placement.contexts.values())).lane.run(lambda: None).synchronize()
         loss.backward()
         optimizer.synchronize()
         reference = offloaded(torch.optim.SGD, session, **SGD)(plain)
@@ -286,7 +286,7 @@ def test_gradients_are_handed_back_to_the_stream_that_made_them() -> None:
 def test_the_adversary_is_told_what_the_host_reads_and_writes(adversary: AdversaryBackend) -> None:
     with spillway.Session(backend=adversary.serve) as session:
         optimizer = offloaded(torch.optim.SGD, session, **SGD)(wide())
-        traffic: Traffic = next(iter(optimizer._shared.values())).traffic
+        traffic: Transfers = next(iter(optimizer._placement.contexts.values())).transfers
         sent = traffic.send(torch.ones(8))
         traffic.flush()
         for write in (False, True):

@@ -1,124 +1,479 @@
-"""The gradient of one parameter, on the host: what came, what it adds up to, and what it is to be multiplied with.
+"""Gradients of parameters that are stepped on the CPU, and the tensors that stand for them on the device.
 
-The first that comes is kept as it came (``raw``). With a second, and from then on with the first of each window too,
-all are added up on the host in the master's type, in the order in which they came (``sum``). A multiplication is a note
-(``factors``) until somebody reads the gradient. See NOTE [ Who may touch what ].
+``p.grad`` is an :class:`OffloadedGradient`: a tensor on the device in all that can be asked without reading bytes. The
+operators of training loops become operations on the CPU: autograd adds to it, ``clip_grad_norm_`` takes its norm and
+scales it, ``GradScaler`` searches it for infinities and unscales it, ``zero_grad`` fills it with zeros or drops it. For
+any other operator the gradient is reloaded, and offloaded again if it was written. Only views are refused: writes to
+them would be lost.
+
+:class:`Gradient` is what the CPU has of it. The first gradient that arrives is kept as it is (``raw``). From the first
+accumulation on, gradients are summed on the CPU, in the type of the step, in their order of arrival (``sum``).
+Multiplications are noted (``factors``), and applied when the gradient is read. See NOTE [ Threads ].
 """
 
 from __future__ import annotations
 
 import math
+import threading
 import weakref
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch.utils._pytree import tree_flatten, tree_map_only
 
 from spillway.errors import UnsupportedError, UsageError
-from spillway.optim.away import AwayGradient
-from spillway.optim.parcels import Sent
-from spillway.optim.shared import Factor, Shared
-from spillway.optim.sums import Counted, Sum
-from spillway.optim.traffic import Traffic, Way, is_dense
-from spillway.runtime.backend import Event, finish
+from spillway.optim.tensors import scratch_of, with_strides_of
+from spillway.optim.transfers import Pinned, SentTensor, Transfers, Upload
+from spillway.runtime.backend import Event, HostLane, finish
 from spillway.runtime.bytes import Cells
+
+if TYPE_CHECKING:
+    from spillway.optim.host_parameter import HostParameter
+
+aten = torch.ops.aten
+_SAME = {aten.detach.default, aten.alias.default}
+_SCALE = {
+    aten.mul_.Tensor: "mul_",
+    aten.mul_.Scalar: "mul_",
+    aten.div_.Tensor: "div_",
+    aten.div_.Scalar: "div_",
+    aten._foreach_mul_.Scalar: "mul_",
+    aten._foreach_mul_.Tensor: "mul_",
+    aten._foreach_div_.Scalar: "div_",
+    aten._foreach_div_.Tensor: "div_",
+}
+_ZERO = {aten.zero_.default, aten._foreach_zero_.default}
+_CHECK = aten._amp_foreach_non_finite_check_and_unscale_.default
+
+
+class OffloadedGradient(torch.Tensor):
+    """A gradient whose bytes are on the CPU. It looks like a tensor on the device."""
+
+    _home: weakref.ref[Gradient]
+    _kept: Gradient | None
+
+    @staticmethod
+    def __new__(
+        cls: type[OffloadedGradient], home: Gradient, like: torch.Tensor, dtype: torch.dtype
+    ) -> OffloadedGradient:
+        tensor: OffloadedGradient = torch.Tensor._make_wrapper_subclass(
+            cls, like.shape, dtype=dtype, device=like.device, strides=like.stride()
+        )
+        # Weak: the optimizer holds the parameter, which holds this tensor, and the collector does not see that.
+        tensor._home = weakref.ref(home)
+        tensor._kept = None
+        return tensor
+
+    def __init__(self, home: Gradient, like: torch.Tensor, dtype: torch.dtype) -> None:
+        pass
+
+    @property
+    def home(self) -> Gradient:
+        """The gradient that it stands for."""
+        home = self._home()
+        if home is None:
+            raise UsageError(
+                "got a gradient whose optimizer is gone, expected it to live as long as its gradients are used; keep "
+                "the OffloadedOptimizer, or close() it first"
+            )
+        return home
+
+    def stands_for(self, gradient: Gradient) -> bool:
+        """Whether it stands for that gradient, and not for another optimizer's."""
+        return self._home() is gradient
+
+    def detach_from_parameter(self) -> None:
+        """The user kept it past its parameter's next gradient. From now on it keeps its bytes alive."""
+        self._kept = self.home
+
+    def attach_to_parameter(self) -> None:
+        """It is its parameter's gradient again."""
+        self._kept = None
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"OffloadedGradient(size={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}')"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        copied = self.home.restore()
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.home.restore().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        first = args[0] if args else None
+        if isinstance(first, OffloadedGradient):
+            if function in _SAME:
+                return first
+            if function is aten.add_.Tensor and not kwargs and _is_gradient(args[1], first):
+                first.home.arrive(args[1])
+                return first
+            if function is aten.linalg_vector_norm.default and len(args) <= 2 and not kwargs:
+                return first.home.norm(float(args[1]) if len(args) == 2 else 2.0)
+        if function is aten._foreach_norm.Scalar and not kwargs:
+            return _norms(*args)
+        if (function in _SCALE and _is_factor(args[1])) or function in _ZERO or function is _CHECK:
+            return _apply_to_each(function, args)
+        return _run_on_reloaded(function, args, kwargs)
+
+
+def _apply_to_each(function: Any, args: tuple[Any, ...]) -> Any:
+    """Run an operator on gradients of which some may be on the device."""
+    listed = isinstance(args[0], (list, tuple))
+    gradients = list(args[0]) if listed else [args[0]]
+    offloaded = [gradient for gradient in gradients if isinstance(gradient, OffloadedGradient)]
+    on_device = [gradient for gradient in gradients if not isinstance(gradient, OffloadedGradient)]
+    if on_device:
+        function(on_device, *args[1:])
+    for gradient in offloaded:
+        if function is _CHECK:
+            found, inverse = args[1:]
+            found.copy_(torch.maximum(found, gradient.home.has_nonfinite().to(found.device, found.dtype)))
+            gradient.home.scale("mul_", inverse)
+        elif function in _ZERO:
+            gradient.home.fill_with_zeros()
+        else:
+            gradient.home.scale(_SCALE[function], args[1])
+    return None if listed else args[0]
+
+
+def _norms(gradients: list[torch.Tensor], order: float = 2.0) -> list[torch.Tensor]:
+    """Norms of gradients of which some may be on the device."""
+    on_device = [gradient for gradient in gradients if not isinstance(gradient, OffloadedGradient)]
+    found = iter(torch._foreach_norm(on_device, order) if on_device else ())
+    return [one.home.norm(float(order)) if isinstance(one, OffloadedGradient) else next(found) for one in gradients]
+
+
+def _run_on_reloaded(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator on reloaded gradients.
+
+    They have the type that they show, if the operator only reads. If it writes one, they have the type of the step, in
+    which gradients are summed.
+    """
+    written = _written(function, args, kwargs)
+    work = {one.dtype: one.home.work_dtype for one in written if isinstance(one, OffloadedGradient)}
+    reloaded: dict[int, tuple[OffloadedGradient, torch.Tensor]] = {}
+
+    def reload(tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, OffloadedGradient):
+            if id(tensor) not in reloaded:
+                reloaded[id(tensor)] = (tensor, tensor.home.restore(exact=bool(work)))
+            return reloaded[id(tensor)][1]
+        # Some operators need all their arguments in one type.
+        is_read = type(tensor) is torch.Tensor and not any(tensor is one for one in written)
+        return tensor.to(work[tensor.dtype]) if is_read and tensor.dtype in work else tensor
+
+    result = function(*tree_map_only(torch.Tensor, reload, args), **tree_map_only(torch.Tensor, reload, kwargs))
+    for offloaded, tensor in reloaded.values():
+        if any(offloaded is one for one in written):
+            offloaded.home.replace(tensor)
+    of_tensor = {id(tensor): offloaded for offloaded, tensor in reloaded.values()}
+    return tree_map_only(torch.Tensor, lambda tensor: of_tensor.get(id(tensor), tensor), result)
+
+
+def _written(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors that an operator writes to.
+
+    Raises:
+        UnsupportedError: if the operator gives views of an offloaded gradient.
+    """
+    written = []
+    for index, argument in enumerate(function._schema.arguments):
+        given = args[index] if index < len(args) else kwargs.get(argument.name)
+        found = [one for one in tree_flatten(given)[0] if isinstance(one, torch.Tensor)]
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written += found
+        elif argument.alias_info is not None and any(isinstance(one, OffloadedGradient) for one in found):
+            raise UnsupportedError(
+                f"got {function} of a gradient that is on the host, expected no view of it: what is written to a "
+                f"view would be lost; clone the gradient first, or make the optimizer with offload_gradients=False"
+            )
+    return written
+
+
+def _is_gradient(other: Any, gradient: OffloadedGradient) -> bool:
+    return (
+        type(other) is torch.Tensor
+        and other.shape == gradient.shape
+        and other.dtype == gradient.dtype
+        and other.layout == torch.strided
+    )
+
+
+def _is_factor(other: Any) -> bool:
+    return isinstance(other, (int, float)) or (
+        isinstance(other, torch.Tensor) and other.ndim == 0 and not isinstance(other, OffloadedGradient)
+    )
+
+
+class Factor:
+    """A number that gradients are multiplied with, or divided by.
+
+    Args:
+        operation: ``"mul_"`` or ``"div_"``.
+        value: the number, or a copy of the user's tensor on the device.
+        sent: its copy to the CPU, if it is a tensor.
+        transfers: of the device.
+    """
+
+    def __init__(
+        self, operation: str, value: torch.Tensor | float, sent: SentTensor | None, transfers: Transfers
+    ) -> None:
+        self.operation = operation
+        self.given = value
+        self._sent = sent
+        self._transfers = transfers
+        self._value: torch.Tensor | float | None = value if sent is None else None
+        self._is_power: bool | None = None
+        # If the gradient is cleared, the number is never read.
+        self._release: weakref.finalize[Any, Any] | None = None
+        if sent is not None:
+            self._release = weakref.finalize(self, transfers.give_back, sent)
+            self._release.atexit = False
+
+    def value(self) -> torch.Tensor | float:
+        """The number; for the CPU worker thread."""
+        if self._value is None:
+            assert self._sent is not None and self._release is not None
+            self._value = self._transfers.read(self._sent).clone().reshape(())
+            self._release()
+        return self._value
+
+    def apply(self, tensor: torch.Tensor) -> None:
+        """Multiply in place; for the CPU worker thread."""
+        getattr(tensor, self.operation)(self.value())
+
+    def applied(self, tensor: torch.Tensor, scratch: torch.Tensor | None) -> torch.Tensor:
+        """The product, in scratch memory if there is some; for the CPU worker thread."""
+        product: torch.Tensor = getattr(torch, self.operation[:-1])(tensor, self.value(), out=scratch)
+        return product
+
+    def apply_on_device(self, tensor: torch.Tensor) -> None:
+        """Multiply a tensor on the device in place."""
+        getattr(tensor, self.operation)(self.given)
+
+    def is_power_of_two(self) -> bool:
+        """Whether the product has the same digits. Waits for the number."""
+        if self._is_power is None:
+            self._is_power = math.frexp(abs(float(self.given)))[0] == 0.5
+        return self._is_power
+
+    def of_norm(self, norm: torch.Tensor) -> torch.Tensor:
+        """The norm of the product, from the norm of the gradient."""
+        value = self.given.abs() if isinstance(self.given, torch.Tensor) else abs(self.given)
+        return norm * value if self.operation == "mul_" else norm / value
+
+
+class DeviceContext:
+    """What the gradients of one device have in common.
+
+    Args:
+        transfers: of the device.
+        lane: the CPU worker thread.
+        workers: threads that compute for it.
+        check: raises if bytes cannot be moved any more. Without it, waits for a copy would never end.
+        pins_sums: whether gradients are summed in pinned memory, because copies to the GPU read it.
+    """
+
+    def __init__(
+        self,
+        transfers: Transfers,
+        lane: HostLane,
+        workers: HostLane,
+        check: Callable[[], None],
+        *,
+        pins_sums: bool = False,
+    ) -> None:
+        self.transfers = transfers
+        self.lane = lane
+        self.workers = workers
+        self.pins_sums = pins_sums
+        self.closed = False
+        self._check = check
+        self.accumulates = False
+        """Whether a second gradient ever arrived before a step."""
+        self.norms: set[float] = set()
+        """Orders of norms that were asked for. From then on they are taken on the device, before the offload."""
+        self._factor: tuple[torch.Tensor, int | None, Factor] | None = None
+        self.expected = 0
+        """How many gradients of a parameter arrived in the last accumulation step."""
+        self._gradients: weakref.WeakSet[Gradient] = weakref.WeakSet()
+        self._additions: deque[tuple[int, Event]] = deque()
+        self._additions_lock = threading.Lock()
+
+    def check(self) -> None:
+        """Raise if bytes cannot be moved any more.
+
+        Raises:
+            SessionError: the session is closed, or belongs to another process.
+            UsageError: the optimizer is closed.
+        """
+        self._check()
+        if self.closed:
+            raise UsageError(
+                "got a gradient of an OffloadedOptimizer that is closed, expected an open one: its bytes are gone; "
+                "close() after the last use of what was kept of its gradients"
+            )
+
+    def close(self, *, lost: bool) -> None:
+        """Do what was queued, and end.
+
+        Args:
+            lost: whether the session was closed before.
+        """
+        self.lane.close()
+        self.workers.close()
+        if not lost:
+            self.transfers.settle()
+            # A step that failed may have left some.
+            self.transfers.unstage()
+        self.forget_factor()
+        self._additions.clear()
+        self.closed = True
+
+    def factor(self, operation: str, value: torch.Tensor | float) -> Factor:
+        """One factor for all gradients that are multiplied with the same tensor."""
+        if not isinstance(value, torch.Tensor):
+            return Factor(operation, value, None, self.transfers)
+        last = self._factor
+        # An inference tensor has no version: its value may have changed.
+        version = None if value.is_inference() else value._version
+        known = last is not None and last[0] is value and version is not None and last[1] == version
+        if last is None or not known or last[2].operation != operation:
+            given = value.detach().clone()
+            factor = Factor(operation, given, self.transfers.send(given), self.transfers)
+            self.transfers.flush()
+            last = self._factor = (value, version, factor)
+        return last[2]
+
+    def forget_factor(self) -> None:
+        """A step has ended: the next tensor is another factor."""
+        self._factor = None
+
+    def add(self, gradient: Gradient) -> None:
+        """Add a gradient of this device."""
+        self._gradients.add(gradient)
+
+    def gradients(self) -> list[Gradient]:
+        """All gradients of this device."""
+        return list(self._gradients)
+
+    def add_later(self, nbytes: int, task: Callable[[], None]) -> None:
+        """Queue an addition that frees pinned memory. Past the in-flight limit, wait for the oldest."""
+        # Backward may run in several threads.
+        with self._additions_lock:
+            while self._additions and sum(size for size, _ in self._additions) + nbytes > self.transfers.window:
+                self._additions.popleft()[1].synchronize()
+            self._additions.append((nbytes, self.lane.run(task)))
+
+
+class GradientSum:
+    """Memory in which a parameter's gradients are summed; for the CPU worker thread.
+
+    Args:
+        held: the parameter.
+    """
+
+    def __init__(self, held: HostParameter) -> None:
+        transfers = held.context.transfers
+        self.dtype = held.work_dtype
+        self.pinned: Pinned | None = None
+        self._backend = transfers.backend
+        if held.context.pins_sums:
+            self.pinned = Pinned(transfers.arena, held.numel * self.dtype.itemsize)
+            self.pinned.synchronize()
+            self._memory = Cells(self.pinned.range(0, self.pinned.nbytes), self.dtype).tensor()
+        else:
+            self._memory = held.new_flat_tensor(self.dtype)
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The sum, flat."""
+        if self.pinned is not None:
+            self._backend.host_access(self.pinned.block, write=True)
+        return self._memory
 
 
 @dataclass(eq=False, slots=True)
 class Snapshot:
-    """A gradient as it is when all that was queued is done; for the host lane."""
+    """A gradient as it will be when all that was queued is done; for the CPU worker thread."""
 
-    raw: Sent | None
-    sum: Sum | None
+    raw: SentTensor | None
+    sum: GradientSum | None
     factors: tuple[Factor, ...]
-    here: torch.Tensor | None = None
-    """The gradient itself, if it never left the device where it is stepped."""
+    on_device: torch.Tensor | None = None
+    """The gradient itself, if it is on the device, where it is stepped."""
     _read: torch.Tensor | None = None
 
-    def read(self, traffic: Traffic) -> torch.Tensor:
-        """The gradient as it came, flat, when it is there."""
+    def read(self, transfers: Transfers) -> torch.Tensor:
+        """Wait for the gradient as it arrived, flat."""
         if self._read is None:
             assert self.raw is not None
-            self._read = traffic.read(self.raw)
+            self._read = transfers.read(self.raw)
         return self._read
 
-    def stays(self, dtype: torch.dtype) -> bool:
-        """Whether a step in a type can read it where it is."""
+    def needs_no_scratch(self, dtype: torch.dtype) -> bool:
+        """Whether a step in this type can read it where it is."""
         return not self.factors and (self.raw is None or self.raw.dtype == dtype)
 
     @property
-    def came(self) -> int:
-        """When it left for the host, among all; what is being added up did before."""
-        return 0 if self.raw is None else self.raw.parcel.number
+    def number(self) -> int:
+        """Its place in the order of arrival. A sum was there before."""
+        return 0 if self.raw is None else self.raw.batch.number
 
-    def wait(self, traffic: Traffic) -> None:
-        """Until all of it is on the host."""
+    def wait(self, transfers: Transfers) -> None:
+        """Wait until it and its factors are on the CPU."""
         if self.raw is not None:
-            self.read(traffic)
+            self.read(transfers)
         for factor in self.factors:
             factor.value()
 
 
-class _Measured(NamedTuple):
-    """A norm that the host takes."""
-
+class _CpuNorm(NamedTuple):
     done: Event
     found: list[float]
-    """It, once that is done."""
+    """The norm, once that is done."""
     factors: tuple[Factor, ...]
-    """What the gradient is multiplied with in it."""
-
-
-class Owner(Counted, Protocol):
-    """A parameter, as its gradient knows it."""
-
-    def local(self) -> torch.Tensor:
-        """The parameter's own bytes, on the device."""
-        ...
-
-    def empty_on_device(self, dtype: torch.dtype) -> torch.Tensor:
-        """A tensor like the parameter."""
-        ...
-
-    def part(self, values: Snapshot, start: int, numel: int, scratch: torch.Tensor | None) -> torch.Tensor:
-        """Elements of the gradient in the type of the step, with its factors."""
-        ...
-
-    def whole(self, values: Snapshot) -> torch.Tensor:
-        """All of them, in the parameter's shape."""
-        ...
+    """The factors that it contains."""
 
 
 @dataclass(eq=False)
 class Gradient:
-    """The gradient of a held parameter."""
+    """The gradient of a parameter that is stepped on the CPU."""
 
-    held: Owner
-    shared: Shared
-    raw: Sent | None = None
-    sum: Sum | None = None
+    held: HostParameter
+    context: DeviceContext
+    raw: SentTensor | None = None
+    sum: GradientSum | None = None
     summed: bool = False
-    """Whether ``sum`` holds what came."""
+    """Whether ``sum`` holds the gradient."""
     factors: list[Factor] = field(default_factory=list)
     norms: dict[float, torch.Tensor] = field(default_factory=dict)
-    """Of the one gradient that came, before the factors; on the device."""
+    """Of a single gradient, without factors; on the device."""
     reader: Event | None = None
     """The end of the last step that reads it."""
     count: int = 0
-    """How many came."""
+    """How many gradients arrived."""
     sealed: bool = False
-    """Whether its parameter was stepped by it: nothing may be done to it before ``step`` is called."""
-    _measured: dict[float, _Measured] = field(default_factory=dict)
-    """Norms that the host took, or is about to."""
-    _away: weakref.ref[AwayGradient] | None = None
+    """Whether it was stepped by during backward. It must not change before ``step`` is called."""
+    _cpu_norms: dict[float, _CpuNorm] = field(default_factory=dict)
+    _tensor: weakref.ref[OffloadedGradient] | None = None
 
     def __post_init__(self) -> None:
-        self.shared.add(self)
+        self.context.add(self)
 
     def __del__(self) -> None:
-        # Nobody waits here: tasks that read it hold it, so there are none.
+        # Tasks that read the gradient hold it, so there are none.
         if self.raw is not None:
-            self.shared.traffic.give_back(self.raw)
+            self.context.transfers.give_back(self.raw)
 
     @property
     def work_dtype(self) -> torch.dtype:
@@ -126,52 +481,52 @@ class Gradient:
         return self.held.work_dtype
 
     def begin(self, tensor: torch.Tensor) -> None:
-        """This is the gradient now, whatever it was."""
+        """Replace whatever there was by a new gradient."""
         self.clear()
         self.arrive(tensor)
 
-    def stand_in(self, tensor: torch.Tensor) -> AwayGradient:
-        """What stands in the place of a gradient that left."""
-        away = AwayGradient(self, self.held.local(), tensor.dtype)
-        # Weak: who holds it beside the parameter wants it as it is, when another comes.
-        self._away = weakref.ref(away)
-        return away
+    def stand_in(self, tensor: torch.Tensor) -> OffloadedGradient:
+        """A tensor in the place of a gradient that was offloaded."""
+        stand_in = OffloadedGradient(self, self.held.local(), tensor.dtype)
+        # Weak: a user who keeps it beside the parameter wants its value when the next gradient arrives.
+        self._tensor = weakref.ref(stand_in)
+        return stand_in
 
-    def away(self) -> AwayGradient | None:
-        """What stands in its place, if somebody holds that."""
-        return None if self._away is None else self._away()
+    def stand_in_if_alive(self) -> OffloadedGradient | None:
+        """The tensor in its place, if it is still referenced."""
+        return None if self._tensor is None else self._tensor()
 
     def arrive(self, tensor: torch.Tensor) -> None:
-        """One more has come: it leaves for the host, and is added."""
-        self.shared.check()
+        """Offload a gradient, and add it."""
+        self.context.check()
         self._check_open()
-        tensor = laid_out(tensor, self.held.local())
-        # In an order that loses nothing should the memory not do.
-        sent = self.shared.traffic.send(tensor)
+        tensor = with_strides_of(tensor, self.held.local())
+        # First, since there may be no memory. Nothing is lost then.
+        sent = self.context.transfers.send(tensor)
         self.count += 1
-        self._measured = {}
+        self._cpu_norms = {}
         alone = self.raw is None and not self.summed
-        self.norms = {} if not alone or self.shared.accumulates else self._norms_of(tensor)
+        self.norms = {} if not alone or self.context.accumulates else self._norms_of(tensor)
         if not alone:
-            self.shared.accumulates = True
+            self.context.accumulates = True
             self._settle()
             self._add(sent, first=False)
-        elif self.shared.accumulates:
+        elif self.context.accumulates:
             self._add(sent, first=True)
         else:
             self.raw = sent
-        if self.count == self.shared.expected and not self.norms:
-            # The last one, if it goes as in the step before.
-            for order in self.shared.norms:
+        if self.count == self.context.expected and not self.norms:
+            # Probably the last one: the step before had as many.
+            for order in self.context.norms:
                 self.measure(order)
 
     def scale(self, operation: str, value: torch.Tensor | float) -> None:
         """Multiply (``"mul_"``), or divide (``"div_"``)."""
         self._check_open()
-        self.factors.append(self.shared.factor(operation, value))
+        self.factors.append(self.context.factor(operation, value))
 
     def fill_with_zeros(self) -> None:
-        """It is there, and zero."""
+        """Set it to zero."""
         self._check_open()
         self.clear()
         total = self._sum()
@@ -180,117 +535,116 @@ class Gradient:
         def fill() -> None:
             total.tensor.zero_()
 
-        self.shared.lane.run(fill)
+        self.context.lane.run(fill)
 
     def clear(self) -> None:
-        """Nothing has come."""
-        self._have_read()
+        """Drop it."""
+        self._wait_for_reader()
         if self.raw is not None:
-            self.shared.traffic.give_back(self.raw)
+            self.context.transfers.give_back(self.raw)
         self.raw = None
         self.summed = False
         self.factors = []
         self.norms = {}
-        self._measured = {}
+        self._cpu_norms = {}
         self.count = 0
 
     def replace(self, tensor: torch.Tensor) -> None:
-        """Somebody computed another in its place."""
+        """Replace it by what an operator wrote."""
         self._check_open()
         self.begin(tensor)
 
     def snapshot(self) -> Snapshot:
-        """It, for somebody who applies the factors."""
-        self._have_read()
-        self.shared.traffic.flush()
+        """The gradient, for a reader that applies the factors."""
+        self._wait_for_reader()
+        self.context.transfers.flush()
         return Snapshot(self.raw, self.sum if self.summed else None, tuple(self.factors))
 
-    def for_device(self, now: torch.Tensor) -> Snapshot:
-        """What ``p.grad`` is now, for a step on the device, which applies the factors there: here it stays as it is."""
-        if not isinstance(now, AwayGradient):
-            self.clear()
-            return Snapshot(None, None, (), here=laid_out(now, self.held.local()))
-        self._have_read()
-        self.shared.traffic.flush()
-        return Snapshot(self.raw, self.sum if self.summed else None, tuple(self.factors))
-
-    def _have_read(self) -> None:
-        """Wait for the hands that read it; what is queued in the host lane from now on comes after."""
-        if self.reader is not None:
-            # What went wrong there is told to whoever waits for the parameter.
-            finish(self.reader)
-            self.reader = None
+    def snapshot_for_device(self, now: torch.Tensor) -> Snapshot:
+        """The same for a step on the device. ``now`` is the local part of ``p.grad``: it may be on the device."""
+        if isinstance(now, OffloadedGradient):
+            return self.snapshot()
+        self.clear()
+        return Snapshot(None, None, (), on_device=with_strides_of(now, self.held.local()))
 
     def norm(self, order: float) -> torch.Tensor:
-        """Its norm of an order, in the type that it is stepped in; a tensor without dimensions, on the device."""
-        self.shared.check()
+        """Its norm in the type of the step; a tensor without dimensions, on the device."""
+        self.context.check()
         if order > 0:
-            self.shared.norms.add(order)
-        if self._was_taken(order):
+            self.context.norms.add(order)
+        if self._has_device_norm(order):
             norm = self.norms[order]
             for factor in self.factors:
                 norm = factor.of_norm(norm)
             return norm
-        if not self._is_measured(order):
-            # Who asks for one norm asks for all: the hands take the others meanwhile.
-            for gradient in self.shared.gradients():
+        if not self._has_cpu_norm(order):
+            # Code that asks for one norm asks for all: the workers take the others meanwhile.
+            for gradient in self.context.gradients():
                 gradient.measure(order)
-        measured = self._measured[order]
+        measured = self._cpu_norms[order]
         measured.done.synchronize()
-        return torch.tensor(measured.found[0], dtype=_real(self.held.work_dtype), device=self.held.local().device)
+        return torch.tensor(measured.found[0], dtype=_real(self.work_dtype), device=self.held.local().device)
 
     def measure(self, order: float) -> None:
-        """Have the host take its norm, if it has come, and is not known."""
-        known = self._was_taken(order) or self._is_measured(order)
+        """Let the CPU take its norm, if there is a gradient and the norm is not known."""
+        known = self._has_device_norm(order) or self._has_cpu_norm(order)
         if known or not (self.raw is not None or self.summed):
             return
-        values, shared, held = self.snapshot(), self.shared, self.held
+        values, context, held = self.snapshot(), self.context, self.held
         found: list[float] = []
 
         def measure() -> None:
             found.append(float(torch.linalg.vector_norm(held.whole(values), order)))
 
         def when_there() -> Event:
-            values.wait(shared.traffic)
-            return shared.hands.run(measure)
+            values.wait(context.transfers)
+            return context.workers.run(measure)
 
-        self.reader = shared.lane.run(when_there)
-        self._measured[order] = _Measured(self.reader, found, values.factors)
-
-    def _was_taken(self, order: float) -> bool:
-        """Whether the norm that was taken on the device says what its own is, to the last bit."""
-        return order in self.norms and all(order == math.inf or factor.is_power_of_two() for factor in self.factors)
-
-    def _is_measured(self, order: float) -> bool:
-        return order in self._measured and self._measured[order].factors == tuple(self.factors)
+        self.reader = context.lane.run(when_there)
+        self._cpu_norms[order] = _CpuNorm(self.reader, found, values.factors)
 
     def has_nonfinite(self) -> torch.Tensor:
-        """1 if an element is infinite or no number, else 0; on the device."""
+        """1 if an element is infinite or NaN, else 0; on the device."""
         if self.held.numel == 0:
             return torch.zeros((), device=self.held.local().device)
         return (~self.norm(math.inf).isfinite()).float()
 
     def restore(self, *, exact: bool = False) -> torch.Tensor:
-        """The gradient, on the device, in the type in which it came; or at least that of the step, if ``exact``."""
-        self.shared.check()
-        held, traffic = self.held, self.shared.traffic
-        away = self.away()
-        dtype = away.dtype if away is not None else held.local().dtype
+        """Reload the gradient in the type in which it arrived. If ``exact``, at least in the type of the step."""
+        self.context.check()
+        held, transfers = self.held, self.context.transfers
+        stand_in = self.stand_in_if_alive()
+        dtype = stand_in.dtype if stand_in is not None else held.local().dtype
         if exact:
-            dtype = torch.promote_types(dtype, held.work_dtype)
+            dtype = torch.promote_types(dtype, self.work_dtype)
         target = held.empty_on_device(dtype)
-        values, ready = self.snapshot(), traffic.now()
+        values, ready = self.snapshot(), transfers.now()
 
-        def bring() -> Event:
+        def upload() -> Event:
             gradient = held.part(values, 0, held.numel, None)
-            block = traffic.pinned(target.numel() * dtype.itemsize)
-            traffic.host_view(block, dtype, target.numel(), write=True).copy_(gradient)
-            back = traffic.receive([Way(target, 0, Cells(block.first(target.numel() * dtype.itemsize), dtype))], ready)
-            traffic.arena.free(block, (back,))
-            return back
+            nbytes = target.numel() * dtype.itemsize
+            block = transfers.pinned(nbytes)
+            transfers.host_view(block, dtype, target.numel(), write=True).copy_(gradient)
+            end = transfers.receive([Upload(target, 0, Cells(block.first(nbytes), dtype))], ready)
+            transfers.arena.free(block, (end,))
+            return end
 
-        traffic.wait(self.shared.lane.run(bring))
+        transfers.wait(self.context.lane.run(upload))
         return target
+
+    def _wait_for_reader(self) -> None:
+        """Wait until the workers have read it. What is queued from now on comes after."""
+        if self.reader is not None:
+            # An error of that step is raised where its parameter is waited for.
+            finish(self.reader)
+            self.reader = None
+
+    def _has_device_norm(self, order: float) -> bool:
+        """Whether the norm that was taken on the device gives its own norm, to the last bit."""
+        return order in self.norms and all(order == math.inf or factor.is_power_of_two() for factor in self.factors)
+
+    def _has_cpu_norm(self, order: float) -> bool:
+        return order in self._cpu_norms and self._cpu_norms[order].factors == tuple(self.factors)
 
     def _check_open(self) -> None:
         if self.sealed:
@@ -301,16 +655,15 @@ class Gradient:
 
     def _norms_of(self, tensor: torch.Tensor) -> dict[float, torch.Tensor]:
         with torch.no_grad():
-            work = self.held.work_dtype
-            orders = [order for order in self.shared.norms if order != math.inf or tensor.numel()]
+            orders = [order for order in self.context.norms if order != math.inf or tensor.numel()]
             if tensor.device.type == "cpu" or not tensor.numel():
-                return {order: torch.linalg.vector_norm(tensor, order, dtype=work) for order in orders}
-            # As clip_grad_norm_ takes it there: another kernel's last bit may be another.
-            return {order: torch._foreach_norm([tensor], order, dtype=work)[0] for order in orders}
+                return {order: torch.linalg.vector_norm(tensor, order, dtype=self.work_dtype) for order in orders}
+            # The kernel of clip_grad_norm_: another one's last bit may differ.
+            return {order: torch._foreach_norm([tensor], order, dtype=self.work_dtype)[0] for order in orders}
 
     def _settle(self) -> None:
-        """What has come so far becomes the sum, with its factors."""
-        self._have_read()
+        """The gradient so far becomes the sum, with its factors."""
+        self._wait_for_reader()
         if self.raw is not None:
             self._add(self.raw, first=True)
             self.raw = None
@@ -321,35 +674,29 @@ class Gradient:
                 for factor in factors:
                     factor.apply(total.tensor)
 
-            self.shared.lane.run(apply)
+            self.context.lane.run(apply)
             self.factors = []
 
-    def _add(self, sent: Sent, *, first: bool) -> None:
-        total, shared, traffic = self._sum(), self.shared, self.shared.traffic
+    def _add(self, sent: SentTensor, *, first: bool) -> None:
+        total, transfers = self._sum(), self.context.transfers
 
         def add() -> None:
-            add_to(total.tensor, traffic.read(sent), first=first, scratch=shared.scratch(total.dtype))
-            traffic.give_back(sent)
+            _add_to(total.tensor, transfers.read(sent), first=first)
+            transfers.give_back(sent)
 
-        traffic.flush()
-        self.shared.add_later(sent.nbytes, add)
+        transfers.flush()
+        self.context.add_later(sent.nbytes, add)
         self.summed = True
 
-    def _sum(self) -> Sum:
+    def _sum(self) -> GradientSum:
         if self.sum is None:
-            self.sum = Sum(self.held, self.shared.traffic, pinned=self.shared.pins_sums)
+            self.sum = GradientSum(self.held)
         return self.sum
 
 
-def add_to(total: torch.Tensor, gradient: torch.Tensor, *, first: bool, scratch: torch.Tensor) -> None:
-    """Add a flat gradient to a flat sum of the same or a wider type, or let it be the sum.
-
-    Args:
-        total: the sum.
-        gradient: what is added.
-        first: whether it is the sum.
-        scratch: of the sum's type, as large as fits the caches.
-    """
+def _add_to(total: torch.Tensor, gradient: torch.Tensor, *, first: bool) -> None:
+    """Add a flat gradient to a flat sum of the same or a wider type. The first one is copied."""
+    scratch = scratch_of(total.dtype)
     size = scratch.numel()
     for start in range(0, total.numel(), size):
         part, new = total[start : start + size], gradient[start : start + size]
@@ -358,25 +705,8 @@ def add_to(total: torch.Tensor, gradient: torch.Tensor, *, first: bool, scratch:
         elif new.dtype == part.dtype:
             part.add_(new)
         else:
-            # By way of scratch: an addition of two types is far slower than a cast and an addition.
+            # Through scratch: an addition of two types is far slower than a cast and an addition.
             part.add_(scratch[: new.numel()].copy_(new))
-
-
-def laid_out(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The gradient with its parameter's strides.
-
-    Raises:
-        UnsupportedError: if it is sparse.
-    """
-    if tensor.layout != torch.strided:
-        raise UnsupportedError(
-            f"got a gradient of layout {tensor.layout}, expected a dense one; leave the parameter to an optimizer of "
-            f"its own, or make the embedding with sparse=False"
-        )
-    if tensor.stride() == like.stride() and is_dense(tensor):
-        return tensor.detach()
-    with torch.no_grad():
-        return torch.empty_strided(like.shape, like.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def _real(dtype: torch.dtype) -> torch.dtype:

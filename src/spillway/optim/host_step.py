@@ -1,180 +1,232 @@
-"""The optimizer's own step, on the host, piece by piece.
+"""The optimizer's own step on the CPU, piece by piece.
 
-The host lane takes parameters in turn and waits for what each needs; *hands*, one thread a CPU, each of which computes
-with a single thread, step their pieces. So a piece's cast, step and cast back stay in one core's caches, no team of
-threads has to be woken for any of them, and a parameter that is waited for keeps nobody else from being stepped.
-Parameters that are not cut (see NOTE [ Pieces ]) are stepped in the host lane, by all CPUs together.
+The CPU worker thread takes parameters in turn, and waits for the gradient of each. *Workers*, a few threads with one or
+two CPUs each, step their pieces. So a piece's cast, step and upload stay in one core's caches, no team of threads has
+to be woken, and a parameter that is waited for keeps no worker from another. The worker thread itself steps parameters
+that are not cut (NOTE [ Pieces ]), by all CPUs together.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
 
-from spillway.optim.gradient import Snapshot
-from spillway.optim.held import CHUNK, Asked, Held, Piece, send_back
-from spillway.optim.kinds import for_host, step_of, written_by_step
-from spillway.optim.shared import Shared
+from spillway.optim.gradient import DeviceContext, Snapshot
+from spillway.optim.host_parameter import HostParameter, HostPiece, ParameterRead, Piece, upload
+from spillway.optim.optimizer_class import BorrowingOptimizer, State, for_cpu, written_by_step
+from spillway.optim.options import StepTimes
 from spillway.optim.states import follow_first
+from spillway.optim.tensors import CHUNK, scratch_of
+from spillway.records import OptimizerStats
 from spillway.runtime.backend import Event, HostLane, TaskEnd
-from spillway.runtime.labels import label
+from spillway.runtime.ledger import Stalls
 
 Settings = dict[str, Any]
 
 _WITHOUT_SCRATCH = 4
-"""How many times as many elements share a call that reads gradients as they lie: calls keep Python busy."""
-
+"""How many times as many elements share a call that reads gradients as they are: calls keep Python busy."""
 _READ_TOGETHER = 8
 """How many times as many elements are read from the device at once."""
 
 
-class Turn(NamedTuple):
-    """A parameter whose turn it is, and its gradient."""
+class ParamStep(NamedTuple):
+    """A parameter that is stepped, and its gradient."""
 
-    held: Held
+    held: HostParameter
     gradient: Snapshot
 
 
-class Share(NamedTuple):
-    """Parameters of one group, and the group's settings for the host."""
+class StepGroup(NamedTuple):
+    """Parameters of one group that are stepped together, and the group's settings on the CPU."""
 
-    turns: Sequence[Turn]
+    steps: Sequence[ParamStep]
     settings: Settings
 
 
+class StepCost:
+    """What one step costs, counted from the end of the step before."""
+
+    def __init__(self) -> None:
+        self._began = time.perf_counter()
+        self._ended = self._began
+        self._waits: list[Stalls] = []
+        self._sent = self._received = self._reserved = 0
+        self.on_host = 0
+        """Elements that the CPU steps."""
+        self.streamed = 0
+        """Elements that the GPU steps with streamed state."""
+        self.host_seconds = 0.0
+        """How long the CPU computes."""
+        self.read_bytes = 0
+        """Bytes read from the spill file."""
+        self.written_bytes = 0
+        """Bytes written there."""
+        self.closing: list[Event] = []
+        """When all state is back in its place."""
+
+    def finish(self) -> None:
+        """Wait until all state is back in its place. Raises what went wrong with that."""
+        closing, self.closing = self.closing, []
+        with contextlib.ExitStack() as stack:
+            for event in closing:
+                stack.callback(event.synchronize)
+
+    def end(self, contexts: Iterable[DeviceContext]) -> None:
+        """The compute streams wait for all that was queued: the step ends."""
+        self._ended = time.perf_counter()
+        for context in contexts:
+            context.transfers.settle()
+            context.transfers.unstage()
+            context.forget_factor()
+            waits, sent, received = context.transfers.take_counts()
+            self._waits.append(waits)
+            self._sent += sent
+            self._received += received
+            self._reserved += context.transfers.arena.reserved_bytes
+
+    def stats(self) -> OptimizerStats:
+        """Bytes and seconds, as users see them."""
+        return OptimizerStats(
+            stepped_on_host=self.on_host,
+            streamed=self.streamed,
+            host_seconds=self.host_seconds,
+            stall_seconds=sum(waits.seconds() for waits in self._waits),
+            sent_bytes=self._sent,
+            received_bytes=self._received,
+            host_bytes=self._reserved,
+            read_bytes=self.read_bytes,
+            written_bytes=self.written_bytes,
+        )
+
+    def times(self) -> StepTimes:
+        """Seconds, for the choice of a fraction."""
+        stats = self.stats()
+        return StepTimes(self._ended - self._began, stats.stall_seconds, stats.host_seconds)
+
+
 class _Part(NamedTuple):
-    turn: Turn
+    step: ParamStep
     piece: Piece
+
+    @property
+    def host_piece(self) -> HostPiece:
+        return self.step.held, self.piece
+
+
+class _PerThread(threading.local):
+    optimizer: BorrowingOptimizer | None = None
 
 
 class HostStep:
-    """Steps pieces by an optimizer of the user's class.
+    """Steps masters in CPU memory by an optimizer of the user's class.
 
     Args:
         optimizer_class: the class.
-        given: what the user gave for it.
-        hands: how many there are.
+        given: its constructor's arguments.
+        workers: how many worker threads there are.
     """
 
-    def __init__(self, optimizer_class: type[Optimizer], given: dict[str, Any], *, hands: int) -> None:
-        self._class = optimizer_class
-        self._given = for_host(given)
-        self._step = step_of(optimizer_class)
-        self._states: defaultdict[torch.Tensor, dict[Any, Any]] = defaultdict(dict)
+    def __init__(self, optimizer_class: type[Optimizer], given: dict[str, Any], *, workers: int) -> None:
+        self._new_optimizer = partial(BorrowingOptimizer, optimizer_class, for_cpu(given))
+        self._optimizer = self._new_optimizer()
+        self._per_thread = _PerThread()
+        self._states: defaultdict[torch.Tensor, State] = defaultdict(dict)
+        """Of every piece; lent to the optimizers of all threads."""
         self._known: set[torch.Tensor] = set()
-        """Pieces that a constructor of the class has seen: some make their state there."""
+        """Pieces that the class's constructor has seen: some classes make their state there."""
         self.written: dict[int, Settings] = {}
-        """What a class put into its groups, by their index; to be read when the step is done."""
-        self._mine = _Mine()
-        self._hands = hands
+        """Group entries that the class changed, by group; complete when the step is done."""
+        self._workers = workers
         self._given_out: deque[TaskEnd] = deque()
         self._unfinished = 0
-        """Of these."""
         self._seconds = 0.0
         self._lock = threading.Lock()
 
-    def step(self, share: Share, after: Event) -> Event:
-        """Step parameters, and queue their way back.
+    def step(self, group: StepGroup, after: Event) -> Event:
+        """Step parameters, and queue their uploads.
 
         Args:
-            share: parameters whose step has begun, and their gradients.
-            after: when the device may be read and written.
+            group: parameters of one device whose masters may be written.
+            after: the event after which the device may be read and written.
 
         Returns:
-            The end of their ways back.
+            The end of the uploads.
         """
-        held = share.turns[0].held
-        for turn in share.turns:
-            turn.gradient.wait(held.shared.traffic)
-            self._know(turn.held, share.settings)
-            follow_first([self._states[piece.tensor] for piece in turn.held.pieces])
+        first = group.steps[0].held
+        for held, gradient in group.steps:
+            gradient.wait(held.context.transfers)
+            self.begin_state(held, group.settings)
+            follow_first([self._states[piece.tensor] for piece in held.pieces])
         ends = []
-        for calls in _asked_together(share.turns):
-            if held.cut:
-                self._wait_for_hands()
-            asked = Asked([(turn.held, piece) for parts in calls for turn, piece in parts], after)
+        for calls in _reads(group.steps):
+            if first.cut:
+                self._wait_for_workers()
+            read = ParameterRead([part.host_piece for parts in calls for part in parts], after)
             for parts in calls:
-                step = partial(self._step_parts, parts, share.settings, asked, after)
-                ends.append(self._hand(held.shared.hands, step) if held.cut else step())
-        return held.shared.traffic.backend.all_of(ends)
+                step = partial(self._step_parts, parts, group.settings, read, after)
+                ends.append(self._give_out(first.context.workers, step) if first.cut else step())
+        return first.context.transfers.backend.all_of(ends)
 
-    def _wait_for_hands(self) -> None:
-        """Until few calls are before the next one: memory for what parameters are is bounded so."""
-        while self._unfinished >= 2 * self._hands:
-            self._given_out.popleft().finish()
-
-    def _hand(self, hands: HostLane, step: Callable[[], Event]) -> Event:
-        """Give the hands one more."""
-
-        def work() -> Event:
-            try:
-                return step()
-            finally:
-                with self._lock:
-                    self._unfinished -= 1
-
-        end = hands.run(work)
-        with self._lock:
-            self._unfinished += 1
-        while self._given_out and self._given_out[0].query():
-            self._given_out.popleft()
-        self._given_out.append(end)
-        return end
-
-    def step_together(self, shares: Sequence[Share], after: Mapping[Shared, Event]) -> Event:
-        """The same in one call, for a class of which it is not known that it steps each parameter by itself.
+    def step_together(self, groups: Sequence[StepGroup], after: Mapping[DeviceContext, Event]) -> Event:
+        """The same in one call, for a class that may not step each parameter by itself.
 
         Args:
-            shares: parameters of any device.
-            after: when each device may be read and written.
+            groups: parameters of any device.
+            after: for each device, the event after which it may be read and written.
         """
-        groups = []
-        for turn in (turn for share in shares for turn in share.turns):
-            whole = [(turn.held, turn.held.pieces[0])]
-            Asked(whole, after[turn.held.shared]).read(whole)
-        for some, settings in shares:
-            for held, gradient in some:
-                self._know(held, settings)
+        lent = []
+        for held, _ in (step for group in groups for step in group.steps):
+            whole = [(held, held.pieces[0])]
+            ParameterRead(whole, after[held.context]).finish(whole)
+        for steps, settings in groups:
+            for held, gradient in steps:
+                self.begin_state(held, settings)
                 held.pieces[0].tensor.grad = held.whole(gradient)
-            groups.append({**settings, "params": [turn.held.pieces[0].tensor for turn in some]})
+            lent.append({**settings, "params": [step.held.pieces[0].tensor for step in steps]})
         began = time.perf_counter()
-        before = [dict(group) for group in groups]
-        self._run(groups)
+        before = [dict(group) for group in lent]
+        self._optimizer_of_thread().step(lent, self._states)
         self._count(time.perf_counter() - began, alone=True)
-        for (some, _), group, settings in zip(shares, groups, before, strict=True):
-            self.written.setdefault(some[0].held.group, {}).update(written_by_step(group, settings))
-        back: defaultdict[Shared, list[tuple[Held, Piece]]] = defaultdict(list)
-        for share in shares:
-            for held, _ in share.turns:
-                held.pieces[0].tensor.grad = None
-                held.state = self._states[held.pieces[0].tensor]
-                back[held.shared].append((held, held.pieces[0]))
-        ends = [send_back(pieces, after[shared]) for shared, pieces in back.items()]
-        return next(iter(back)).traffic.backend.all_of(ends)
+        for (steps, _), group, settings in zip(groups, lent, before, strict=True):
+            self.written.setdefault(steps[0].held.group, {}).update(written_by_step(group, settings))
+        stepped: defaultdict[DeviceContext, list[HostPiece]] = defaultdict(list)
+        for held, _ in (step for group in groups for step in group.steps):
+            held.pieces[0].tensor.grad = None
+            held.state = self._states[held.pieces[0].tensor]
+            stepped[held.context].append((held, held.pieces[0]))
+        ends = [upload(pieces, after[context]) for context, pieces in stepped.items()]
+        return next(iter(stepped)).transfers.backend.all_of(ends)
 
-    def put_state(self, held: Held, state: dict[Any, Any], settings: Settings) -> None:
-        """A parameter's state is this, in tensors of its shape, which it takes over."""
-        self._know(held, settings)
+    def put_state(self, held: HostParameter, state: State, settings: Settings) -> None:
+        """Set a parameter's state. Its tensors are taken over, not copied."""
+        self.begin_state(held, settings)
         for piece in held.pieces:
-            parts = {name: _part(value, held, piece) for name, value in state.items()}
+            parts = {name: _part_of(value, held, piece) for name, value in state.items()}
             self._states[piece.tensor] = parts
             piece.parts = dict(parts)
         first = self._states[held.pieces[0].tensor]
-        held.state = {name: first[name] if _is_own(value) else value for name, value in state.items()}
+        held.state = {name: first[name] if _is_number(value) else value for name, value in state.items()}
 
-    def begin_state(self, held: Held, settings: Settings) -> None:
-        """A parameter that has not stepped gets the state that the class's constructor makes."""
-        self._know(held, settings)
+    def begin_state(self, held: HostParameter, settings: Settings) -> None:
+        """Let the class's constructor make what it makes for a new parameter."""
+        missing = [piece.tensor for piece in held.pieces if piece.tensor not in self._known]
+        if missing:
+            for tensor, state in self._optimizer.begin(missing, settings).items():
+                self._states.setdefault(tensor, state)
+            self._known.update(missing)
+            for piece in held.pieces:
+                self._gather(held, piece)
 
-    def drop_state(self, held: Held) -> None:
-        """It has none."""
+    def drop_state(self, held: HostParameter) -> None:
+        """Drop a parameter's state."""
         for piece in held.pieces:
             self._states.pop(piece.tensor, None)
             self._known.discard(piece.tensor)
@@ -182,70 +234,68 @@ class HostStep:
         held.state = {}
 
     def close(self) -> None:
-        """Let go of all states."""
+        """Drop all states."""
         self._states.clear()
         self._known.clear()
-        self._mine = _Mine()
 
-    def _know(self, held: Held, settings: Settings) -> None:
-        """Let the class's constructor make what it makes for a parameter."""
-        missing = [piece.tensor for piece in held.pieces if piece.tensor not in self._known]
-        if missing:
-            made = self._class([{**settings, "params": missing}], **self._given)
-            for tensor, state in made.state.items():
-                self._states.setdefault(tensor, state)
-            self._known.update(missing)
-            for piece in held.pieces:
-                self._gather(held, piece)
-
-    def _step_parts(self, parts: Sequence[_Part], settings: Settings, asked: Asked, after: Event) -> Event:
-        """Step some pieces, and queue their way back; in any thread."""
-        asked.read([(turn.held, piece) for turn, piece in parts])
-        began = time.perf_counter()
-        used = 0
-        for (held, values), piece in parts:
-            scratch = self._mine.scratch(held.work_dtype)[used:] if used + piece.numel <= CHUNK else None
-            gradient = held.part(values, piece.start, piece.numel, scratch)
-            if piece.tensor.ndim != 1:
-                gradient = gradient.as_strided(piece.tensor.shape, piece.tensor.stride())
-            piece.tensor.grad = gradient
-            used += 0 if values.stays(held.work_dtype) else piece.numel
-        # Fused SGD takes those that have momentum already, or those that have none yet.
-        has_state = [bool(self._states.get(piece.tensor)) for _, piece in parts]
-        for which in (False, True):
-            some = [part.piece.tensor for part, has in zip(parts, has_state, strict=True) if has is which]
-            if some:
-                self._run([{**settings, "params": some}])
-        for (held, _), piece in parts:
-            piece.tensor.grad = None
-            self._gather(held, piece)
-        end = send_back([(turn.held, piece) for turn, piece in parts], after)
-        self._count(time.perf_counter() - began, alone=not held.cut)
-        return end
-
-    def _count(self, seconds: float, *, alone: bool) -> None:
-        with self._lock:
-            self._seconds += seconds if alone else seconds / self._hands
-
-    def count_anew(self) -> float:
-        """How long the host computed since this was asked for last: the mean of its hands."""
+    def take_seconds(self) -> float:
+        """How long the CPU computed since the last call: the mean of the workers."""
         with self._lock:
             seconds, self._seconds = self._seconds, 0.0
         return seconds
 
-    def _run(self, groups: list[dict[str, Any]]) -> None:
-        inner = self._mine.inner
-        if inner is None:
-            # One for each thread, with the states of all.
-            inner = self._mine.inner = self._class([torch.nn.Parameter(torch.zeros(1, 1))], **self._given)
-            inner.state = self._states
-        inner.param_groups = groups
-        with label("host step"):
-            self._step(inner)
-        inner.param_groups = []
+    def _wait_for_workers(self) -> None:
+        """Wait until few calls are unfinished. This bounds the memory of parameters that were read."""
+        while self._unfinished >= 2 * self._workers:
+            self._given_out.popleft().finish()
 
-    def _gather(self, held: Held, piece: Piece) -> None:
-        """Let ``held.state`` be what the plain optimizer would have: whole tensors, of which the pieces have parts."""
+    def _give_out(self, workers: HostLane, step: Callable[[], Event]) -> Event:
+        def work() -> Event:
+            try:
+                return step()
+            finally:
+                with self._lock:
+                    self._unfinished -= 1
+
+        end = workers.run(work)
+        with self._lock:
+            self._unfinished += 1
+        while self._given_out and self._given_out[0].query():
+            self._given_out.popleft()
+        self._given_out.append(end)
+        return end
+
+    def _step_parts(self, parts: Sequence[_Part], settings: Settings, read: ParameterRead, after: Event) -> Event:
+        """Step some pieces, and queue their uploads; in any thread."""
+        read.finish([part.host_piece for part in parts])
+        began = time.perf_counter()
+        used = 0
+        for (held, values), piece in parts:
+            scratch = scratch_of(held.work_dtype)[used:] if used + piece.numel <= CHUNK else None
+            gradient = held.part(values, piece.start, piece.numel, scratch)
+            if piece.tensor.ndim != 1:
+                gradient = gradient.as_strided(piece.tensor.shape, piece.tensor.stride())
+            piece.tensor.grad = gradient
+            used += 0 if values.needs_no_scratch(held.work_dtype) else piece.numel
+        self._optimizer_of_thread().step_each([part.piece.tensor for part in parts], settings, self._states)
+        for (held, _), piece in parts:
+            piece.tensor.grad = None
+            self._gather(held, piece)
+        end = upload([part.host_piece for part in parts], after)
+        self._count(time.perf_counter() - began, alone=not held.cut)
+        return end
+
+    def _optimizer_of_thread(self) -> BorrowingOptimizer:
+        if self._per_thread.optimizer is None:
+            self._per_thread.optimizer = self._new_optimizer()
+        return self._per_thread.optimizer
+
+    def _count(self, seconds: float, *, alone: bool) -> None:
+        with self._lock:
+            self._seconds += seconds if alone else seconds / self._workers
+
+    def _gather(self, held: HostParameter, piece: Piece) -> None:
+        """Let ``held.state`` be what the plain optimizer has: whole tensors, of which the pieces have parts."""
         state = self._states[piece.tensor]
         if len(held.pieces) == 1:
             held.state = state
@@ -263,41 +313,35 @@ class HostStep:
             piece.parts[name] = state[name]
 
 
-class _Mine(threading.local):
-    """What each thread has for itself."""
+def grouped(steps: Sequence[ParamStep], settings: Callable[[HostParameter], Settings]) -> Iterator[StepGroup]:
+    """Neighbours that are alike and small enough to share a call; or one parameter that is not.
 
-    def __init__(self) -> None:
-        self.inner: Optimizer | None = None
-        self._scratch: dict[torch.dtype, torch.Tensor] = {}
-
-    def scratch(self, dtype: torch.dtype) -> torch.Tensor:
-        """Memory for gradients of a call that are cast."""
-        if dtype not in self._scratch:
-            self._scratch[dtype] = torch.empty(CHUNK, dtype=dtype, device="cpu")
-        return self._scratch[dtype]
-
-
-def _calls(turns: Sequence[Turn]) -> Iterator[list[_Part]]:
-    """Pieces that share a call: as many as fit the scratch, and a few times more of those that need none."""
-    together: list[_Part] = []
-    share = 0.0
-    for turn in turns:
-        most = _WITHOUT_SCRATCH * CHUNK if turn.gradient.stays(turn.held.work_dtype) else CHUNK
-        for piece in turn.held.pieces:
-            if together and share + piece.numel / most > 1:
-                yield together
-                together, share = [], 0.0
-            together.append(_Part(turn, piece))
-            share += piece.numel / most
+    Args:
+        steps: the parameters.
+        settings: gives those of a parameter's group.
+    """
+    together: list[ParamStep] = []
+    for step in steps:
+        if together and (
+            _kind(step.held) != _kind(together[-1].held)
+            or sum(one.held.numel for one in together) + step.held.numel > CHUNK
+        ):
+            yield StepGroup(together, settings(together[0].held))
+            together = []
+        together.append(step)
     if together:
-        yield together
+        yield StepGroup(together, settings(together[0].held))
 
 
-def _asked_together(turns: Sequence[Turn]) -> Iterator[list[list[_Part]]]:
-    """Calls whose parameters are read at once: few copies, since hands keep the lane waiting for Python."""
+def _kind(held: HostParameter) -> tuple[object, ...]:
+    return held.group, held.work_dtype, held.cut, id(held.context)
+
+
+def _reads(steps: Sequence[ParamStep]) -> Iterator[list[list[_Part]]]:
+    """Calls whose parameters are read at once: few copies, because the worker thread waits for Python's lock."""
     together: list[list[_Part]] = []
     numel = 0
-    for parts in _calls(turns):
+    for parts in _calls(steps):
         together.append(parts)
         numel += sum(part.piece.numel for part in parts)
         if numel >= _READ_TOGETHER * CHUNK:
@@ -307,16 +351,32 @@ def _asked_together(turns: Sequence[Turn]) -> Iterator[list[list[_Part]]]:
         yield together
 
 
-def _is_own(value: object) -> bool:
-    """Whether every piece has one of its own: a count of steps, say."""
+def _calls(steps: Sequence[ParamStep]) -> Iterator[list[_Part]]:
+    """Pieces that share a call: as many as fit the scratch memory, and a few times more that need none."""
+    together: list[_Part] = []
+    share = 0.0
+    for step in steps:
+        most = _WITHOUT_SCRATCH * CHUNK if step.gradient.needs_no_scratch(step.held.work_dtype) else CHUNK
+        for piece in step.held.pieces:
+            if together and share + piece.numel / most > 1:
+                yield together
+                together, share = [], 0.0
+            together.append(_Part(step, piece))
+            share += piece.numel / most
+    if together:
+        yield together
+
+
+def _is_number(value: object) -> bool:
+    """Whether every piece has one of its own, like a count of steps."""
     return isinstance(value, torch.Tensor) and value.ndim == 0
 
 
-def _part(value: Any, held: Held, piece: Piece) -> Any:
-    if not isinstance(value, torch.Tensor) or (len(held.pieces) == 1 and not _is_own(value)):
+def _part_of(value: Any, held: HostParameter, piece: Piece) -> Any:
+    if not isinstance(value, torch.Tensor) or (len(held.pieces) == 1 and not _is_number(value)):
         return value
-    return value.clone() if _is_own(value) or value.numel() != held.numel else _slice(value, held, piece)
+    return value.clone() if _is_number(value) or value.numel() != held.numel else _slice(value, held, piece)
 
 
-def _slice(whole: torch.Tensor, held: Held, piece: Piece) -> torch.Tensor:
+def _slice(whole: torch.Tensor, held: HostParameter, piece: Piece) -> torch.Tensor:
     return whole.as_strided((held.numel,), (1,))[piece.start : piece.start + piece.numel]

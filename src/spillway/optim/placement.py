@@ -1,68 +1,425 @@
-"""Which parameters are held on the host: a pure choice."""
+"""Which parameters the CPU steps and which their device, and the step on the device."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
+from torch.optim import Optimizer
+
+from spillway.errors import UnsupportedError
+from spillway.optim.disk_store import DiskStore
+from spillway.optim.gpu_store import GpuStore
+from spillway.optim.gradient import DeviceContext
+from spillway.optim.host_parameter import HostParameter
+from spillway.optim.optimizer_class import (
+    ClassArguments,
+    ClassTraits,
+    State,
+    StatePrediction,
+    check_parameters,
+    cpu_settings_of,
+    for_cpu,
+    settings_of,
+    step_of,
+    written_by_step,
+)
+from spillway.optim.options import Options, begin_with, counted, held_beyond, held_of, workers_of
+from spillway.optim.state_store import MemoryStore, StateStore
+from spillway.optim.states import MASTER, device_copy
+from spillway.optim.tensors import follow, local_of
+from spillway.optim.transfers import Transfers
+from spillway.runtime.backend import HostLane
+from spillway.runtime.device import DeviceRuntime
+from spillway.session import Session
+
+Groups = Callable[[], list[dict[str, Any]]]
+"""Gives the optimizer's param groups, which loading a state replaces."""
 
 
-def counted(devices: Sequence[torch.device]) -> list[bool]:
-    """Which of some parameters a fraction counts: those on a device, or all where all are on the CPU.
-
-    Args:
-        devices: of each.
-
-    Example:
-        >>> counted([torch.device("cuda"), torch.device("cpu")])
-        [True, False]
-    """
-    on_device = [device.type != "cpu" for device in devices]
-    return on_device if any(on_device) else [True] * len(devices)
-
-
-def held_of(sizes: Sequence[int], fraction: float, *, last_first: bool = True) -> list[bool]:
-    """Which of some parameters are held, so that they are at least a fraction of all elements.
-
-    Args:
-        sizes: elements of each, in the order of the model.
-        fraction: from 0 to 1.
-        last_first: hold the last ones. Their gradients come first in backward, so that those that come last, and are
-            wanted first in the next forward, step on the device.
-
-    Example:
-        >>> held_of([4, 4, 2], 0.5)
-        [False, True, True]
-    """
-    wanted = fraction * sum(sizes)
-    held = [False] * len(sizes)
-    taken = 0
-    order = range(len(sizes))
-    for index in reversed(order) if last_first else order:
-        if taken >= wanted:
-            break
-        held[index] = True
-        taken += sizes[index]
-    return held
-
-
-def held_beyond(nbytes: Sequence[int], budget: int) -> list[bool]:
-    """Which of some parameters are held, so that the state of the others is within a budget.
-
-    The first parameters stay on the device, whose gradients come last in backward: each that the budget still has room
-    for. One that is too large is held, and smaller ones behind it may stay all the same.
+class Placement:
+    """Which parameters the CPU steps (``held``) and which their device (``device``), and all their states.
 
     Args:
-        nbytes: bytes of state of each, masters included, in the order of the model.
-        budget: most bytes of those that are not held.
-
-    Example:
-        >>> held_beyond([4, 8, 2, 4], 7)
-        [False, True, False, True]
+        optimizer_class: the CPU's class.
+        device_class: the device's.
+        arguments: of both.
+        options: the user's.
+        session: whose pinned memory is used.
+        groups: gives the param groups.
     """
-    held = []
-    left = budget
-    for size in nbytes:
-        held.append(size > left)
-        left -= 0 if size > left else size
-    return held
+
+    def __init__(
+        self,
+        optimizer_class: type[Optimizer],
+        device_class: type[Optimizer],
+        arguments: ClassArguments,
+        options: Options,
+        session: Session,
+        groups: Groups,
+    ) -> None:
+        self.traits = ClassTraits.of(optimizer_class)
+        self.options = options
+        self.held: dict[torch.Tensor, HostParameter] = {}
+        self.contexts: dict[torch.device, DeviceContext] = {}
+        self._class = optimizer_class
+        self._given = arguments.cpu
+        self._session = session
+        self._groups = groups
+        self._budget = options.budget
+        self._prediction = StatePrediction(device_class, for_cpu(arguments.device))
+        self._threads: tuple[HostLane, HostLane] | None = None
+        self.device = DeviceStep(device_class, arguments.device, arguments.device_only)
+        self.store = self._new_store()
+
+    def parameters(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """All parameters, with the indices of their groups."""
+        for index, group in enumerate(self._groups()):
+            for parameter in group["params"]:
+                yield index, parameter
+
+    def counted(self) -> list[torch.Tensor]:
+        """The parameters that a fraction counts, in the order of the groups."""
+        parameters = [parameter for _, parameter in self.parameters()]
+        may_stay = counted([local_of(parameter).device for parameter in parameters])
+        return [parameter for parameter, may in zip(parameters, may_stay, strict=True) if may]
+
+    def fraction(self) -> float:
+        """The share of all elements that the CPU steps."""
+        sizes = {parameter: local_of(parameter).numel() for _, parameter in self.parameters()}
+        return sum(sizes[parameter] for parameter in self.held) / max(1, sum(sizes.values()))
+
+    def state_bytes(self, group: int, parameter: torch.Tensor) -> int:
+        """Bytes of a parameter's state, its master included."""
+        local, work = local_of(parameter), self.options.work_dtype(parameter)
+        master = 0 if work == local.dtype else local.numel() * work.itemsize
+        return master + self._prediction.nbytes(local.shape, work, self._groups()[group])
+
+    def add(self, parameters: Sequence[tuple[int, torch.Tensor]]) -> list[HostParameter]:
+        """Place new parameters, given with the indices of their groups. Gives those that the CPU steps."""
+        if self.traits.steps_alone:
+            check_parameters(self._class, [parameter for _, parameter in parameters], self._given)
+        left = self._budget
+        if left is None:
+            on_cpu = self._on_cpu([parameter for _, parameter in parameters], self.options.first_fraction)
+        else:
+            on_cpu, left = self._beyond_budget(parameters, left)
+        # All of them are made before the first is added: one may be refused.
+        held = [self._made(group, one) for (group, one), here in zip(parameters, on_cpu, strict=True) if here]
+        for one in held:
+            self.held[one.parameter] = one
+            self.store.add(one)
+        for group, parameter in parameters:
+            if parameter not in self.held:
+                self.device.add(parameter, group, self.options.work_dtype(parameter))
+        self._budget = left
+        return held
+
+    def changes(self, fraction: float) -> Iterator[tuple[int, torch.Tensor]]:
+        """The parameters that have to move for another fraction, with the indices of their groups."""
+        parameters = list(self.parameters())
+        on_cpu = self._on_cpu([parameter for _, parameter in parameters], fraction)
+        for (group, parameter), here in zip(parameters, on_cpu, strict=True):
+            if here != (parameter in self.held):
+                yield group, parameter
+
+    def move_to_cpu(self, group: int, parameter: torch.Tensor) -> HostParameter:
+        """Let the CPU step a parameter that the device stepped."""
+        held = self._made(group, parameter)
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.remove, held)
+            self.held[parameter] = held
+            self.store.add(held)
+            self.store.put([(held, self.device.state_of(parameter))])
+            undo.pop_all()
+        self.device.discard(parameter)
+        return held
+
+    def copy_to_device(self, held: HostParameter) -> None:
+        """Let the device step a parameter. :meth:`remove` completes the move."""
+        (state,), parameter = self.store.load_all([held]), held.parameter
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.device.discard, parameter)
+            self.device.add(parameter, held.group, held.work_dtype)
+            self.device.put_state(parameter, state, self._groups()[held.group])
+            undo.pop_all()
+
+    def remove(self, held: HostParameter) -> None:
+        """The CPU no longer steps a parameter. Its state is gone."""
+        self.held.pop(held.parameter, None)
+        self.store.discard(held)
+        held.release()
+
+    # States.
+
+    def state_of(self, parameter: torch.Tensor) -> State:
+        """A parameter's state, with slots for tensors that are elsewhere."""
+        held = self.held.get(parameter)
+        return self.device.state_of(parameter) if held is None else self.store.state_of(held)
+
+    def all_states(self) -> dict[torch.Tensor, State]:
+        """All states with their masters. Those of the CPU are there."""
+        held = list(self.held.values())
+        states = {one.parameter: state for one, state in zip(held, self.store.load_all(held), strict=True)}
+        return {one: states[one] if one in states else self.device.state_of(one) for _, one in self.parameters()}
+
+    def put_states(self, states: Sequence[tuple[torch.Tensor, State]]) -> None:
+        """Set parameters' states."""
+        loaded = []
+        for parameter, state in states:
+            held = self.held.get(parameter)
+            if held is None:
+                self.device.put_state(parameter, state, self._device_settings(parameter))
+            else:
+                held.check()
+                loaded.append((held, state))
+        self.store.put(loaded)
+
+    def begin_states(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Give new parameters the states that the class's constructor makes."""
+        self.store.begin([self.held[parameter] for parameter in parameters if parameter in self.held])
+        for parameter in parameters:
+            if parameter not in self.held:
+                self.device.begin_state(parameter, self._device_settings(parameter))
+
+    def close(self) -> None:
+        """Free all states."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.device.close)
+            stack.callback(self.held.clear)
+            stack.callback(self.store.close)
+
+    def forget_masters(self) -> None:
+        """The next step takes all masters from their parameters."""
+        for held in self.held.values():
+            self.store.forget_master(held)
+        self.device.refresh_masters()
+
+    # Devices.
+
+    def context_of(self, device: torch.device) -> DeviceContext:
+        """The context of a device; made when it is first asked for."""
+        context = self.contexts.get(device)
+        if context is None:
+            runtime = self._session.runtime(device)
+            if not isinstance(runtime, DeviceRuntime):
+                raise UnsupportedError("got a step in a CUDA graph's capture, expected it outside: the host computes")
+            if self._threads is None:
+                # One worker thread and its workers for all devices, which share the CPUs.
+                workers, each = workers_of(self.options.threads_of_step)
+                lane = runtime.backend.host_lane("optimizer", begin=begin_with(self.options.threads_of_step))
+                some = runtime.backend.host_lane("optimizer-hand", threads=workers, begin=begin_with(each))
+                self._threads = lane, some
+            context = self.contexts[device] = DeviceContext(
+                Transfers(runtime),
+                *self._threads,
+                self._session.check_open,
+                pins_sums=self.store.steps_on_device,
+            )
+        return context
+
+    def _new_store(self) -> StateStore:
+        tier, step_on = self.options.tier, self.options.step_on
+        if tier == step_on == "host":
+            workers, _ = workers_of(self.options.threads_of_step)
+            return MemoryStore(self._class, self._given, self._cpu_settings, workers=workers)
+        if not self.traits.steps_alone:
+            raise UnsupportedError(
+                f"got {self._class.__name__} with tier={tier!r} and step_on={step_on!r}, expected a class of "
+                f"torch.optim: another may step all parameters in one call, with all of their state there at once; "
+                f'leave both at "host"'
+            )
+        if tier == "disk":
+            return DiskStore(self._class, self._given, self._cpu_settings)
+        return GpuStore(self._class, self._given, lambda held: settings_of(self._groups()[held.group]))
+
+    def _cpu_settings(self, held: HostParameter) -> dict[str, Any]:
+        group = self._groups()[held.group]
+        return cpu_settings_of(group, fused=self.traits.is_fused(group, held.work_dtype))
+
+    def _device_settings(self, parameter: torch.Tensor) -> dict[str, Any]:
+        groups = self._groups()
+        group = next(group for group in groups if any(one is parameter for one in group["params"]))
+        return {name: value for name, value in group.items() if name != "params"}
+
+    def _made(self, group: int, parameter: torch.Tensor) -> HostParameter:
+        work, device, settings = (
+            self.options.work_dtype(parameter),
+            local_of(parameter).device,
+            self._groups()[group],
+        )
+        if self.store.steps_on_device:
+            # A class with a fused kernel computes each element by itself: an accelerator gives the same bits.
+            cut = work in self.traits.fused and (device.type != "cpu" or bool(settings.get("fused")))
+        else:
+            cut = self.traits.is_fused(settings, work)
+        return HostParameter(parameter, group, self.context_of(device), work, cut=cut)
+
+    def _on_cpu(self, parameters: Sequence[torch.Tensor], fraction: float) -> list[bool]:
+        parts = [local_of(parameter) for parameter in parameters]
+        may_stay = counted([part.device for part in parts])
+        sizes = [part.numel() if counts else 0 for part, counts in zip(parts, may_stay, strict=True)]
+        taken = held_of(sizes, fraction, last_first=self.options.hold == "last")
+        return [is_taken or not counts for is_taken, counts in zip(taken, may_stay, strict=True)]
+
+    def _beyond_budget(self, parameters: Sequence[tuple[int, torch.Tensor]], budget: int) -> tuple[list[bool], int]:
+        """Which parameters the CPU steps, and the rest of the budget."""
+        may_stay = counted([local_of(parameter).device for _, parameter in parameters])
+        sizes = [
+            self.state_bytes(group, parameter) if counts else 0
+            for (group, parameter), counts in zip(parameters, may_stay, strict=True)
+        ]
+        held = [beyond or not counts for beyond, counts in zip(held_beyond(sizes, budget), may_stay, strict=True)]
+        return held, budget - sum(size for size, is_held in zip(sizes, held, strict=True) if not is_held)
+
+
+class DeviceStep:
+    """Steps parameters on their device, with masters there if they need some.
+
+    Args:
+        optimizer_class: the class.
+        given: its constructor's arguments.
+        own: entries that its groups have instead of the user's.
+    """
+
+    def __init__(self, optimizer_class: type[Optimizer], given: dict[str, Any], own: dict[str, Any]) -> None:
+        self._class = optimizer_class
+        self._given = given
+        self._own = own
+        self._step = step_of(optimizer_class)
+        self._inner: Optimizer | None = None
+        self._masters: dict[torch.Tensor, torch.nn.Parameter] = {}
+        self._work: dict[torch.Tensor, tuple[int, torch.dtype]] = {}
+
+    def __contains__(self, parameter: torch.Tensor) -> bool:
+        return parameter in self._work
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self._work)
+
+    def add(self, parameter: torch.Tensor, group: int, work_dtype: torch.dtype) -> None:
+        """Add a parameter."""
+        self._work[parameter] = (group, work_dtype)
+
+    def discard(self, parameter: torch.Tensor) -> None:
+        """Remove a parameter and its state."""
+        stepped = self._stepped(parameter)
+        if self._inner is not None and stepped is not None:
+            self._inner.state.pop(stepped, None)
+        self._masters.pop(parameter, None)
+        del self._work[parameter]
+
+    def step(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Step the parameters that have a gradient."""
+        by_group = defaultdict(list)
+        for parameter, (index, _) in self._work.items():
+            if parameter.grad is not None:
+                by_group[index].append(self._with_gradient(parameter))
+        if not by_group:
+            return
+        taking = {
+            index: {**groups[index], **self._own, "params": by_group[index]}
+            for index in range(len(groups))
+            if index in by_group
+        }
+        inner = self._inner_with(list(taking.values()))
+        taking = {index: {**inner.defaults, **group} for index, group in taking.items()}
+        before = {index: dict(group) for index, group in taking.items()}
+        inner.param_groups = list(taking.values())
+        self._step(inner)
+        inner.param_groups = []
+        for index, group in taking.items():
+            groups[index].update(written_by_step(group, before[index]))
+        with torch.no_grad():
+            for parameter, master in self._masters.items():
+                if master.grad is not None:
+                    parameter.copy_(master)
+                    master.grad = None
+
+    def state_of(self, parameter: torch.Tensor) -> State:
+        """A parameter's state as the plain optimizer has it, with its master."""
+        stepped = self._stepped(parameter)
+        state = {} if self._inner is None or stepped is None else dict(self._inner.state.get(stepped, {}))
+        if stepped is not None and stepped is not parameter:
+            state[MASTER] = stepped.detach()
+        return state
+
+    def begin_state(self, parameter: torch.Tensor, settings: dict[str, Any]) -> None:
+        """Give a new parameter the state that the class's constructor makes."""
+        self._inner_with([{**settings, "params": [self._ready(parameter)]}])
+
+    def put_state(self, parameter: torch.Tensor, state: State, settings: dict[str, Any]) -> None:
+        """Copy a state to the device. Without a master, one is made from the parameter."""
+        dtype = self._work[parameter][1]
+        on_device = bool(settings.get("capturable") or settings.get("fused"))
+        state = {
+            key: device_copy(key, value, parameter, dtype, step_on_device=on_device) for key, value in state.items()
+        }
+        master = state.pop(MASTER, None)
+        if dtype != local_of(parameter).dtype:
+            old = self._masters.pop(parameter, None)
+            if old is not None and self._inner is not None:
+                self._inner.state.pop(old, None)
+            if master is None:
+                self._ready(parameter)
+            else:
+                self._masters[parameter] = torch.nn.Parameter(master.to(dtype), requires_grad=False)
+        stepped = self._masters.get(parameter, parameter)
+        inner = self._inner_with([{**settings, "params": [stepped]}])
+        inner.param_groups = []
+        if state:
+            inner.state[stepped] = state
+        else:
+            inner.state.pop(stepped, None)
+
+    @torch.no_grad()
+    def refresh_masters(self) -> None:
+        """Take all masters from their parameters."""
+        for parameter, master in self._masters.items():
+            master.copy_(parameter)
+
+    def close(self) -> None:
+        """Free masters and states."""
+        self._masters.clear()
+        self._inner = None
+
+    def _stepped(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        if self._work[parameter][1] == local_of(parameter).dtype:
+            return parameter
+        return self._masters.get(parameter)
+
+    def _with_gradient(self, parameter: torch.Tensor) -> torch.Tensor:
+        stepped = self._ready(parameter)
+        if stepped is not parameter:
+            assert parameter.grad is not None
+            stepped.grad = parameter.grad.detach().to(stepped.dtype)
+        return stepped
+
+    @torch.no_grad()
+    def _ready(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The tensor that is stepped, updated from the parameter."""
+        dtype = self._work[parameter][1]
+        if dtype == local_of(parameter).dtype:
+            return parameter
+        master = self._masters.get(parameter)
+        if master is None:
+            master = self._masters[parameter] = torch.nn.Parameter(parameter.detach().to(dtype), requires_grad=False)
+        else:
+            follow(local_of(master), local_of(parameter).detach())
+        return master
+
+    def _inner_with(self, groups: list[dict[str, Any]]) -> Optimizer:
+        """The optimizer, with what the class's constructor makes for parameters that are new to it."""
+        known = {} if self._inner is None else self._inner.state
+        missing = [{**group, "params": [one for one in group["params"] if one not in known]} for group in groups]
+        missing = [group for group in missing if group["params"]]
+        if missing or self._inner is None:
+            new = self._class(missing or groups, **self._given)
+            if self._inner is None:
+                self._inner = new
+            for parameter, state in new.state.items():
+                self._inner.state.setdefault(parameter, state)
+        return self._inner

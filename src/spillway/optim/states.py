@@ -1,112 +1,170 @@
-"""A parameter's state, as it is saved and loaded."""
+"""A parameter's optimizer state: its layout in a range of bytes, what users see of it, and how it is loaded."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+import math
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from spillway.errors import UsageError
-from spillway.optim.held import Held
-from spillway.optim.layout import Place
-from spillway.optim.sharding import local_of
+from spillway.optim.host_parameter import HostParameter
+from spillway.optim.optimizer_class import State
+from spillway.optim.tensors import distributed_like, is_dense, local_of
+from spillway.optim.transfers import aligned
+from spillway.runtime.bytes import Bytes, over
 
 MASTER = "master"
-"""The name of a master among a parameter's state."""
-
+"""The name of the fp32 master weight in a parameter's state."""
 STEP = "step"
-"""The name of the count of steps, whose type is not the parameter's."""
+"""The name of the count of steps. Its type is not the parameter's."""
 _NUMBERS = {STEP, "mu_product", "eta", "mu"}
-"""States of torch's own classes that are numbers, also where the parameter is one."""
+"""States of torch's classes that are numbers, also for a parameter without dimensions."""
 
 
-class Saved:
+class Slot(NamedTuple):
+    """The place of a state tensor in a range of bytes."""
+
+    part: int
+    """The parameter, as a number among those that share the bytes."""
+    name: Hashable
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    start: int
+    """Its first byte."""
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def view(self, memory: Bytes) -> torch.Tensor:
+        """The tensor, in memory of this layout."""
+        start = (memory.start + self.start) // self.dtype.itemsize
+        return over(memory.storage, self.dtype, start, self.shape, self.strides)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The slots of a range of bytes."""
+
+    slots: tuple[Slot, ...] = ()
+    nbytes: int = 0
+
+    @classmethod
+    def of(cls, states: Sequence[Mapping[Hashable, Any]]) -> Layout:
+        """A slot for every tensor of these states that moves, in their order. Each begins at a cache line.
+
+        Example:
+            >>> Layout.of([{"step": torch.tensor(1.0), "sum": torch.zeros(2, 3)}, {"sum": torch.zeros(4)}]).nbytes
+            80
+        """
+        slots: list[Slot] = []
+        end = 0
+        for part, state in enumerate(states):
+            for name, value in state.items():
+                if moves(value):
+                    strides = value.stride() if is_dense(value) else value.new_empty(value.shape).stride()
+                    slots.append(Slot(part, name, value.dtype, tuple(value.shape), tuple(strides), aligned(end)))
+                    end = slots[-1].start + slots[-1].nbytes
+        return cls(tuple(slots), end)
+
+
+def moves(value: object) -> TypeGuard[torch.Tensor]:
+    """Whether a value of a state moves to where it is stepped. Numbers and empty tensors stay."""
+    return isinstance(value, torch.Tensor) and value.ndim > 0 and value.numel() > 0
+
+
+class LoadedStates:
     """The states of a dictionary that is being loaded.
 
-    ``Optimizer.load_state_dict`` checks the groups and takes them over, and moves every state to its parameter's
-    device, in its parameter's type. So it is given none, by hooks that run when the user's own have.
+    ``Optimizer.load_state_dict`` takes the groups over. It would move every state to its parameter's device, in its
+    parameter's type. So hooks, which run after the user's own, take the states out before.
     """
 
     def __init__(self) -> None:
-        self._states: dict[Any, dict[Any, Any]] = {}
+        self._states: dict[Any, State] = {}
         self._numbers: list[Any] = []
 
     def take(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """What runs before: note the states, and give a dictionary without them."""
+        """Keep the states, and give a dictionary without them."""
         self._states = state_dict["state"]
         self._numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         return {**state_dict, "state": {}}
 
-    def in_order(self) -> list[dict[Any, Any]]:
+    def in_order(self) -> list[State]:
         """The states, in the order of the parameters."""
         return [self._states.get(number, {}) for number in self._numbers]
 
 
-class Shown(dict[Any, Any]):
-    """A parameter's state, as it is seen between steps: ``optimizer.state[parameter]``.
+class StateView(dict[Any, Any]):
+    """``optimizer.state[parameter]``: a parameter's state between steps.
 
-    A tensor that lies elsewhere comes when a value is asked for, and all of the parameter's come with it. What is
-    written into a tensor, or put in its place, is what the next step begins with. Python's own dictionary reads values
-    past ``__getitem__``, so whatever reads one has a method here.
+    A tensor that is elsewhere is loaded when a value is read, with all others of the parameter. The next step begins
+    with what the user writes into a tensor, or puts in its place. Python's own dictionary reads values without
+    ``__getitem__``. So every method that reads one is overridden.
     """
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
-        self._as_shown: dict[Any, Any] = {}
-        self._fetch: Callable[[], Mapping[Any, Any]] | None = None
+        self._shown: State = {}
+        self._fetch: Callable[[], State] | None = None
 
-    def show(self, state: Mapping[Any, Any], fetch: Callable[[], Mapping[Any, Any]]) -> None:
-        """This is the state now.
+    def show(self, state: State, fetch: Callable[[], State]) -> None:
+        """Show a state.
 
         Args:
-            state: with a :class:`~spillway.optim.layout.Place` for each tensor that lies elsewhere.
-            fetch: gives all of it.
+            state: with a :class:`Slot` for each tensor that is elsewhere.
+            fetch: loads all of it.
         """
         self.clear()
         self.update(state)
-        self._as_shown = dict(state)
+        self._shown = dict(state)
         self._fetch = fetch
 
-    def is_as_shown(self) -> bool:
-        """Whether no value was put in the place of another."""
-        shown = self._as_shown
-        return len(self) == len(shown) and all(super(Shown, self).get(name) is shown[name] for name in shown)
+    def is_unedited(self) -> bool:
+        """Whether the user put no value in the place of another."""
+        shown = self._shown
+        return len(self) == len(shown) and all(super(StateView, self).get(name) is shown[name] for name in shown)
 
-    def _have_all(self) -> None:
-        if self._fetch is not None and any(isinstance(value, Place) for value in super().values()):
+    def _load(self) -> None:
+        if self._fetch is not None and any(isinstance(value, Slot) for value in super().values()):
             for name, value in self._fetch().items():
-                if isinstance(super().get(name), Place):
-                    self[name] = self._as_shown[name] = value
+                if isinstance(super().get(name), Slot):
+                    self[name] = self._shown[name] = value
 
     def __getitem__(self, name: Any) -> Any:
-        if isinstance(super().__getitem__(name), Place):
-            self._have_all()
+        if isinstance(super().__getitem__(name), Slot):
+            self._load()
         return super().__getitem__(name)
 
     def get(self, name: Any, default: Any = None) -> Any:
         return self[name] if super().__contains__(name) else default
 
     def values(self) -> Any:
-        self._have_all()
+        self._load()
         return super().values()
 
     def items(self) -> Any:
-        self._have_all()
+        self._load()
         return super().items()
 
     def pop(self, *given: Any) -> Any:
-        self._have_all()
+        self._load()
         return super().pop(*given)
 
     def popitem(self) -> Any:
-        self._have_all()
+        self._load()
         return super().popitem()
 
     def setdefault(self, name: Any, default: Any = None) -> Any:
-        self._have_all()
+        self._load()
         return super().setdefault(name, default)
 
     def copy(self) -> dict[Any, Any]:
@@ -136,24 +194,93 @@ class Shown(dict[Any, Any]):
         return dict, (dict(self),)
 
 
-class Hook:
-    """A handle that can be closed."""
+class StateViews:
+    """``optimizer.state``: a view for every parameter that has a state.
 
-    def __init__(self, handle: RemovableHandle) -> None:
-        self._handle = handle
+    Args:
+        state_of: gives a parameter's state, with a :class:`Slot` for each tensor that is elsewhere.
+        open_state: loads all of it.
+    """
 
-    def close(self) -> None:
-        """Take the hook off."""
-        self._handle.remove()
+    def __init__(self, state_of: Callable[[torch.Tensor], State], open_state: Callable[[torch.Tensor], State]) -> None:
+        self.state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
+        """As the user sees and edits it."""
+        self.is_stale = False
+        """Whether a step failed, so that all views have to be made again."""
+        self._state_of = state_of
+        self._open_state = open_state
+        self._views: dict[torch.Tensor, StateView] = {}
+
+    def __contains__(self, parameter: torch.Tensor) -> bool:
+        return parameter in self._views
+
+    def show(self, parameter: torch.Tensor) -> None:
+        """Let the view show what a parameter's state is now."""
+        state = self._state_of(parameter)
+        if not state:
+            self._views.pop(parameter, None)
+            self.state.pop(parameter, None)
+            return
+        view = self._views.setdefault(parameter, StateView())
+        # Weak: a view that the user keeps keeps no optimizer.
+        me, mine = weakref.ref(self), weakref.ref(view)
+
+        def fetch() -> State:
+            views = me()
+            if views is None or views._views.get(parameter) is not mine():
+                raise UsageError(
+                    "got a state of an OffloadedOptimizer that is closed, or of a parameter whose state has moved, "
+                    "expected one that is there; ask for optimizer.state[parameter] again, and close() last"
+                )
+            return as_distributed(views._open_state(parameter), parameter)
+
+        view.show(as_distributed(state, parameter), fetch)
+        self.state[parameter] = view
+
+    def show_all(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Make the views again, if a step has failed."""
+        if self.is_stale:
+            self.is_stale = False
+            for parameter in parameters:
+                self.show(parameter)
+
+    def edited(self, parameter: torch.Tensor) -> State | None:
+        """The state that the user has put in the place of a parameter's own; ``None`` if there is none."""
+        now, view = self.state.get(parameter), self._views.get(parameter)
+        if (view is not None and view.is_unedited() and now is view) or (view is None and not now):
+            return None
+        return dict(now or {})
+
+    def with_states(self, states: Mapping[torch.Tensor, State]) -> defaultdict[torch.Tensor, Any]:
+        """What ``optimizer.state`` would be with these states, for a state dict."""
+        state = defaultdict(dict, {key: value for key, value in self.state.items() if key not in self._views})
+        state.update({one: as_distributed(found, one) for one, found in states.items() if found})
+        return state
+
+    def clear(self) -> None:
+        """Show nothing."""
+        self._views.clear()
+        self.state.clear()
 
 
-def check_shapes(state: dict[Any, Any], parameter: torch.Tensor, *, fused: bool) -> None:
+def as_distributed(state: State, parameter: torch.Tensor) -> State:
+    """A state whose tensors are distributed as the parameter is."""
+    shape = local_of(parameter).shape
+    return {
+        key: distributed_like(value, parameter)
+        if isinstance(value, torch.Tensor) and value.shape == shape and value.ndim > 0
+        else value
+        for key, value in state.items()
+    }
+
+
+def check_shapes(state: State, parameter: torch.Tensor, *, fused: bool) -> None:
     """Refuse a state whose tensors would be read and written past their ends.
 
     Args:
         state: of a parameter, as it was saved.
         parameter: which is to have it.
-        fused: whether it may be stepped by a fused kernel, which looks at no size but the parameter's.
+        fused: whether a fused kernel may step it. It checks no size but the parameter's.
 
     Raises:
         UsageError: a tensor of another shape than the parameter's.
@@ -167,20 +294,25 @@ def check_shapes(state: dict[Any, Any], parameter: torch.Tensor, *, fused: bool)
             )
 
 
-def follow_first(states: Sequence[dict[Any, Any]]) -> None:
-    """Numbers of a parameter's pieces are those of the first, which is seen, and may have been written."""
+def follow_first(states: Sequence[State]) -> None:
+    """Set the numbers of a parameter's pieces from those of the first. Users see, and may write, the first."""
     for name, value in states[0].items() if len(states) > 1 else ():
         if isinstance(value, torch.Tensor) and value.ndim == 0:
             for other in states[1:]:
                 other[name].copy_(value)
 
 
-def host_copy(key: Any, value: Any, held: Held) -> Any:
-    """A value of a state, as the host's step wants it: its own, in the master's type, with the parameter's strides."""
+def without_master(state: State) -> State:
+    """A state as the optimizer class knows it."""
+    return {name: value for name, value in state.items() if name != MASTER}
+
+
+def host_copy(key: Any, value: Any, held: HostParameter) -> Any:
+    """A copy of a state's value for a step on the CPU: in the type of the step, with the parameter's strides."""
     if not isinstance(value, torch.Tensor):
         return copy.deepcopy(value)
     value = local_of(value).detach()
-    dtype = held.work_dtype if _is_of_elements(key, value, held.local()) else value.dtype
+    dtype = held.work_dtype if _has_elements(key, value, held.local()) else value.dtype
     if key == STEP or value.ndim == 0:
         return value.to("cpu", torch.float32 if key == STEP else dtype, copy=True)
     if value.shape == held.local().shape:
@@ -189,20 +321,20 @@ def host_copy(key: Any, value: Any, held: Held) -> Any:
 
 
 def device_copy(key: Any, value: Any, parameter: torch.Tensor, work_dtype: torch.dtype, *, step_on_device: bool) -> Any:
-    """A value of a state, as the device's step wants it."""
+    """A copy of a state's value for a step on the device."""
     if not isinstance(value, torch.Tensor):
         return copy.deepcopy(value)
     value = value.detach()
     if key == STEP:
         return value.to(parameter.device, torch.float32, copy=True) if step_on_device else value.to("cpu", copy=True)
-    dtype = work_dtype if _is_of_elements(key, value, parameter) else value.dtype
+    dtype = work_dtype if _has_elements(key, value, parameter) else value.dtype
     return value.to(parameter.device, dtype, copy=True)
 
 
-def _is_of_elements(key: Any, value: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Whether a state is of a parameter's elements, and of the type that they are stepped in.
+def _has_elements(key: Any, value: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Whether a state has the type in which the parameter's elements are stepped.
 
-    A number (the product of momenta of ``NAdam``) has a type of its own, which the plain class loses in loading.
+    A number (``mu_product`` of ``NAdam``) has a type of its own, which the plain class loses when it loads a state.
     """
     is_number = key in _NUMBERS or (value.ndim == 0 and parameter.ndim > 0)
     return not is_number and (value.is_floating_point() or value.is_complex())

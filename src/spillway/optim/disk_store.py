@@ -1,0 +1,318 @@
+"""States and masters in the session's spill file, streamed to CPU memory to be stepped there.
+
+The CPU worker thread steps chunk after chunk. Tasks read those that come next, and write those that were stepped.
+Gradients are in pinned memory. Parameters are read from the device: see NOTE [ A step reads the parameter ].
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import Optimizer
+
+from spillway.errors import SessionError, TierError
+from spillway.optim.gradient import DeviceContext
+from spillway.optim.host_parameter import HostParameter
+from spillway.optim.host_step import ParamStep, StepCost
+from spillway.optim.optimizer_class import State, for_cpu
+from spillway.optim.state_store import SettingsOf
+from spillway.optim.states import MASTER, Layout, Slot, host_copy
+from spillway.optim.streaming import ChunkedStore, ChunkTransfer, StateChunk, TransferPipeline
+from spillway.optim.tensors import follow
+from spillway.optim.transfers import Upload, aligned
+from spillway.runtime.arena import Block, pages
+from spillway.runtime.backend import Backend, Event, Several
+from spillway.runtime.bytes import Bytes, Cells
+from spillway.runtime.cpu import anonymous_pages
+from spillway.runtime.disk import Extent, SpillFile
+from spillway.runtime.disk_tiers import PIECE_BYTES
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+
+class DiskPlace:
+    """Consecutive extents of a chunk in the spill file. They are freed with the last reference.
+
+    Args:
+        file: the spill file.
+        nbytes: of the chunk.
+
+    Raises:
+        TierFullError: if the file has no room.
+    """
+
+    def __init__(self, file: SpillFile, nbytes: int) -> None:
+        self.file = file
+        self.extents: list[Extent] = []
+        weakref.finalize(self, _free, file, self.extents).atexit = False
+        for start in range(0, nbytes, PIECE_BYTES):
+            self.extents.append(file.allocate(min(PIECE_BYTES, nbytes - start)))
+
+
+def _free(file: SpillFile, extents: Sequence[Extent]) -> None:
+    # A closed session has freed them.
+    with contextlib.suppress(SessionError):
+        for extent in extents:
+            file.free(extent)
+
+
+class DiskStore(ChunkedStore):
+    """Streams chunks from the spill file to CPU memory. See :class:`~spillway.optim.streaming.ChunkedStore`."""
+
+    def __init__(self, optimizer_class: type[Optimizer], given: dict[str, Any], settings: SettingsOf) -> None:
+        super().__init__(optimizer_class, for_cpu(given), settings)
+
+    def add(self, held: HostParameter) -> None:
+        super().add(held)
+        # Raises if no spill file can be made.
+        held.context.transfers.spill_file()
+
+    def step(self, steps: Sequence[ParamStep], cost: StepCost, *, overlapped: bool) -> None:
+        if not any(step.gradient.factors for step in steps):
+            # The first gradients are there first. A factor needs all of them, and the next forward the first.
+            steps = sorted(steps, key=lambda step: step.gradient.number)
+        ends: dict[HostParameter, list[Event]] = {}
+        for context, transfers in self.transfers_of(steps, cost).items():
+            parts = (part for transfer in transfers for part in transfer.chunk.parts)
+            ready = context.transfers.ready(part.held.local() for part in parts)
+            pipeline = TransferPipeline(
+                self, context.transfers.window, transfers, relieve=context.transfers.unstage_oldest
+            )
+            for transfer in transfers:
+                # All of them before the first step begins, because it loads others ahead.
+                transfer.ready = ready
+            for transfer in transfers:
+                end = context.lane.run(functools.partial(self._step_chunk, transfer, pipeline))
+                for step in transfer.steps.values():
+                    ends.setdefault(step.held, []).append(end)
+            cost.closing.append(context.lane.run(pipeline.settle))
+        for step in steps:
+            held = step.held
+            held.mark_written()
+            held.updated = held.context.transfers.backend.all_of(ends[held])
+            held.gradient.reader = held.context.lane.run(_nothing)
+            cost.on_host += held.numel
+
+    def nbytes(self, transfer: ChunkTransfer) -> int:
+        chunk, layout = transfer.chunk, transfer.next_layout()
+        total = pages(chunk.layout.nbytes) if chunk.is_stored else 0
+        total += 0 if layout is None else pages(layout.nbytes)
+        return total + sum(pages(chunk.parts[index].nbytes) for index in transfer.steps)
+
+    def reserve(self, chunk: StateChunk, layout: Layout) -> DiskPlace:
+        return DiskPlace(chunk.context.transfers.spill_file(), layout.nbytes)
+
+    def load(self, transfer: ChunkTransfer) -> None:
+        chunk, context = transfer.chunk, transfer.chunk.context
+        assert transfer.ready is not None
+        with contextlib.ExitStack() as on_error:
+            on_error.callback(self.drop, transfer)
+            values = [chunk.parts[index].of(chunk.parts[index].held.local()) for index in transfer.steps]
+            sent = context.transfers.fetch(values, transfer.ready)
+            transfer.values = dict(zip(transfer.steps, sent, strict=True))
+            layout = transfer.next_layout()
+            if layout is not None:
+                transfer.room = self.memory(context, layout.nbytes)
+            if chunk.is_stored:
+                transfer.memory = self.memory(context, chunk.layout.nbytes)
+                transfer.arrived = _read(context.transfers.backend, chunk.place, transfer.memory)
+                transfer.cost.read_bytes += chunk.layout.nbytes
+            on_error.pop_all()
+
+    def wait(self, transfer: ChunkTransfer) -> None:
+        if transfer.arrived is not None:
+            transfer.arrived.synchronize()
+
+    def memory(self, context: DeviceContext, nbytes: int) -> Bytes:
+        block = context.transfers.pinned(nbytes)
+        context.transfers.backend.host_access(block, write=True)
+        return block
+
+    def release(self, context: DeviceContext, memory: Bytes) -> None:
+        assert isinstance(memory, Block)
+        context.transfers.arena.free(memory)
+
+    def keep(self, transfer: ChunkTransfer) -> None:
+        # The block in which they are is freed.
+        transfer.chunk.states = [
+            {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in state.items()}
+            for state in transfer.states
+        ]
+
+    def drop(self, transfer: ChunkTransfer) -> None:
+        context = transfer.chunk.context
+        for sent in transfer.values.values():
+            context.transfers.give_back(sent)
+        transfer.values.clear()
+        transfer.states = []
+        for memory in (transfer.memory, transfer.room):
+            if memory is not None:
+                self.release(context, memory)
+        transfer.memory = transfer.room = None
+
+    def put_chunk(self, transfer: ChunkTransfer, place: DiskPlace, layout: Layout) -> None:
+        if layout.slots:
+            assert transfer.memory is not None
+            transfer.left = _write(transfer.chunk.context.transfers.backend, place, transfer.memory)
+            transfer.cost.written_bytes += layout.nbytes
+
+    def finish(self, transfer: ChunkTransfer) -> None:
+        with contextlib.ExitStack() as at_last:
+            at_last.callback(self.drop, transfer)
+            if transfer.left is not None:
+                try:
+                    transfer.left.synchronize()
+                except TierError:
+                    self.keep(transfer)
+                    raise
+
+    def host_states(self, chunk: StateChunk) -> list[State]:
+        if not chunk.is_stored:
+            return chunk.opened(None)
+        memory = _pages(chunk.layout.nbytes)
+        _read(chunk.context.transfers.backend, chunk.place, memory).synchronize()
+        return chunk.opened(memory)
+
+    def set_opened(self, chunk: StateChunk, index: int, state: State) -> None:
+        # The tensors are copies of what is stored. The next step has them from here.
+        part = chunk.parts[index]
+        chunk.states[index] = {
+            name: part.of(state[name]) if isinstance(value, Slot) else value
+            for name, value in chunk.states[index].items()
+        }
+
+    def write(self, chunk: StateChunk, states: list[State], layout: Layout, place: DiskPlace) -> None:
+        if not layout.slots:
+            return
+        backend, memory = chunk.context.transfers.backend, _pages(layout.nbytes)
+        for slot in layout.slots:
+            slot.view(memory).copy_(states[slot.part][slot.name])
+        backend.host_access(memory, write=True)
+        _write(backend, place, memory).synchronize()
+
+    def converted(self, key: Any, value: Any, held: HostParameter) -> Any:
+        return host_copy(key, value, held)
+
+    # All below is for the CPU worker thread.
+
+    def _step_chunk(self, transfer: ChunkTransfer, pipeline: TransferPipeline) -> Event:
+        transfers = transfer.chunk.context.transfers
+        with torch.no_grad(), contextlib.ExitStack() as on_error:
+            pipeline.take(transfer)
+            on_error.callback(pipeline.drop, transfer)
+            for step in transfer.steps.values():
+                step.gradient.wait(transfers)
+            transfer.states = transfer.chunk.opened(transfer.memory)
+            began = time.perf_counter()
+            parameters = {index: self._parameter(transfer, index) for index in transfer.steps}
+            # Before anything is stepped: there may be no memory.
+            staging = pipeline.with_room(lambda: self._staging(transfer))
+            if staging is not None:
+                on_error.callback(transfers.arena.free, staging)
+            self.step_parts(transfer, parameters)
+            on_error.pop_all()
+            end = self._upload(transfer, parameters, staging)
+            transfer.cost.host_seconds += time.perf_counter() - began
+            # If the chunk cannot be stored, compute gets that error, and waits for nothing.
+            on_error.callback(end.synchronize)
+            self.send_back(transfer, pipeline)
+            on_error.pop_all()
+        return end
+
+    def _parameter(self, transfer: ChunkTransfer, index: int) -> torch.nn.Parameter:
+        """The tensor that is stepped for a part, with its gradient."""
+        part = transfer.chunk.parts[index]
+        transfers = part.held.context.transfers
+        sent = transfer.values[index]
+        values = transfers.read(sent).as_strided(*part.form)
+        if part.held.has_master:
+            stepped = transfer.states[index].get(MASTER)
+            if stepped is None:
+                stepped = values.to(part.held.work_dtype)
+            else:
+                follow(stepped, values)
+            transfers.give_back(transfer.values.pop(index))
+        else:
+            stepped = values
+            transfers.backend.host_access(sent.memory, write=True)
+        parameter = torch.nn.Parameter(stepped, requires_grad=False)
+        gradient = part.held.part(transfer.steps[index].gradient, part.start, part.numel, None)
+        parameter.grad = gradient.as_strided(*part.form, int(gradient.storage_offset()))
+        return parameter
+
+    def _staging(self, transfer: ChunkTransfer) -> Block | None:
+        """Memory from which parameters are copied to the device, if they have another type than their masters."""
+        parts = [transfer.chunk.parts[index] for index in transfer.steps]
+        if not parts[0].held.has_master:
+            return None
+        return transfer.chunk.context.transfers.stage(sum(aligned(part.nbytes) for part in parts))
+
+    def _upload(
+        self, transfer: ChunkTransfer, parameters: Mapping[int, torch.nn.Parameter], staging: Block | None
+    ) -> Event:
+        """Queue the copies of parameters to the device; gives their end."""
+        assert transfer.ready is not None
+        transfers = transfer.chunk.context.transfers
+        uploads = []
+        start = 0
+        for index, parameter in parameters.items():
+            part = transfer.chunk.parts[index]
+            local = part.held.local()
+            if staging is None:
+                memory = transfer.values[index].memory
+            else:
+                memory = Bytes(staging.storage, staging.start + start, part.nbytes)
+                start += aligned(part.nbytes)
+                staged = transfers.host_view(memory, local.dtype, part.numel, write=True)
+                staged.as_strided(*part.form, int(staged.storage_offset())).copy_(parameter)
+            uploads.append(Upload(local, part.start, Cells(memory, local.dtype)))
+        end = transfers.receive(uploads, transfer.ready)
+        if staging is not None:
+            transfers.staged(staging, end)
+        for sent in transfer.values.values():
+            sent.batch.copies.append(end)
+            transfers.give_back(sent)
+        transfer.values.clear()
+        return end
+
+
+def _read(backend: Backend, place: DiskPlace, memory: Bytes) -> Event:
+    """Have each extent read into memory."""
+    return _each(backend, place, memory, place.file.read, write=True)
+
+
+def _write(backend: Backend, place: DiskPlace, memory: Bytes) -> Event:
+    """Have each extent written from memory."""
+    return _each(backend, place, memory, place.file.write, write=False)
+
+
+def _each(
+    backend: Backend, place: DiskPlace, memory: Bytes, move: Callable[[Extent, Buffer], None], *, write: bool
+) -> Event:
+    moves = []
+    for number, extent in enumerate(place.extents):
+        start = number * PIECE_BYTES
+        part = Bytes(memory.storage, memory.start + start, min(PIECE_BYTES, memory.nbytes - start))
+
+        def task(extent: Extent = extent, part: Bytes = part) -> None:
+            backend.host_access(part, write=write)
+            move(extent, part.buffer())
+
+        moves.append(backend.run(task))
+    return Several(moves)
+
+
+def _pages(nbytes: int) -> Bytes:
+    memory: torch.Tensor = anonymous_pages(pages(nbytes))
+    return Bytes.of(memory)
+
+
+def _nothing() -> None:
+    """A task to wait for, behind all others."""

@@ -1,0 +1,306 @@
+"""What Spillway knows of an optimizer class, and how it steps parameters by one."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from spillway.errors import UnsupportedError, UsageError
+from spillway.runtime.labels import label
+
+State = dict[Hashable, Any]
+"""A parameter's state: tensors, numbers, and a ``Slot`` (``states.py``) for each tensor that is elsewhere."""
+
+_WIDE = frozenset({torch.float32, torch.float64})
+_ALL = _WIDE | {torch.bfloat16, torch.float16}
+_FUSED_ON_CPU: dict[type[Optimizer], frozenset[torch.dtype]] = {
+    torch.optim.Adam: _ALL,
+    torch.optim.AdamW: _ALL,
+    torch.optim.Adagrad: _ALL,
+    # The kernel for narrow types leaves parameters as they are, and reads past the end of its momentum.
+    torch.optim.SGD: _WIDE,
+}
+_REFUSED = {
+    torch.optim.SparseAdam: "its gradients are sparse",
+    torch.optim.LBFGS: "each of its steps evaluates the model several times, over all parameters as one vector",
+}
+_GPU_FLAGS = {"foreach": False, "capturable": False}
+_TINY_SIZES = (3, 5, 7, 11, 13, 17)
+"""Dimensions of the tiny parameter of a prediction. They differ, so that each can be recognised in a state's shape."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClassTraits:
+    """How the step of an optimizer class can be taken apart."""
+
+    fused: frozenset[torch.dtype]
+    """The types with a fused kernel on the CPU. It steps a piece of a tensor to the same bits as the whole."""
+    steps_alone: bool
+    """Whether the class steps each parameter by itself, so that some may step before others."""
+    begins_with_state: bool
+    """Whether the constructor makes states. Then a state dict has them before the first step."""
+
+    @classmethod
+    def of(cls, optimizer_class: type[Optimizer], what: str = "optimizer_class") -> ClassTraits:
+        """The traits of a class. A class that is not torch's own is assumed to step all parameters in one call.
+
+        Args:
+            optimizer_class: the class.
+            what: the argument's name in errors.
+
+        Raises:
+            UsageError: if it is no optimizer class.
+            UnsupportedError: if it cannot step parameter by parameter on the CPU.
+        """
+        if not isinstance(optimizer_class, type) or not issubclass(optimizer_class, Optimizer):
+            raise UsageError(f"{what}: got {optimizer_class!r}, expected a class, like torch.optim.AdamW")
+        for refused, why in _REFUSED.items():
+            if issubclass(optimizer_class, refused):
+                raise UnsupportedError(
+                    f"{what}: got {optimizer_class.__name__}, expected another: {why}; use it as it is"
+                )
+        return cls(
+            fused=_FUSED_ON_CPU.get(optimizer_class, frozenset()),
+            steps_alone=f"{optimizer_class.__module__}.".startswith("torch.optim."),
+            begins_with_state=issubclass(optimizer_class, torch.optim.Adagrad),
+        )
+
+    def is_fused(self, group: Mapping[str, Any], dtype: torch.dtype) -> bool:
+        """Whether the CPU steps parameters of this type in this group by a fused kernel."""
+        return dtype in self.fused and group.get("fused") is not False
+
+
+@dataclass(frozen=True, slots=True)
+class ClassArguments:
+    """The user's arguments for one class, or for the CPU's and the device's class."""
+
+    cpu: dict[str, Any]
+    device: dict[str, Any]
+    defaults: dict[str, Any]
+    """What groups begin with."""
+    device_only: dict[str, Any]
+    """Group entries of the device's class that differ from those of the CPU's class."""
+
+    @classmethod
+    def of(cls, cpu_class: type[Optimizer], device_class: type[Optimizer], given: dict[str, Any]) -> ClassArguments:
+        """Divide arguments between two classes.
+
+        Raises:
+            UsageError: for a name that neither class takes, or a missing one whose defaults differ.
+        """
+        if device_class is cpu_class:
+            return cls(given, given, _defaults_of(cpu_class, given), {})
+        cpu, device = taken_by(cpu_class, given), taken_by(device_class, given)
+        names = f"{cpu_class.__name__} and {device_class.__name__}"
+        unknown = sorted(given.keys() - cpu.keys() - device.keys())
+        if unknown:
+            raise UsageError(f"{names}: got {unknown}, expected arguments that one of them takes")
+        of_cpu, of_device = _defaults_of(cpu_class, cpu), _defaults_of(device_class, device)
+        unlike = {name: value for name, value in of_device.items() if name in of_cpu and of_cpu[name] != value}
+        # An entry that no constructor takes describes the class, and is no setting.
+        settings = taken_by(cpu_class, taken_by(device_class, unlike))
+        if settings:
+            raise UsageError(f"{names}: got no {sorted(settings)}, of which their defaults differ, expected them")
+        return cls(cpu, device, {**of_device, **of_cpu, **given}, unlike)
+
+
+def taken_by(optimizer_class: type[Optimizer], given: dict[str, Any]) -> dict[str, Any]:
+    """Those of some arguments that a class's constructor takes."""
+    parameters = inspect.signature(optimizer_class).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return dict(given)
+    return {name: value for name, value in given.items() if name in parameters}
+
+
+def _defaults_of(optimizer_class: type[Optimizer], given: dict[str, Any]) -> dict[str, Any]:
+    """All defaults of an optimizer of the class. Errors of its constructor are raised."""
+    dummy = torch.nn.Parameter(torch.zeros(1, 1, device="cpu"))
+    if given.get("differentiable"):
+        raise UnsupportedError("differentiable: got True, expected False: the step is not part of a graph")
+    try:
+        defaults = dict(optimizer_class([dummy], **for_cpu(given)).defaults)
+    except TypeError as error:
+        raise UsageError(f"{optimizer_class.__name__}: got {sorted(given)}, which it refuses: {error}") from error
+    unknown = [name for name in given if name not in defaults]
+    if unknown:
+        raise UsageError(f"{optimizer_class.__name__}: got {unknown}, expected some of {sorted(defaults)}")
+    return {**defaults, **{name: given[name] for name in given if name in ("fused", *_GPU_FLAGS)}}
+
+
+def check_parameters(
+    optimizer_class: type[Optimizer], parameters: Sequence[torch.Tensor], given: dict[str, Any]
+) -> None:
+    """Raise what the constructor raises for parameters of these shapes: ``Muon`` accepts matrices only."""
+    like = [
+        torch.nn.Parameter(torch.empty(one.shape, dtype=one.dtype, device="meta"), requires_grad=False)
+        for one in parameters
+    ]
+    optimizer_class(like, **for_cpu(given))
+
+
+def for_cpu(given: dict[str, Any]) -> dict[str, Any]:
+    """Arguments without those that a constructor refuses for tensors on the CPU."""
+    return {name: value for name, value in given.items() if name not in ("fused", *_GPU_FLAGS)}
+
+
+def settings_of(group: dict[str, Any]) -> dict[str, Any]:
+    """A group without its parameters."""
+    return {name: value for name, value in group.items() if name not in ("params", "param_names")}
+
+
+def cpu_settings_of(group: dict[str, Any], *, fused: bool) -> dict[str, Any]:
+    """A group's settings for a step on the CPU.
+
+    Args:
+        group: of the user's optimizer.
+        fused: whether a fused kernel can step the parameters.
+    """
+    settings = settings_of(group)
+    for name, value in settings.items():
+        if isinstance(value, torch.Tensor):
+            settings[name] = value.detach().to("cpu", copy=True)
+    settings.update({name: value for name, value in _GPU_FLAGS.items() if name in settings})
+    if "fused" in settings:
+        settings["fused"] = fused and settings["fused"] is not False
+    return settings
+
+
+def written_by_step(group: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+    """Group entries that a step has changed. Some classes count steps there, or keep results."""
+    return {name: value for name, value in group.items() if name != "params" and before.get(name) is not value}
+
+
+def step_of(optimizer_class: type[Optimizer]) -> Callable[[Optimizer], object]:
+    """The class's own step without torch's hooks and labels: a step of a piece is not the user's step."""
+    step: Any = optimizer_class.step
+    inner: Callable[[Optimizer], object] = step.__wrapped__ if getattr(step, "hooked", False) else step
+    return inner
+
+
+class BorrowingOptimizer:
+    """Steps parameters and states that the caller lends for each step.
+
+    Args:
+        optimizer_class: the class.
+        given: its constructor's arguments.
+    """
+
+    def __init__(self, optimizer_class: type[Optimizer], given: Mapping[str, Any]) -> None:
+        self._class = optimizer_class
+        self._given = dict(given)
+        self._step = step_of(optimizer_class)
+        self._optimizer: Optimizer | None = None
+
+    def begin(self, parameters: Sequence[torch.nn.Parameter], settings: Mapping[str, Any]) -> dict[Any, State]:
+        """The states that the class's constructor makes for some parameters. Most classes make none."""
+        return dict(self._class([{**settings, "params": list(parameters)}], **self._given).state)
+
+    def step(self, groups: list[dict[str, Any]], states: defaultdict[torch.Tensor, State]) -> None:
+        """Step the parameters of groups by their gradients, in one call.
+
+        Args:
+            groups: with their settings. The class may write to them.
+            states: by parameter; read and written.
+        """
+        if self._optimizer is None:
+            # Muon takes matrices only.
+            self._optimizer = self._class([torch.nn.Parameter(torch.zeros(1, 1, device="cpu"))], **self._given)
+        optimizer = self._optimizer
+        optimizer.state, optimizer.param_groups = states, groups
+        try:
+            with label("host step"):
+                self._step(optimizer)
+        finally:
+            optimizer.state, optimizer.param_groups = defaultdict(dict), []
+
+    def step_each(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        settings: Mapping[str, Any],
+        states: defaultdict[torch.Tensor, State],
+    ) -> None:
+        """Step parameters of one group, by a class that steps each by itself."""
+        # Fused SGD takes parameters that all have momentum, or that all have none yet.
+        fresh = [one for one in parameters if not states.get(one)]
+        known = [one for one in parameters if states.get(one)]
+        for some in (fresh, known):
+            if some:
+                self.step([{**settings, "params": some}], states)
+
+
+class StatePrediction:
+    """Predicts the state that a class makes for a parameter, by stepping a tiny one.
+
+    A state tensor with dimensions of the tiny parameter is expected to have those of every parameter of as many
+    dimensions. Everything else is expected to be the same for all.
+
+    Args:
+        optimizer_class: the class.
+        given: its constructor's arguments on the CPU.
+    """
+
+    def __init__(self, optimizer_class: type[Optimizer], given: Mapping[str, Any]) -> None:
+        self._optimizer = BorrowingOptimizer(optimizer_class, given)
+        self._seen: dict[Hashable, tuple[tuple[int, ...], State]] = {}
+
+    def state(
+        self, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, settings: Mapping[str, Any]
+    ) -> State:
+        """A parameter's state after its first step, in meta tensors.
+
+        Args:
+            shape: the parameter's.
+            strides: of the parameter, and of state tensors of its shape.
+            dtype: the type that it is stepped in.
+            settings: of its group.
+        """
+        sizes, seen = self._state_of_tiny(len(shape), dtype, settings)
+        state: State = {}
+        for name, value in seen.items():
+            state[name] = value
+            if isinstance(value, torch.Tensor):
+                if tuple(value.shape) == sizes:
+                    state[name] = torch.empty_strided(shape, strides, dtype=value.dtype, device="meta")
+                else:
+                    actual = [_actual_size(size, sizes, shape) for size in value.shape]
+                    state[name] = torch.empty(actual, dtype=value.dtype, device="meta")
+        return state
+
+    def nbytes(self, shape: Sequence[int], dtype: torch.dtype, settings: Mapping[str, Any]) -> int:
+        """Bytes of that state."""
+        strides = torch.empty(shape, device="meta").stride()
+        state = self.state(shape, strides, dtype, settings)
+        return sum(value.nbytes for value in state.values() if isinstance(value, torch.Tensor))
+
+    def _state_of_tiny(
+        self, dimensions: int, dtype: torch.dtype, settings: Mapping[str, Any]
+    ) -> tuple[tuple[int, ...], State]:
+        # A state depends on which settings are on, not on their values: a learning rate changes all the time.
+        switches = tuple(
+            (name, bool(value)) for name, value in settings.items() if isinstance(value, (bool, int, float))
+        )
+        key = (dimensions, dtype, switches)
+        if key not in self._seen:
+            sizes = (*_TINY_SIZES[:dimensions], *(2 for _ in range(dimensions - len(_TINY_SIZES))))
+            tiny = torch.nn.Parameter(torch.ones(sizes, dtype=dtype, device="cpu"), requires_grad=False)
+            tiny.grad = torch.full(sizes, 1e-3, dtype=dtype, device="cpu")
+            plain = cpu_settings_of(dict(settings), fused=False)
+            states = defaultdict(dict, self._optimizer.begin([tiny], plain))
+            with torch.no_grad():
+                self._optimizer.step_each([tiny], plain, states)
+            self._seen[key] = (sizes, states[tiny])
+        return self._seen[key]
+
+
+def _actual_size(size: int, sizes: Sequence[int], shape: Sequence[int]) -> int:
+    """A dimension of a state, where the tiny parameter's state has ``size``."""
+    if size in sizes:
+        return shape[sizes.index(size)]
+    return math.prod(shape) if size == math.prod(sizes) and size > 1 else size

@@ -1,0 +1,320 @@
+"""The user's options, the CPU threads, and which parameters the CPU steps: pure choices."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import statistics
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+
+from spillway.errors import UnsupportedError, UsageError
+from spillway.runtime.host_memory import local_ranks
+from spillway.units import parse_bytes
+
+Fraction = float | str | None
+MasterDtype = torch.dtype | str | None
+
+_NARROW = (torch.bfloat16, torch.float16)
+_MOST_THREADS = 16
+_FEW_THREADS = 4
+_THREADS_OF_A_WORKER = 2
+
+WARM_UP = 3
+"""Steps that are not measured: one is not over, a fraction is chosen in the next, and the third allocates."""
+MEASURED = 5
+"""Steps that a fraction is chosen from."""
+MOST_CHOICES = 6
+ENOUGH = 3
+"""How often in a row a fraction has to be cheap enough to be final."""
+_MARGIN = 0.97
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The arguments of an :class:`~spillway.OffloadedOptimizer`, without those of its classes.
+
+    Raises:
+        UsageError: a value of the wrong type or range.
+        UnsupportedError: values that do not go together.
+    """
+
+    fraction: Fraction
+    slowdown: float
+    device_budget: int | str | None
+    master_dtype: MasterDtype
+    offload_gradients: bool
+    tier: str
+    step_on: str
+    threads: int | None
+    hold: str
+    step_in_backward: bool
+
+    def __post_init__(self) -> None:
+        for name in ("offload_gradients", "step_in_backward"):
+            if not isinstance(getattr(self, name), bool):
+                raise UsageError(f"{name}: got {getattr(self, name)!r}, expected True or False")
+        for name, known in (("hold", ("last", "first")), ("tier", ("host", "disk")), ("step_on", ("host", "device"))):
+            if getattr(self, name) not in known:
+                raise UsageError(f"{name}: got {getattr(self, name)!r}, expected {known[0]!r} or {known[1]!r}")
+        self._check_fraction()
+        self._check_master_dtype()
+        # Errors are raised now, and the values stay what they are now.
+        _ = self.threads_of_step, self.budget
+        if self.step_in_backward and not (self.offload_gradients and self.tier == self.step_on == "host"):
+            raise UnsupportedError(
+                f"got step_in_backward=True with tier={self.tier!r}, step_on={self.step_on!r}, offload_gradients="
+                f"{self.offload_gradients}, expected 'host', 'host' and True; leave one of them out"
+            )
+        if self.tier == "disk" and self.step_on == "device":
+            raise UnsupportedError(
+                'got tier="disk" with step_on="device", expected one of them: what lies on disk comes to host memory, '
+                "and is stepped there"
+            )
+
+    @property
+    def finds_fraction(self) -> bool:
+        """Whether Spillway chooses the fraction."""
+        return self.fraction == "auto"
+
+    @property
+    def first_fraction(self) -> float:
+        """The share of all elements that is on the CPU at first."""
+        return float(self.fraction) if isinstance(self.fraction, (int, float)) else 1.0
+
+    @cached_property
+    def budget(self) -> int | None:
+        """The device's, in bytes."""
+        return None if self.device_budget is None else parse_bytes(self.device_budget, what="device_budget")
+
+    @cached_property
+    def threads_of_step(self) -> int:
+        """How many threads the CPU's step computes with."""
+        return thread_count(self.threads)
+
+    def work_dtype(self, parameter: torch.Tensor) -> torch.dtype:
+        """The type that a parameter is stepped in: its master's, if it has one."""
+        wanted, own = self.master_dtype, parameter.dtype
+        if wanted is None or not parameter.is_floating_point():
+            return own
+        if wanted == "auto":
+            return torch.float32 if own in _NARROW else own
+        assert isinstance(wanted, torch.dtype)
+        return wanted if wanted.itemsize > own.itemsize else own
+
+    def _check_fraction(self) -> None:
+        fraction, slowdown = self.fraction, self.slowdown
+        if fraction is not None and self.device_budget is not None:
+            raise UsageError("got both a fraction and a device_budget, expected one of them; leave one out")
+        if fraction is None:
+            return
+        if fraction != "auto":
+            check_fraction(fraction, "'auto', or a number")
+            return
+        if self.step_on == "device":
+            raise UsageError("fraction: got 'auto' with step_on='device', expected a number: the host steps nothing")
+        if self.step_in_backward:
+            raise UsageError(
+                "fraction: got 'auto' with step_in_backward=True, expected a number: the host's work is behind "
+                "backward, where what it costs cannot be seen"
+            )
+        if isinstance(slowdown, bool) or not isinstance(slowdown, (int, float)) or not 0 <= slowdown < math.inf:
+            raise UsageError(f"slowdown: got {slowdown!r}, expected a number of at least 0: 0.05 for 5 %")
+
+    def _check_master_dtype(self) -> None:
+        dtype = self.master_dtype
+        known = dtype is None or dtype == "auto" or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)
+        if not known:
+            raise UsageError(f"master_dtype: got {dtype!r}, expected 'auto', None or a floating point type of torch's")
+
+
+def check_fraction(fraction: object, expected: str = "a number") -> None:
+    """Raise a ``UsageError`` if a fraction is no number from 0 to 1."""
+    if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 <= fraction <= 1:
+        raise UsageError(f"fraction: got {fraction!r}, expected {expected} from 0 (none on the host) to 1 (all)")
+
+
+def thread_count(threads: int | None) -> int:
+    """The user's number; else one for each CPU of this process, shared by the ranks of the machine, at most 16.
+
+    If there are more than four, two are left to the threads that queue the device's work.
+
+    Raises:
+        UsageError: if the user's is no number of threads.
+    """
+    if threads is not None:
+        if not isinstance(threads, int) or isinstance(threads, bool) or threads < 1:
+            raise UsageError(f"threads: got {threads!r}, expected a whole number of at least 1, or None")
+        return threads
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    mine = max(1, min(_MOST_THREADS, cpus // local_ranks()))
+    return mine - 2 if mine > _FEW_THREADS else mine
+
+
+def workers_of(threads: int) -> tuple[int, int]:
+    """How many workers share some threads, and how many each has.
+
+    Several, so that one computes while another is in Python. Few, because all of them need Python's lock there.
+
+    Example:
+        >>> workers_of(14), workers_of(4), workers_of(1)
+        ((7, 2), (2, 2), (1, 1))
+    """
+    workers = max(1, threads // _THREADS_OF_A_WORKER)
+    return workers, threads // workers
+
+
+def begin_with(threads: int) -> Callable[[], None]:
+    """What a thread does first: it sets its own number of OpenMP threads."""
+
+    def begin() -> None:
+        # Torch gives a thread its number when it asks for the first time.
+        before = torch.get_num_threads()
+        openmp: Any = ctypes.CDLL(None) if os.name == "posix" else None
+        if hasattr(openmp, "omp_set_num_threads"):
+            openmp.omp_set_num_threads(threads)
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
+            # That sets the number of later threads, too, whose sums would have other bits.
+            restore = threading.Thread(target=torch.set_num_threads, args=(before,))
+            restore.start()
+            restore.join()
+
+    return begin
+
+
+def counted(devices: Sequence[torch.device]) -> list[bool]:
+    """Which parameters a fraction counts: those on a device, or all if all are on the CPU.
+
+    Args:
+        devices: of each parameter.
+
+    Example:
+        >>> counted([torch.device("cuda"), torch.device("cpu")])
+        [True, False]
+    """
+    on_device = [device.type != "cpu" for device in devices]
+    return on_device if any(on_device) else [True] * len(devices)
+
+
+def held_of(sizes: Sequence[int], fraction: float, *, last_first: bool = True) -> list[bool]:
+    """Which parameters the CPU steps, so that they have at least a fraction of all elements.
+
+    Args:
+        sizes: elements of each, in the order of the model.
+        fraction: from 0 to 1.
+        last_first: begin with the last ones. Their gradients come first in backward. The first ones, which the next
+            forward needs first, are then stepped on the device.
+
+    Example:
+        >>> held_of([4, 4, 2], 0.5)
+        [False, True, True]
+    """
+    wanted = fraction * sum(sizes)
+    held = [False] * len(sizes)
+    taken = 0
+    order = range(len(sizes))
+    for index in reversed(order) if last_first else order:
+        if taken >= wanted:
+            break
+        held[index] = True
+        taken += sizes[index]
+    return held
+
+
+def held_beyond(nbytes: Sequence[int], budget: int) -> list[bool]:
+    """Which parameters the CPU steps, so that the state of the others fits a budget.
+
+    Each parameter that the rest of the budget has room for stays on the device, beginning with the first.
+
+    Args:
+        nbytes: bytes of state of each, masters included, in the order of the model.
+        budget: most bytes of those on the device.
+
+    Example:
+        >>> held_beyond([4, 8, 2, 4], 7)
+        [False, True, False, True]
+    """
+    held = []
+    left = budget
+    for size in nbytes:
+        held.append(size > left)
+        left -= 0 if size > left else size
+    return held
+
+
+class StepTimes(NamedTuple):
+    """How long one step took."""
+
+    step_seconds: float
+    """From the end of the step before."""
+    stall_seconds: float
+    """How long of this the device waited for the optimizer."""
+    host_seconds: float
+    """How long the CPU computed."""
+
+
+class FractionTuner:
+    """Chooses the fraction of elements that the CPU steps, for ``fraction="auto"``.
+
+    The CPU's work grows with the fraction. A part of it is hidden behind the device's work, and the rest is a stall.
+    So the times at one fraction give the largest fraction that costs no more than allowed. The choice is measured
+    again, and lowered if it costs more after all.
+
+    Args:
+        slowdown: most slowdown of a step: 0.05 for 5 %.
+    """
+
+    def __init__(self, slowdown: float) -> None:
+        self._slowdown = slowdown
+        self._seen: list[StepTimes] = []
+        self._choices = 0
+        self._cheap = 0
+        """How often in a row a choice was cheap enough."""
+        self._skip = WARM_UP
+
+    def note(self, seen: StepTimes, fraction: float) -> float | None:
+        """Note a step at a fraction. Gives the fraction of the next steps, if it changes."""
+        if self._choices >= MOST_CHOICES or self._cheap >= ENOUGH or fraction == 0:
+            return None
+        if self._skip:
+            self._skip -= 1
+            return None
+        self._seen.append(seen)
+        if len(self._seen) < MEASURED:
+            return None
+        middle = StepTimes(*(statistics.median(values) for values in zip(*self._seen, strict=True)))
+        self._seen = []
+        chosen = affordable(middle, fraction, self._slowdown)
+        if chosen >= fraction:
+            self._cheap += 1
+            return None
+        self._cheap, self._skip = 0, WARM_UP
+        self._choices += 1
+        return chosen
+
+
+def affordable(seen: StepTimes, fraction: float, slowdown: float) -> float:
+    """The largest fraction that slows a step down by no more than allowed.
+
+    Args:
+        seen: a step at ``fraction``.
+        fraction: of all elements, more than 0.
+        slowdown: 0.05 for 5 %.
+
+    Example:
+        >>> affordable(StepTimes(step_seconds=1.5, stall_seconds=0.5, host_seconds=0.8), 1.0, 0.05)
+        0.4243...
+    """
+    own = seen.step_seconds - seen.stall_seconds
+    allowed = slowdown * own
+    if seen.stall_seconds <= allowed:
+        return fraction
+    hidden = max(0.0, seen.host_seconds - seen.stall_seconds)
+    return min(fraction, _MARGIN * fraction * (hidden + allowed) / max(seen.host_seconds, 1e-9))

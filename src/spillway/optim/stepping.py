@@ -1,0 +1,486 @@
+"""When parameters are stepped, and when compute waits for them: in ``step``, during backward, in the next forward."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.utils.hooks import RemovableHandle
+
+from spillway.blocks import Blocks, find_blocks
+from spillway.errors import UsageError
+from spillway.optim.gradient import DeviceContext, OffloadedGradient
+from spillway.optim.host_parameter import HostParameter
+from spillway.optim.host_step import ParamStep, StepCost
+from spillway.optim.placement import Groups, Placement
+from spillway.optim.states import StateViews, check_shapes
+from spillway.optim.tensors import is_distributed, local_of, many_processes, put_local
+from spillway.runtime.backend import Event
+from spillway.runtime.labels import label
+
+_TOGETHER = 1 << 20
+"""Least elements that are stepped at once in backward. Small parameters wait for each other, or for ``step``."""
+
+Wait = Callable[[Iterable[Tensor]], None]
+
+
+class StepQueue:
+    """Queues steps as gradients arrive, and lets compute wait for the stepped parameters.
+
+    Args:
+        placement: of the parameters.
+        views: of their states.
+        groups: gives the param groups.
+        check_usable: raises if the optimizer cannot step.
+    """
+
+    def __init__(
+        self, placement: Placement, views: StateViews, groups: Groups, check_usable: Callable[[], None]
+    ) -> None:
+        self.pending: set[HostParameter] = set()
+        """Parameters that were stepped, and that compute has not waited for."""
+        self.early = BackwardSteps(self._step_early) if placement.options.step_in_backward else None
+        self.older = self.last = self.now = StepCost()
+        """Costs of the last two steps, and of the one that is under way."""
+        self._placement = placement
+        self._views = views
+        self._groups = groups
+        self._check_usable = check_usable
+        self._overlaps: list[ForwardOverlap] = []
+
+    def watch(self, held: HostParameter) -> None:
+        """Offload a parameter's gradients as they are accumulated."""
+        parameter = held.parameter
+        if not self._placement.options.offload_gradients or not (
+            parameter.is_floating_point() or parameter.is_complex()
+        ):
+            return
+        # Weak: autograd holds the hook, in a way that the collector does not see.
+        me, mine = weakref.ref(self), weakref.ref(held)
+
+        def arrived(_: Tensor) -> None:
+            queue, of = me(), mine()
+            if queue is not None and of is not None:
+                queue._gradient_arrived(of)
+
+        # A frozen parameter may be unfrozen later, and takes a hook only if it is not frozen.
+        frozen = not parameter.requires_grad
+        held.hook = parameter.requires_grad_(True).register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
+        parameter.requires_grad_(not frozen)
+        held.finalizer = weakref.finalize(self, held.hook.remove)
+
+    def overlap(self, model: Module, blocks: Blocks | None) -> None:
+        """Let each block of a model wait for its own parameters, from now on."""
+        self._overlaps.append(ForwardOverlap(model, self._wait_for, blocks=blocks))
+
+    def begin(self) -> None:
+        """Before a step: wait for the last one, and take the user's edits of states."""
+        if self.early is None or not self.early.begun:
+            self.synchronize()
+            self.take_edits()
+
+    def run(self) -> None:
+        """Step all parameters that have a gradient, and let compute wait for those that no block waits for."""
+        with torch.no_grad(), label("optimizer step"), contextlib.ExitStack() as on_error:
+            on_error.callback(self._mark_stale)
+            self._queue()
+            self._placement.device.step(self._groups())
+            for parameter in self._placement.device:
+                self._views.show(parameter)
+            here = [one for one in self.pending if not any(overlap.covers(one.parameter) for overlap in self._overlaps)]
+            with contextlib.ExitStack() as stack:
+                if len(here) == len(self.pending):
+                    stack.callback(self._finish)
+                self._arrive(here)
+            on_error.pop_all()
+
+    def synchronize(self) -> None:
+        """Let compute wait for all parameters, and wait until all state is in its place."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._finish)
+            self._arrive(list(self.pending))
+
+    def take_edits(self) -> None:
+        """The next step begins with states that the user has put in the place of others."""
+        self._views.show_all(parameter for _, parameter in self._placement.parameters())
+        for _, parameter in self._placement.parameters():
+            state = self._views.edited(parameter)
+            if state is not None:
+                self.synchronize()
+                check_shapes(state, parameter, fused=bool(self._placement.traits.fused))
+                self._placement.put_states([(parameter, state)])
+                self._views.show(parameter)
+
+    def forget_costs(self) -> None:
+        """Parameters have moved: earlier steps say nothing about later ones."""
+        self.older = self.last = self.now = StepCost()
+
+    def bring_back(self, held: HostParameter) -> None:
+        """Reload a parameter's gradient to the device, where it is a plain tensor."""
+        if self.early is not None and held in self.early.stepped:
+            # Another optimizer would step by it again.
+            _put_gradient(held, None)
+            return
+        gradient = held.parameter.grad
+        local = None if gradient is None else local_of(gradient)
+        if isinstance(local, OffloadedGradient) and local.stands_for(held.gradient):
+            # A parameter that was resized cannot have the gradient.
+            _put_gradient(held, held.gradient.restore() if held.is_unchanged() else None)
+
+    def close(self) -> None:
+        """Remove the hooks from models."""
+        for overlap in self._overlaps:
+            overlap.remove()
+
+    def _gradient_arrived(self, held: HostParameter) -> None:
+        gradient = held.parameter.grad
+        if gradient is None or gradient.requires_grad or isinstance(local_of(gradient), OffloadedGradient):
+            return
+        if not is_distributed(held.parameter) and many_processes():
+            # DistributedDataParallel has yet to reduce it.
+            return
+        if self.early is not None:
+            if not self.early.begun:
+                self.take_edits()
+            self.early.check(held)
+        _offload_gradient(held, gradient)
+        if self.early is not None:
+            self.early.arrived(held, self._groups())
+
+    def _step_early(self, held: Sequence[HostParameter], stepped: set[HostParameter]) -> None:
+        """Step parameters during backward, and add those that were queued to a set, also on an error."""
+        self._check_usable()
+        with torch.no_grad(), label("optimizer step"):
+            # Parameters of the last step that the forward has not waited for.
+            self._arrive(self.pending - stepped)
+            before = {one: one.updated for one in held}
+            self._placement.store.prepare(held)
+            try:
+                steps = [ParamStep(one, one.gradient.snapshot()) for one in held]
+                self._placement.store.step(steps, self.now, overlapped=False)
+            finally:
+                queued = [one for one in held if one.updated is not before[one]]
+                stepped.update(queued)
+                self.pending.update(queued)
+
+    def _queue(self) -> None:
+        store, contexts = self._placement.store, self._placement.contexts.values()
+        stepped = set() if self.early is None else self.early.end(self._groups())
+        left = [held for held in self._placement.held.values() if held not in stepped]
+        store.prepare(held for held in left if held.parameter.grad is not None)
+        steps = list(self._param_steps(left))
+        for context in contexts:
+            context.expected = max((step.held.gradient.count for step in steps), default=0)
+        store.step(steps, self.now, overlapped=bool(self._overlaps))
+        self.pending = stepped.union(step.held for step in steps)
+        if not store.steps_on_device and any(step.held.gradient.stand_in_if_alive() is None for step in steps):
+            # Gradients that stay on the device may be written as soon as this returns.
+            for context in contexts:
+                context.transfers.settle()
+
+    def _param_steps(self, some: Iterable[HostParameter]) -> Iterator[ParamStep]:
+        on_device, offloads = self._placement.store.steps_on_device, self._placement.options.offload_gradients
+        for held in some:
+            gradient = held.parameter.grad
+            if gradient is None:
+                held.fresh_gradient().clear()
+                continue
+            held.check()
+            local = local_of(gradient)
+            if isinstance(local, OffloadedGradient):
+                stands = held.adopt(local)
+                if stands is not local:
+                    _put_gradient(held, stands)
+            elif on_device:
+                held.fresh_gradient()
+            elif offloads and not gradient.requires_grad:
+                _offload_gradient(held, gradient)
+            else:
+                held.fresh_gradient().begin(local)
+            yield ParamStep(held, held.gradient.snapshot_for_device(local) if on_device else held.gradient.snapshot())
+
+    def _arrive(self, held: Iterable[HostParameter]) -> None:
+        """Let compute wait for some parameters. The last of them end the step."""
+        waits: dict[tuple[Event, DeviceContext], None] = {}
+        arriving = [one for one in held if one in self.pending]
+        for one in arriving:
+            self.pending.discard(one)
+            if one.updated is not None:
+                waits[one.updated, one.context] = None
+        with contextlib.ExitStack() as stack:
+            stack.push(self._end_failed_step)
+            # All of them, also those behind one that failed.
+            for event, context in reversed(waits):
+                stack.callback(context.transfers.wait, event)
+        for one in arriving:
+            self._views.show(one.parameter)
+        if arriving and not self.pending:
+            for index, written in self._placement.store.end_step(self.now).items():
+                self._groups()[index].update(written)
+            self.now.end(self._placement.contexts.values())
+            self.older, self.last, self.now = self.last, self.now, StepCost()
+
+    def _end_failed_step(self, error: type[BaseException] | None, *_: object) -> None:
+        """If one parameter has failed, the others of its step end, too: the error is raised once."""
+        if error is not None:
+            self._mark_stale()
+            self._arrive(list(self.pending))
+
+    def _mark_stale(self) -> None:
+        self._views.is_stale = True
+
+    def _finish(self) -> None:
+        with contextlib.ExitStack() as stack:
+            for cost in {self.now, self.last}:
+                stack.callback(cost.finish)
+
+    def _wait_for(self, parameters: Iterable[Tensor]) -> None:
+        if self.pending:
+            held = self._placement.held
+            self._arrive([held[one] for one in parameters if one in held])
+
+
+def _offload_gradient(held: HostParameter, gradient: Tensor) -> None:
+    local = local_of(gradient)
+    home = held.fresh_gradient()
+    home.begin(local)
+    _put_gradient(held, home.stand_in(local))
+
+
+def _put_gradient(held: HostParameter, local: Tensor | None) -> None:
+    gradient = held.parameter.grad
+    if local is not None and gradient is not None and is_distributed(gradient):
+        put_local(gradient, local)
+    else:
+        held.parameter.grad = local
+
+
+class BackwardSteps:
+    """Steps parameters during backward, as their gradients arrive.
+
+    So the CPU's work is hidden behind the rest of backward. The user promises that each parameter gets one gradient
+    before each step, and that gradients, parameters and settings are not changed until then. A step cannot be undone,
+    so a broken promise is an error, where it is noticed first.
+
+    A parameter may be written as soon as its gradient is accumulated: everything that reads it in backward was given to
+    the compute stream before. The parameter's version tells autograd of later readers. Readers that autograd does not
+    know find the stepped value: ``.data``, or a detached parameter in code that is recomputed.
+
+    Args:
+        step: steps some parameters whose gradients are on their way to the CPU, and adds those to a set that it has
+            queued, also if it fails.
+    """
+
+    def __init__(self, step: Callable[[Sequence[HostParameter], set[HostParameter]], None]) -> None:
+        self._step = step
+        self._arrived: set[HostParameter] = set()
+        self._waiting: list[HostParameter] = []
+        self.stepped: set[HostParameter] = set()
+        """The parameters that were stepped since the last ``step()``."""
+        self._settings: dict[int, dict[str, object]] = {}
+        # Backward runs in a thread for each device.
+        self._lock = threading.Lock()
+
+    @property
+    def begun(self) -> bool:
+        """Whether a parameter was stepped."""
+        return bool(self.stepped)
+
+    def check(self, held: HostParameter) -> None:
+        """Raise if a parameter's gradient has arrived before."""
+        if held in self._arrived:
+            raise UsageError(
+                "got a second gradient of a parameter before step(), expected one: step_in_backward=True has stepped "
+                "the parameter by the first; call step() after each backward, or leave it out to accumulate gradients"
+            )
+
+    def check_none(self, what: str) -> None:
+        """Raise if a parameter was stepped."""
+        if self.begun:
+            raise UsageError(
+                f"got {what} between a backward and its step(), expected it after step(): step_in_backward=True has "
+                f"stepped some parameters and not the others"
+            )
+
+    def arrived(self, held: HostParameter, groups: Sequence[dict[str, Any]]) -> None:
+        """A parameter's gradient is on its way to the CPU."""
+        with self._lock:
+            self._arrived.add(held)
+            self._waiting.append(held)
+            held.gradient.sealed = True
+            if sum(one.numel for one in self._waiting) < _TOGETHER:
+                return
+            for index in {one.group for one in self._waiting}:
+                self._check_settings(index, groups[index])
+            try:
+                self._step(self._waiting, self.stepped)
+            finally:
+                self._waiting = [one for one in self._waiting if one not in self.stepped]
+
+    def end(self, groups: Sequence[dict[str, Any]]) -> set[HostParameter]:
+        """``step()`` was called. Gives the parameters that were stepped.
+
+        Raises:
+            UsageError: if a gradient, a parameter or a setting was changed.
+        """
+        for held in self.stepped:
+            gradient = held.parameter.grad
+            local = None if gradient is None else local_of(gradient)
+            if not (isinstance(local, OffloadedGradient) and local.stands_for(held.gradient)):
+                raise UsageError(
+                    "got a step() for which a gradient was dropped or replaced, expected it as backward left it: "
+                    "step_in_backward=True has stepped the parameter; call step() after each backward, and "
+                    "zero_grad() after step(). A batch that was to be skipped has been stepped by: load_state_dict() "
+                    "of what was saved before begins anew"
+                )
+            if not held.is_as_written():
+                raise UsageError(
+                    "got a parameter that was written between backward and step(), expected it to stay: "
+                    "step_in_backward=True has stepped it; write to parameters after step()"
+                )
+        for index in self._settings:
+            self._check_settings(index, groups[index])
+        stepped = self.stepped
+        self.reset()
+        return stepped
+
+    def check_dropped(self, pending: set[HostParameter]) -> None:
+        """Raise if a step is still to come, or if parameters were written while stepped values were on their way."""
+        if any(held.parameter.grad is not None for held in self.stepped):
+            self.check_none("load_state_dict()")
+        if any(held in pending and not held.is_as_written() for held in self.stepped):
+            raise UsageError(
+                "got parameters that were written while step_in_backward=True had others on their way to them, "
+                "expected the optimizer's state to be loaded first; call synchronize(), and load both again"
+            )
+
+    def reset(self) -> None:
+        """Forget what arrived and was stepped."""
+        for held in self._arrived:
+            held.gradient.sealed = False
+        self._arrived, self._waiting, self.stepped, self._settings = set(), [], set(), {}
+
+    def _check_settings(self, index: int, group: dict[str, Any]) -> None:
+        """Raise if a group's settings have changed."""
+        now, before = _values(group), self._settings.get(index)
+        if before is None:
+            self._settings[index] = copy.deepcopy(now)
+            return
+        names = before.keys() | now.keys()
+        changed = sorted(name for name in names if not _same(before.get(name), now.get(name)))
+        if changed:
+            raise UsageError(
+                f"got other settings of group {index} before step() ({', '.join(changed)}) than when the first of its "
+                f"gradients came, expected the same: step_in_backward=True has stepped parameters with these; change "
+                f"them after step()"
+            )
+
+
+def _values(group: dict[str, Any]) -> dict[str, object]:
+    """A group's settings, in a form that can be compared later."""
+    return {
+        # A scheduler adds initial_lr when it is made.
+        name: value.detach().cpu() if isinstance(value, Tensor) else value
+        for name, value in group.items()
+        if name not in ("params", "param_names", "initial_lr")
+    }
+
+
+def _same(one: object, other: object) -> bool:
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
+    return one == other
+
+
+class ForwardOverlap:
+    """Hooks with which each block of a model waits for its parameters when it is called.
+
+    The model waits for parameters that are in no block, or in a block and elsewhere too. Modules that have parameters
+    of their own wait for them as well: for calls that come by neither, and for state dicts.
+
+    Args:
+        model: the model.
+        wait: lets compute wait for some parameters.
+        blocks: which modules are the blocks, as for :func:`spillway.attach`.
+
+    Raises:
+        UsageError: if the model is no module, or has no blocks.
+    """
+
+    def __init__(self, model: Module, wait: Wait, *, blocks: Blocks | None = None) -> None:
+        if not isinstance(model, Module):
+            raise UsageError(f"model: got {type(model).__name__}, expected a torch.nn.Module")
+        # Dynamo breaks the graph for it. A block has waited for what is in it.
+        untraced: Wait = torch.compiler.disable(wait)  # type: ignore[no-untyped-call]
+        self._handles: list[RemovableHandle] = []
+        found = [named.module for named in find_blocks(model, blocks)]
+        inside = {module for block in found for module in block.modules()}
+        outside = {id(one) for module in model.modules() if module not in inside for one in _own(module)}
+        of_model = _of_several(found) | outside
+        for block in found:
+            self._hook(block, _Before(untraced, [one for one in block.parameters() if id(one) not in of_model]))
+        for module in model.modules():
+            before = _BeforePart(wait, _own(module)) if module in inside else _Before(untraced, _own(module))
+            self._hook(module, before, of_states=True)
+        self._hook(model, _Before(untraced, [one for one in model.parameters() if id(one) in of_model]))
+        self._covered = list(model.parameters())
+        self._ids = {id(one) for one in self._covered}
+
+    def covers(self, parameter: Tensor) -> bool:
+        """Whether some module waits for a parameter."""
+        return id(parameter) in self._ids
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _hook(self, module: Module, before: _Before, *, of_states: bool = False) -> None:
+        if before.parameters:
+            self._handles.append(module.register_forward_pre_hook(before, prepend=True))
+            if of_states:
+                self._handles.append(module.register_state_dict_pre_hook(before))  # type: ignore[no-untyped-call]
+                self._handles.append(module.register_load_state_dict_pre_hook(before))  # type: ignore[no-untyped-call]
+
+
+class _Before:
+    """A hook that waits. In a copy of the module, also a pickled one, it is a hook of Python's that does nothing."""
+
+    def __init__(self, wait: Wait, parameters: list[Tensor]) -> None:
+        self.parameters = parameters
+        self._wait = wait
+
+    def __call__(self, *_: Any) -> None:
+        self._wait(self.parameters)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (contextlib.nullcontext(), "__exit__")
+
+
+class _BeforePart(_Before):
+    """The hook of a part of a block, which is called alone now and then. Compiled code calls the block."""
+
+    def __call__(self, *_: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._wait(self.parameters)
+
+
+def _own(module: Module) -> list[Tensor]:
+    return [parameter for parameter in module._parameters.values() if parameter is not None]
+
+
+def _of_several(blocks: list[Module]) -> set[int]:
+    seen: set[int] = set()
+    twice: set[int] = set()
+    for block in blocks:
+        mine = {id(parameter) for parameter in block.parameters()}
+        twice |= seen & mine
+        seen |= mine
+    return twice

@@ -1,0 +1,151 @@
+"""Dense tensors, local parts of distributed tensors, and master weights that follow their parameters."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from spillway.errors import UnsupportedError
+from spillway.runtime.bytes import Bytes
+
+CHUNK = 1 << 22
+"""Elements that the CPU works on at a time, so that they stay in its caches between two passes."""
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def is_distributed(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a ``DTensor``, as FSDP2 and tensor parallel make them."""
+    # Code that has a DTensor has imported the module.
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """This process's part of a tensor. It is the very object: writes to it are seen."""
+    if not is_distributed(tensor):
+        return tensor
+    local = tensor._local_tensor  # type: ignore[attr-defined]
+    # A collective may be under way.
+    return local.wait() if hasattr(local, "wait") else local  # type: ignore[no-any-return]
+
+
+def put_local(tensor: torch.Tensor, local: torch.Tensor) -> None:
+    """Replace the local part of a ``DTensor``."""
+    tensor._local_tensor = local  # type: ignore[attr-defined]
+
+
+def distributed_like(local: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Distribute a local part as a parameter is. The part may be on another device."""
+    if not is_distributed(parameter):
+        return local
+    make: Any = sys.modules["torch.distributed.tensor"].DTensor
+    return make(local, parameter._spec, requires_grad=False)  # type: ignore[no-any-return, attr-defined]
+
+
+def many_processes() -> bool:
+    """Whether this process trains in a process group of several."""
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's elements fill a range of bytes, each once."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 0:
+            return True
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def memory_of(tensor: torch.Tensor) -> Bytes:
+    """The bytes of a dense tensor, whatever its strides."""
+    start = int(tensor.storage_offset()) * tensor.itemsize
+    return Bytes(tensor.untyped_storage(), start, tensor.numel() * tensor.itemsize)
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """A dense tensor's elements in memory order."""
+    return tensor.as_strided((tensor.numel(),), (1,), int(tensor.storage_offset()))
+
+
+def with_strides_of(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A gradient in its parameter's memory layout.
+
+    Raises:
+        UnsupportedError: if it is sparse.
+    """
+    if tensor.layout != torch.strided:
+        raise UnsupportedError(
+            f"got a gradient of layout {tensor.layout}, expected a dense one; leave the parameter to an optimizer of "
+            f"its own, or make the embedding with sparse=False"
+        )
+    if tensor.stride() == like.stride() and is_dense(tensor):
+        return tensor.detach()
+    with torch.no_grad():
+        return torch.empty_strided(like.shape, like.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def follow(master: torch.Tensor, parameter: torch.Tensor) -> None:
+    """Update a master weight from its parameter. An element stays where its rounded value is the parameter's.
+
+    Args:
+        master: written in place.
+        parameter: the parameter's values, of the same shape and a narrower type.
+
+    Example:
+        >>> master = torch.tensor([1.001, 2.0])
+        >>> follow(master, torch.tensor([1.0, 3.0], dtype=torch.bfloat16))
+        >>> master
+        tensor([1.0010, 3.0000])
+    """
+    if master.stride() == parameter.stride() and is_dense(master):
+        master, parameter = flat(master), flat(parameter)
+    for part, new in zip(_parts(master), _parts(parameter), strict=True):
+        if part.device.type == "cpu" and part.ndim == 1 and _rounds_to(part, new):
+            continue
+        bits = _BITS[new.dtype.itemsize]
+        same = part.to(new.dtype).view(bits) == new.view(bits)
+        torch.where(same, part, new, out=part)
+
+
+class _PerThread(threading.local):
+    def __init__(self) -> None:
+        self.scratch: dict[torch.dtype, torch.Tensor] = {}
+
+
+_per_thread = _PerThread()
+
+
+def scratch_of(dtype: torch.dtype) -> torch.Tensor:
+    """The calling thread's scratch memory on the CPU: ``CHUNK`` elements, valid until the next call in the thread."""
+    if dtype not in _per_thread.scratch:
+        _per_thread.scratch[dtype] = torch.empty(CHUNK, dtype=dtype, device="cpu")
+    return _per_thread.scratch[dtype]
+
+
+def _rounds_to(master: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Whether a flat master on the CPU, rounded, equals its parameter. Few calls: they need Python's lock."""
+    numel, size = master.numel(), parameter.itemsize
+    rounded = scratch_of(parameter.dtype)
+    if numel != rounded.numel():
+        rounded = rounded[:numel]
+    rounded.copy_(master)
+    bits = torch.int64 if numel * size % 8 == 0 and parameter.storage_offset() * size % 8 == 0 else torch.uint8
+    return torch.equal(rounded.view(bits), parameter.view(bits))
+
+
+def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """A flat tensor in parts, any other tensor whole."""
+    if tensor.ndim != 1 or tensor.numel() <= CHUNK:
+        yield tensor
+        return
+    for start in range(0, tensor.numel(), CHUNK):
+        yield tensor[start : start + CHUNK]

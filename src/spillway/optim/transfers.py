@@ -1,0 +1,393 @@
+"""Copies of gradients and parameters to CPU memory, and of parameters back to their device.
+
+A gradient that is offloaded is kept alive until its copy is done. The session's in-flight limit (``window``) bounds
+those bytes: past it, the gradient's compute stream waits for the oldest copy, and frees that gradient. This goes by
+program order, not by the clock, so that the peak is the same in every step.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import threading
+import weakref
+from collections import deque
+from collections.abc import Hashable, Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from spillway.optim.tensors import memory_of
+from spillway.runtime.arena import Arena, Block
+from spillway.runtime.backend import Event, Lane
+from spillway.runtime.bytes import Bytes, Cells
+from spillway.runtime.device import DeviceRuntime
+from spillway.runtime.labels import label
+from spillway.runtime.ledger import Stalls
+
+STAGING = 64 << 20
+"""Most bytes that wait for the stream to the device at once."""
+_TOGETHER = 1 << 20
+"""Smaller tensors share a batch, up to this many bytes."""
+_ALIGNMENT = 64
+
+_batch_numbers = itertools.count(1)
+
+
+def aligned(nbytes: int, to: int = _ALIGNMENT) -> int:
+    """Bytes, rounded up so that the next tensor begins at a multiple."""
+    return -(-nbytes // to) * to
+
+
+class Pinned:
+    """A block of pinned memory. When the last reference is gone it is freed, after the last copies.
+
+    Args:
+        arena: the arena.
+        nbytes: how many bytes.
+
+    Raises:
+        TierFullError: if the arena is full.
+    """
+
+    def __init__(self, arena: Arena, nbytes: int) -> None:
+        self.block = arena.allocate(max(nbytes, 1))
+        self.nbytes = nbytes
+        self._copies: dict[Hashable, Event] = {}
+        self._before = list(self.block.after)
+        weakref.finalize(self, _free, arena, self.block, self._copies, self._before).atexit = False
+
+    def before_write(self) -> tuple[Event, ...]:
+        """Events that a writer waits for: of the memory's earlier owners, and of copies."""
+        return (*self._before, *self._copies.values())
+
+    def after(self, name: Hashable, event: Event) -> None:
+        """A copy uses the memory until this event. A later event of the same name replaces it."""
+        self._copies[name] = event
+        self._before.clear()
+
+    def synchronize(self) -> None:
+        """Block until no copy uses the memory."""
+        for event in self.before_write():
+            event.synchronize()
+        self._copies.clear()
+        self._before.clear()
+
+    def range(self, start: int, nbytes: int) -> Bytes:
+        """A part of the bytes."""
+        return Bytes(self.block.storage, self.block.start + start, nbytes)
+
+    def alias(self) -> torch.Tensor:
+        """The bytes as a storage of their own, which holds this object."""
+        memory = (ctypes.c_ubyte * max(self.nbytes, 1)).from_address(self.block.address)
+        memory.pinned = self  # type: ignore[attr-defined]
+        return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _free(arena: Arena, block: Block, copies: dict[Hashable, Event], before: list[Event]) -> None:
+    arena.free(block, (*before, *copies.values()))
+
+
+class TransferBatch:
+    """Tensors of one stream that are copied together: small ones share a block, a wait and an event.
+
+    Args:
+        stream: the tensors' compute stream.
+    """
+
+    __slots__ = ("arrived", "block", "copies", "nbytes", "number", "parts", "sources", "stream")
+
+    def __init__(self, stream: Lane) -> None:
+        self.stream = stream
+        self.sources: list[tuple[int, Bytes]] = []
+        self.nbytes = 0
+        self.parts = 0
+        """How many of the tensors are still needed."""
+        self.block: Block | None = None
+        """The pinned memory, once the copy is queued."""
+        self.arrived: Event | None = None
+        self.copies: list[Event] = []
+        """Ends of copies that read the block."""
+        self.number = 0
+        """The order in which batches were sent."""
+
+    def add(self, tensor: torch.Tensor) -> SentTensor:
+        """Add a dense tensor."""
+        source = memory_of(tensor)
+        start = aligned(self.nbytes)
+        self.sources.append((start, source))
+        self.nbytes = start + source.nbytes
+        self.parts += 1
+        return SentTensor(self, start, tensor.dtype, tensor.numel())
+
+
+class SentTensor(NamedTuple):
+    """One tensor of a batch."""
+
+    batch: TransferBatch
+    start: int
+    """Its first byte in the block."""
+    dtype: torch.dtype
+    numel: int
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes."""
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def memory(self) -> Bytes:
+        """Its place in pinned memory, once the copy is queued."""
+        block = self.batch.block
+        assert block is not None
+        return Bytes(block.storage, block.start + self.start, self.nbytes)
+
+
+class _InFlight(NamedTuple):
+    sources: list[Bytes]
+    nbytes: int
+    copied: Event
+    stream: Lane
+
+
+class Upload(NamedTuple):
+    """Elements that are copied to the device."""
+
+    target: torch.Tensor
+    """A dense tensor."""
+    start: int
+    """Its first element that is written, in memory order."""
+    source: Cells
+    """Pinned memory, of the target's type or of one that the device converts."""
+
+
+class Transfers:
+    """The two copy streams of one device.
+
+    Args:
+        runtime: of the device.
+    """
+
+    def __init__(self, runtime: DeviceRuntime) -> None:
+        self.backend = runtime.backend
+        self.arena = runtime.arena
+        self.window = runtime.window
+        self.spill_file = runtime.spill_file
+        self._out = self.backend.lane("gradients")
+        self._back = self.backend.lane("parameters")
+        self._open: TransferBatch | None = None
+        """A batch of small tensors that is not full yet."""
+        self._leaving: deque[_InFlight] = deque()
+        self._leaving_bytes = 0
+        self._staged: deque[tuple[Block, Event]] = deque()
+        self._staged_bytes = 0
+        self._followed: Event | None = None
+        """The last event that the stream back was told to wait for."""
+        # Reentrant: a factor gives its memory back when it dies, in whatever thread the collector runs.
+        self._lock = threading.RLock()
+        self.waits = Stalls()
+        """How long the device waited for gradients and parameters."""
+        self.sent_bytes = 0
+        self.received_bytes = 0
+
+    def send(self, tensor: torch.Tensor) -> SentTensor:
+        """Queue the copy of a dense tensor to the CPU. A small tensor waits for others, or for :meth:`flush`."""
+        with label("gradient offload"), self._lock:
+            stream = self.backend.compute()
+            if self._open is not None and self._open.stream != stream:
+                self._dispatch_open()
+            if tensor.numel() * tensor.itemsize >= _TOGETHER:
+                batch = TransferBatch(stream)
+                sent = batch.add(tensor)
+                self._dispatch(batch)
+                return sent
+            if self._open is None:
+                self._open = TransferBatch(stream)
+            self.backend.compute_access(memory_of(tensor))
+            sent = self._open.add(tensor)
+            if self._open.nbytes >= _TOGETHER:
+                self._dispatch_open()
+            return sent
+
+    def flush(self) -> None:
+        """Queue the copy of small tensors that wait for others."""
+        if self._open is not None:
+            with self._lock:
+                self._dispatch_open()
+
+    def fetch(self, tensors: Sequence[torch.Tensor], after: Event) -> list[SentTensor]:
+        """Copy tensors that stay on the device, after an event; for the CPU worker thread."""
+        batch = TransferBatch(self._out)
+        sent = [batch.add(tensor) for tensor in tensors]
+        if sent:
+            with self._lock:
+                self.backend.wait(self._out, after)
+                self._copy_out(batch)
+                self.sent_bytes += sum(one.nbytes for one in sent)
+        return sent
+
+    def fetch_into(self, pairs: Sequence[tuple[Bytes, Bytes]], after: Event) -> Event:
+        """Copy bytes that stay on the device into pinned memory, after an event; for the CPU worker thread.
+
+        Args:
+            pairs: targets and sources.
+            after: the event.
+        """
+        with self._lock:
+            self.backend.wait(self._out, after)
+            for target, source in pairs:
+                if source.nbytes:
+                    self.backend.copy(self._out, target, source)
+                    self.sent_bytes += source.nbytes
+            return self.backend.record(self._out)
+
+    def read(self, sent: SentTensor) -> torch.Tensor:
+        """Wait for a tensor's copy, and give it flat; for the CPU's threads."""
+        arrived = sent.batch.arrived
+        assert arrived is not None
+        arrived.synchronize()
+        return self.host_view(sent.memory, sent.dtype, sent.numel, write=False)
+
+    def receive(self, uploads: Sequence[Upload], after: Event) -> Event:
+        """Queue copies to the device, after an event; gives their end."""
+        with self._lock:
+            if after is not self._followed:
+                self.backend.wait(self._back, after)
+                self._followed = after
+            for tensor, start, source in uploads:
+                memory = source.memory
+                if memory.nbytes == 0:
+                    continue
+                whole, size = memory_of(tensor), tensor.itemsize
+                nbytes = memory.nbytes // source.dtype.itemsize * size
+                target = Bytes(whole.storage, whole.start + start * size, nbytes)
+                if source.dtype == tensor.dtype:
+                    self.backend.copy(self._back, target, memory)
+                else:
+                    self.backend.convert(self._back, Cells(target, tensor.dtype), source)
+                self.received_bytes += memory.nbytes
+            return self.backend.record(self._back)
+
+    def pinned(self, nbytes: int) -> Block:
+        """Pinned memory that the CPU may write now."""
+        block = self.arena.allocate(max(nbytes, 1))
+        for event in block.after:
+            event.synchronize()
+        return block
+
+    def stage(self, nbytes: int) -> Block:
+        """Pinned memory for a copy to the device. Past ``STAGING`` bytes the oldest copy is waited for."""
+        while True:
+            with self._lock:
+                full = self._staged and self._staged_bytes + nbytes > STAGING
+            if not full:
+                return self.pinned(nbytes)
+            self.unstage_oldest()
+
+    def staged(self, block: Block, copied: Event) -> None:
+        """The copy from staged memory is queued, and ends with this event."""
+        with self._lock:
+            self._staged.append((block, copied))
+            self._staged_bytes += block.nbytes
+
+    def unstage_oldest(self) -> bool:
+        """Wait for the oldest staged copy, and free its memory; whether there was one."""
+        with self._lock:
+            oldest = self._staged.popleft() if self._staged else None
+            if oldest is not None:
+                self._staged_bytes -= oldest[0].nbytes
+        if oldest is None:
+            return False
+        oldest[1].synchronize()
+        self.arena.free(oldest[0])
+        return True
+
+    def unstage(self) -> None:
+        """Free all staged memory, after its copies."""
+        with self._lock:
+            for block, copied in self._staged:
+                self.arena.free(block, (copied,))
+            self._staged.clear()
+            self._staged_bytes = 0
+
+    def ready(self, tensors: Iterable[torch.Tensor]) -> Event:
+        """The end of all that the caller's compute stream was given by now, which may write these tensors."""
+        for tensor in tensors:
+            self.backend.compute_access(memory_of(tensor))
+        return self.now()
+
+    def now(self) -> Event:
+        """The end of all that the caller's compute stream was given by now."""
+        return self.backend.record(self.backend.compute())
+
+    def wait(self, event: Event) -> None:
+        """Let the caller's compute stream wait."""
+        self.backend.timed_wait(self.backend.compute(), event, self.waits)
+
+    def take_counts(self) -> tuple[Stalls, int, int]:
+        """Waits, and bytes sent and received, since the last call."""
+        counted = self.waits, self.sent_bytes, self.received_bytes
+        self.waits, self.sent_bytes, self.received_bytes = Stalls(), 0, 0
+        return counted
+
+    def settle(self) -> None:
+        """Free all gradients that are being copied: the compute stream waits for the copies."""
+        with self._lock:
+            self._dispatch_open()
+            while self._leaving:
+                self._free_oldest()
+
+    def give_back(self, sent: SentTensor) -> None:
+        """A tensor is no longer needed."""
+        batch = sent.batch
+        with self._lock:
+            batch.parts -= 1
+            if batch.parts == 0 and batch is self._open:
+                self._open = None
+            self._free_unneeded(batch)
+
+    def host_view(self, memory: Bytes, dtype: torch.dtype, numel: int, *, write: bool) -> torch.Tensor:
+        """Pinned memory as a flat tensor, for the CPU's threads."""
+        self.backend.host_access(memory, write=write)
+        return Cells(memory.first(numel * dtype.itemsize), dtype).tensor()
+
+    def _free_unneeded(self, batch: TransferBatch) -> None:
+        if batch.parts == 0 and batch.block is not None and batch.arrived is not None:
+            self.arena.free(batch.block, (batch.arrived, *batch.copies))
+
+    def _dispatch_open(self) -> None:
+        if self._open is not None:
+            # It stays open if there is no memory: a later call may find some.
+            self._dispatch(self._open)
+            self._open = None
+
+    def _dispatch(self, batch: TransferBatch) -> None:
+        nbytes = sum(source.nbytes for _, source in batch.sources)
+        while self._leaving and self._leaving_bytes + nbytes > self.window:
+            self._free_oldest()
+        self.backend.wait(self._out, self.backend.record(batch.stream))
+        copied = self._copy_out(batch)
+        sources = [source for _, source in batch.sources]
+        self._leaving.append(_InFlight(sources, nbytes, copied, batch.stream))
+        batch.sources = []
+        self._free_unneeded(batch)
+        self._leaving_bytes += nbytes
+        self.sent_bytes += nbytes
+
+    def _copy_out(self, batch: TransferBatch) -> Event:
+        block = self.arena.allocate(max(batch.nbytes, 1))
+        for event in block.after:
+            self.backend.wait(self._out, event)
+        for start, source in batch.sources:
+            if source.nbytes:
+                self.backend.copy(self._out, Bytes(block.storage, block.start + start, source.nbytes), source)
+        batch.block, batch.arrived = block, self.backend.record(self._out)
+        batch.number = next(_batch_numbers)
+        return batch.arrived
+
+    def _free_oldest(self) -> None:
+        oldest = self._leaving.popleft()
+        self._leaving_bytes -= oldest.nbytes
+        self.backend.timed_wait(oldest.stream, oldest.copied, self.waits)
+        for source in oldest.sources:
+            self.backend.hand_back(source, (oldest.stream,))
