@@ -116,7 +116,7 @@ def test_every_optimizer_of_torch_is_in_the_database_and_known() -> None:
     public = {value for value in types if issubclass(value, Optimizer)}
     assert public <= {info.optim_cls for info in optim_db}
     # Each of them steps every parameter by itself, so that some step before others.
-    assert all(ClassTraits.of(value).alone for value in public.difference(REFUSED))
+    assert all(ClassTraits.of(value).steps_alone for value in public.difference(REFUSED))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)

@@ -148,7 +148,7 @@ def test_the_state_is_whole_right_after(options: dict[str, Any], dtype: torch.dt
 
 
 @pytest.mark.parametrize(
-    ("first", "then", "place"), [(1.0, 0.0, "device_part.device_copy"), (0.0, 1.0, "memory_shelf.host_copy")]
+    ("first", "then", "place"), [(1.0, 0.0, "placement.device_copy"), (0.0, 1.0, "state_store.host_copy")]
 )
 def test_an_error_in_the_middle_loses_and_doubles_nothing(
     first: float, then: float, place: str, session: spillway.Session, monkeypatch: pytest.MonkeyPatch
@@ -251,7 +251,7 @@ def test_a_plan_says_the_fraction_and_training_has_the_bits_of_none(
             # A MiB for what a CPU's peak differs by; its states would need less.
             budget = str(caught.value.least + (1 << 20))
             # It is slow to wait for what is on the host, and there is no room for it elsewhere.
-            monkeypatch.setattr(optimizer, "_state_bytes", lambda group, parameter: 1 << 20)
+            monkeypatch.setattr(optimizer._placement, "state_bytes", lambda group, parameter: 1 << 20)
         monkeypatch.setattr(optimizer, "profile", lambda found=optimizer.profile: stalls(found()), raising=True)
         how = {"hardware": hardware, "session": session, "min_bytes": "4KiB"}
         with spillway.attach(model, budget=budget, optimizer=optimizer, **how) as attached:

@@ -412,8 +412,8 @@ def test_what_could_not_be_queued_in_backward_is_stepped_later(
     model, plain = wide(), wide()
     optimizer = make(torch.optim.SGD, cpu_session, **SGD)(model)
     (batch,) = batches(1)
-    traffic_of: Any = next(iter(optimizer._placement.contexts.values())).transfers
-    owner: Any = {"flush": traffic_of, "prepare": optimizer._placement.store, "check": HostParameter}[fails]
+    transfers_of: Any = next(iter(optimizer._placement.contexts.values())).transfers
+    owner: Any = {"flush": transfers_of, "prepare": optimizer._placement.store, "check": HostParameter}[fails]
     works, calls = getattr(owner, fails), itertools.count()
 
     def fail(*arguments: Any) -> Any:

@@ -408,21 +408,21 @@ def test_memory_of_an_optimizer_that_ended_is_used_again_after_its_copies(
         later = OffloadedOptimizer([second], torch.optim.SGD, lr=0.1, session=session)
         second.sum().backward()
         optimizer = OffloadedOptimizer([first], torch.optim.SGD, lr=0.1, session=session)
-        traffic = next(iter(optimizer._placement.contexts.values())).transfers
+        transfers = next(iter(optimizer._placement.contexts.values())).transfers
         first.sum().backward()
         for _ in range(steps):
             optimizer.step()
         # What is leaving is kept until then.
-        traffic.settle()
+        transfers.settle()
         first.grad = None
         if closes:
             optimizer.close()
         del optimizer
         gc.collect()
         # The host writes to memory of the same size: to each of the blocks that are free again.
-        blocks = [traffic.arena.allocate(first.nbytes) for _ in range(before)]
+        blocks = [transfers.arena.allocate(first.nbytes) for _ in range(before)]
         here(second.grad)
         for block in blocks:
-            traffic.arena.free(block, block.after)
+            transfers.arena.free(block, block.after)
         later.close()
     adversary.check()

@@ -17,12 +17,9 @@ from optim.plain_loop import pair, windows
 from optim.support import Block, assert_same_values, batches, loss_of, offloaded, plainly, same_bits, train, wide
 from spillway import OffloadedOptimizer
 from spillway.errors import RaceError
-from spillway.optim import streaming
-from spillway.optim import transfers as transfers_module
 from spillway.optim.transfers import Transfers
 from spillway.runtime.arena import PAGE
-from spillway.runtime.arena import Block as HostBlock
-from spillway.runtime.backend import Event, Lane
+from spillway.runtime.backend import Lane
 from spillway.runtime.bytes import Bytes
 from spillway.runtime.cpu import CpuBackend
 from spillway.testing import AdversaryBackend
@@ -39,13 +36,6 @@ def tight(request: pytest.FixtureRequest, adversary: AdversaryBackend) -> Iterat
     adversary.check()
 
 
-@pytest.fixture
-def little_staging(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One or two parameters may be on their way to the device at once."""
-    monkeypatch.setattr(transfers_module, "STAGING", 2 * PAGE)
-
-
-@pytest.mark.usefixtures("little_staging")
 @pytest.mark.parametrize("sizes", [[1, 1, 1, 1], [1, 3, 2]], ids=["one", "ragged"])
 @pytest.mark.parametrize("numel", [64, 1 << 20], ids=["pieces", "whole"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -73,7 +63,6 @@ def test_training(
     assert tight.used_bytes == (0, 0)
 
 
-@pytest.mark.usefixtures("little_staging")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_training_that_overlaps(dtype: torch.dtype, tight: spillway.Session, pieces_of: Callable[[int], None]) -> None:
     pieces_of(256)
@@ -164,14 +153,14 @@ def test_the_window_bounds_what_is_leaving(adversary: AdversaryBackend, monkeypa
     with spillway.Session(backend=adversary.serve, window=10_000) as session:
         parameters = [Parameter(torch.ones(1000)) for _ in range(8)]
         optimizer = OffloadedOptimizer(parameters, torch.optim.SGD, lr=1.0, threads=1, session=session)
-        traffic: Transfers = next(iter(optimizer._placement.contexts.values())).transfers
+        transfers: Transfers = next(iter(optimizer._placement.contexts.values())).transfers
         seen = []
         for parameter in parameters:
             parameter.sum().backward()
-            seen.append((len(traffic._leaving), traffic._leaving_bytes))
+            seen.append((len(transfers._leaving), transfers._leaving_bytes))
         assert seen == [(1, 4000), *[(2, 8000)] * 7]
         optimizer.step()
-        assert (len(traffic._leaving), traffic._leaving_bytes) == (0, 0)
+        assert (len(transfers._leaving), transfers._leaving_bytes) == (0, 0)
         optimizer.close()
     adversary.check()
 
@@ -209,31 +198,6 @@ def test_parameters_are_not_written_before_compute_is_done_with_them(
             optimizer.step()
             optimizer.zero_grad()
         optimizer.close()
-    adversary.check()
-
-
-def test_what_waits_for_the_way_to_the_device_is_bounded(
-    adversary: AdversaryBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # What comes from disk goes by way of memory that is used again.
-    monkeypatch.setattr(streaming, "_LEAST", 2000)
-    monkeypatch.setattr(transfers_module, "STAGING", 3 * PAGE)
-    with spillway.Session(backend=adversary.serve, window=1 << 14) as session:
-        parameters = [Parameter(torch.ones(2000, dtype=torch.bfloat16)) for _ in range(8)]
-        optimizer = OffloadedOptimizer(parameters, torch.optim.SGD, lr=1.0, tier="disk", session=session)
-        traffic: Transfers = next(iter(optimizer._placement.contexts.values())).transfers
-        staged, seen = traffic.staged, []
-
-        def watched(block: HostBlock, copied: Event) -> None:
-            staged(block, copied)
-            seen.append(traffic._staged_bytes)
-
-        monkeypatch.setattr(traffic, "staged", watched)
-        sum((one.sum() for one in parameters), torch.zeros(())).backward()
-        optimizer.step()
-        assert seen == [PAGE, 2 * PAGE, *[3 * PAGE] * 6]
-        optimizer.close()
-        assert session.used_bytes == (0, 0)
     adversary.check()
 
 
@@ -286,13 +250,13 @@ def test_gradients_are_handed_back_to_the_stream_that_made_them() -> None:
 def test_the_adversary_is_told_what_the_host_reads_and_writes(adversary: AdversaryBackend) -> None:
     with spillway.Session(backend=adversary.serve) as session:
         optimizer = offloaded(torch.optim.SGD, session, **SGD)(wide())
-        traffic: Transfers = next(iter(optimizer._placement.contexts.values())).transfers
-        sent = traffic.send(torch.ones(8))
-        traffic.flush()
+        transfers: Transfers = next(iter(optimizer._placement.contexts.values())).transfers
+        sent = transfers.send(torch.ones(8))
+        transfers.flush()
         for write in (False, True):
             with pytest.raises(RaceError, match=r"the host (reads|writes) bytes"):
-                traffic.host_view(sent.memory, torch.float32, 8, write=write)
-        traffic.settle()
-        traffic.give_back(sent)
+                transfers.host_view(sent.memory, torch.float32, 8, write=write)
+        transfers.settle()
+        transfers.give_back(sent)
         optimizer.close()
     assert len(adversary.faults) == 2

@@ -82,9 +82,7 @@ class DiskStore(ChunkedStore):
         for context, transfers in self.transfers_of(steps, cost).items():
             parts = (part for transfer in transfers for part in transfer.chunk.parts)
             ready = context.transfers.ready(part.held.local() for part in parts)
-            pipeline = TransferPipeline(
-                self, context.transfers.window, transfers, relieve=context.transfers.unstage_oldest
-            )
+            pipeline = TransferPipeline(self, context.transfers.window, transfers)
             for transfer in transfers:
                 # All of them before the first step begins, because it loads others ahead.
                 transfer.ready = ready
@@ -97,7 +95,7 @@ class DiskStore(ChunkedStore):
             held = step.held
             held.mark_written()
             held.updated = held.context.transfers.backend.all_of(ends[held])
-            held.gradient.reader = held.context.lane.run(_nothing)
+            held.gradient.reader = held.context.last_task()
             cost.on_host += held.numel
 
     def nbytes(self, transfer: ChunkTransfer) -> int:
@@ -252,7 +250,7 @@ class DiskStore(ChunkedStore):
         parts = [transfer.chunk.parts[index] for index in transfer.steps]
         if not parts[0].held.has_master:
             return None
-        return transfer.chunk.context.transfers.stage(sum(aligned(part.nbytes) for part in parts))
+        return transfer.chunk.context.transfers.pinned(sum(aligned(part.nbytes) for part in parts))
 
     def _upload(
         self, transfer: ChunkTransfer, parameters: Mapping[int, torch.nn.Parameter], staging: Block | None
@@ -275,7 +273,7 @@ class DiskStore(ChunkedStore):
             uploads.append(Upload(local, part.start, Cells(memory, local.dtype)))
         end = transfers.receive(uploads, transfer.ready)
         if staging is not None:
-            transfers.staged(staging, end)
+            transfers.arena.free(staging, (end,))
         for sent in transfer.values.values():
             sent.batch.copies.append(end)
             transfers.give_back(sent)
@@ -312,7 +310,3 @@ def _each(
 def _pages(nbytes: int) -> Bytes:
     memory: torch.Tensor = anonymous_pages(pages(nbytes))
     return Bytes.of(memory)
-
-
-def _nothing() -> None:
-    """A task to wait for, behind all others."""

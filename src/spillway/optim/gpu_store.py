@@ -210,7 +210,7 @@ class GpuStore(ChunkedStore):
         on_host = [step for one in transfers for step in one.steps.values() if step.gradient.on_device is None]
         if on_host:
             # What is queued for gradients on the CPU is done before they are loaded.
-            backend.wait(incoming, context.lane.run(_nothing))
+            backend.wait(incoming, context.last_task())
         pipeline = TransferPipeline(self, context.transfers.window, transfers)
         with contextlib.ExitStack() as at_last:
             at_last.callback(pipeline.settle)
@@ -317,7 +317,3 @@ def _views(layout: Layout, place: tuple[_Range, ...]) -> Iterator[tuple[tuple[in
         start = (one.offset + slot.start - one.start) // slot.dtype.itemsize
         storage = aliases[one.pinned].untyped_storage()
         yield (slot.part, slot.name), over(storage, slot.dtype, start, slot.shape, slot.strides)
-
-
-def _nothing() -> None:
-    """A task to wait for, behind all others."""

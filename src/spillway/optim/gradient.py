@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from spillway.errors import UnsupportedError, UsageError
 from spillway.optim.tensors import scratch_of, with_strides_of
 from spillway.optim.transfers import Pinned, SentTensor, Transfers, Upload
-from spillway.runtime.backend import Event, HostLane, finish
+from spillway.runtime.backend import Event, HostLane, TaskEnd, finish
 from spillway.runtime.bytes import Cells
 
 if TYPE_CHECKING:
@@ -333,8 +333,6 @@ class DeviceContext:
         self.workers.close()
         if not lost:
             self.transfers.settle()
-            # A step that failed may have left some.
-            self.transfers.unstage()
         self.forget_factor()
         self._additions.clear()
         self.closed = True
@@ -357,6 +355,10 @@ class DeviceContext:
     def forget_factor(self) -> None:
         """A step has ended: the next tensor is another factor."""
         self._factor = None
+
+    def last_task(self) -> TaskEnd:
+        """The end of all tasks that were given to the worker thread."""
+        return self.lane.run(lambda: None)
 
     def add(self, gradient: Gradient) -> None:
         """Add a gradient of this device."""

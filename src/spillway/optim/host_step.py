@@ -84,7 +84,6 @@ class StepCost:
         self._ended = time.perf_counter()
         for context in contexts:
             context.transfers.settle()
-            context.transfers.unstage()
             context.forget_factor()
             waits, sent, received = context.transfers.take_counts()
             self._waits.append(waits)

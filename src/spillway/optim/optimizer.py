@@ -12,10 +12,10 @@ from torch.optim import Optimizer
 
 from spillway.blocks import Blocks
 from spillway.errors import UnsupportedError, UsageError
-from spillway.optim.optimizer_class import ClassArguments, ClassTraits
+from spillway.optim.optimizer_class import ClassArguments, ClassTraits, State
 from spillway.optim.options import Fraction, FractionTuner, MasterDtype, Options, check_fraction
 from spillway.optim.placement import Placement
-from spillway.optim.states import LoadedStates, StateViews, check_shapes
+from spillway.optim.states import StateViews, check_shapes
 from spillway.optim.stepping import StepQueue
 from spillway.optim.tensors import local_of, many_processes
 from spillway.records import OptimizerStats
@@ -247,7 +247,7 @@ class OffloadedOptimizer(Optimizer):
         self._steps.take_edits()
         for context in self._placement.contexts.values():
             # Tasks that change masters are done.
-            context.lane.run(_nothing).finish()
+            context.last_task().finish()
         self._divide(float(fraction))
         self._steps.forget_costs()
 
@@ -356,16 +356,19 @@ class OffloadedOptimizer(Optimizer):
         if self._steps.early is not None:
             self._steps.early.check_dropped(self._steps.pending)
         self.synchronize()
-        loaded, parameters = LoadedStates(), [parameter for _, parameter in self._placement.parameters()]
+        parameters = [parameter for _, parameter in self._placement.parameters()]
+        loaded: list[State] = []
 
+        # The plain class's method would move every state to the device, in the parameter's type.
         def take(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-            without = loaded.take(state_dict)
-            for parameter, state in zip(parameters, loaded.in_order(), strict=False):
+            states = state_dict["state"]
+            loaded.extend(states.get(one, {}) for group in state_dict["param_groups"] for one in group["params"])
+            for parameter, state in zip(parameters, loaded, strict=False):
                 check_shapes(state, parameter, fused=bool(self._placement.traits.fused))
-            return without
+            return {**state_dict, "state": {}}
 
         def put(_: Optimizer) -> None:
-            self._placement.put_states(list(zip(parameters, loaded.in_order(), strict=True)))
+            self._placement.put_states(list(zip(parameters, loaded, strict=True)))
             for parameter in parameters:
                 self._views.show(parameter)
 
@@ -445,7 +448,3 @@ class OffloadedOptimizer(Optimizer):
     def _check_not_stepped(self, what: str) -> None:
         if self._steps.early is not None:
             self._steps.early.check_none(what)
-
-
-def _nothing() -> None:
-    """A task to wait for, behind all others."""

@@ -81,28 +81,6 @@ def moves(value: object) -> TypeGuard[torch.Tensor]:
     return isinstance(value, torch.Tensor) and value.ndim > 0 and value.numel() > 0
 
 
-class LoadedStates:
-    """The states of a dictionary that is being loaded.
-
-    ``Optimizer.load_state_dict`` takes the groups over. It would move every state to its parameter's device, in its
-    parameter's type. So hooks, which run after the user's own, take the states out before.
-    """
-
-    def __init__(self) -> None:
-        self._states: dict[Any, State] = {}
-        self._numbers: list[Any] = []
-
-    def take(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Keep the states, and give a dictionary without them."""
-        self._states = state_dict["state"]
-        self._numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-        return {**state_dict, "state": {}}
-
-    def in_order(self) -> list[State]:
-        """The states, in the order of the parameters."""
-        return [self._states.get(number, {}) for number in self._numbers]
-
-
 class StateView(dict[Any, Any]):
     """``optimizer.state[parameter]``: a parameter's state between steps.
 

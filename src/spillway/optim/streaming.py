@@ -190,18 +190,10 @@ class TransferPipeline:
         store: whose chunks they are.
         window: the in-flight limit, in bytes.
         transfers: in the order in which they will be taken.
-        relieve: frees memory that is needed no more, and says whether there was any.
     """
 
-    def __init__(
-        self,
-        store: ChunkedStore,
-        window: int,
-        transfers: Iterable[ChunkTransfer],
-        relieve: Callable[[], bool] = lambda: False,
-    ) -> None:
+    def __init__(self, store: ChunkedStore, window: int, transfers: Iterable[ChunkTransfer]) -> None:
         self._store = store
-        self._relieve = relieve
         self._window = window
         self._expected = deque(transfers)
         self._arriving: deque[ChunkTransfer] = deque()
@@ -251,7 +243,7 @@ class TransferPipeline:
                     self._arriving_bytes -= transfer.nbytes
                     self._cancel(transfer)
                     self._expected.appendleft(transfer)
-                elif not self._relieve():
+                else:
                     raise
                 if self._error is not None:
                     raise_again(self._error)

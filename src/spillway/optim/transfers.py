@@ -25,8 +25,6 @@ from spillway.runtime.device import DeviceRuntime
 from spillway.runtime.labels import label
 from spillway.runtime.ledger import Stalls
 
-STAGING = 64 << 20
-"""Most bytes that wait for the stream to the device at once."""
 _TOGETHER = 1 << 20
 """Smaller tensors share a batch, up to this many bytes."""
 _ALIGNMENT = 64
@@ -179,8 +177,6 @@ class Transfers:
         """A batch of small tensors that is not full yet."""
         self._leaving: deque[_InFlight] = deque()
         self._leaving_bytes = 0
-        self._staged: deque[tuple[Block, Event]] = deque()
-        self._staged_bytes = 0
         self._followed: Event | None = None
         """The last event that the stream back was told to wait for."""
         # Reentrant: a factor gives its memory back when it dies, in whatever thread the collector runs.
@@ -274,41 +270,6 @@ class Transfers:
         for event in block.after:
             event.synchronize()
         return block
-
-    def stage(self, nbytes: int) -> Block:
-        """Pinned memory for a copy to the device. Past ``STAGING`` bytes the oldest copy is waited for."""
-        while True:
-            with self._lock:
-                full = self._staged and self._staged_bytes + nbytes > STAGING
-            if not full:
-                return self.pinned(nbytes)
-            self.unstage_oldest()
-
-    def staged(self, block: Block, copied: Event) -> None:
-        """The copy from staged memory is queued, and ends with this event."""
-        with self._lock:
-            self._staged.append((block, copied))
-            self._staged_bytes += block.nbytes
-
-    def unstage_oldest(self) -> bool:
-        """Wait for the oldest staged copy, and free its memory; whether there was one."""
-        with self._lock:
-            oldest = self._staged.popleft() if self._staged else None
-            if oldest is not None:
-                self._staged_bytes -= oldest[0].nbytes
-        if oldest is None:
-            return False
-        oldest[1].synchronize()
-        self.arena.free(oldest[0])
-        return True
-
-    def unstage(self) -> None:
-        """Free all staged memory, after its copies."""
-        with self._lock:
-            for block, copied in self._staged:
-                self.arena.free(block, (copied,))
-            self._staged.clear()
-            self._staged_bytes = 0
 
     def ready(self, tensors: Iterable[torch.Tensor]) -> Event:
         """The end of all that the caller's compute stream was given by now, which may write these tensors."""
