@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 import spillway
-from optim.shelf_loops import Loop, net, same, saved, session, small_pieces
+from optim.store_loops import Loop, net, same, saved, session, small_pieces
 from optim.test_streamed import elements, wide
 from spillway import CorruptError, OffloadedOptimizer, TierError, TierFullError, TransferError
 from spillway.optim import streaming

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import SGD, AdamW
 from torch.testing._internal.common_optimizers import optim_db
 
-from optim.shelf_loops import Loop, net, same, session
+from optim.store_loops import Loop, net, same, session
 from spillway import OffloadedOptimizer, SizeError, UsageError
 from spillway.optim.optimizer_class import StatePrediction, for_cpu
 from spillway.optim.options import held_beyond, held_of

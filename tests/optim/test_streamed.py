@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import SGD, Adafactor, AdamW
 
 import spillway
-from optim.shelf_loops import Loop, net, same, session, small_pieces
+from optim.store_loops import Loop, net, same, session, small_pieces
 from spillway import OffloadedOptimizer, TierFullError
 from spillway.runtime.arena import PAGE, pages
 from spillway.runtime.bytes import Form

@@ -40,10 +40,6 @@ if TYPE_CHECKING:
 class DiskPlace:
     """Consecutive extents of a chunk in the spill file. They are freed with the last reference.
 
-    Args:
-        file: the spill file.
-        nbytes: of the chunk.
-
     Raises:
         TierFullError: if the file has no room.
     """

@@ -272,42 +272,30 @@ class Factor:
         return norm * value if self.operation == "mul_" else norm / value
 
 
+@dataclass(eq=False)
 class DeviceContext:
-    """What the gradients of one device have in common.
+    """What the gradients of one device have in common."""
 
-    Args:
-        transfers: of the device.
-        lane: the CPU worker thread.
-        workers: threads that compute for it.
-        check: raises if bytes cannot be moved any more. Without it, waits for a copy would never end.
-        pins_sums: whether gradients are summed in pinned memory, because copies to the GPU read it.
-    """
-
-    def __init__(
-        self,
-        transfers: Transfers,
-        lane: HostLane,
-        workers: HostLane,
-        check: Callable[[], None],
-        *,
-        pins_sums: bool = False,
-    ) -> None:
-        self.transfers = transfers
-        self.lane = lane
-        self.workers = workers
-        self.pins_sums = pins_sums
-        self.closed = False
-        self._check = check
-        self.accumulates = False
-        """Whether a second gradient ever arrived before a step."""
-        self.norms: set[float] = set()
-        """Orders of norms that were asked for. From then on they are taken on the device, before the offload."""
-        self._factor: tuple[torch.Tensor, int | None, Factor] | None = None
-        self.expected = 0
-        """How many gradients of a parameter arrived in the last accumulation step."""
-        self._gradients: weakref.WeakSet[Gradient] = weakref.WeakSet()
-        self._additions: deque[tuple[int, Event]] = deque()
-        self._additions_lock = threading.Lock()
+    transfers: Transfers
+    lane: HostLane
+    """The CPU worker thread."""
+    workers: HostLane
+    """Threads that compute for it."""
+    check_session: Callable[[], None]
+    """Raises if the session is closed. Without it, waits for a copy would never end."""
+    pins_sums: bool
+    """Whether gradients are summed in pinned memory, because copies to the GPU read it."""
+    closed: bool = False
+    accumulates: bool = False
+    """Whether a second gradient ever arrived before a step."""
+    norms: set[float] = field(default_factory=set)
+    """Orders of norms that were asked for. From then on they are taken on the device, before the offload."""
+    expected: int = 0
+    """How many gradients of a parameter arrived in the last accumulation step."""
+    _factor: tuple[torch.Tensor, int | None, Factor] | None = None
+    _gradients: weakref.WeakSet[Gradient] = field(default_factory=weakref.WeakSet)
+    _additions: deque[tuple[int, Event]] = field(default_factory=deque)
+    _additions_lock: threading.Lock = field(default_factory=threading.Lock)
 
     def check(self) -> None:
         """Raise if bytes cannot be moved any more.
@@ -316,7 +304,7 @@ class DeviceContext:
             SessionError: the session is closed, or belongs to another process.
             UsageError: the optimizer is closed.
         """
-        self._check()
+        self.check_session()
         if self.closed:
             raise UsageError(
                 "got a gradient of an OffloadedOptimizer that is closed, expected an open one: its bytes are gone; "
@@ -324,11 +312,7 @@ class DeviceContext:
             )
 
     def close(self, *, lost: bool) -> None:
-        """Do what was queued, and end.
-
-        Args:
-            lost: whether the session was closed before.
-        """
+        """Do what was queued, and end."""
         self.lane.close()
         self.workers.close()
         if not lost:
@@ -378,11 +362,7 @@ class DeviceContext:
 
 
 class GradientSum:
-    """Memory in which a parameter's gradients are summed; for the CPU worker thread.
-
-    Args:
-        held: the parameter.
-    """
+    """Memory in which a parameter's gradients are summed; for the CPU worker thread."""
 
     def __init__(self, held: HostParameter) -> None:
         transfers = held.context.transfers

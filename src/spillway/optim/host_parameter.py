@@ -18,7 +18,8 @@ memory. Two cheaper designs were rejected:
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -51,24 +52,22 @@ class _Form(NamedTuple):
         return f"shape {self.size}, strides {self.stride}, {self.dtype}, on {self.device}"
 
 
+@dataclass(eq=False, slots=True)
 class Piece:
-    """A part of a master that is stepped as a parameter of its own.
+    """A part of a master that is stepped as a parameter of its own."""
 
-    Args:
-        start: its first element, in memory order.
-        tensor: over the master's memory.
-    """
+    start: int
+    """Its first element, in memory order."""
+    tensor: torch.nn.Parameter
+    """Over the master's memory."""
+    known: bool = False
+    """Whether it was ever written."""
+    parts: State = field(default_factory=dict)
+    """Values of its state that are parts of the whole parameter's."""
+    numel: int = field(init=False)
 
-    __slots__ = ("known", "numel", "parts", "start", "tensor")
-
-    def __init__(self, start: int, tensor: torch.nn.Parameter) -> None:
-        self.start = start
-        self.numel = tensor.numel()
-        self.tensor = tensor
-        self.known = False
-        """Whether it was ever written."""
-        self.parts: State = {}
-        """Values of its state that are parts of the whole parameter's."""
+    def __post_init__(self) -> None:
+        self.numel = self.tensor.numel()
 
     def follow(self, values: torch.Tensor) -> None:
         """Update it from the parameter."""
@@ -136,6 +135,11 @@ class HostParameter:
     def known(self) -> bool:
         """Whether all of the master was ever written."""
         return bool(self.pieces) and all(piece.known for piece in self.pieces)
+
+    @property
+    def kind(self) -> Hashable:
+        """Equal for parameters that may share a call or a chunk."""
+        return self.group, self.work_dtype, self.has_master, id(self.context)
 
     @property
     def form(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -324,12 +328,7 @@ HostPiece = tuple[HostParameter, Piece]
 
 
 class ParameterRead:
-    """Copies of parameters to the CPU, for pieces of one device. See NOTE [ A step reads the parameter ].
-
-    Args:
-        pieces: whose masters are about to be written.
-        after: the event after which the parameters may be read.
-    """
+    """Copies of parameters to the CPU, for pieces of one device. See NOTE [ A step reads the parameter ]."""
 
     def __init__(self, pieces: Sequence[HostPiece], after: Event) -> None:
         self._transfers = pieces[0][0].context.transfers

@@ -13,6 +13,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ from spillway.optim.host_parameter import HostParameter, HostPiece, ParameterRea
 from spillway.optim.optimizer_class import BorrowingOptimizer, State, for_cpu, written_by_step
 from spillway.optim.options import StepTimes
 from spillway.optim.states import follow_first
-from spillway.optim.tensors import CHUNK, scratch_of
+from spillway.optim.tensors import CHUNK, batches, scratch_of
 from spillway.records import OptimizerStats
 from spillway.runtime.backend import Event, HostLane, TaskEnd
 from spillway.runtime.ledger import Stalls
@@ -51,26 +52,28 @@ class StepGroup(NamedTuple):
     settings: Settings
 
 
+@dataclass(eq=False)
 class StepCost:
     """What one step costs, counted from the end of the step before."""
 
-    def __init__(self) -> None:
-        self._began = time.perf_counter()
-        self._ended = self._began
-        self._waits: list[Stalls] = []
-        self._sent = self._received = self._reserved = 0
-        self.on_host = 0
-        """Elements that the CPU steps."""
-        self.streamed = 0
-        """Elements that the GPU steps with streamed state."""
-        self.host_seconds = 0.0
-        """How long the CPU computes."""
-        self.read_bytes = 0
-        """Bytes read from the spill file."""
-        self.written_bytes = 0
-        """Bytes written there."""
-        self.closing: list[Event] = []
-        """When all state is back in its place."""
+    on_host: int = 0
+    """Elements that the CPU steps."""
+    streamed: int = 0
+    """Elements that the GPU steps with streamed state."""
+    host_seconds: float = 0.0
+    """How long the CPU computes."""
+    read_bytes: int = 0
+    """Bytes read from the spill file."""
+    written_bytes: int = 0
+    """Bytes written there."""
+    closing: list[Event] = field(default_factory=list)
+    """When all state is back in its place."""
+    _began: float = field(default_factory=time.perf_counter)
+    _seconds: float = 0.0
+    _waits: list[Stalls] = field(default_factory=list)
+    _sent: int = 0
+    _received: int = 0
+    _reserved: int = 0
 
     def finish(self) -> None:
         """Wait until all state is back in its place. Raises what went wrong with that."""
@@ -81,7 +84,7 @@ class StepCost:
 
     def end(self, contexts: Iterable[DeviceContext]) -> None:
         """The compute streams wait for all that was queued: the step ends."""
-        self._ended = time.perf_counter()
+        self._seconds = time.perf_counter() - self._began
         for context in contexts:
             context.transfers.settle()
             context.forget_factor()
@@ -108,7 +111,7 @@ class StepCost:
     def times(self) -> StepTimes:
         """Seconds, for the choice of a fraction."""
         stats = self.stats()
-        return StepTimes(self._ended - self._began, stats.stall_seconds, stats.host_seconds)
+        return StepTimes(self._seconds, stats.stall_seconds, stats.host_seconds)
 
 
 class _Part(NamedTuple):
@@ -125,13 +128,7 @@ class _PerThread(threading.local):
 
 
 class HostStep:
-    """Steps masters in CPU memory by an optimizer of the user's class.
-
-    Args:
-        optimizer_class: the class.
-        given: its constructor's arguments.
-        workers: how many worker threads there are.
-    """
+    """Steps masters in CPU memory by an optimizer of the user's class."""
 
     def __init__(self, optimizer_class: type[Optimizer], given: dict[str, Any], *, workers: int) -> None:
         self._new_optimizer = partial(BorrowingOptimizer, optimizer_class, for_cpu(given))
@@ -165,7 +162,11 @@ class HostStep:
             self.begin_state(held, group.settings)
             follow_first([self._states[piece.tensor] for piece in held.pieces])
         ends = []
-        for calls in _reads(group.steps):
+        # Calls whose parameters are read at once: few copies, because this thread waits for Python's lock.
+        reads = batches(
+            _calls(group.steps), _READ_TOGETHER * CHUNK, size=lambda parts: sum(part.piece.numel for part in parts)
+        )
+        for calls in reads:
             if first.cut:
                 self._wait_for_workers()
             read = ParameterRead([part.host_piece for parts in calls for part in parts], after)
@@ -312,58 +313,14 @@ class HostStep:
             piece.parts[name] = state[name]
 
 
-def grouped(steps: Sequence[ParamStep], settings: Callable[[HostParameter], Settings]) -> Iterator[StepGroup]:
-    """Neighbours that are alike and small enough to share a call; or one parameter that is not.
-
-    Args:
-        steps: the parameters.
-        settings: gives those of a parameter's group.
-    """
-    together: list[ParamStep] = []
-    for step in steps:
-        if together and (
-            _kind(step.held) != _kind(together[-1].held)
-            or sum(one.held.numel for one in together) + step.held.numel > CHUNK
-        ):
-            yield StepGroup(together, settings(together[0].held))
-            together = []
-        together.append(step)
-    if together:
-        yield StepGroup(together, settings(together[0].held))
-
-
-def _kind(held: HostParameter) -> tuple[object, ...]:
-    return held.group, held.work_dtype, held.cut, id(held.context)
-
-
-def _reads(steps: Sequence[ParamStep]) -> Iterator[list[list[_Part]]]:
-    """Calls whose parameters are read at once: few copies, because the worker thread waits for Python's lock."""
-    together: list[list[_Part]] = []
-    numel = 0
-    for parts in _calls(steps):
-        together.append(parts)
-        numel += sum(part.piece.numel for part in parts)
-        if numel >= _READ_TOGETHER * CHUNK:
-            yield together
-            together, numel = [], 0
-    if together:
-        yield together
-
-
 def _calls(steps: Sequence[ParamStep]) -> Iterator[list[_Part]]:
     """Pieces that share a call: as many as fit the scratch memory, and a few times more that need none."""
-    together: list[_Part] = []
-    share = 0.0
-    for step in steps:
-        most = _WITHOUT_SCRATCH * CHUNK if step.gradient.needs_no_scratch(step.held.work_dtype) else CHUNK
-        for piece in step.held.pieces:
-            if together and share + piece.numel / most > 1:
-                yield together
-                together, share = [], 0.0
-            together.append(_Part(step, piece))
-            share += piece.numel / most
-    if together:
-        yield together
+
+    def size(part: _Part) -> int:
+        needs_none = part.step.gradient.needs_no_scratch(part.step.held.work_dtype)
+        return part.piece.numel * (1 if needs_none else _WITHOUT_SCRATCH)
+
+    return batches((_Part(step, piece) for step in steps for piece in step.held.pieces), _WITHOUT_SCRATCH * CHUNK, size)
 
 
 def _is_number(value: object) -> bool:

@@ -51,10 +51,6 @@ class ClassTraits:
     def of(cls, optimizer_class: type[Optimizer], what: str = "optimizer_class") -> ClassTraits:
         """The traits of a class. A class that is not torch's own is assumed to step all parameters in one call.
 
-        Args:
-            optimizer_class: the class.
-            what: the argument's name in errors.
-
         Raises:
             UsageError: if it is no optimizer class.
             UnsupportedError: if it cannot step parameter by parameter on the CPU.
@@ -156,12 +152,7 @@ def settings_of(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def cpu_settings_of(group: dict[str, Any], *, fused: bool) -> dict[str, Any]:
-    """A group's settings for a step on the CPU.
-
-    Args:
-        group: of the user's optimizer.
-        fused: whether a fused kernel can step the parameters.
-    """
+    """A group's settings for a step on the CPU."""
     settings = settings_of(group)
     for name, value in settings.items():
         if isinstance(value, torch.Tensor):
@@ -185,12 +176,7 @@ def step_of(optimizer_class: type[Optimizer]) -> Callable[[Optimizer], object]:
 
 
 class BorrowingOptimizer:
-    """Steps parameters and states that the caller lends for each step.
-
-    Args:
-        optimizer_class: the class.
-        given: its constructor's arguments.
-    """
+    """Steps parameters and states that the caller lends for each step."""
 
     def __init__(self, optimizer_class: type[Optimizer], given: Mapping[str, Any]) -> None:
         self._class = optimizer_class
@@ -203,12 +189,7 @@ class BorrowingOptimizer:
         return dict(self._class([{**settings, "params": list(parameters)}], **self._given).state)
 
     def step(self, groups: list[dict[str, Any]], states: defaultdict[torch.Tensor, State]) -> None:
-        """Step the parameters of groups by their gradients, in one call.
-
-        Args:
-            groups: with their settings. The class may write to them.
-            states: by parameter; read and written.
-        """
+        """Step the parameters of groups by their gradients, in one call."""
         if self._optimizer is None:
             # Muon takes matrices only.
             self._optimizer = self._class([torch.nn.Parameter(torch.zeros(1, 1, device="cpu"))], **self._given)
@@ -240,10 +221,6 @@ class StatePrediction:
 
     A state tensor with dimensions of the tiny parameter is expected to have those of every parameter of as many
     dimensions. Everything else is expected to be the same for all.
-
-    Args:
-        optimizer_class: the class.
-        given: its constructor's arguments on the CPU.
     """
 
     def __init__(self, optimizer_class: type[Optimizer], given: Mapping[str, Any]) -> None:

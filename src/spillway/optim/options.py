@@ -192,9 +192,6 @@ def begin_with(threads: int) -> Callable[[], None]:
 def counted(devices: Sequence[torch.device]) -> list[bool]:
     """Which parameters a fraction counts: those on a device, or all if all are on the CPU.
 
-    Args:
-        devices: of each parameter.
-
     Example:
         >>> counted([torch.device("cuda"), torch.device("cpu")])
         [True, False]
@@ -266,9 +263,6 @@ class FractionTuner:
     The CPU's work grows with the fraction. A part of it is hidden behind the device's work, and the rest is a stall.
     So the times at one fraction give the largest fraction that costs no more than allowed. The choice is measured
     again, and lowered if it costs more after all.
-
-    Args:
-        slowdown: most slowdown of a step: 0.05 for 5 %.
     """
 
     def __init__(self, slowdown: float) -> None:
@@ -302,11 +296,6 @@ class FractionTuner:
 
 def affordable(seen: StepTimes, fraction: float, slowdown: float) -> float:
     """The largest fraction that slows a step down by no more than allowed.
-
-    Args:
-        seen: a step at ``fraction``.
-        fraction: of all elements, more than 0.
-        slowdown: 0.05 for 5 %.
 
     Example:
         >>> affordable(StepTimes(step_seconds=1.5, stall_seconds=0.5, host_seconds=0.8), 1.0, 0.05)

@@ -41,16 +41,7 @@ Groups = Callable[[], list[dict[str, Any]]]
 
 
 class Placement:
-    """Which parameters the CPU steps (``held``) and which their device (``device``), and all their states.
-
-    Args:
-        optimizer_class: the CPU's class.
-        device_class: the device's.
-        arguments: of both.
-        options: the user's.
-        session: whose pinned memory is used.
-        groups: gives the param groups.
-    """
+    """Which parameters the CPU steps (``held``) and which their device (``device``), and all their states."""
 
     def __init__(
         self,
@@ -277,13 +268,7 @@ class Placement:
 
 
 class DeviceStep:
-    """Steps parameters on their device, with masters there if they need some.
-
-    Args:
-        optimizer_class: the class.
-        given: its constructor's arguments.
-        own: entries that its groups have instead of the user's.
-    """
+    """Steps parameters on their device, with masters there if they need some."""
 
     def __init__(self, optimizer_class: type[Optimizer], given: dict[str, Any], own: dict[str, Any]) -> None:
         self._class = optimizer_class

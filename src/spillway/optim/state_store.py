@@ -25,9 +25,10 @@ from torch.optim import Optimizer
 
 from spillway.optim.gradient import DeviceContext
 from spillway.optim.host_parameter import HostParameter
-from spillway.optim.host_step import HostStep, ParamStep, Settings, StepCost, StepGroup, grouped
+from spillway.optim.host_step import HostStep, ParamStep, Settings, StepCost, StepGroup
 from spillway.optim.optimizer_class import ClassTraits, State
 from spillway.optim.states import MASTER, host_copy
+from spillway.optim.tensors import CHUNK, batches
 from spillway.runtime.backend import Event
 
 SettingsOf = Callable[[HostParameter], Settings]
@@ -55,13 +56,7 @@ class StateStore(ABC):
 
     @abstractmethod
     def step(self, steps: Sequence[ParamStep], cost: StepCost, *, overlapped: bool) -> None:
-        """Step parameters, or queue that.
-
-        Args:
-            steps: the parameters, and their gradients.
-            cost: counts what this costs.
-            overlapped: whether the next forward runs at the same time.
-        """
+        """Step parameters, or queue that."""
 
     @abstractmethod
     def state_of(self, held: HostParameter) -> State:
@@ -101,14 +96,7 @@ class StateStore(ABC):
 
 
 class MemoryStore(StateStore):
-    """Keeps states in CPU memory, where the CPU steps them.
-
-    Args:
-        optimizer_class: the user's.
-        given: its constructor's arguments.
-        settings: gives those of a parameter's group, for the CPU.
-        workers: how many worker threads there are.
-    """
+    """Keeps states in CPU memory, where the CPU steps them."""
 
     def __init__(
         self, optimizer_class: type[Optimizer], given: dict[str, Any], settings: SettingsOf, *, workers: int
@@ -141,8 +129,8 @@ class MemoryStore(StateStore):
         if not overlapped and not any(step.gradient.factors for step in steps):
             # The first gradients are there first. A factor needs all of them, and the next forward the first.
             steps = sorted(steps, key=lambda step: step.gradient.number)
-        for group in grouped(steps, self._settings):
-            self._queue([group], ready, cost)
+        for some in batches(steps, CHUNK, size=lambda step: step.held.numel, key=lambda step: step.held.kind):
+            self._queue([StepGroup(some, self._settings(some[0].held))], ready, cost)
 
     def state_of(self, held: HostParameter) -> State:
         state = dict(held.state)

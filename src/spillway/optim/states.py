@@ -95,12 +95,7 @@ class StateView(dict[Any, Any]):
         self._fetch: Callable[[], State] | None = None
 
     def show(self, state: State, fetch: Callable[[], State]) -> None:
-        """Show a state.
-
-        Args:
-            state: with a :class:`Slot` for each tensor that is elsewhere.
-            fetch: loads all of it.
-        """
+        """Show a state."""
         self.clear()
         self.update(state)
         self._shown = dict(state)

@@ -32,14 +32,7 @@ Wait = Callable[[Iterable[Tensor]], None]
 
 
 class StepQueue:
-    """Queues steps as gradients arrive, and lets compute wait for the stepped parameters.
-
-    Args:
-        placement: of the parameters.
-        views: of their states.
-        groups: gives the param groups.
-        check_usable: raises if the optimizer cannot step.
-    """
+    """Queues steps as gradients arrive, and lets compute wait for the stepped parameters."""
 
     def __init__(
         self, placement: Placement, views: StateViews, groups: Groups, check_usable: Callable[[], None]
@@ -404,11 +397,6 @@ class ForwardOverlap:
 
     The model waits for parameters that are in no block, or in a block and elsewhere too. Modules that have parameters
     of their own wait for them as well: for calls that come by neither, and for state dicts.
-
-    Args:
-        model: the model.
-        wait: lets compute wait for some parameters.
-        blocks: which modules are the blocks, as for :func:`spillway.attach`.
 
     Raises:
         UsageError: if the model is no module, or has no blocks.

@@ -6,6 +6,7 @@ import contextlib
 from abc import abstractmethod
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -18,7 +19,7 @@ from spillway.optim.host_step import ParamStep, Settings, StepCost
 from spillway.optim.optimizer_class import BorrowingOptimizer, State, StatePrediction, for_cpu
 from spillway.optim.state_store import SettingsOf, StateStore
 from spillway.optim.states import MASTER, Layout, Slot, follow_first, moves, without_master
-from spillway.optim.tensors import CHUNK
+from spillway.optim.tensors import CHUNK, batches
 from spillway.optim.transfers import SentTensor
 from spillway.runtime.backend import Event
 from spillway.runtime.bytes import Bytes, over
@@ -54,13 +55,10 @@ class ChunkPart(NamedTuple):
 
 
 class StateChunk:
-    """States and masters that move together.
+    """States and masters that move together: of a piece of one parameter, or of several whole parameters.
 
     A stored tensor is a :class:`~spillway.optim.states.Slot` in its state. A tensor that could not be stored is in the
     state itself, where it was stepped.
-
-    Args:
-        parts: a piece of one parameter, or several whole parameters.
     """
 
     def __init__(self, parts: Sequence[ChunkPart]) -> None:
@@ -120,58 +118,41 @@ def chunks_of(held: Iterable[HostParameter], most: int) -> list[StateChunk]:
         most: elements of a chunk. A parameter that has more, and may not be cut, is one chunk.
     """
     chunks: list[StateChunk] = []
-    together: list[ChunkPart] = []
-    for one in held:
-        if together and (
-            _kind(one) != _kind(together[0].held) or sum(part.numel for part in together) + one.numel > most
-        ):
-            chunks.append(StateChunk(together))
-            together = []
-        if one.cut and one.numel > most:
-            starts = range(0, one.numel, most)
-            chunks += [StateChunk([ChunkPart(one, start, min(most, one.numel - start))]) for start in starts]
+    for some in batches(held, most, size=lambda one: one.numel, key=lambda one: one.kind):
+        first = some[0]
+        if first.cut and first.numel > most:
+            starts = range(0, first.numel, most)
+            chunks += [StateChunk([ChunkPart(first, start, min(most, first.numel - start))]) for start in starts]
         else:
-            together.append(ChunkPart(one, 0, one.numel))
-    if together:
-        chunks.append(StateChunk(together))
+            chunks.append(StateChunk([ChunkPart(one, 0, one.numel) for one in some]))
     return chunks
 
 
-def _kind(held: HostParameter) -> tuple[object, ...]:
-    return held.group, held.work_dtype, held.has_master, id(held.context)
-
-
+@dataclass(eq=False, slots=True)
 class ChunkTransfer:
-    """One chunk's way to its step, and back.
+    """One chunk's way to its step, and back."""
 
-    Args:
-        chunk: the chunk.
-        steps: of the parts that are stepped, by their numbers.
-        settings: of their group.
-        cost: counts what the step costs.
-    """
-
-    def __init__(self, chunk: StateChunk, steps: Mapping[int, ParamStep], settings: Settings, cost: StepCost) -> None:
-        self.chunk = chunk
-        self.steps = steps
-        self.settings = settings
-        self.cost = cost
-        self.memory: Bytes | None = None
-        """The chunk's bytes while it is here."""
-        self.room: Bytes | None = None
-        """Memory for its bytes after the step, if their layout differs."""
-        self.arrived: Event | None = None
-        self.left: Event | None = None
-        self.gradients: dict[int, torch.Tensor] = {}
-        """Gradients that were loaded with it."""
-        self.values: dict[int, SentTensor] = {}
-        """Parameters that were read for it."""
-        self.states: list[State] = []
-        """The states, until they are safely stored."""
-        self.ready: Event | None = None
-        """When the parameters may be read and written."""
-        self.nbytes = 0
-        """Its bytes within the in-flight limit."""
+    chunk: StateChunk
+    steps: Mapping[int, ParamStep]
+    """Of the parts that are stepped, by their numbers."""
+    settings: Settings
+    cost: StepCost
+    memory: Bytes | None = None
+    """The chunk's bytes while it is here."""
+    room: Bytes | None = None
+    """Memory for its bytes after the step, if their layout differs."""
+    arrived: Event | None = None
+    left: Event | None = None
+    gradients: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Gradients that were loaded with it, by the numbers of the parts."""
+    values: dict[int, SentTensor] = field(default_factory=dict)
+    """Parameters that were read for it, likewise."""
+    states: list[State] = field(default_factory=list)
+    """The states, until they are safely stored."""
+    ready: Event | None = None
+    """When the parameters may be read and written."""
+    nbytes: int = 0
+    """Its bytes within the in-flight limit."""
 
     def next_layout(self) -> Layout | None:
         """The layout after the step, as far as it is known, if it is not the one that is loaded."""
@@ -185,11 +166,6 @@ class TransferPipeline:
     """Loads chunks in order, ahead of their steps, and stores them again.
 
     Half of the in-flight limit is for chunks that arrive ahead. A chunk larger than the limit is transferred alone.
-
-    Args:
-        store: whose chunks they are.
-        window: the in-flight limit, in bytes.
-        transfers: in the order in which they will be taken.
     """
 
     def __init__(self, store: ChunkedStore, window: int, transfers: Iterable[ChunkTransfer]) -> None:
@@ -315,11 +291,6 @@ class ChunkedStore(StateStore):
     """A store whose states are streamed in chunks to where they are stepped.
 
     A subclass says where chunks are stored and how they move.
-
-    Args:
-        optimizer_class: the user's.
-        given: its constructor's arguments, for where parameters are stepped.
-        settings: gives those of a parameter's group, for there.
     """
 
     def __init__(self, optimizer_class: type[Optimizer], given: dict[str, Any], settings: SettingsOf) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import Any, TypeVar
 
 import torch
 
@@ -14,6 +14,8 @@ from spillway.runtime.bytes import Bytes
 
 CHUNK = 1 << 22
 """Elements that the CPU works on at a time, so that they stay in its caches between two passes."""
+_Item = TypeVar("_Item")
+
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -149,3 +151,24 @@ def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         return
     for start in range(0, tensor.numel(), CHUNK):
         yield tensor[start : start + CHUNK]
+
+
+def batches(
+    items: Iterable[_Item], most: int, size: Callable[[_Item], int], key: Callable[[_Item], Hashable] = lambda _: None
+) -> Iterator[list[_Item]]:
+    """Neighbours of the same key whose sizes add up to at most so much; a larger item alone.
+
+    Example:
+        >>> list(batches([2, 3, 4, 9, 1], 5, size=lambda item: item))
+        [[2, 3], [4], [9], [1]]
+    """
+    batch: list[_Item] = []
+    total = 0
+    for item in items:
+        if batch and (total + size(item) > most or key(item) != key(batch[-1])):
+            yield batch
+            batch, total = [], 0
+        batch.append(item)
+        total += size(item)
+    if batch:
+        yield batch

@@ -13,6 +13,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -39,10 +40,6 @@ def aligned(nbytes: int, to: int = _ALIGNMENT) -> int:
 
 class Pinned:
     """A block of pinned memory. When the last reference is gone it is freed, after the last copies.
-
-    Args:
-        arena: the arena.
-        nbytes: how many bytes.
 
     Raises:
         TierFullError: if the arena is full.
@@ -86,28 +83,22 @@ def _free(arena: Arena, block: Block, copies: dict[Hashable, Event], before: lis
     arena.free(block, (*before, *copies.values()))
 
 
+@dataclass(eq=False, slots=True)
 class TransferBatch:
-    """Tensors of one stream that are copied together: small ones share a block, a wait and an event.
+    """Tensors of one stream that are copied together: small ones share a block, a wait and an event."""
 
-    Args:
-        stream: the tensors' compute stream.
-    """
-
-    __slots__ = ("arrived", "block", "copies", "nbytes", "number", "parts", "sources", "stream")
-
-    def __init__(self, stream: Lane) -> None:
-        self.stream = stream
-        self.sources: list[tuple[int, Bytes]] = []
-        self.nbytes = 0
-        self.parts = 0
-        """How many of the tensors are still needed."""
-        self.block: Block | None = None
-        """The pinned memory, once the copy is queued."""
-        self.arrived: Event | None = None
-        self.copies: list[Event] = []
-        """Ends of copies that read the block."""
-        self.number = 0
-        """The order in which batches were sent."""
+    stream: Lane
+    sources: list[tuple[int, Bytes]] = field(default_factory=list)
+    nbytes: int = 0
+    parts: int = 0
+    """How many of the tensors are still needed."""
+    block: Block | None = None
+    """The pinned memory, once the copy is queued."""
+    arrived: Event | None = None
+    copies: list[Event] = field(default_factory=list)
+    """Ends of copies that read the block."""
+    number: int = 0
+    """The order in which batches were sent."""
 
     def add(self, tensor: torch.Tensor) -> SentTensor:
         """Add a dense tensor."""
@@ -160,11 +151,7 @@ class Upload(NamedTuple):
 
 
 class Transfers:
-    """The two copy streams of one device.
-
-    Args:
-        runtime: of the device.
-    """
+    """The two copy streams of one device."""
 
     def __init__(self, runtime: DeviceRuntime) -> None:
         self.backend = runtime.backend
@@ -223,12 +210,7 @@ class Transfers:
         return sent
 
     def fetch_into(self, pairs: Sequence[tuple[Bytes, Bytes]], after: Event) -> Event:
-        """Copy bytes that stay on the device into pinned memory, after an event; for the CPU worker thread.
-
-        Args:
-            pairs: targets and sources.
-            after: the event.
-        """
+        """Copy bytes that stay on the device into pinned memory, after an event; for the CPU worker thread."""
         with self._lock:
             self.backend.wait(self._out, after)
             for target, source in pairs:

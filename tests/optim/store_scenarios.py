@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import AdamW
 
 import spillway
-from optim.shelf_loops import DEVICE, DISK, Loop, Way, net, same, saved, session
+from optim.store_loops import DEVICE, DISK, Loop, Way, net, same, saved, session
 from spillway import OffloadedOptimizer
 from spillway.optim import streaming
 from spillway.testing import AdversaryBackend

@@ -14,7 +14,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.testing._internal.common_optimizers import optim_db
 
 import spillway
-from optim.shelf_loops import (
+from optim.store_loops import (
     DEVICE,
     DISK,
     WAYS,

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from optim.shelf_scenarios import SCENARIOS
+from optim.store_scenarios import SCENARIOS
 from removal import Without, parsed
 from spillway.errors import SpillwayError
 from spillway.optim import disk_store, gpu_store, gradient, streaming, transfers
