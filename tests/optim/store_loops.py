@@ -1,4 +1,4 @@
-"""What the tests of shelves share: a small model, a plain loop, and the same loop with state that is elsewhere."""
+"""What the tests of state stores share: a small model, a plain loop, and the same loop with streamed state."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ WAYS = [DEVICE, DISK]
 
 
 def small_pieces(patch: Any, elements: int = 256) -> None:
-    """Let a window be made for loads of so few elements."""
+    """Let chunks have so few elements."""
     patch.setattr(streaming, "_LEAST", elements)
 
 

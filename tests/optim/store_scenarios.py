@@ -1,4 +1,4 @@
-"""Training under the adversary, in ways that together need every wait of the shelves."""
+"""Training under the adversary, in ways that together need every wait of the state stores."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SETTINGS: dict[str, Any] = {"lr": 1e-2, "fused": True}
 
 @contextmanager
 def hostile(**options: Any) -> Iterator[spillway.Session]:
-    """A session of small loads, under the adversary. What it finds is raised."""
+    """A session of small chunks, under the adversary. What it finds is raised."""
     adversary, least = AdversaryBackend(), streaming._LEAST
     streaming._LEAST = 256
     try:

@@ -60,7 +60,7 @@ def disk() -> Disk:
 
 @pytest.fixture
 def where(tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch) -> Iterator[spillway.Session]:
-    """A session on such a disk, in which loads are small and all fit the window."""
+    """A session on such a disk, in which chunks are small and all fit the in-flight limit."""
     small_pieces(monkeypatch)
     with session(tmp_path, window=16 * KiB) as found:
         assert found._file is not None
@@ -126,7 +126,7 @@ def test_a_full_disk_is_said_before_anything_is_stepped(tmp_path: Path, limit: s
 
 
 def test_what_could_not_be_written_stays_and_is_used_from_there(where: spillway.Session, disk: Disk) -> None:
-    # A window that takes all loads: all are stepped, in the step whose writes fail too.
+    # All chunks fit the in-flight limit: all are stepped, also in the step whose writes fail.
     model, plain = net(BF16), net(BF16)
     Loop(steps=6, dtype=BF16).run_in_float(plain, AdamW, {"lr": 1e-2, "fused": True})
     raised = []
@@ -247,7 +247,7 @@ def test_a_directory_without_a_spill_file_is_said_when_the_optimizer_is_made(tmp
 
 
 def test_any_host_budget_will_do_or_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Small loads, all of which the window takes; the host's memory does not.
+    # Small chunks, which all fit the in-flight limit, but not the CPU's memory.
     monkeypatch.setattr(streaming, "CHUNK", 256)
     plain = net(BF16)
     Loop(steps=3, dtype=BF16).run_in_float(plain, AdamW, {"lr": 1e-2, "fused": True})

@@ -1,4 +1,4 @@
-"""The order in which loads come, are stepped and leave, as lists of events; on a store that only writes down."""
+"""The order in which chunks are loaded, stepped and stored, as lists of events of a store that only records."""
 
 from __future__ import annotations
 

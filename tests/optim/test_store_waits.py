@@ -1,4 +1,4 @@
-"""Every wait of the shelves is needed: without it, something fails under the adversary."""
+"""Every wait of the state stores is needed: without it, something fails under the adversary."""
 
 from __future__ import annotations
 import __future__

@@ -135,7 +135,7 @@ class Placement:
         with contextlib.ExitStack() as undo:
             undo.callback(self.device.discard, parameter)
             self.device.add(parameter, held.group, held.work_dtype)
-            self.device.put_state(parameter, state, self._groups()[held.group])
+            self.device.put_state(parameter, state, self._groups())
             undo.pop_all()
 
     def remove(self, held: HostParameter) -> None:
@@ -163,7 +163,7 @@ class Placement:
         for parameter, state in states:
             held = self.held.get(parameter)
             if held is None:
-                self.device.put_state(parameter, state, self._device_settings(parameter))
+                self.device.put_state(parameter, state, self._groups())
             else:
                 held.check()
                 loaded.append((held, state))
@@ -174,7 +174,7 @@ class Placement:
         self.store.begin([self.held[parameter] for parameter in parameters if parameter in self.held])
         for parameter in parameters:
             if parameter not in self.held:
-                self.device.begin_state(parameter, self._device_settings(parameter))
+                self.device.begin_state(parameter, self._groups())
 
     def close(self) -> None:
         """Free all states."""
@@ -202,7 +202,7 @@ class Placement:
                 # One worker thread and its workers for all devices, which share the CPUs.
                 workers, each = workers_of(self.options.threads_of_step)
                 lane = runtime.backend.host_lane("optimizer", begin=begin_with(self.options.threads_of_step))
-                some = runtime.backend.host_lane("optimizer-hand", threads=workers, begin=begin_with(each))
+                some = runtime.backend.host_lane("optimizer-worker", threads=workers, begin=begin_with(each))
                 self._threads = lane, some
             context = self.contexts[device] = DeviceContext(
                 Transfers(runtime),
@@ -231,17 +231,9 @@ class Placement:
         group = self._groups()[held.group]
         return cpu_settings_of(group, fused=self.traits.is_fused(group, held.work_dtype))
 
-    def _device_settings(self, parameter: torch.Tensor) -> dict[str, Any]:
-        groups = self._groups()
-        group = next(group for group in groups if any(one is parameter for one in group["params"]))
-        return {name: value for name, value in group.items() if name != "params"}
-
     def _made(self, group: int, parameter: torch.Tensor) -> HostParameter:
-        work, device, settings = (
-            self.options.work_dtype(parameter),
-            local_of(parameter).device,
-            self._groups()[group],
-        )
+        work, device = self.options.work_dtype(parameter), local_of(parameter).device
+        settings = self._groups()[group]
         if self.store.steps_on_device:
             # A class with a fused kernel computes each element by itself: an accelerator gives the same bits.
             cut = work in self.traits.fused and (device.type != "cpu" or bool(settings.get("fused")))
@@ -332,13 +324,14 @@ class DeviceStep:
             state[MASTER] = stepped.detach()
         return state
 
-    def begin_state(self, parameter: torch.Tensor, settings: dict[str, Any]) -> None:
+    def begin_state(self, parameter: torch.Tensor, groups: Sequence[dict[str, Any]]) -> None:
         """Give a new parameter the state that the class's constructor makes."""
-        self._inner_with([{**settings, "params": [self._ready(parameter)]}])
+        self._inner_with([{**groups[self._work[parameter][0]], "params": [self._ready(parameter)]}])
 
-    def put_state(self, parameter: torch.Tensor, state: State, settings: dict[str, Any]) -> None:
+    def put_state(self, parameter: torch.Tensor, state: State, groups: Sequence[dict[str, Any]]) -> None:
         """Copy a state to the device. Without a master, one is made from the parameter."""
-        dtype = self._work[parameter][1]
+        group, dtype = self._work[parameter]
+        settings = groups[group]
         on_device = bool(settings.get("capturable") or settings.get("fused"))
         state = {
             key: device_copy(key, value, parameter, dtype, step_on_device=on_device) for key, value in state.items()
