@@ -9,8 +9,8 @@ import torch
 from torch.optim import Optimizer
 
 from spillway.errors import UnsupportedError, UsageError
-from spillway.optim.optimizer_class import taken_by
 from spillway.optim.optimizer import OffloadedOptimizer
+from spillway.optim.optimizer_class import taken_by
 from spillway.optim.states import MASTER
 from spillway.session import Session
 
