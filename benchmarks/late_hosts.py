@@ -3,7 +3,7 @@
 The model is that of ``trainer.py``, transformers' Llama of width 2048 with 16 layers and 8192 tokens, profiled without
 the hardware. Seconds of its layers, and what the host takes for them, are those that a run of ``trainer.py`` has
 measured within gradient checkpointing's peak; the budget is that run's. Plans are made for hosts that may be late by
-several factors (``late`` in ``planning/trials.py``; 1: by none), and simulated with hosts that are.
+several factors (``late`` in ``planning/solve.py``; 1: by none), and simulated with hosts that are.
 
     python benchmarks/late_hosts.py trainer.json --json late.json
 """
@@ -22,7 +22,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import spillway
-from spillway.planning import programs
+from spillway.planning import planner
 from spillway.planning.profile import HostTimes, Profile
 
 LATE = (1.0, 1.1, 1.2, 1.3)
@@ -96,7 +96,7 @@ def main() -> None:
     print("planned for " + "".join(f"{host:8}" for host in HOSTS), flush=True)
     rows = []
     for late in LATE:
-        programs.LATE = late
+        planner.LATE = late
         plan = spillway.plan(profile, budget=row["budget"], hardware=hardware)
         seconds = {
             str(host): spillway.simulate(with_host(profile, host), plan, hardware=hardware).seconds for host in HOSTS

@@ -21,8 +21,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from spillway import Hardware
-from spillway.planning.roofline import seconds_of
-from spillway.planning.windows import USABLE
+from spillway.planning.hardware import seconds_of
+from spillway.planning.planner import USABLE
 from spillway.profiling.target_kernels import effort_of
 from spillway.regions.schema import facts_of
 from spillway.runtime.backend import Backend, Event, HostLane, Lane, Several, Task

@@ -26,10 +26,10 @@ from spillway import Hardware, Plan, Profile, StepStats
 from spillway.attaching import meta_profile
 from spillway.capture.order import Course
 from spillway.integrations.pipelining import offload_stages
-from spillway.planning.fates import Fates
+from spillway.planning.plan import program_of
+from spillway.planning.planner import USABLE
 from spillway.planning.profile import HostTimes
-from spillway.planning.programs import program_of
-from spillway.planning.windows import USABLE
+from spillway.planning.timeline import StorageLifetimes
 from spillway.profiling import meter
 from spillway.runtime import mover as movers
 from spillway.runtime.arena import Arena
@@ -129,7 +129,7 @@ def steps(plan: Plan, count: int = 5) -> Iterator[tuple[float, StepStats]]:
 
 def check(share: float, window: int) -> None:
     profile, plan = planned(share, window * KIB)
-    fates = Fates.of(program_of(profile, plan), plan.window)
+    fates = StorageLifetimes.of(program_of(profile, plan), plan.window)
     sizes = [sent.nbytes for sent in fates.sent]
     back = sum(nbytes for nbytes, reused in zip(sizes, fates.reused, strict=True) if not reused)
     *_, before, (seconds, stats) = steps(plan)
@@ -166,7 +166,7 @@ def test_of_another_plan_that_sends_as_many_all_is_learned_anew() -> None:
     known: dict[int, tuple[Profile, Plan]] = {}
     for share in range(36, 62, 2):
         profile, plan = planned(share / 100, 2560 * KIB)
-        count = len(Fates.of(program_of(profile, plan), plan.window).sent)
+        count = len(StorageLifetimes.of(program_of(profile, plan), plan.window).sent)
         if count in known and known[count][1].blocks != plan.blocks:
             before = known[count][1]
             break

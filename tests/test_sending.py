@@ -16,8 +16,8 @@ from torch import Tensor, nn
 import spillway
 from budgets import KINDS, Kind, hardware, one_step, train
 from spillway.checkpointing.recorder import Recorder
+from spillway.planning.block_tasks import make_option
 from spillway.planning.plan import BlockPlan, planned_block
-from spillway.planning.treatment import treat
 from spillway.records import Decision
 from spillway.testing import AdversaryBackend
 from steps import Block
@@ -51,7 +51,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def plan_of(model: nn.Module, batch: Tensor, session: spillway.Session, to: Decision = HOST) -> spillway.Plan:
     """One by which all that can leave does, and nothing is computed again."""
     profile = replace(spillway.profile(model, batch, session=session), min_bytes=KiB)
-    options = [treat(kind, [to] * len(kind.values), min_bytes=KiB) for kind in profile.kinds]
+    options = [make_option(kind, [to] * len(kind.values), min_bytes=KiB) for kind in profile.kinds]
     blocks = tuple(planned_block(call.name, profile.kinds[call.kind], options[call.kind]) for call in profile.calls)
     window = max(session.runtime(batch.device).window, 1)
     return replace(spillway.plan(profile, budget="1TiB", hardware=hardware()), blocks=blocks, window=window)

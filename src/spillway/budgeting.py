@@ -17,14 +17,11 @@ from spillway.attaching import attach
 from spillway.attaching.budget import allowed, collector_of
 from spillway.attaching.meta_profile import Target, is_on_meta, profile_on_meta
 from spillway.errors import UnsupportedError, UsageError
-from spillway.planning.curve import POINTS, Curve, make_curve
 from spillway.planning.hardware import Hardware
-from spillway.planning.plan import Plan
-from spillway.planning.planner import divided, make_plan
+from spillway.planning.plan import Plan, program_of
+from spillway.planning.planner import POINTS, Curve, divided, make_curve, make_plan, rates_of
 from spillway.planning.profile import Profile
-from spillway.planning.programs import program_of
 from spillway.planning.timeline import Timeline, simulate_program
-from spillway.planning.windows import rates_of
 from spillway.profiling.compile import without_lead
 from spillway.profiling.machine import known_hardware
 from spillway.profiling.meta_device import OptimizerOf
@@ -133,7 +130,7 @@ def plan(
     """The plan with the shortest step within a budget: a decision for each operator of each block.
 
     The same arguments give the same plan, in every process. Which values are worth preserving is found by minimum cuts
-    (``spillway/planning/menu.py``), which block does what by a linear programme and a search over simulated steps
+    (``spillway/planning/options.py``), which block does what by a linear programme and a search over simulated steps
     (``spillway/planning/solver.py``).
 
     Args:

@@ -128,7 +128,7 @@ def test_help_waits_for_nothing_that_plans_or_draws() -> None:
         "from spillway.cli.app import main\n"
         "try: main()\n"
         "except SystemExit: pass\n"
-        "heavy = ('scipy', 'plotly', 'spillway.report.facts', 'spillway.report.page', 'spillway.planning.solver')\n"
+        "heavy = ('scipy', 'plotly', 'spillway.report.facts', 'spillway.report.page', 'spillway.planning.solve')\n"
         "print([name for name in sys.modules if name.startswith(heavy)])"
     )
     done = run_script(script)

@@ -14,7 +14,7 @@ import pytest
 import spillway
 from spillway import budgeting
 from spillway.cli.app import main
-from spillway.planning.curve import Curve, Point
+from spillway.planning.planner import Curve, Point
 from spillway.planning.profile import Profile
 
 LLAMA = Profile.load(Path(__file__).parents[1] / "planning" / "llama_8b_block.json")

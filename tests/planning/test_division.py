@@ -9,12 +9,10 @@ import pytest
 
 from spillway.errors import BudgetError
 from spillway.planning.hardware import Hardware
-from spillway.planning.plan import Plan
-from spillway.planning.planner import divided, make_plan
+from spillway.planning.plan import Plan, program_of
+from spillway.planning.planner import divided, make_plan, rates_of
 from spillway.planning.profile import OptimizerProfile, Profile
-from spillway.planning.programs import program_of
 from spillway.planning.timeline import simulate_program
-from spillway.planning.windows import rates_of
 
 GiB = 2**30
 H200 = Hardware.named("h200")

@@ -11,12 +11,10 @@ from hypothesis import strategies as st
 
 from planning.programs import SLOW, programs, rates, steps, task
 from spillway.planning.hardware import Hardware
-from spillway.planning.holders import Holders, settled
+from spillway.planning.planner import problem_of, usable_rates
 from spillway.planning.profile import Profile
-from spillway.planning.programs import problem_of
 from spillway.planning.tasks import Phase, Problem, Program, Rates, Sent, Task
-from spillway.planning.timeline import Timeline, simulate_program
-from spillway.planning.windows import usable_rates
+from spillway.planning.timeline import Holders, Timeline, settled, simulate_program
 
 SETTINGS = settings(derandomize=True, deadline=None, max_examples=100, database=None)
 NOTHING = Holders(static=10)

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 from planning.blocks import AGAIN, KEEP, profile_of, random_blocks, unsaved
 from spillway import UsageError
-from spillway.planning.menu import ALL, menu, preserved_sets
-from spillway.planning.plan import planned_block
+from spillway.planning.block_tasks import make_option
+from spillway.planning.options import block_options, preserved_sets
+from spillway.planning.plan import ALL, plan_of, planned_block, program_of
+from spillway.planning.planner import problem_of
 from spillway.planning.profile import Again, BlockProfile, OperatorProfile, Value
-from spillway.planning.programs import plan_of, problem_of, program_of
-from spillway.planning.solver import solve
+from spillway.planning.solve import solve
 from spillway.planning.tasks import Option, Phase, Rates
-from spillway.planning.treatment import treat
 from spillway.records import Decision
 
 SETTINGS = settings(derandomize=True, deadline=None, max_examples=60, database=None)
@@ -34,7 +34,7 @@ def preserving(block: BlockProfile, preserved: Iterable[int]) -> tuple[float, in
     """Seconds to compute the rest again, and bytes that are on the device for that."""
     kept = set(preserved)
     decisions = [KEEP if number in kept else AGAIN for number in range(len(block.values))]
-    option = treat(block, decisions, min_bytes=0)
+    option = make_option(block, decisions, min_bytes=0)
     return option.rerun_seconds, option.kept_bytes
 
 
@@ -73,7 +73,7 @@ def test_every_corner_of_the_hull_over_all_sets_is_found(block: BlockProfile) ->
 @SETTINGS
 @given(random_blocks(), min_bytes, allows)
 def test_no_option_is_as_good_as_another_in_everything(block: BlockProfile, least: int, allow: set[str]) -> None:
-    options = menu(block, min_bytes=least, allow=allow)
+    options = block_options(block, min_bytes=least, allow=allow)
     assert options
     for one, other in itertools.permutations(options, 2):
         assert not all(a <= b for a, b in zip(counted(one), counted(other), strict=True))
@@ -87,7 +87,7 @@ def test_what_is_left_out_is_in_nothing_better_than_what_is_there_also_not_for_t
     looked_at: list[Option] = []
 
     def hosted(*args: Any, **more: Any) -> Option:
-        option = treat(*args, **more)
+        option = make_option(*args, **more)
         forward, backward = (
             tuple(replace(task, host_seconds=random.randint(0, 3) / 8) for task in tasks)
             for tasks in (option.forward, option.backward)
@@ -96,8 +96,8 @@ def test_what_is_left_out_is_in_nothing_better_than_what_is_there_also_not_for_t
         return looked_at[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("spillway.planning.menu.treat", hosted)
-        options = menu(block, min_bytes=least, allow=allow)
+        patch.setattr("spillway.planning.options.make_option", hosted)
+        options = block_options(block, min_bytes=least, allow=allow)
     for one in looked_at:
         assert any(all(a <= b for a, b in zip(counted(other), counted(one), strict=True)) for other in options)
 
@@ -129,7 +129,7 @@ def test_nothing_is_done_that_is_not_allowed(block: BlockProfile, least: int, al
         or not {number for other in block.operators for number in other.writes}.isdisjoint(each.makes)
         for number in each.makes
     }
-    for option in menu(block, min_bytes=least, allow=allow):
+    for option in block_options(block, min_bytes=least, allow=allow):
         tiers = {each.on_disk for task in option.forward for each in task.sends}
         assert tiers <= {on_disk for name, on_disk in (("host", False), ("disk", True)) if name in allow}
         again = {
@@ -152,7 +152,9 @@ def test_nothing_is_done_that_is_not_allowed(block: BlockProfile, least: int, al
 @given(random_blocks(), min_bytes, allows)
 def test_a_menu_is_the_same_each_time(block: BlockProfile, least: int, allow: set[str]) -> None:
     again = replace(block, operators=tuple(map(replace, block.operators)), values=tuple(map(replace, block.values)))
-    assert menu(block, min_bytes=least, allow=allow) == menu(again, min_bytes=least, allow=frozenset(sorted(allow)))
+    assert block_options(block, min_bytes=least, allow=allow) == block_options(
+        again, min_bytes=least, allow=frozenset(sorted(allow))
+    )
 
 
 @SETTINGS
@@ -172,7 +174,7 @@ def test_where_nothing_is_computed_again_the_largest_may_leave_alone() -> None:
     block = BlockProfile("block", operators, values, 10.0, 20.0, 0, 1.0, 0)
     sent = {
         tuple(sorted(each.key for task in option.forward for each in task.sends))
-        for option in menu(block, min_bytes=0, allow={"keep", "host"})
+        for option in block_options(block, min_bytes=0, allow={"keep", "host"})
     }
     assert {(), (0,), (1,), (0, 1)} == sent
 
@@ -187,8 +189,8 @@ def test_a_name_that_is_none_is_refused() -> None:
 def test_keeping_all_is_among_the_ways_where_it_is_allowed() -> None:
     value = Value(1 << 20, 0, saved_at=1, dies_at=2)
     block = BlockProfile("block", (OperatorProfile("exp", 1.0, (), (0,)),), (value,), 1.0, 1.0, 0, 1.0, 0)
-    assert {option.decisions[0] for option in menu(block, min_bytes=0, allow={"keep"})} == {Decision.KEEP}
-    assert {option.decisions[0] for option in menu(block, min_bytes=0)} == set(Decision) - {Decision.OFFLOAD}
+    assert {option.decisions[0] for option in block_options(block, min_bytes=0, allow={"keep"})} == {Decision.KEEP}
+    assert {option.decisions[0] for option in block_options(block, min_bytes=0)} == set(Decision) - {Decision.OFFLOAD}
 
 
 def test_of_two_outputs_one_of_which_is_saved_both_have_one_fate() -> None:
@@ -200,6 +202,6 @@ def test_of_two_outputs_one_of_which_is_saved_both_have_one_fate() -> None:
         Value(1024, 0, saved_at=1, dies_at=2),
     )
     block = BlockProfile("block", (operator,), values, 1.0, 1.0, 0, 1.0, 0)
-    options = menu(block, min_bytes=2048, allow={"keep", "host"})
+    options = block_options(block, min_bytes=2048, allow={"keep", "host"})
     assert [option.rerun_seconds for option in options] == [0.0] * len(options)
     assert any(option.sent_bytes == 4096 for option in options)

@@ -17,14 +17,12 @@ from hypothesis import strategies as st
 from planning.blocks import profile_of, random_blocks
 from spillway import BudgetError
 from spillway.budgeting import simulate
+from spillway.planning.block_tasks import make_option
 from spillway.planning.hardware import Hardware
-from spillway.planning.plan import Plan, planned_block
-from spillway.planning.planner import make_plan
+from spillway.planning.plan import Plan, planned_block, program_of
+from spillway.planning.planner import MIN_WINDOW, make_plan, rates_of, windows_of
 from spillway.planning.profile import BlockProfile, Profile
-from spillway.planning.programs import program_of
 from spillway.planning.timeline import Timeline, simulate_program
-from spillway.planning.treatment import treat
-from spillway.planning.windows import MIN_WINDOW, rates_of, windows_of
 from spillway.records import Decision
 
 FILE = Path(__file__).with_name("llama_8b_block.json")
@@ -44,7 +42,7 @@ def planned(gib: int) -> Plan:
 
 def treated(plan: Plan, profile: Profile, decision: Decision) -> Plan:
     """The plan that does the same with all that there is."""
-    kinds = [treat(kind, [decision] * len(kind.values), min_bytes=profile.min_bytes) for kind in profile.kinds]
+    kinds = [make_option(kind, [decision] * len(kind.values), min_bytes=profile.min_bytes) for kind in profile.kinds]
     blocks = (planned_block(call.name, profile.kinds[call.kind], kinds[call.kind]) for call in profile.calls)
     return replace(plan, blocks=tuple(blocks))
 

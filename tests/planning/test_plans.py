@@ -18,9 +18,8 @@ from planning.blocks import MLP, profile_of
 from planning.test_treatment import BY_HAND
 from spillway import UsageError
 from spillway.attaching.call import is_attached
-from spillway.planning.plan import BlockPlan, OperatorPlan, Plan
+from spillway.planning.plan import BlockPlan, OperatorPlan, Plan, program_of
 from spillway.planning.profile import Profile
-from spillway.planning.programs import program_of
 from spillway.records import Decision
 
 SETTINGS = settings(derandomize=True, deadline=None, max_examples=400, database=None)

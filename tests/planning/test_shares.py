@@ -11,13 +11,11 @@ import pytest
 
 import spillway
 from spillway import SizeError, UsageError
-from spillway.planning.curve import Curve, Point, frontier, make_curve
 from spillway.planning.hardware import Hardware
-from spillway.planning.planner import parse_budget
+from spillway.planning.plan import checkpointed_program, kept_program
+from spillway.planning.planner import Curve, Point, frontier, make_curve, parse_budget, usable_rates
 from spillway.planning.profile import Profile, Static
-from spillway.planning.programs import checkpointed_program, kept_program
 from spillway.planning.timeline import simulate_program
-from spillway.planning.windows import usable_rates
 
 H200 = Hardware.named("h200")
 LLAMA = Profile.load(Path(__file__).with_name("llama_8b_block.json"))

@@ -11,15 +11,14 @@ from pathlib import Path
 import pytest
 
 from spillway import BudgetError
+from spillway.planning.block_tasks import make_option
 from spillway.planning.hardware import Hardware
-from spillway.planning.plan import Plan
+from spillway.planning.plan import Plan, kept_program
+from spillway.planning.planner import Lanes
 from spillway.planning.profile import Profile
-from spillway.planning.programs import kept_program
 from spillway.planning.stages import StageProfile, chunk_of, make_stage_plans, shortened
 from spillway.planning.tasks import Option, Problem, Program, Turn
 from spillway.planning.timeline import Timeline, simulate_program
-from spillway.planning.treatment import treat
-from spillway.planning.windows import Lanes
 from spillway.records import Decision
 
 FOUND = Profile.load(Path(__file__).with_name("llama_8b_block.json"))
@@ -52,7 +51,7 @@ def uniform(stages: Sequence[StageProfile], turns: Sequence[Turn], decision: Dec
         block = each.profile.kinds[0]
         inputs = Decision.KEEP if decision is Decision.RECOMPUTE else decision
         decisions = [inputs if value.is_input else decision for value in block.values]
-        options += [(treat(block, decisions, min_bytes=1 << 20),)] * len(each.profile.calls)
+        options += [(make_option(block, decisions, min_bytes=1 << 20),)] * len(each.profile.calls)
     parts = tuple(map(chunk_of, stages))
     names = tuple(map(str, range(len(options))))
     rates = LANES.with_window((WINDOW, None))

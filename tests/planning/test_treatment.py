@@ -28,11 +28,10 @@ from planning.blocks import (
     unsaved,
 )
 from spillway.attaching.apply_plan import how_of
-from spillway.planning.outcome import Outcome, leaves_at
+from spillway.planning.block_tasks import Outcome, leaves_at, make_option
 from spillway.planning.plan import planned_block
 from spillway.planning.profile import Again, BackwardPart, BlockProfile, HostTimes, OperatorProfile, Value
 from spillway.planning.tasks import Option, Part, Phase, Problem, Rates, Sent
-from spillway.planning.treatment import treat
 from spillway.records import Decision
 
 SETTINGS = settings(derandomize=True, deadline=None, max_examples=200, database=None)
@@ -73,7 +72,7 @@ def test_what_runs_again_is_given_and_is_held_is_what_the_engine_says(
     if any(drawn[number] is AGAIN for number, value in enumerate(block.values) if value.saved_at is not None):
         # A menu has nothing else in it.
         drawn = [AGAIN if number in unsaved(block) else each for number, each in enumerate(drawn)]
-    option = treat(block, drawn, min_bytes=0)
+    option = make_option(block, drawn, min_bytes=0)
     how = how_of(planned_block("block", block, option))
     if how is None or not how.policy.recomputes:
         assert not any(task.phase is Phase.RERUN for task in option.backward)
@@ -113,7 +112,7 @@ def treated(draw: st.DrawFn) -> tuple[BlockProfile, Option, int]:
     block = draw(random_blocks())
     drawn = draw(st.lists(decisions, min_size=len(block.values), max_size=len(block.values)))
     min_bytes = draw(st.sampled_from((0, 16384, 1 << 30)))
-    return block, treat(block, drawn, min_bytes=min_bytes), min_bytes
+    return block, make_option(block, drawn, min_bytes=min_bytes), min_bytes
 
 
 @SETTINGS
@@ -171,7 +170,7 @@ def test_times_of_a_block_are_those_that_were_measured_and_what_runs_again(
 @given(treated())
 def test_decisions_that_were_treated_once_are_treated_the_same_again(case: tuple[BlockProfile, Option, int]) -> None:
     block, option, min_bytes = case
-    assert treat(block, option.decisions, min_bytes=min_bytes) == option
+    assert make_option(block, option.decisions, min_bytes=min_bytes) == option
 
 
 # By hand: x goes through a norm, a product and an activation, and is added to what comes of it.
@@ -208,7 +207,7 @@ def figures(option: Option) -> list[tuple[object, ...]]:
 
 
 def test_a_block_that_keeps_all_by_hand() -> None:
-    option = treat(BY_HAND, [KEEP] * 6, min_bytes=0)
+    option = make_option(BY_HAND, [KEEP] * 6, min_bytes=0)
     assert figures(option) == [
         # 40 + 80 + 60 + 100 made, and all are there when the last is: 280. The product's 10 are gone by then.
         ("forward", 8.0, 280, 280, (), (), ()),
@@ -222,17 +221,17 @@ def test_an_input_that_nobody_saves_is_held_by_a_region_alone() -> None:
     values = (replace(BY_HAND.values[X], saved_at=None), *BY_HAND.values[1:])
     block = replace(BY_HAND, values=values)
     # Who called the block lets go of the input's 100, and nothing holds them.
-    assert treat(block, [KEEP] * 6, min_bytes=0).kept_bytes == 180
-    assert treat(block, [AGAIN] * 6, min_bytes=0).kept_bytes == 100
+    assert make_option(block, [KEEP] * 6, min_bytes=0).kept_bytes == 180
+    assert make_option(block, [AGAIN] * 6, min_bytes=0).kept_bytes == 100
     leaves = [HOST if number == PRODUCT else KEEP for number in range(6)]
-    assert treat(block, leaves, min_bytes=0).kept_bytes == 100
+    assert make_option(block, leaves, min_bytes=0).kept_bytes == 100
     leaves[ACTIVE] = AGAIN
-    assert treat(block, leaves, min_bytes=0).kept_bytes == 100 + 40
-    assert not any(task.takes for task in treat(block, [HOST, *[KEEP] * 5], min_bytes=0).backward)
+    assert make_option(block, leaves, min_bytes=0).kept_bytes == 100 + 40
+    assert not any(task.takes for task in make_option(block, [HOST, *[KEEP] * 5], min_bytes=0).backward)
 
 
 def test_a_block_that_computes_all_again_by_hand() -> None:
-    option = treat(BY_HAND, [AGAIN] * 6, min_bytes=0)
+    option = make_option(BY_HAND, [AGAIN] * 6, min_bytes=0)
     assert figures(option) == [
         # norm: 40; mm: 40 + 80 + 10; act: 80 + 60, the norm's being dead; add: 60 + 100. 100 are left.
         ("forward", 8.0, 160, 100, (), (), ()),
@@ -243,7 +242,7 @@ def test_a_block_that_computes_all_again_by_hand() -> None:
 
 
 def test_a_block_that_sends_and_computes_again_by_hand() -> None:
-    option = treat(BY_HAND, [HOST, KEEP, AGAIN, DISK, AGAIN, AGAIN], min_bytes=0)
+    option = make_option(BY_HAND, [HOST, KEEP, AGAIN, DISK, AGAIN, AGAIN], min_bytes=0)
     assert figures(option) == [
         # The input leaves after the first operator.
         ("forward", 1.0, 40, 40, (Sent(X, 100),), (), ()),
@@ -267,7 +266,7 @@ def test_a_block_that_sends_and_computes_again_by_hand() -> None:
 def test_an_output_that_is_saved_is_there_until_backward_though_its_taker_lets_go_of_it() -> None:
     values = (*BY_HAND.values[:SUM], replace(BY_HAND.values[SUM], saved_at=4))
     block = replace(BY_HAND, values=values)
-    plain, saved = (treat(each, [KEEP] * 6, min_bytes=0) for each in (BY_HAND, block))
+    plain, saved = (make_option(each, [KEEP] * 6, min_bytes=0) for each in (BY_HAND, block))
     assert saved.kept_bytes == plain.kept_bytes + 100
     assert saved.backward[0].change_bytes == plain.backward[0].change_bytes - 100
 
@@ -275,9 +274,9 @@ def test_an_output_that_is_saved_is_there_until_backward_though_its_taker_lets_g
 def test_an_output_that_two_blocks_keep_is_there_once_and_one_that_leaves_is_counted_for_both() -> None:
     values = (*BY_HAND.values[:SUM], replace(BY_HAND.values[SUM], saved_at=4))
     block = replace(BY_HAND, values=values)
-    keeps = treat(block, [KEEP] * 6, min_bytes=0)
-    gives = treat(block, [KEEP] * 5 + [HOST], min_bytes=0)
-    sends = treat(block, [HOST] + [KEEP] * 5, min_bytes=0)
+    keeps = make_option(block, [KEEP] * 6, min_bytes=0)
+    gives = make_option(block, [KEEP] * 5 + [HOST], min_bytes=0)
+    sends = make_option(block, [HOST] + [KEEP] * 5, min_bytes=0)
     assert [option.output_bytes for option in (keeps, gives, sends)] == [100, 0, 100]
     assert [option.input_bytes for option in (keeps, gives, sends)] == [100, 100, 0]
 
@@ -306,18 +305,18 @@ def test_what_is_written_after_it_was_made_is_computed_again_with_its_writers_bu
     block = replace(
         BY_HAND, operators=(*BY_HAND.operators[:2], writer, *BY_HAND.operators[2:3]), values=tuple(values[:SUM])
     )
-    assert not treat(block, [KEEP] * 5, min_bytes=0).rerun_seconds
+    assert not make_option(block, [KEEP] * 5, min_bytes=0).rerun_seconds
     # The norm's output is kept, so that the product and its writer run.
     again = [HOST, KEEP, KEEP, AGAIN, KEEP]
-    assert treat(block, again, min_bytes=0).rerun_seconds == pytest.approx(1.5 * 8 * (4 + 2) / 9)
-    assert not treat(block, [HOST, *[KEEP] * 4], min_bytes=0).rerun_seconds
+    assert make_option(block, again, min_bytes=0).rerun_seconds == pytest.approx(1.5 * 8 * (4 + 2) / 9)
+    assert not make_option(block, [HOST, *[KEEP] * 4], min_bytes=0).rerun_seconds
 
 
 def test_a_re_run_goes_on_to_where_the_last_was_saved_last() -> None:
-    once = treat(BY_HAND, [KEEP, KEEP, AGAIN, KEEP, KEEP, AGAIN], min_bytes=0)
+    once = make_option(BY_HAND, [KEEP, KEEP, AGAIN, KEEP, KEEP, AGAIN], min_bytes=0)
     values = list(BY_HAND.values)
     values[NORMED] = replace(values[NORMED], saved_last_at=3, dies_at=4)
-    twice = treat(replace(BY_HAND, values=tuple(values)), [KEEP, KEEP, AGAIN, KEEP, KEEP, AGAIN], min_bytes=0)
+    twice = make_option(replace(BY_HAND, values=tuple(values)), [KEEP, KEEP, AGAIN, KEEP, KEEP, AGAIN], min_bytes=0)
     (first,), (last,) = ([task for task in option.backward if task.phase is Phase.RERUN] for option in (once, twice))
     # The norm's 40; then, unwritten, the product's 80 and the activation's 60 are there.
     assert (first.peak_bytes, first.change_bytes, first.seconds) == (40, 40, 1.5)
@@ -329,22 +328,22 @@ def test_no_plan_names_what_nobody_needs() -> None:
     values = list(BY_HAND.values)
     values[NORMED] = replace(values[NORMED], saved_at=None)
     block = replace(BY_HAND, values=tuple(values))
-    named = treat(block, [KEEP, KEEP, KEEP, KEEP, AGAIN, AGAIN], min_bytes=0)
+    named = make_option(block, [KEEP, KEEP, KEEP, KEEP, AGAIN, AGAIN], min_bytes=0)
     assert named.decisions[NORMED] is AGAIN
-    assert named == treat(block, [KEEP, KEEP, AGAIN, KEEP, AGAIN, AGAIN], min_bytes=0)
+    assert named == make_option(block, [KEEP, KEEP, AGAIN, KEEP, AGAIN, AGAIN], min_bytes=0)
     # It is needed where the product is not kept, and where nothing runs again it is as it is.
-    assert treat(block, [KEEP, KEEP, KEEP, AGAIN, AGAIN, AGAIN], min_bytes=0).decisions[NORMED] is KEEP
-    assert treat(block, [KEEP] * 6, min_bytes=0).decisions[NORMED] is KEEP
+    assert make_option(block, [KEEP, KEEP, KEEP, AGAIN, AGAIN, AGAIN], min_bytes=0).decisions[NORMED] is KEEP
+    assert make_option(block, [KEEP] * 6, min_bytes=0).decisions[NORMED] is KEEP
 
 
 def test_what_runs_in_any_case_is_kept_where_nothing_is_computed_again_and_never_leaves() -> None:
     operators = (replace(BY_HAND.operators[0], again=Again.ALWAYS), *BY_HAND.operators[1:])
     block = replace(BY_HAND, operators=operators)
-    option = treat(block, [HOST] * 6, min_bytes=0)
+    option = make_option(block, [HOST] * 6, min_bytes=0)
     assert NORMED not in {each.key for task in option.forward for each in task.sends}
     assert option.decisions[NORMED] is KEEP
     # A replay makes it anyway: 1.5 * (1 + 2) s for it and the activation.
-    option = treat(block, [KEEP, KEEP, KEEP, KEEP, AGAIN, KEEP], min_bytes=0)
+    option = make_option(block, [KEEP, KEEP, KEEP, KEEP, AGAIN, KEEP], min_bytes=0)
     assert option.decisions[NORMED] is AGAIN
     assert option.rerun_seconds == 4.5
     # Of what is held, only the input and the product are left.
@@ -355,7 +354,7 @@ def test_a_block_without_operators_or_without_times_takes_what_was_measured() ->
     empty = replace(BY_HAND, operators=(), values=BY_HAND.values[:1])
     unknown = replace(BY_HAND, operators=tuple(replace(each, seconds=0.0) for each in BY_HAND.operators))
     for block in (empty, unknown):
-        option = treat(block, [HOST] * len(block.values), min_bytes=0)
+        option = make_option(block, [HOST] * len(block.values), min_bytes=0)
         assert sum(task.seconds for task in option.forward) == pytest.approx(8.0)
         assert sum(task.seconds for task in option.backward) == pytest.approx(16.0)
         assert X in {each.key for task in option.forward for each in task.sends}
@@ -366,10 +365,10 @@ PARTS = (BackwardPart(4, 30, 0), BackwardPart(4, 150, 10), BackwardPart(3, 120, 
 
 def test_what_a_backward_needs_is_that_of_the_part_in_which_it_is_by_hand() -> None:
     block = replace(BY_HAND, backward_parts=PARTS)
-    (_, plain) = figures(treat(block, [KEEP] * 6, min_bytes=0))
+    (_, plain) = figures(make_option(block, [KEEP] * 6, min_bytes=0))
     # Of its parts the second: in the third the 60 of act's output are gone, in the fourth the product's 80, too.
     assert plain[2] == 150
-    option = treat(block, [HOST, KEEP, AGAIN, DISK, AGAIN, AGAIN], min_bytes=0)
+    option = make_option(block, [HOST, KEEP, AGAIN, DISK, AGAIN, AGAIN], min_bytes=0)
     peaks = [(task.name, task.peak_bytes) for task in option.backward]
     # The 10 of the second part are there when act and the norm run again. In the third the product's 80 are there; and
     # for the norm's backward nothing more is known than for the product's.
@@ -380,25 +379,25 @@ def test_what_is_saved_twice_is_asked_for_where_it_was_saved_last_and_is_gone_wh
     values = list(BY_HAND.values)
     values[NORMED] = replace(values[NORMED], saved_last_at=3)
     block = replace(BY_HAND, values=tuple(values))
-    sent = treat(block, [KEEP, KEEP, HOST, KEEP, KEEP, KEEP], min_bytes=0)
+    sent = make_option(block, [KEEP, KEEP, HOST, KEEP, KEEP, KEEP], min_bytes=0)
     tasks = [(task.takes, task.drops) for task in sent.backward]
     assert tasks == [((NORMED,), ()), ((), (NORMED,))]
-    once = treat(BY_HAND, [KEEP, KEEP, HOST, KEEP, KEEP, KEEP], min_bytes=0)
+    once = make_option(BY_HAND, [KEEP, KEEP, HOST, KEEP, KEEP, KEEP], min_bytes=0)
     assert [(task.takes, task.drops) for task in once.backward] == [((), ()), ((NORMED,), (NORMED,))]
     # What runs again for it runs earlier.
-    again = treat(block, [KEEP, KEEP, AGAIN, KEEP, KEEP, KEEP], min_bytes=0)
+    again = make_option(block, [KEEP, KEEP, AGAIN, KEEP, KEEP, KEEP], min_bytes=0)
     assert again.backward[0].phase is Phase.RERUN
-    assert treat(BY_HAND, [KEEP, KEEP, AGAIN, KEEP, KEEP, KEEP], min_bytes=0).backward[1].phase is Phase.RERUN
+    assert make_option(BY_HAND, [KEEP, KEEP, AGAIN, KEEP, KEEP, KEEP], min_bytes=0).backward[1].phase is Phase.RERUN
 
 
 def test_what_is_kept_is_there_until_gradients_are_summed_up_and_what_comes_back_is_not() -> None:
     parts = (*PARTS[:2], replace(PARTS[2], late_bytes=119), *PARTS[3:])
     block = replace(BY_HAND, backward_parts=tuple(replace(part, peak_bytes=120) for part in parts))
-    (_, plain) = figures(treat(block, [KEEP] * 6, min_bytes=0))
+    (_, plain) = figures(make_option(block, [KEEP] * 6, min_bytes=0))
     # In the third part the product's 80 are kept, and the 60 of act's output, which were there at the begin, are gone.
     assert plain[2] == 119 + 80 - 60
     block = replace(BY_HAND, backward_parts=parts)
-    option = treat(block, [HOST, KEEP, AGAIN, DISK, AGAIN, AGAIN], min_bytes=0)
+    option = make_option(block, [HOST, KEEP, AGAIN, DISK, AGAIN, AGAIN], min_bytes=0)
     assert [task.peak_bytes for task in option.backward] == [110, 150, 120, 90]
 
 
@@ -417,7 +416,7 @@ def test_what_is_saved_leaves_when_something_is_saved_for_a_later_operator(
 def host_seconds(*decisions: Decision) -> list[tuple[str, float]]:
     """Of a block whose forward takes the host 1 s where it is left alone: a quarter of a second for each operator."""
     block = replace(BY_HAND, host=HostTimes(plain=1.0, region=9.0, rerun=6.0, backward=4.0))
-    option = treat(block, decisions, min_bytes=0)
+    option = make_option(block, decisions, min_bytes=0)
     return [(task.name, task.host_seconds) for task in (*option.forward, *option.backward)]
 
 

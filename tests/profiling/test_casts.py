@@ -14,9 +14,10 @@ from torch import Tensor, nn
 import spillway
 from allocations import ExactMeter, count_exactly
 from budgets import Attention, hardware
-from spillway.planning.programs import ANY_RATES, plan_of, problem_of
-from spillway.planning.solver import solve
-from spillway.planning.treatment import treat
+from spillway.planning.block_tasks import make_option
+from spillway.planning.plan import ANY_RATES, plan_of
+from spillway.planning.planner import problem_of
+from spillway.planning.solve import solve
 from spillway.records import Decision
 
 WIDTH, ROWS, LAYERS = 256, 128, 6
@@ -137,7 +138,7 @@ def test_casts_of_a_block_that_runs_again_as_a_whole_come_with_all_of_it(
         Decision.RECOMPUTE if value.maker is not None and value.maker < until else Decision.KEEP
         for value in kind.values
     ]
-    option = treat(kind, decisions, min_bytes=0)
+    option = make_option(kind, decisions, min_bytes=0)
     problem = replace(problem_of(profile, ANY_RATES, budget=1 << 40), options=tuple((option,) for _ in profile.calls))
     plan = plan_of(profile, problem, solve(problem))
     with spillway.attach(model, plan=plan, session=session, min_bytes=0):

@@ -19,7 +19,7 @@ from torch.nn import functional
 import spillway
 from budgets import NAMED, stack
 from spillway import BudgetError, Hardware, Profile, UnsupportedError, UsageError
-from spillway.planning.roofline import Effort, Precision, Work, seconds_of
+from spillway.planning.hardware import Effort, Precision, Work, seconds_of
 from spillway.profiling.meta_device import MetaDevice, MetaMeter, MetaTensors
 from spillway.profiling.target_kernels import kernels_of
 from steps import Block, failing

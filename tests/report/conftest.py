@@ -9,13 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from spillway.planning.curve import Curve, Point
 from spillway.planning.hardware import Hardware, Link
-from spillway.planning.planner import make_plan
+from spillway.planning.plan import program_of
+from spillway.planning.planner import Curve, Point, make_plan, rates_of
 from spillway.planning.profile import Profile, Static
-from spillway.planning.programs import program_of
 from spillway.planning.timeline import simulate_program
-from spillway.planning.windows import rates_of
 from spillway.report.facts import Facts, facts_of
 
 LLAMA = Profile.load(Path(__file__).parents[1] / "planning" / "llama_8b_block.json")

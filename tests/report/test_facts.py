@@ -9,11 +9,10 @@ from itertools import groupby, pairwise
 import pytest
 
 from spillway import UsageError
+from spillway.planning.block_tasks import Outcome
 from spillway.planning.hardware import Hardware
-from spillway.planning.outcome import Outcome
-from spillway.planning.plan import Plan
+from spillway.planning.plan import Plan, options_of
 from spillway.planning.profile import Profile
-from spillway.planning.programs import options_of
 from spillway.records import Decision
 from spillway.report.facts import Facts, Row, facts_of
 from spillway.report.text import grouped, names_of

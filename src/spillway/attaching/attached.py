@@ -406,8 +406,8 @@ class Attached:
                 "budget=...); or write the report of its profile, with: spillway report profile.json plan.json"
             )
         # Drawing takes a while to import.
-        from spillway.planning.curve import Point
         from spillway.planning.files import write_file
+        from spillway.planning.planner import Point
         from spillway.report.facts import facts_of
         from spillway.report.page import to_page
         from spillway.report.trace import to_trace

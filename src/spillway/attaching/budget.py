@@ -12,12 +12,10 @@ from torch.nn import Module
 
 from spillway.attaching.measure import DividedOptimizer, ProfileCollector
 from spillway.errors import BudgetError, UsageError
-from spillway.planning.curve import Curve, make_curve
 from spillway.planning.hardware import Hardware
-from spillway.planning.planner import aim_at, make_checkpointing_plan, make_plan
-from spillway.planning.programs import check_allow
+from spillway.planning.plan import check_allow
+from spillway.planning.planner import Curve, Lanes, aim_at, make_checkpointing_plan, make_curve, make_plan
 from spillway.planning.stages import StageProfile, make_stage_plans, simulate_stages
-from spillway.planning.windows import Lanes
 from spillway.profiling.machine import known_hardware
 from spillway.profiling.meter import Known, known_bytes
 from spillway.runtime.host_memory import local_ranks

@@ -1,28 +1,37 @@
-"""A plan: a decision for everything that the blocks of a model save, and what it is predicted to come to."""
+"""A plan: a decision for everything that the blocks of a model save, its predictions, and the steps that it makes."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
 from pydantic import ConfigDict, Field, TypeAdapter
 
-from spillway.errors import printable
+from spillway.errors import UsageError, printable
+from spillway.planning.block_tasks import make_option
 from spillway.planning.files import STRICT, Count, Seconds, read_file, read_json, write_file
-from spillway.planning.profile import Again, BlockProfile
-from spillway.planning.tasks import Option, Phase
+from spillway.planning.profile import Again, BlockProfile, Outside, Profile
+from spillway.planning.tasks import Option, Part, Phase, Problem, Program, Rates, Task
 from spillway.records import Decision
 from spillway.units import format_bytes, format_seconds
 
+if TYPE_CHECKING:
+    from spillway.planning.solve import Solution
+
 SCHEMA = 3
+ALL = frozenset({"keep", "host", "disk", "recompute"})
+"""What may be done with saved tensors."""
+ANY_RATES = Rates(1.0, 1.0, 1.0, 1.0, 1)
+"""For steps that offload nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class OperatorPlan:
-    """What is done with what one operator of a block gives.
+    """A decision for the outputs of one operator of a block.
 
-    One that is not named is computed again, or stays where nothing is (:attr:`BlockPlan.recomputes`).
+    An operator that is not named is recomputed, or kept where nothing is (:attr:`BlockPlan.recomputes`).
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -38,25 +47,25 @@ class OperatorPlan:
 
 @dataclass(frozen=True, slots=True)
 class BlockPlan:
-    """What is done with one call of a block."""
+    """The decisions for one call of a block."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     name: str
     """The module's, dotted."""
     plain: bool
-    """Whether it is left alone, and saves what it saves."""
+    """Whether it is left alone, and keeps everything."""
     inputs: Decision
-    """What is done with its inputs."""
+    """For its inputs."""
     operators: tuple[OperatorPlan, ...]
     kept_bytes: int
     """On the device between its forward and its backward."""
     sent_bytes: Count
-    """Leave it."""
+    """Offloaded bytes."""
     rerun_seconds: Seconds
-    """What is computed again."""
+    """Of recomputation."""
     recomputes: bool = True
-    """Whether anything is; else what is not named stays."""
+    """Whether anything is recomputed; if not, operators that are not named are kept."""
 
     def __str__(self) -> str:
         name = printable(self.name)
@@ -87,9 +96,9 @@ class Plan:
     predicted_seconds: Seconds
     """Of a step."""
     stall_seconds: Seconds
-    """Of these, waits for the lanes."""
+    """Seconds of the step in which compute waits for copies."""
     peak_task: str
-    """In what the peak is."""
+    """The task in which the peak is."""
     host_bytes: Count
     disk_bytes: Count
     blocks: tuple[BlockPlan, ...]
@@ -97,12 +106,11 @@ class Plan:
     method: str
     """How it was found."""
     bound_seconds: Seconds | None = None
-    """What no plan can be faster than, if that is known."""
+    """No plan can be faster. ``None``: that is not known."""
     ahead: Annotated[int, Field(ge=1)] | None = None
-    """Bytes that may be fetched ahead; ``None``: as many as may be on their way out."""
+    """Bytes that may be prefetched; ``None``: as many as may be on their way out."""
     optimizer_fraction: Annotated[float, Field(ge=0, le=1)] | None = None
-    """Of the elements of an ``OffloadedOptimizer``, how many are stepped on the host; ``None``: it is not the plan's
-    to say."""
+    """The fraction of an ``OffloadedOptimizer`` that is stepped on the CPU; ``None``: the plan does not say."""
     schema: int = SCHEMA
 
     def to_json(self) -> str:
@@ -133,12 +141,12 @@ class Plan:
 
     @property
     def sent_bytes(self) -> int:
-        """What leaves the device in a step."""
+        """Bytes that are offloaded in a step."""
         return sum(block.sent_bytes for block in self.blocks)
 
     @property
     def rerun_seconds(self) -> float:
-        """What is computed again in a step."""
+        """Seconds of recomputation in a step."""
         return sum(block.rerun_seconds for block in self.blocks)
 
     def __str__(self) -> str:
@@ -155,39 +163,165 @@ class Plan:
 
 
 def planned_block(name: str, block: BlockProfile, option: Option) -> BlockPlan:
-    """An option in words."""
+    """The decisions of an option of a block."""
     sent = {each.key for task in option.forward for each in task.sends}
-    reruns = any(task.phase is Phase.RERUN for task in option.backward)
-    inputs = [number for number, value in enumerate(block.values) if value.is_input]
+    recomputes = any(task.phase is Phase.RERUN for task in option.backward)
     operators = []
     for place, each in enumerate(block.operators):
         if not each.makes or each.again is not Again.FREE:
             continue
         decision = option.decisions[each.makes[0]]
         leaves = not sent.isdisjoint(each.makes)
-        if decision is Decision.RECOMPUTE or not (reruns or leaves):
+        if decision is Decision.RECOMPUTE or not (recomputes or leaves):
             continue
         nbytes = sum(block.values[number].nbytes for number in each.makes)
         price = each.seconds / nbytes * 1e12 if nbytes else 0.0
-        operators.append(
-            OperatorPlan(
-                place,
-                each.name,
-                decision if leaves else Decision.KEEP,
-                nbytes,
-                f"{'leaves' if leaves else 'stays'}: {price:.1f} ps a byte to compute again",
-            )
-        )
-    leaving = [option.decisions[number] for number in inputs if number in sent]
+        reason = f"{'leaves' if leaves else 'stays'}: {price:.1f} ps a byte to compute again"
+        operators.append(OperatorPlan(place, each.name, decision if leaves else Decision.KEEP, nbytes, reason))
+    inputs = (number for number, value in enumerate(block.values) if value.is_input)
     return BlockPlan(
         name=name,
-        plain=not sent and not reruns,
-        inputs=leaving[0] if leaving else Decision.KEEP,
+        plain=not sent and not recomputes,
+        inputs=next((option.decisions[number] for number in inputs if number in sent), Decision.KEEP),
         operators=tuple(operators),
         kept_bytes=option.kept_bytes,
         sent_bytes=option.sent_bytes,
         rerun_seconds=option.rerun_seconds,
-        recomputes=reruns,
+        recomputes=recomputes,
+    )
+
+
+def plan_of(profile: Profile, problem: Problem, solution: Solution, *, part: int = 0) -> Plan:
+    """A solution as a plan for one part, whose profile is given."""
+    timeline = solution.timeline
+    options = [problem.options[block][solution.chosen[block]] for block in problem.blocks_of(part)]
+    return Plan(
+        model=profile.model,
+        device=profile.device,
+        budget=problem.budget,
+        window=problem.rates.window,
+        ahead=problem.rates.ahead,
+        predicted_peak=timeline.peak_bytes,
+        predicted_seconds=timeline.seconds,
+        stall_seconds=timeline.stall_seconds,
+        peak_task=timeline.peak_task,
+        host_bytes=timeline.host_bytes,
+        disk_bytes=timeline.disk_bytes,
+        blocks=tuple(
+            planned_block(call.name, profile.kinds[call.kind], option)
+            for call, option in zip(profile.calls, options, strict=True)
+        ),
+        method=solution.method,
+        bound_seconds=solution.bound_seconds,
+    )
+
+
+def check_allow(allow: object) -> None:
+    """Raise :class:`~spillway.errors.UsageError` for what does not say what may be done."""
+    if isinstance(allow, str) or not isinstance(allow, Collection) or not allow or not set(allow) <= ALL:
+        raise UsageError(f"allow: got {allow!r}, expected a collection of at least one of {sorted(ALL)!r}")
+
+
+def options_of(profile: Profile, plan: Plan) -> tuple[Option, ...]:
+    """What a plan does with each call of a block.
+
+    Raises:
+        UsageError: if the plan is of another model.
+    """
+    if [block.name for block in plan.blocks] != [call.name for call in profile.calls]:
+        raise UsageError(
+            f"plan: got one for {plan.model} with {len(plan.blocks)} blocks, expected the {len(profile.calls)} of the "
+            f"profile of {profile.model}; make a plan of this profile"
+        )
+    kinds = [profile.kinds[call.kind] for call in profile.calls]
+    return tuple(
+        make_option(kind, _decisions(kind, block), min_bytes=profile.min_bytes)
+        for kind, block in zip(kinds, plan.blocks, strict=True)
+    )
+
+
+def _decisions(block: BlockProfile, planned: BlockPlan) -> list[Decision]:
+    """For each value of the block.
+
+    Raises:
+        UsageError: if the plan is for another block.
+    """
+    rest = Decision.KEEP if planned.plain or not planned.recomputes else Decision.RECOMPUTE
+    decisions = [planned.inputs if value.is_input else rest for value in block.values]
+    for each in planned.operators:
+        if each.place >= len(block.operators) or block.operators[each.place].name != each.operator:
+            raise UsageError(
+                f"plan: got {each.operator} as operator {each.place} of {planned.name!r}, which is another one in the "
+                f"profile, expected a plan of this profile"
+            )
+        for number in block.operators[each.place].makes:
+            decisions[number] = each.decision
+    return decisions
+
+
+def program_of(profile: Profile, plan: Plan) -> Program:
+    """The step that a plan makes of a profile, :func:`divided` where it has an optimizer.
+
+    Raises:
+        UsageError: if the plan is of another model.
+    """
+    return _program(profile, options_of(profile, plan))
+
+
+def uniform_options(profile: Profile, decision: Decision) -> list[Option]:
+    """For each call of a block: keep its inputs, with one decision for the rest."""
+    kinds = [
+        make_option(
+            kind,
+            [Decision.KEEP if value.is_input else decision for value in kind.values],
+            min_bytes=profile.min_bytes,
+        )
+        for kind in profile.kinds
+    ]
+    return [kinds[call.kind] for call in profile.calls]
+
+
+def kept_program(profile: Profile) -> Program:
+    """The step that keeps everything."""
+    return _program(profile, uniform_options(profile, Decision.KEEP))
+
+
+def checkpointed_program(profile: Profile) -> Program:
+    """The step of torch's checkpointing: it keeps the inputs of blocks, and recomputes the rest."""
+    return _program(profile, uniform_options(profile, Decision.RECOMPUTE))
+
+
+def _program(profile: Profile, options: Sequence[Option]) -> Program:
+    return Problem(
+        static_bytes=profile.static_bytes,
+        parts=(part_of(profile),),
+        names=tuple(call.name for call in profile.calls),
+        options=tuple((option,) for option in options),
+        rates=ANY_RATES,
+        budget=0,
+        lead=profile.lead_seconds,
+    ).program([0] * len(options))
+
+
+def part_of(profile: Profile) -> Part:
+    """The tasks around its blocks."""
+    return Part(
+        len(profile.calls),
+        before=(_outside("before the blocks", profile.before),),
+        middle=(_outside("head and loss", profile.middle),),
+        after=(_outside("after the blocks", profile.after),),
+        late=() if profile.late is None else (_outside("head and loss", profile.late),),
+    )
+
+
+def _outside(name: str, outside: Outside) -> Task:
+    return Task(
+        name,
+        Phase.OUTSIDE,
+        outside.seconds,
+        peak_bytes=outside.peak_bytes,
+        change_bytes=outside.change_bytes,
+        host_seconds=outside.host_seconds,
     )
 
 

@@ -1,55 +1,121 @@
-"""From a profile and a budget to a plan.
+"""From a profile and a budget to a plan, and to a curve of plans.
 
-NOTE [ How much of an optimizer is on the host ]
+NOTE [ How large a window ]
 
-Where a profile has an optimizer, each fraction of it makes another profile: the part on the device adds its state to
-what is always there, its gradients from the end of its blocks' backward to the step, and takes its step's time of the
-device's memory; the part on the host is waited for as far as it takes longer than what hides it. What hides it is what
-hid it when all of it was there. All, none and some parts of it are solved for, and the fastest step counts.
+The window is how many bytes may be on their way at once. A smaller window leaves more memory for other things. With a
+larger one, stalls become shorter. The better one hangs on the budget, so several are tried. A tensor as large as the
+window is copied alone; later ones wait. So where a window may grow, it is made to hold one, two and three of the
+largest tensors: a Llama's MLP saves three, one after the other. If a window would take more than a sixteenth of the
+memory that there is, it is halved. Prefetched bytes take memory in backward, where there is the least. So with the best
+window, three quarters and half of it are tried for them.
+
+Simulated steps of layers of Llama-8B on an H200 (2026-11-22): with three of the largest tensors, a step within
+checkpointing's peak is 1 % (32768 tokens) and 1.5 % (8192) shorter than with twice and four times 512 MiB. Four brought
+nothing more. Fewer prefetched bytes bring another 1 % (32768 tokens).
+
+NOTE [ Bandwidth to plan with ]
+
+Copies reach 98 % of the bandwidth in a trace of an H200, with gaps: one waits for what it copies, another for the CPU.
+A plan that needs all of the bandwidth stalls for each gap. So plans use 0.9 of it. By simulation of layers of Llama-8B
+on an H200, such plans take 0.2 % longer at most than those for 0.95 where there is 0.95 of it, and 0.8 to 1.7 % less
+where there is 0.9.
+
+NOTE [ How much of an optimizer is on the CPU ]
+
+Where a profile has an optimizer, each fraction of it makes another profile. The part on the GPU adds its state to the
+static bytes, its gradients from its blocks' backward to the step, and its step's time. The part on the CPU stalls the
+GPU as far as it takes longer than what hides it: what hid it when all of it was there. Plans are made for all, none and
+some parts of it, and the fastest step counts.
+
+NOTE [ Which budgets ]
+
+A curve's largest budget is the peak of a step that keeps everything. Its smallest one is the least that any plan was
+found to need. Between them, peaks are spaced evenly by their logarithms above the static bytes: the time changes most
+where memory is short.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
-from collections.abc import Collection, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
 
-from spillway.errors import BudgetError
+from spillway.errors import BudgetError, UsageError
 from spillway.planning.hardware import Hardware
-from spillway.planning.menu import ALL
-from spillway.planning.plan import Plan
-from spillway.planning.profile import Outside, Profile
-from spillway.planning.programs import ANY_RATES, kept_program, part_of, plan_of, problem_of
-from spillway.planning.relaxation import Relaxed
-from spillway.planning.solver import least, solve
-from spillway.planning.tasks import Option, Problem
-from spillway.planning.timeline import simulate_program
-from spillway.planning.treatment import treat
-from spillway.planning.windows import (
-    SECONDS,
-    Found,
-    Lanes,
-    Windows,
-    ahead_of,
-    best_of,
-    improved,
-    usable_rates,
-    windows_of,
+from spillway.planning.options import block_options
+from spillway.planning.plan import (
+    ALL,
+    ANY_RATES,
+    Plan,
+    check_allow,
+    checkpointed_program,
+    kept_program,
+    part_of,
+    plan_of,
+    uniform_options,
 )
+from spillway.planning.profile import Outside, Profile
+from spillway.planning.solve import LATE, Solution, smallest, solve, within
+from spillway.planning.tasks import Option, Problem, Rates
+from spillway.planning.timeline import simulate_program
 from spillway.records import Decision
 from spillway.units import parse_bytes, read_budget
 
-_PARTS = 4
-"""Of an optimizer, so many parts are on the host or not."""
+USABLE = 0.9
+"""The share of a bandwidth to plan with. See NOTE [ Bandwidth to plan with ]."""
+MIN_WINDOW = 32 << 20
+POINTS = 8
+"""How many plans a curve is drawn through, unless told otherwise."""
+_SECONDS, _NEAR_SECONDS, _LAST_SECONDS = 0.25, 0.08, 0.4
+"""Work of solving: for the first window, for each later one that begins at the best choice, and for the best one."""
+_AHEAD = (0.75, 0.5)
+"""The shares of a window that prefetched bytes may have."""
+_SHARE = 16
+"""A window that takes more than this part of the memory is halved."""
+_FRACTIONS = (0.0, 0.25, 0.5, 0.75)
+"""The fractions of an optimizer on the CPU that are tried, beside all of it."""
 _MOST_SLACK = 64 << 20
+Windows: TypeAlias = tuple[int, int | None]
+"""Bytes that may be LEAVING, and bytes that may be prefetched; ``None``: as many."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lanes:
+    """What may be planned with, but for windows."""
+
+    hardware: Hardware
+    active: int
+    """How many devices of the machine copy at the same time."""
+
+    def with_window(self, window: Windows) -> Rates:
+        """The bandwidths, with one window."""
+        return usable_rates(self.hardware, window[0], ahead=window[1], active=self.active)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The best solution that was found."""
+
+    problem: Problem
+    """With its window."""
+    solution: Solution
+
+    @property
+    def seconds(self) -> float:
+        """What it is ranked by."""
+        return self.solution.seconds
+
+    @property
+    def options(self) -> list[Option]:
+        """What each block does."""
+        return [each[number] for each, number in zip(self.problem.options, self.solution.chosen, strict=True)]
 
 
 def aim_at(budget: int) -> int:
-    """What is planned for at first within so many bytes.
-
-    What the host frees a moment later than another time is to fit, too.
-    """
+    """The bytes to plan for at first within a budget. The CPU may free something a moment later another time."""
     return budget - min(budget // 200, _MOST_SLACK)
 
 
@@ -70,56 +136,45 @@ def make_plan(
     Args:
         profile: of a step.
         hardware: what the machine can do.
-        window: bytes that may be on their way at once, at most. A smaller window leaves more to other things, and may
-            be better: a half and a quarter of it are tried, too.
-        may_grow: whether larger ones are tried, too: see NOTE [ How large a window ].
         budget: bytes that may be allocated on the device, or a size like ``"40GiB"``, or a share: see
             :func:`parse_budget`.
-        host_budget: bytes of host memory that may be used. ``None``: any.
+        window: bytes that may be on their way at once, at most. Smaller ones are tried, too.
+        may_grow: whether larger ones are tried, too. See NOTE [ How large a window ].
+        host_budget: bytes of CPU memory that may be used. ``None``: any.
         disk_budget: bytes of disk. ``None``: any.
-        allow: what may be done with what is saved.
+        allow: what may be done with saved tensors.
         active: how many devices of the machine copy at the same time.
 
     Raises:
         BudgetError: where no plan is within the budget: it names the least one.
         UsageError: for arguments that cannot be meant.
     """
-    most = parse_bytes(window, what="window")
-    tried = problem_of(
+    most, lanes = parse_bytes(window, what="window"), Lanes(hardware, active)
+    whole = problem_of(
         profile,
-        usable_rates(hardware, most, active=active),
+        lanes.with_window((most, None)),
         budget=parse_budget(budget, profile),
         host_budget=None if host_budget is None else parse_bytes(host_budget, what="host_budget"),
         disk_budget=None if disk_budget is None else parse_bytes(disk_budget, what="disk_budget"),
         allow=allow,
     )
-    lanes = Lanes(hardware, active)
-    room = tried.budget - profile.static_bytes
-    sizes = [(size, None) for size in windows_of([profile], most, may_grow=may_grow, room=room)]
-    near: dict[float, Relaxed] = {}
-    """Of the first window, for all of them: a linear programme takes as long as the search does."""
-
-    def best_with(fraction: float, windows: Sequence[Windows], seconds: float) -> Found:
-        problem = _divided_problem(tried, profile, divided(profile, fraction, hardware))
-        found = best_of(problem, lanes, windows, seconds=seconds, near=near.get(fraction))
-        if found.solution.shares is not None:
-            near.setdefault(fraction, found.solution.shares)
-        return found
-
-    # With all of it on the host a step takes the least memory: if that does not fit, nothing does.
-    fraction, best = 1.0, best_with(1.0, sizes, SECONDS)
-    others = [] if profile.optimizer is None else [0.0, *(part / _PARTS for part in range(1, _PARTS))]
-    for other in others:
+    room = whole.budget - profile.static_bytes
+    # With all of an optimizer on the CPU, a step takes the least memory: if that does not fit, nothing does.
+    fraction = 1.0
+    problem = _divided_problem(whole, profile, divided(profile, fraction, hardware))
+    best = best_of(problem, lanes, windows_of([profile], most, may_grow=may_grow, room=room))
+    for other in _FRACTIONS if profile.optimizer is not None else ():
+        problem = _divided_problem(whole, profile, divided(profile, other, hardware))
         with contextlib.suppress(BudgetError):
-            found = best_with(other, [(best.problem.rates.window, None)], SECONDS / 2)
+            found = best_of(problem, lanes, [best.problem.rates.window])
             fraction, best = min((fraction, best), (other, found), key=lambda each: each[1].seconds)
-    best = improved(ahead_of(best, lambda windows: best_with(fraction, windows, SECONDS)))
+    best = refined(best, lanes)
     plan = plan_of(divided(profile, fraction, hardware), best.problem, best.solution)
     return plan if profile.optimizer is None else replace(plan, optimizer_fraction=fraction)
 
 
 def make_checkpointing_plan(profile: Profile, hardware: Hardware, *, budget: int, window: int, active: int = 1) -> Plan:
-    """The plan of torch's checkpointing: every block is recomputed, and nothing but inputs is kept.
+    """The plan of torch's checkpointing: each block is recomputed, and only its inputs are kept.
 
     Args:
         profile: of a step.
@@ -131,17 +186,16 @@ def make_checkpointing_plan(profile: Profile, hardware: Hardware, *, budget: int
     Raises:
         BudgetError: where it is not within the budget.
     """
-    problem = problem_of(profile, usable_rates(hardware, window, active=active), budget=budget)
-    kinds = [
-        treat(
-            kind,
-            [Decision.KEEP if value.is_input else Decision.RECOMPUTE for value in kind.values],
-            min_bytes=profile.min_bytes,
-        )
-        for kind in profile.kinds
-    ]
-    options = [(kind,) for kind in kinds]
-    problem = replace(problem, options=tuple(options[call.kind] for call in profile.calls), placed={})
+    options = uniform_options(profile, Decision.RECOMPUTE)
+    problem = Problem(
+        static_bytes=profile.static_bytes,
+        parts=(part_of(profile),),
+        names=tuple(call.name for call in profile.calls),
+        options=tuple((option,) for option in options),
+        rates=usable_rates(hardware, window, active=active),
+        budget=budget,
+        lead=profile.lead_seconds,
+    )
     return plan_of(profile, problem, solve(problem))
 
 
@@ -156,7 +210,7 @@ def fits(
     allow: Collection[str] = ALL,
     active: int = 1,
 ) -> bool:
-    """Whether any plan is within the budgets: that which takes the least memory. Arguments as of :func:`make_plan`."""
+    """Whether any plan is within the budgets. The arguments are those of :func:`make_plan`."""
     nbytes = parse_bytes(budget, what="budget")
     room = nbytes - profile.static_bytes
     size = min(windows_of([profile], parse_bytes(window, what="window"), may_grow=False, room=room))
@@ -168,19 +222,135 @@ def fits(
         disk_budget=None if disk_budget is None else parse_bytes(disk_budget, what="disk_budget"),
         allow=allow,
     )
-    found = least(problem, seconds=SECONDS).timeline
-    limits = (
-        (found.peak_bytes, problem.budget),
-        (found.host_bytes, problem.host_budget),
-        (found.disk_bytes, problem.disk_budget),
+    return within(problem, smallest(problem, seconds=_SECONDS).timeline)
+
+
+def problem_of(
+    profile: Profile,
+    rates: Rates,
+    *,
+    budget: int,
+    host_budget: int | None = None,
+    disk_budget: int | None = None,
+    allow: Collection[str] = ALL,
+) -> Problem:
+    """What there is to solve: each block with its options."""
+    check_allow(allow)
+    kinds = [block_options(kind, min_bytes=profile.min_bytes, allow=allow) for kind in profile.kinds]
+    return Problem(
+        static_bytes=profile.static_bytes,
+        parts=(part_of(profile),),
+        names=tuple(call.name for call in profile.calls),
+        options=tuple(kinds[call.kind] for call in profile.calls),
+        rates=rates,
+        budget=budget,
+        host_budget=host_budget,
+        disk_budget=disk_budget,
+        late=late_of([profile]),
+        lead=profile.lead_seconds,
     )
-    return all(limit is None or nbytes <= limit for nbytes, limit in limits)
+
+
+def late_of(profiles: Iterable[Profile]) -> float:
+    """See NOTE [ A slower CPU ] in ``solve.py``."""
+    return LATE if any(kind.host is not None for profile in profiles for kind in profile.kinds) else 1.0
+
+
+def best_of(problem: Problem, lanes: Lanes, sizes: Iterable[int], *, near: Solution | None = None) -> Found:
+    """The fastest step of several windows.
+
+    Args:
+        problem: its own window does not count.
+        lanes: the bandwidths.
+        sizes: windows, tried in this order.
+        near: where the search begins.
+
+    Raises:
+        BudgetError: where no choice fits with any window: it names the least budget that was found.
+    """
+    best: Found | None = None
+    refused: BudgetError | None = None
+    for size in sizes:
+        problem = replace(problem, rates=lanes.with_window((size, None)))
+        try:
+            solution = solve(problem, seconds=_SECONDS if near is None else _NEAR_SECONDS, near=near)
+        except BudgetError as error:
+            refused = error if refused is None or error.least < refused.least else refused
+            continue
+        found = Found(problem, solution)
+        best = found if best is None else min(best, found, key=lambda each: each.seconds)
+        near = best.solution
+        if not any(option.sent_bytes or option.rerun_seconds for option in best.options):
+            # Everything is kept, and no window is needed.
+            break
+    if best is None:
+        assert refused is not None
+        raise refused
+    return best
+
+
+def refined(best: Found, lanes: Lanes) -> Found:
+    """The best with fewer bytes prefetched, if that is better, searched once more and with a bound.
+
+    Args:
+        best: with as many bytes prefetched as may leave.
+        lanes: the bandwidths.
+    """
+    again = any(option.rerun_seconds for option in best.options)
+    if any(option.sent_bytes for option in best.options) and (again or best.solution.timeline.stall_seconds):
+        window = best.problem.rates.window
+        for share in _AHEAD:
+            problem = replace(best.problem, rates=lanes.with_window((window, int(share * window))))
+            with contextlib.suppress(BudgetError):
+                found = Found(problem, solve(problem, seconds=_NEAR_SECONDS, near=best.solution))
+                best = min(best, found, key=lambda each: each.seconds)
+    if best.solution.method == "exact":
+        return best
+    near = replace(best.solution, shares=())
+    return replace(best, solution=solve(best.problem, seconds=_LAST_SECONDS, near=near))
+
+
+def windows_of(profiles: Iterable[Profile], window: int, *, may_grow: bool, room: int) -> list[int]:
+    """The windows to try: the window itself first. See NOTE [ How large a window ].
+
+    Args:
+        profiles: of the step.
+        window: bytes.
+        may_grow: whether larger ones are tried, too.
+        room: bytes of the budget beyond the static ones.
+    """
+    smaller = [max(window // share, min(window, MIN_WINDOW)) for share in (1, 2, 4)]
+    while smaller[-1] > max(room // _SHARE, MIN_WINDOW):
+        smaller.append(max(smaller[-1] // 2, MIN_WINDOW))
+    values = (value for profile in profiles for kind in profile.kinds for value in kind.values)
+    saved = (value.nbytes for value in values if value.maker is not None and value.saved_at is not None)
+    largest = max(saved, default=0)
+    larger = (largest * times for times in (1, 2, 3) if may_grow and largest * times > window)
+    return list(dict.fromkeys((*smaller, *larger)))
+
+
+def rates_of(plan: Plan, hardware: Hardware, *, active: int = 1) -> Rates:
+    """What a plan was made with."""
+    return usable_rates(hardware, plan.window, ahead=plan.ahead, active=active)
+
+
+def usable_rates(hardware: Hardware, window: int, *, ahead: int | None = None, active: int = 1) -> Rates:
+    """What may be planned with."""
+    rates = hardware.rates(window, active=active)
+    return replace(
+        rates,
+        ahead=ahead,
+        out=rates.out * USABLE,
+        back=rates.back * USABLE,
+        disk_write=rates.disk_write * USABLE,
+        disk_read=rates.disk_read * USABLE,
+    )
 
 
 def divided(profile: Profile, fraction: float, hardware: Hardware) -> Profile:
-    """The profile of a step in which so much of the optimizer is stepped on the host.
+    """The profile of a step in which this fraction of the optimizer is stepped on the CPU.
 
-    See NOTE [ How much of an optimizer is on the host ].
+    See NOTE [ How much of an optimizer is on the CPU ].
     """
     optimizer = profile.optimizer
     if optimizer is None:
@@ -188,41 +358,43 @@ def divided(profile: Profile, fraction: float, hardware: Hardware) -> Profile:
     here = 1 - fraction
     state, gradients = int(here * optimizer.state_bytes), int(here * optimizer.gradient_bytes)
     hidden = optimizer.host_seconds - optimizer.stall_seconds
-    waited = max(0.0, fraction * optimizer.host_seconds - max(0.0, hidden))
+    stalled = max(0.0, fraction * optimizer.host_seconds - max(0.0, hidden))
     # State is read and written, gradients are read, and parameters are as large as these.
     stepped = (2 * state + 3 * gradients) / hardware.memory_rate
-    each = gradients // max(1, len(profile.calls))
+    of_call = gradients // max(1, len(profile.calls))
     return replace(
         profile,
         static_bytes=profile.static_bytes + state,
         static=None if profile.static is None else replace(profile.static, optimizer=profile.static.optimizer + state),
-        kinds=tuple(replace(kind, backward_change_bytes=kind.backward_change_bytes + each) for kind in profile.kinds),
+        kinds=tuple(
+            replace(kind, backward_change_bytes=kind.backward_change_bytes + of_call) for kind in profile.kinds
+        ),
         after=Outside(
-            seconds=max(0.0, profile.after.seconds - optimizer.stall_seconds) + waited + stepped,
+            seconds=max(0.0, profile.after.seconds - optimizer.stall_seconds) + stalled + stepped,
             peak_bytes=profile.after.peak_bytes + int(here * optimizer.step_bytes),
-            change_bytes=profile.after.change_bytes - each * len(profile.calls),
+            change_bytes=profile.after.change_bytes - of_call * len(profile.calls),
         ),
     )
 
 
 def _divided_problem(problem: Problem, profile: Profile, part: Profile) -> Problem:
-    """The problem of a profile, for the same with another part of the optimizer: the ways to treat blocks are those."""
+    """The problem with another fraction of the optimizer on the CPU: blocks have the same options."""
     if part is profile:
         return problem
     more = part.kinds[0].backward_change_bytes - profile.kinds[0].backward_change_bytes
-    changed = {id(options): tuple(_with_change(option, more) for option in options) for options in problem.options}
+
+    def changed(option: Option) -> Option:
+        *before, last = option.backward
+        return replace(option, backward=(*before, replace(last, change_bytes=last.change_bytes + more)))
+
+    known = {id(options): tuple(map(changed, options)) for options in problem.options}
     return replace(
         problem,
         static_bytes=part.static_bytes,
-        options=tuple(changed[id(options)] for options in problem.options),
+        options=tuple(known[id(options)] for options in problem.options),
         parts=(part_of(part),),
         placed={},
     )
-
-
-def _with_change(option: Option, nbytes: int) -> Option:
-    *before, last = option.backward
-    return replace(option, backward=(*before, replace(last, change_bytes=last.change_bytes + nbytes)))
 
 
 def parse_budget(budget: int | float | str, profile: Profile) -> int:
@@ -230,12 +402,12 @@ def parse_budget(budget: int | float | str, profile: Profile) -> int:
 
     Args:
         budget: bytes, or a size like ``"40GiB"``. Or a share of what a step that keeps everything has at its peak
-            beyond what is there when it begins: a float, a percentage like ``"50%"``, or a string like ``"0.5"``. What
-            is there when the step begins comes on top.
+            beyond the static bytes: a float, a percentage like ``"50%"``, or a string like ``"0.5"``. The static bytes
+            come on top.
         profile: of the step.
 
     Raises:
-        SizeError: for anything else, and for a float above 10: bytes are whole numbers.
+        SizeError: for anything else, and for a float above 10: bytes are integers.
 
     Example:
         >>> parse_budget("50%", profile) == parse_budget(0.5, profile)  # doctest: +SKIP
@@ -246,3 +418,117 @@ def parse_budget(budget: int | float | str, profile: Profile) -> int:
         return share
     most = simulate_program(kept_program(profile), ANY_RATES).peak_bytes
     return profile.static_bytes + math.ceil(share * (most - profile.static_bytes))
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A step: its peak, and its time."""
+
+    peak_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Predicted seconds of a step over its predicted peak."""
+
+    points: tuple[Point, ...]
+    """Of plans, by their peaks. None is both larger and slower than another one."""
+    keep: Point
+    """A step that keeps everything."""
+    checkpoint: Point
+    """A step that keeps the inputs of blocks, and recomputes the rest."""
+
+
+def make_curve(
+    profile: Profile,
+    hardware: Hardware,
+    *,
+    window: int | str,
+    may_grow: bool = False,
+    host_budget: int | str | None = None,
+    disk_budget: int | str | None = None,
+    allow: Collection[str] = ALL,
+    active: int = 1,
+    points: int = POINTS,
+    on_point: Callable[[int, int], None] | None = None,
+) -> Curve:
+    """Plan for several budgets. Each takes as long as a plan does. See NOTE [ Which budgets ].
+
+    Args:
+        profile: of a step.
+        hardware: as for :func:`make_plan`, and so are the next six.
+        window: bytes.
+        may_grow: whether larger windows are tried.
+        host_budget: bytes.
+        disk_budget: bytes.
+        allow: what may be done.
+        active: devices that copy.
+        points: how many budgets, at least 2.
+        on_point: is told how many plans have been made, and of how many, after each.
+
+    Raises:
+        UsageError: for fewer than 2 points, and for arguments that cannot be meant.
+    """
+    if type(points) is not int or points < 2:
+        raise UsageError(f"points: got {points!r}, expected a whole number of at least 2")
+    planned = functools.partial(
+        make_plan,
+        profile,
+        hardware,
+        window=window,
+        may_grow=may_grow,
+        host_budget=host_budget,
+        disk_budget=disk_budget,
+        allow=allow,
+        active=active,
+    )
+    keep, checkpoint = (
+        simulate_program(program, ANY_RATES) for program in (kept_program(profile), checkpointed_program(profile))
+    )
+    budgets = _budgets(profile.static_bytes, _least(planned), keep.peak_bytes, points)
+    found = []
+    for number, budget in enumerate(budgets, 1):
+        # The curve begins later where the budget of CPU memory or of the disk rules out the smallest steps.
+        with contextlib.suppress(BudgetError):
+            plan = planned(budget=budget)
+            found.append(Point(plan.predicted_peak, plan.predicted_seconds))
+        if on_point is not None:
+            on_point(number, len(budgets))
+    return Curve(
+        points=frontier(found),
+        keep=Point(keep.peak_bytes, keep.seconds),
+        checkpoint=Point(checkpoint.peak_bytes, checkpoint.seconds),
+    )
+
+
+def frontier(points: Iterable[Point]) -> tuple[Point, ...]:
+    """The points that no other one beats in both size and time, by their peaks.
+
+    Example:
+        >>> frontier([Point(3, 1.0), Point(1, 2.0), Point(2, 2.0)])
+        (Point(peak_bytes=1, seconds=2.0), Point(peak_bytes=3, seconds=1.0))
+    """
+    found: list[Point] = []
+    for point in sorted(points, key=lambda point: (point.peak_bytes, point.seconds)):
+        if not found or point.seconds < found[-1].seconds:
+            found.append(point)
+    return tuple(found)
+
+
+def _least(planned: Callable[..., Plan]) -> int:
+    """The smallest peak that any plan was found to have."""
+    try:
+        return planned(budget=0).predicted_peak
+    except BudgetError as error:
+        return error.least
+
+
+def _budgets(static: int, least: int, most: int, count: int) -> list[int]:
+    """See NOTE [ Which budgets ]."""
+    low = max(least - static, 1)
+    ratio = max(most - static, low) / low
+    between: Sequence[int] = [
+        static + math.ceil(low * ratio ** (number / (count - 1))) for number in range(1, count - 1)
+    ]
+    return sorted({least, *between, max(least, most)})

@@ -24,13 +24,12 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from spillway.planning.menu import ALL, menu
-from spillway.planning.plan import Plan
+from spillway.planning.options import block_options
+from spillway.planning.plan import ALL, Plan, kept_program, options_of, part_of, plan_of
+from spillway.planning.planner import Lanes, best_of, late_of, refined, windows_of
 from spillway.planning.profile import Profile
-from spillway.planning.programs import kept_program, late_of, options_of, part_of, plan_of
 from spillway.planning.tasks import Option, Part, Problem, Turn
 from spillway.planning.timeline import Timeline, simulate_program
-from spillway.planning.windows import Lanes, Windows, ahead_of, best_of, improved, windows_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +83,8 @@ def make_stage_plans(
     problem = replace(problem, host_budget=host_budget, disk_budget=disk_budget)
     profiles = [stage.profile for stage in stages]
     room = budget - static_bytes
-    windows: list[Windows] = [(size, None) for size in windows_of(profiles, window, may_grow=may_grow, room=room)]
-    best = best_of(problem, lanes, windows)
-    shares = best.solution.shares
-    best = improved(ahead_of(best, lambda windows: best_of(problem, lanes, windows, near=shares)))
+    best = best_of(problem, lanes, windows_of(profiles, window, may_grow=may_grow, room=room))
+    best = refined(best, lanes)
     # The turns that were left out take as long as the others.
     times = len(turns) / len(few)
     plans = [plan_of(profile, best.problem, best.solution, part=part) for part, profile in enumerate(profiles)]
@@ -141,7 +138,7 @@ def _problem(
     options: list[tuple[Option, ...]] = []
     for stage in stages:
         profile = stage.profile
-        menus = [menu(kind, min_bytes=profile.min_bytes, allow=allow) for kind in profile.kinds]
+        menus = [block_options(kind, min_bytes=profile.min_bytes, allow=allow) for kind in profile.kinds]
         names += (f"stage {stage.index}, {call.name}" for call in profile.calls)
         options += (menus[call.kind] for call in profile.calls)
     return Problem(

@@ -33,14 +33,14 @@ from __future__ import annotations
 import enum
 import heapq
 import math
-from dataclasses import dataclass
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
 from operator import attrgetter
 from typing import Any
 
 from spillway.errors import UsageError
-from spillway.planning.fates import NEVER, Fates
-from spillway.planning.holders import Holders, Tally
-from spillway.planning.tasks import Program, Rates, Task
+from spillway.planning.tasks import Phase, Program, Rates, Sent, Task
 
 
 class Lane(enum.Enum):
@@ -131,7 +131,7 @@ def simulate_program(program: Program, rates: Rates, *, spans: bool = False) -> 
             task runs, its level is the most that it needs.
 
     Raises:
-        UsageError: if a rate or the window is not positive, or the program is none: see :meth:`Fates.of`.
+        UsageError: if a rate or the window is not positive, or the program is none: see :meth:`StorageLifetimes.of`.
     """
     for name in ("out", "back", "disk_write", "disk_read", "window", "ahead", "host"):
         value = getattr(rates, name)
@@ -171,7 +171,7 @@ class _Walk:
 
     def __init__(self, program: Program, rates: Rates, spans: bool) -> None:
         self._program = program
-        self._fates = fates = Fates.of(program, rates.window)
+        self._fates = fates = StorageLifetimes.of(program, rates.window)
         static_bytes = program.static_bytes
         self._rates = rates
         self._ahead = rates.window if rates.ahead is None else rates.ahead
@@ -349,3 +349,252 @@ class _Walk:
     def _note_level(self, tally: Tally) -> None:
         self._levels.append(Level(self._now, self._device, self._host, self._stored))
         self._holders.append(tally.now())
+
+
+NEVER = -1
+"""The turn of a storage that nobody takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class StorageLifetimes:
+    """What becomes of the storages of a program. Lists go by a storage's number, except for ``taken``."""
+
+    sent: list[Sent]
+    senders: list[str]
+    """Names of the tasks that send them."""
+    room: list[tuple[int, ...]]
+    """Which ones are let go of so that this one has room in the window, oldest first."""
+    reused: list[bool]
+    """Whether it is taken while it is LEAVING: then it is never copied."""
+    turns: list[int]
+    """Its place in ``taken``, or ``NEVER``."""
+    taken: list[int]
+    """Numbers of the storages that are taken, in the order in which each is for the first time."""
+
+    @classmethod
+    def of(cls, program: Program, window: int) -> StorageLifetimes:
+        """Walk through the program.
+
+        Args:
+            program: a step.
+            window: bytes that may be LEAVING at once.
+
+        Raises:
+            UsageError: if the program is none: negative seconds or bytes; a key that is sent while it stands for a
+                storage already, or taken or dropped while it does not, though a task sends it.
+        """
+        if program.static_bytes < 0:
+            raise UsageError(f"static_bytes: got {program.static_bytes}, expected at least 0 bytes")
+        walk = _LifetimeWalk(window)
+        for task in program.tasks:
+            walk.visit(task)
+        return walk.fates
+
+
+class _LifetimeWalk:
+    """One walk through a program. ``window``: bytes."""
+
+    def __init__(self, window: int) -> None:
+        self.fates = StorageLifetimes([], [], [], [], [], [])
+        self._window = window
+        self._numbers: dict[int, int] = {}
+        """What keys stand for at this place of the program."""
+        self._leaving: OrderedDict[int, int] = OrderedDict()
+        """Bytes of what is LEAVING, oldest first."""
+        self._leaving_bytes = 0
+        self._dropped: set[int] = set()
+        """Keys that stood for something once."""
+        self._kept: dict[int, str] = {}
+        """Keys that seem to be sent by no task, and who asked for them."""
+
+    def visit(self, task: Task) -> None:
+        """One task: its takes, sends and drops."""
+        if not (0 <= task.seconds < math.inf and 0 <= task.host_seconds < math.inf and task.peak_bytes >= 0):
+            raise UsageError(
+                f"task {task.name!r}: got {task.seconds} s, {task.host_seconds} s of the host and a peak of "
+                f"{task.peak_bytes} bytes, expected finite seconds and none to be negative; measure the task again"
+            )
+        for key in task.takes:
+            number = self._numbers.get(key)
+            if number is None:
+                self._note_kept(key, task, "takes")
+            elif self.fates.turns[number] == NEVER:
+                self.fates.turns[number] = len(self.fates.taken)
+                self.fates.taken.append(number)
+                if number in self._leaving:
+                    self.fates.reused[number] = True
+                    self._leaving_bytes -= self._leaving.pop(number)
+        for sent in task.sends:
+            self._send(sent, task)
+        for key in task.drops:
+            number = self._numbers.pop(key, None)
+            if number is None:
+                self._note_kept(key, task, "drops")
+            else:
+                self._dropped.add(key)
+                if number in self._leaving:
+                    self._leaving_bytes -= self._leaving.pop(number)
+
+    def _send(self, sent: Sent, task: Task) -> None:
+        key, nbytes = sent.key, sent.nbytes
+        if nbytes < 0:
+            raise UsageError(f"task {task.name!r} sends key {key}: got {nbytes} bytes, expected at least 0")
+        if key in self._numbers:
+            raise UsageError(
+                f"task {task.name!r} sends key {key}: got a key that task "
+                f"{self.fates.senders[self._numbers[key]]!r} has sent and nobody has dropped, expected one that stands "
+                f"for nothing; drop it first, or count keys on"
+            )
+        if key in self._kept:
+            raise UsageError(
+                f"task {task.name!r} sends key {key}: got a key that task {self._kept[key]!r} has taken or dropped "
+                f"already, expected this to come first; send it earlier, or give it another key"
+            )
+        room: tuple[int, ...] = ()
+        while self._leaving and self._leaving_bytes + nbytes > self._window:
+            oldest, its_bytes = self._leaving.popitem(last=False)
+            self._leaving_bytes -= its_bytes
+            room += (oldest,)
+        fates = self.fates
+        number = len(fates.sent)
+        self._numbers[key] = number
+        self._leaving[number] = nbytes
+        self._leaving_bytes += nbytes
+        fates.sent.append(sent)
+        fates.senders.append(task.name)
+        fates.room.append(room)
+        fates.reused.append(False)
+        fates.turns.append(NEVER)
+
+    def _note_kept(self, key: int, task: Task, does: str) -> None:
+        if key in self._dropped:
+            raise UsageError(
+                f"task {task.name!r} {does} key {key}: got a key that was dropped, expected one that was sent and not "
+                f"dropped since; drop it later"
+            )
+        self._kept.setdefault(key, task.name)
+
+
+@dataclass(frozen=True, slots=True)
+class Holders:
+    """Bytes on the device at an instant, by what holds them. See NOTE [ Who holds what ]."""
+
+    static: int
+    """There when the step begins."""
+    gradients: int = 0
+    """Of parameters, made in this step."""
+    outside: int = 0
+    """Of what is no block's."""
+    kept: int = 0
+    """Held by blocks from their forward to their backward."""
+    leaving: int = 0
+    """Queued to be copied out, and not let go of."""
+    returning: int = 0
+    """Fetched, and not yet asked for."""
+    returned: int = 0
+    """Fetched and asked for, and not yet let go of."""
+    recomputed: int = 0
+    """Computed again, and not yet let go of."""
+    working: int = 0
+    """What the task that runs has allocated at most, beyond what was there when it began."""
+
+    @property
+    def total(self) -> int:
+        """What the device has."""
+        return sum(astuple(self))
+
+
+def settled(shares: Sequence[int]) -> list[int]:
+    """The same sum with no share below zero: what one lacks is taken off the one before it.
+
+    Args:
+        shares: bytes of holders, in an order in which each may take from those before. The first takes what is left
+            over, and may stay below zero.
+
+    Example:
+        >>> settled([10, 4, -1, 2])
+        [10, 3, 0, 2]
+    """
+    found = list(shares)
+    for place in range(len(found) - 1, 0, -1):
+        if found[place] < 0:
+            found[place - 1] += found[place]
+            found[place] = 0
+    return found
+
+
+class Tally:
+    """The holders at this place of a program.
+
+    Args:
+        static_bytes: there when the step begins.
+    """
+
+    def __init__(self, static_bytes: int) -> None:
+        self._static = static_bytes
+        self._gradients = self._outside = self._kept = 0
+        self._leaving = self._returning = self._returned = self._recomputed = 0
+
+    def now(self, working: int = 0) -> Holders:
+        """As they are.
+
+        Args:
+            working: bytes that a running task has beyond those.
+        """
+        return Holders(
+            static=self._static,
+            gradients=self._gradients,
+            outside=self._outside,
+            kept=self._kept,
+            leaving=self._leaving,
+            returning=self._returning,
+            returned=self._returned,
+            recomputed=self._recomputed,
+            working=working,
+        )
+
+    def end(self, task: Task) -> None:
+        """A task has ended. Of what it sends, nothing has been queued."""
+        self._gradients += task.gradient_bytes
+        self._recomputed += task.recomputed_bytes
+        rest = task.change_bytes - task.gradient_bytes - task.recomputed_bytes
+        if task.phase is Phase.OUTSIDE:
+            # What it sends is kept like anything that is sent.
+            sent = sum(each.nbytes for each in task.sends)
+            self._outside += rest - sent
+            self._kept += sent
+        else:
+            self._kept += rest
+
+    def queue(self, nbytes: int) -> None:
+        """A copy out is queued."""
+        self._kept -= nbytes
+        self._leaving += nbytes
+
+    def let_go(self, nbytes: int) -> None:
+        """A copy out has made room."""
+        self._leaving -= nbytes
+
+    def fetch(self, nbytes: int) -> None:
+        """A copy back is queued."""
+        self._returning += nbytes
+
+    def take(self, nbytes: int) -> None:
+        """What was fetched is asked for."""
+        self._returning -= nbytes
+        self._returned += nbytes
+
+    def drop(self, nbytes: int, *, reused: bool, returned: bool) -> None:
+        """What is on the device is wanted no more.
+
+        Args:
+            nbytes: of it.
+            reused: whether it was never copied.
+            returned: whether it has come back.
+        """
+        if reused:
+            self._kept -= nbytes
+        elif returned:
+            self._returned -= nbytes
+        else:
+            self._leaving -= nbytes

@@ -24,11 +24,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from spillway.errors import UnsupportedError
-from spillway.planning.plan import Plan
+from spillway.planning.block_tasks import make_option
+from spillway.planning.plan import Plan, options_of
 from spillway.planning.profile import BackwardPart, BlockCall, BlockProfile, HostTimes, Outside, Profile
-from spillway.planning.programs import options_of
 from spillway.planning.tasks import Task
-from spillway.planning.treatment import treat
 from spillway.profiling.meter import Known
 from spillway.profiling.probe import Probe
 from spillway.profiling.watch import Place, Watched
@@ -260,7 +259,7 @@ def _kind(
     )
     if not again:
         return block
-    all_again = treat(block, [Decision.RECOMPUTE] * len(block.values), min_bytes=0).rerun_seconds
+    all_again = make_option(block, [Decision.RECOMPUTE] * len(block.values), min_bytes=0).rerun_seconds
     return replace(block, rerun_factor=_times(watched, again, has_host=has_host) / all_again if all_again else 1.0)
 
 

@@ -34,8 +34,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map
 
 from spillway.errors import UnsupportedError
-from spillway.planning.hardware import Hardware
-from spillway.planning.roofline import seconds_of
+from spillway.planning.hardware import Hardware, seconds_of
 from spillway.profiling.meter import Meter, Reading
 from spillway.profiling.target_kernels import effort_of, workspace_of
 from spillway.regions.mode import OperatorMode

@@ -49,8 +49,7 @@ import torch
 from torch.nn import functional
 
 from spillway.errors import UnsupportedError, UsageError
-from spillway.planning.hardware import Hardware
-from spillway.planning.roofline import Effort, Precision, Work
+from spillway.planning.hardware import Effort, Hardware, Precision, Work
 from spillway.regions.schema import Facts, argument
 from spillway.regions.tensors import split, tensors_in
 

@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from spillway.planning.curve import Curve, Point
+from spillway.planning.block_tasks import Outcome
 from spillway.planning.hardware import Hardware
-from spillway.planning.holders import settled
-from spillway.planning.outcome import Outcome
-from spillway.planning.plan import BlockPlan, Plan
+from spillway.planning.plan import BlockPlan, Plan, options_of, program_of
+from spillway.planning.planner import Curve, Point, rates_of
 from spillway.planning.profile import BlockProfile, Profile
-from spillway.planning.programs import options_of, program_of
 from spillway.planning.tasks import Option, Phase
-from spillway.planning.timeline import Timeline, simulate_program
-from spillway.planning.windows import rates_of
+from spillway.planning.timeline import Timeline, settled, simulate_program
 from spillway.records import Decision
 from spillway.units import format_bytes, format_seconds
 

@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from spillway.errors import UsageError, printable
-from spillway.planning.curve import Point
+from spillway.planning.planner import Point
 from spillway.planning.tasks import Phase
 from spillway.planning.timeline import Lane, Span
 from spillway.report.facts import STALLS, Facts

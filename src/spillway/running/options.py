@@ -64,7 +64,7 @@ class RunOptions:
             raise UsageError(f"got {' and '.join(limits)} beside {given[0]}, expected --budget, whose plan they limit")
         # Planning takes a while to import.
         if self.allow is not None:
-            from spillway.planning.programs import check_allow
+            from spillway.planning.plan import check_allow
 
             check_allow(self.allow)
         if self.hardware is not None:

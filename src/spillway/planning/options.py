@@ -22,13 +22,14 @@ import numpy as np
 from scipy.optimize import linprog
 from scipy.sparse import coo_array
 
+from spillway.planning.block_tasks import make_option
+from spillway.planning.plan import ALL
 from spillway.planning.profile import Again, BlockProfile
 from spillway.planning.tasks import Option, Phase
-from spillway.planning.treatment import treat
-from spillway.planning.trials import DIGITS
 from spillway.records import Decision
 
-ALL = frozenset({"keep", "host", "disk", "recompute"})
+_DIGITS = 9
+"""Seconds are compared to a nanosecond."""
 _MOST_SETS = 24
 _PARTS = 5
 """Of a set, so many parts leave or stay."""
@@ -36,7 +37,7 @@ _SMALL = 4096
 _LARGE = 1e6
 
 
-def menu(block: BlockProfile, *, min_bytes: int, allow: Collection[str] = ALL) -> tuple[Option, ...]:
+def block_options(block: BlockProfile, *, min_bytes: int, allow: Collection[str] = ALL) -> tuple[Option, ...]:
     """Ways to treat a block, none of which is worse than another in all that counts.
 
     Args:
@@ -60,7 +61,7 @@ def menu(block: BlockProfile, *, min_bytes: int, allow: Collection[str] = ALL) -
             spread = _spread(block, preserved, tiers, min_bytes, keeps="keep" in allow or not tiers, by_size=by_size)
             for decisions in spread:
                 if decisions not in found:
-                    found[decisions] = treat(block, decisions, min_bytes=min_bytes)
+                    found[decisions] = make_option(block, decisions, min_bytes=min_bytes)
     return _worthwhile(found.values())
 
 
@@ -261,6 +262,6 @@ def _figures(option: Option) -> tuple[float, ...]:
         max((task.peak_bytes for task in option.forward), default=0),
         max((task.peak_bytes for task in option.backward if task.phase is Phase.RERUN), default=0),
         # The same sum in other parts is the same.
-        round(sum(task.host_seconds for task in option.forward), DIGITS),
-        round(sum(task.host_seconds for task in option.backward), DIGITS),
+        round(sum(task.host_seconds for task in option.forward), _DIGITS),
+        round(sum(task.host_seconds for task in option.backward), _DIGITS),
     )
