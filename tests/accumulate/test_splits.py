@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import spillway
 from accumulate.loops import PADDING, Batch, averaged, batches, fresh, summed
 from spillway import SplitError, UsageError, split_equals_whole
-from spillway.accumulate.batches import cut, splits_of
+from spillway.accumulate.splits import cut, splits_of
 
 BATCH = batches(1, rows=6)[0]
 EVEN = BATCH[0], BATCH[0].roll(1, 1)
@@ -128,15 +128,15 @@ WRONG: dict[str, tuple[Step, Batch, tuple[int, ...], str]] = {
         mean_of_means,
         BATCH,
         (1, 5),
-        "by no constant factor, as .* that is so for a mean of means",
+        "no constant factor. A mean of means over micro-batches of different weight",
     ),
     "means added up": (
         sum_of_means,
         EVEN,
         (2, 2, 2),
-        "they are 3 times as large.*means of 3 micro-batches are added up",
+        "they are 3 times as large.*means of 3 micro-batches are summed, but not divided by 3",
     ),
-    "divided twice": (first_only, BATCH, (3, 3), r"they are 0.5 \(1/2\) times as large.*divided by 2"),
+    "divided twice": (first_only, BATCH, (3, 3), r"they are 0.5 \(1/2\) times as large.*divided by 2 again"),
 }
 
 
@@ -149,9 +149,9 @@ def test_a_wrong_step_is_named_for_what_it_is(name: str) -> None:
         split_equals_whole(make(model), rows, model=model, splits=[split])
     assert isinstance(caught.value, AssertionError)
     message = str(caught.value)
-    assert f"from 6 rows in micro-batches of {split}" in message
+    assert f"differ between micro-batches of {split} rows and the whole batch" in message
     assert any(f"'{parameter}'" in message for parameter, _ in model.named_parameters())
-    assert "as do 4 others" in message
+    assert "and 4 others differ" in message
     with pytest.raises(SplitError):
         split_equals_whole(make(model), rows, model=model)
 
@@ -164,7 +164,7 @@ def test_a_constant_factor_is_named_as_the_fraction_that_it_is() -> None:
         for batch in micro_batches:
             (summed(model, batch)[0] / (7 if len(micro_batches) > 1 else 8)).backward()
 
-    with pytest.raises(SplitError, match=r"1.14286 \(8/7\) times as large.*is it a mean of means\?"):
+    with pytest.raises(SplitError, match=r"1.14286 \(8/7\) times as large.*may be a mean of means"):
         split_equals_whole(step, BATCH, model=model)
 
 
@@ -197,7 +197,7 @@ def test_bits_may_be_asked_for() -> None:
 
     assert split_equals_whole(step, torch.ones(5, 2), model=model, exact=True) == 0
     uneven = torch.tensor([[1e8, 1.0], [-1e8, 1.0], [1.0, 1.0]])
-    with pytest.raises(SplitError, match="expected them equal exactly"):
+    with pytest.raises(SplitError, match=r"The tolerance is 0 \(the same bits\)"):
         split_equals_whole(step, uneven, model=model, exact=True)
 
 
@@ -227,10 +227,10 @@ def test_steps_that_prove_nothing_are_refused() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step = right(model)
     calls: list[tuple[dict[str, Any], str]] = [
-        ({"batch": torch.ones(1, 2)}, "batch: got one of 1 row"),
+        ({"batch": torch.ones(1, 2)}, "batch: it has 1 row"),
         ({"batch": (torch.ones(2), torch.ones(3))}, r"batch: got tensors of \[2, 3\] rows"),
         ({"batch": []}, r"batch: got tensors of \[\] rows"),
-        ({"splits": [(3, 4)]}, r"splits: got \(3, 4\), expected rows of micro-batches from 1 on that add up to 6"),
+        ({"splits": [(3, 4)]}, r"splits: got \(3, 4\), expected numbers of rows, at least 1 each, whose sum is 6"),
         ({"splits": []}, "expected at least one"),
         ({"tolerance": 0.0}, "tolerance: got 0.0"),
         ({"tolerance": 0.1, "exact": True}, "tolerance: got 0.1 with exact=True"),
@@ -242,9 +242,9 @@ def test_steps_that_prove_nothing_are_refused() -> None:
         with pytest.raises(UsageError, match=words):
             split_equals_whole(arguments.pop("step"), arguments.pop("batch"), **arguments)
     count = itertools.count(1)
-    with pytest.raises(UsageError, match="when it was called with the same batch again"):
+    with pytest.raises(UsageError, match="different gradients for the same batch"):
         split_equals_whole(lambda parts: (summed(model, parts[0])[0] * next(count)).backward(), BATCH, model=model)
-    with pytest.raises(UsageError, match="that are not finite"):
+    with pytest.raises(UsageError, match="gradients of the whole batch are not finite"):
         split_equals_whole(lambda parts: (summed(model, parts[0])[0] * float("inf")).backward(), BATCH, model=model)
 
 

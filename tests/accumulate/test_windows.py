@@ -27,7 +27,7 @@ from accumulate.loops import (
     windowed,
 )
 from spillway.accumulate.gradients import Factors
-from spillway.accumulate.totals import Totals
+from spillway.accumulate.stepping import Totals
 from spillway.policies import Offload
 from support import assert_nothing_left
 
@@ -155,11 +155,14 @@ def test_weights_that_stay_on_a_device_are_added_up_there() -> None:
     totals = Totals(())
     for weight in (torch.tensor(3), 4.0, torch.tensor([5.5])):
         totals.add(torch.tensor(0.25), weight)
-    assert totals.finish().weight == 12.5 and totals.finish().loss == 0.75
+    totals.finish()
+    assert totals.weight == 12.5 and totals.loss == 0.75
     for nonsense in (-1.0, math.nan):
+        totals = Totals(())
+        totals.add(torch.tensor(0.25), 4.0)
         totals.add(torch.tensor(0.25), torch.tensor(nonsense))
-        weight = totals.finish().weight
-        assert isinstance(weight, Tensor) and weight.isnan()
+        totals.finish()
+        assert isinstance(totals.weight, Tensor) and totals.weight.isnan()
 
 
 AUTOCAST: dict[str, Any] = {

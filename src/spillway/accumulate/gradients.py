@@ -1,18 +1,32 @@
-"""The gradients of a window: normalised, clipped, and nothing else.
+"""Gradients of an accumulation step: normalised, clipped, and summed in float32.
 
 NOTE [ How gradients are multiplied ]
 
-Gradients are touched in place, one at a time, by ``mul_``, as a plainly written loop does it: a subclass of tensors
-whose bytes are elsewhere can follow, and storages are nobody's business here.
+Gradients are multiplied in place, one at a time, by ``mul_``, as in a plain training loop. So tensor subclasses whose
+bytes are elsewhere can follow.
 
-A factor that lies on a device has no dimensions, and torch would round it to the gradient's own type before it
-multiplies: to three digits, for bfloat16. So a plain gradient is multiplied by a float32 tensor of as many dimensions
-as its own, each of one element: that multiplies in float32, and rounds once. The bits are those of ``mul_`` with a
-number of Python's.
+Torch rounds a factor without dimensions to the gradient's dtype before it multiplies: bfloat16 keeps three digits. So a
+plain gradient is multiplied by a float32 tensor of one element that has as many dimensions. That multiplies in float32
+and rounds once. The bits equal those of ``mul_`` with a Python number.
+
+NOTE [ Where the float32 sum is ]
+
+Six hundred ones summed in bfloat16 are 256: from there on, adding 1 is less than half of the last digit. So gradients
+of bfloat16 and float16 parameters can be summed in float32. Between two backwards the sum is ``parameter.grad``. Torch
+allows its dtype while ``parameter.grad_dtype`` is float32, and autograd adds to it. No hook is set on any parameter.
+
+DDP's buckets and FSDP2's shards have the parameter's dtype. So during a backward that reduces over ranks,
+``grad_dtype`` is the parameter's own, and the sum goes one of two ways:
+
+* DDP, with an unreduced part in the sum: the sum is cast to the parameter's dtype, and DDP reduces it together with the
+  gradient of this micro-batch. It is rounded once, as DDP rounds it anyway. So it reaches the other ranks even if this
+  micro-batch does not use the parameter.
+* Otherwise the sum is set aside, and the gradient of this micro-batch is added to it afterwards.
 """
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -21,18 +35,18 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 
-from spillway.accumulate.states import Weight
-from spillway.accumulate.totals import whole
+from spillway.accumulate.options import Weight
 
+HALF = (torch.bfloat16, torch.float16)
 _DOUBLE = {torch.float64, torch.complex128}
 
 
 class Factors:
-    """What gradients are multiplied by: ``divisor / total``, for each divisor that a parameter has.
+    """What gradients are multiplied by: ``divisor / total``.
 
     Args:
-        total: what a window weighs; a window that weighs nothing has gradients of nothing, and they stay 0.
-        divisor: by parameter, what its wrapper has divided its gradient by.
+        total: weight of the accumulation step. If it is 0, so are the gradients, and they stay 0.
+        divisor: what DDP or FSDP2 has divided a parameter's gradient by.
     """
 
     def __init__(self, total: Weight, divisor: Callable[[Parameter], float]) -> None:
@@ -41,21 +55,20 @@ class Factors:
         self._made: dict[tuple[object, ...], Any] = {}
 
     def are_one(self, parameters: Iterable[Parameter]) -> bool:
-        """Whether it is known, without asking a device, that nothing would change."""
+        """Whether all factors are 1, as far as the CPU knows without a stall."""
         return not isinstance(self._total, Tensor) and all(self._divisor(each) == self._total for each in parameters)
 
     @torch.no_grad()
     def apply(self, parameters: Iterable[Parameter]) -> None:
         """Multiply the gradients in place. See NOTE [ How gradients are multiplied ]."""
         for parameter in parameters:
-            gradient = parameter.grad
-            if gradient is None:
+            if parameter.grad is None:
                 continue
             divisor = self._divisor(parameter)
-            gradient = _part(gradient)
+            gradient = _own_part(parameter.grad)
             if isinstance(self._total, Tensor):
                 factor = self._on_device(divisor, self._total, gradient)
-                # Of other classes than torch's own it is not known what they make of dimensions.
+                # Other tensor classes may treat the extra dimensions differently.
                 plain = type(gradient) in (Tensor, Parameter)
                 gradient.mul_(factor.reshape((1,) * gradient.dim()) if plain else factor)
             else:
@@ -73,37 +86,109 @@ class Factors:
         return factor
 
 
-def _part(gradient: Tensor) -> Tensor:
-    """What is multiplied for it: this rank's part, or the values that are not zero. Both are the gradient's own."""
+def clip(parameters: Sequence[Parameter], max_norm: float) -> Tensor:
+    """Clip all gradients by their total norm, like ``torch.nn.utils.clip_grad_norm_``, also over several meshes.
+
+    Returns:
+        The norm before clipping. It is the same on all ranks that share the gradients.
+    """
+    meshes: dict[object, list[Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            meshes.setdefault(getattr(parameter.grad, "device_mesh", None), []).append(parameter.grad)
+    if len(meshes) <= 1:
+        return whole(clip_grad_norm_(list(parameters), max_norm))
+    norms = [whole(get_total_norm(gradients)) for gradients in meshes.values()]
+    norm: Tensor = torch.linalg.vector_norm(torch.stack([each.to(norms[0].device) for each in norms]))
+    parts: Any = [_WithGradient(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    clip_grads_with_norm_(parts, max_norm, norm)
+    return norm
+
+
+class _WithGradient:
+    """Stands for a parameter in torch's clipping; ``grad`` is this rank's part of the gradient."""
+
+    def __init__(self, gradient: Tensor) -> None:
+        self.grad = _own_part(gradient)
+
+
+def _own_part(gradient: Tensor) -> Tensor:
+    """This rank's part of a sharded gradient, or the values of a sparse one, sharing its memory."""
     if hasattr(gradient, "to_local"):
         local: Tensor = gradient.to_local()
         return local
     return gradient._values() if gradient.layout is torch.sparse_coo else gradient
 
 
-def clip(parameters: Sequence[Parameter], max_norm: float) -> Tensor:
-    """Clip all gradients by their common norm, as ``torch.nn.utils.clip_grad_norm_`` does.
+def whole(tensor: Tensor) -> Tensor:
+    """The tensor, or the full tensor of a ``DTensor``: a collective if it is sharded."""
+    full: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return full
 
-    Gradients on several meshes, which torch does not clip together, have their norms put together.
 
-    Returns:
-        The norm before, the same on every rank that has a part in it.
+class Writer(enum.Enum):
+    """Who writes a parameter's ``grad``."""
+
+    AUTOGRAD = "autograd"
+    DDP = "ddp"
+    """Autograd, and DDP in a backward that reduces."""
+    FSDP = "fsdp"
+    """FSDP2 in a backward that reduces. Otherwise FSDP2 holds the gradient itself."""
+
+
+class Float32Sums:
+    """Sums of bfloat16 and float16 gradients in float32. See NOTE [ Where the float32 sum is ].
+
+    Args:
+        parameters: each with who writes its gradient. Those of other dtypes are skipped.
     """
-    meshes: dict[object, list[Parameter]] = {}
+
+    def __init__(self, parameters: Iterable[tuple[Parameter, Writer]]) -> None:
+        self._parameters = [(parameter, writer) for parameter, writer in parameters if parameter.dtype in HALF]
+        self.parameters = [parameter for parameter, _ in self._parameters]
+        self._aside: dict[int, Tensor] = {}
+        self._unreduced = False
+
+    def before_backward(self, *, reduces: bool) -> None:
+        """Prepare gradients for a backward."""
+        for parameter, writer in self._parameters:
+            if writer is Writer.AUTOGRAD or (writer is Writer.DDP and not reduces):
+                if parameter.grad_dtype != torch.float32:
+                    _set_gradient(parameter, parameter.grad, torch.float32)
+            elif reduces:
+                total = parameter.grad
+                joins = writer is Writer.DDP and self._unreduced
+                if total is not None and not joins:
+                    self._aside[id(parameter)] = total
+                _set_gradient(parameter, total if joins else None, parameter.dtype)
+        self._unreduced = not reduces
+
+    def after_backward(self, *, reduces: bool) -> None:
+        """Make ``grad`` the float32 sum again."""
+        for parameter, writer in self._parameters if reduces else ():
+            if writer is not Writer.AUTOGRAD:
+                total, gradient = self._aside.pop(id(parameter), None), parameter.grad
+                if total is not None and gradient is not None:
+                    gradient = total.add_(gradient)
+                _set_gradient(parameter, total if gradient is None else gradient, torch.float32)
+
+    def narrow(self) -> None:
+        """Cast every gradient to its parameter's dtype, as optimizers expect it."""
+        narrow(self.parameters)
+        self._aside.clear()
+        self._unreduced = False
+
+
+def narrow(parameters: Iterable[Parameter]) -> None:
+    """Cast gradients, present and future, to each parameter's own dtype."""
     for parameter in parameters:
-        if parameter.grad is not None:
-            meshes.setdefault(getattr(parameter.grad, "device_mesh", None), []).append(parameter)
-    if len(meshes) <= 1:
-        return whole(clip_grad_norm_(list(parameters), max_norm))
-    norms = [whole(get_total_norm([each.grad for each in some if each.grad is not None])) for some in meshes.values()]
-    norm: Tensor = torch.linalg.vector_norm(torch.stack([each.to(norms[0].device) for each in norms]))
-    parts: Any = [_Part(parameter.grad) for parameter in parameters if parameter.grad is not None]
-    clip_grads_with_norm_(parts, max_norm, norm)
-    return norm
+        if parameter.grad_dtype != parameter.dtype:
+            _set_gradient(parameter, parameter.grad, parameter.dtype)
 
 
-class _Part:
-    """Stands for a parameter, with what is multiplied of its gradient."""
-
-    def __init__(self, gradient: Tensor) -> None:
-        self.grad = _part(gradient)
+@torch.no_grad()
+def _set_gradient(parameter: Parameter, gradient: Tensor | None, dtype: torch.dtype) -> None:
+    # In this order: torch refuses a grad whose dtype differs from grad_dtype.
+    parameter.grad = None
+    parameter.grad_dtype = dtype
+    parameter.grad = None if gradient is None else gradient.to(dtype)

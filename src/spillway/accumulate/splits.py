@@ -1,10 +1,13 @@
-"""A check of anybody's training step: every split of a batch gives the gradient of the whole."""
+"""A check of any training step: every split of a batch into micro-batches gives the gradients of the whole batch."""
 
 from __future__ import annotations
 
 import copy
+import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -12,11 +15,19 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from spillway.accumulate.batches import Split, check_split, cut, rows_of, splits_of
-from spillway.accumulate.comparison import Comparison, Gradients
 from spillway.errors import SplitError, UsageError
 
+Split = tuple[int, ...]
+"""Rows of each micro-batch."""
+Gradients = dict[str, Tensor]
+"""Gradients by parameter name."""
+
 _DRAWN = 16
+_ALL_UP_TO = 6
+_MOST_PARTS = 8
+_NOISE = 8
+"""A gradient that should be 0 may be this many times the epsilon of its dtype times the norm of all gradients."""
+_LARGEST_DENOMINATOR = 64
 
 
 def split_equals_whole(
@@ -30,37 +41,34 @@ def split_equals_whole(
     exact: bool = False,
     seed: int = 0,
 ) -> float:
-    """Check a training step: cut into any micro-batches, a batch gives the gradients of the whole.
+    """Check a training step: a batch cut into micro-batches gives the gradients of the whole batch.
 
     ``step`` is called with a list of micro-batches: with the whole batch as the only one, and once for each split.
-    Before each call weights, buffers, the optimizer's state, gradients and torch's seed are what they were. Compared
-    are the gradients that the optimizer steps with, or that the model is left with.
+    Before each call weights, buffers, optimizer state, gradients and torch's seed are restored. The gradients that the
+    optimizer steps with are compared, or those that the model is left with.
 
-    What depends on more than a row by itself differs between splits, and rightly so: dropout, batch norm. Switch it
-    off.
+    Dropout and batch norm mix rows, so their gradients differ between splits. Switch them off.
 
     Args:
-        step: your training step, of any number of micro-batches.
-        batch: a tensor, or tuples, lists and dictionaries of tensors, with as many rows (first dimension) each.
-        model: whose gradients are compared.
-        optimizer: what ``step`` steps; its gradients are taken when it does. ``None``: they are taken afterwards, from
-            the model.
-        splits: rows of micro-batches, like ``[(3, 5), (1, 7)]``; or how many to draw of a batch of more than six rows.
-            ``None``: all that there are of up to six rows, else 16.
-        tolerance: the largest difference, by norm, relative to that of the whole batch's gradient. ``None``: the
-            square root of the gradient's own epsilon, which is 1.5e-8 for float64, 3.5e-4 for float32, 0.09 for
-            bfloat16: sums in another order round otherwise. Under autocast say what its narrower type needs.
-        exact: no tolerance: the same bits.
-        seed: of torch's random numbers, and of what is drawn.
+        step: your training step, for any number of micro-batches.
+        batch: a tensor, or tuples, lists and dictionaries of tensors, all with the same number of rows (first
+            dimension).
+        model: its gradients are compared.
+        optimizer: ``step`` steps it, and its gradients are compared then. ``None``: those of the model, after ``step``.
+        splits: rows of micro-batches, like ``[(3, 5), (1, 7)]``; or how many splits to draw for a batch of more than
+            six rows. ``None``: 16, or for up to six rows all of them.
+        tolerance: largest relative difference by norm. ``None``: the square root of the dtype's epsilon, since sums in
+            another order round differently: 1.5e-8 for float64, 3.5e-4 for float32, 0.09 for bfloat16. Set it for
+            autocast.
+        exact: compare bit for bit.
+        seed: of torch's random numbers, and of the splits that are drawn.
 
     Returns:
-        The largest relative difference that was found.
+        The largest relative difference.
 
     Raises:
-        SplitError: an ``AssertionError``, if a split's gradients differ: it names the parameter, the split, and by what
-            factor.
-        UsageError: for arguments that cannot be meant; if ``step`` gives no gradients, or other ones for the same
-            batch.
+        SplitError: an ``AssertionError``, if gradients differ. It names the parameter, the split and the factor.
+        UsageError: for invalid arguments; if ``step`` makes no gradients, or different ones for the same batch.
 
     Example:
         >>> def step(micro_batches):  # doctest: +SKIP
@@ -70,40 +78,109 @@ def split_equals_whole(
         >>> spillway.split_equals_whole(step, tokens, model=model, optimizer=optimizer)  # doctest: +SKIP
         3.1e-08
     """
-    rows = rows_of(batch)
+    rows = _rows_of(batch)
     if rows < 2:
-        raise UsageError("batch: got one of 1 row, expected at least 2, since this one cannot be split")
+        raise UsageError("batch: it has 1 row, which cannot be split; give at least 2 rows")
     if tolerance is not None and (exact or not 0 < tolerance < math.inf):
         raise UsageError(f"tolerance: got {tolerance!r} with exact={exact}, expected a number above 0, or exact=True")
     if splits is None or isinstance(splits, int):
-        count = _DRAWN if splits is None else splits
-        wanted: Iterable[Split] = splits_of(rows, count, seed)
+        wanted: Iterable[Split] = splits_of(rows, _DRAWN if splits is None else splits, seed)
     else:
-        wanted = [check_split(each, rows) for each in splits]
+        wanted = [_checked(each, rows) for each in splits]
     run = _Run(step, model, optimizer, seed)
-    whole = run((rows,), batch)
-    comparison = Comparison(whole, 0.0 if exact else tolerance)
-    _, difference = comparison.worst(run((rows,), batch))
-    if difference is not None:
+    comparison = _Comparison(run((rows,), batch), 0.0 if exact else tolerance)
+    if comparison.difference(run((rows,), batch), (rows,))[1] is not None:
         raise UsageError(
-            "step: got other gradients when it was called with the same batch again, expected the same; it keeps "
-            "something from call to call, or is not deterministic"
+            "step: it made different gradients for the same batch; make it deterministic, without state between calls"
         )
-    largest = 0.0
-    compared = 0
+    largest = None
     for split in wanted:
-        found, difference = comparison.worst(run(split, batch))
-        if difference is not None:
-            raise SplitError(difference.message(split, rows))
-        largest = max(largest, found)
-        compared += 1
-    if not compared:
+        found, message = comparison.difference(run(split, batch), split)
+        if message is not None:
+            raise SplitError(message)
+        largest = max(largest or 0.0, found)
+    if largest is None:
         raise UsageError(f"splits: got {splits!r}, expected at least one")
     return largest
 
 
+def splits_of(rows: int, count: int, seed: int) -> Iterator[Split]:
+    """Ways to cut rows into more than one part: all of them for up to six rows, else some drawn ones.
+
+    Drawn ones begin with single rows (up to eight rows) and even halves, and do not repeat.
+
+    Args:
+        rows: number of rows.
+        count: how many are drawn at most.
+        seed: of the drawing.
+    """
+    if rows <= _ALL_UP_TO:
+        for cuts in itertools.product((False, True), repeat=rows - 1):
+            if any(cuts):
+                yield _parts(rows, [place for place, is_cut in enumerate(cuts, 1) if is_cut])
+        return
+    chance = random.Random(seed)
+    seen: set[Split] = set()
+    first = [_parts(rows, [rows // 2])] + ([(1,) * rows] if rows <= _MOST_PARTS else [])
+    for _ in range(20 * count):
+        if len(seen) == count:
+            return
+        parts = chance.randint(2, min(rows, _MOST_PARTS))
+        split = first.pop() if first else _parts(rows, sorted(chance.sample(range(1, rows), parts - 1)))
+        if split not in seen:
+            seen.add(split)
+            yield split
+
+
+def cut(batch: Any, split: Split) -> list[Any]:
+    """The micro-batches of a batch, as views. Each of them has all values that are no tensors."""
+    ends = list(itertools.accumulate(split))
+    return [_rows(batch, end - rows, end) for rows, end in zip(split, ends, strict=True)]
+
+
+def _checked(split: Sequence[int], rows: int) -> Split:
+    parts = tuple(split)
+    if not all(isinstance(part, int) and part > 0 for part in parts) or sum(parts) != rows:
+        raise UsageError(f"splits: got {parts!r}, expected numbers of rows, at least 1 each, whose sum is {rows}")
+    return parts
+
+
+def _parts(rows: int, cuts: list[int]) -> Split:
+    return tuple(end - start for start, end in itertools.pairwise([0, *cuts, rows]))
+
+
+def _rows_of(batch: Any) -> int:
+    """The length of the first dimension, which all tensors of a batch share."""
+    lengths = {tensor.shape[0] if tensor.dim() else 0 for tensor in _tensors(batch)}
+    if len(lengths) != 1 or 0 in lengths:
+        raise UsageError(
+            f"batch: got tensors of {sorted(lengths)} rows, expected a tensor, or tuples, lists and dictionaries of "
+            f"tensors, all with the same number of rows"
+        )
+    return lengths.pop()
+
+
+def _tensors(batch: Any) -> Iterator[Tensor]:
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, (dict, tuple, list)):
+        for value in batch.values() if isinstance(batch, dict) else batch:
+            yield from _tensors(value)
+
+
+def _rows(batch: Any, start: int, end: int) -> Any:
+    if isinstance(batch, Tensor):
+        return batch[start:end]
+    if isinstance(batch, dict):
+        return type(batch)({key: _rows(value, start, end) for key, value in batch.items()})
+    if isinstance(batch, (tuple, list)):
+        values = [_rows(value, start, end) for value in batch]
+        return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
+    return batch
+
+
 class _Run:
-    """Runs a step from where everything was, and takes the gradients that it makes."""
+    """Runs a step from the state at the time of construction, and returns its gradients."""
 
     def __init__(
         self, step: Callable[[list[Any]], object], model: Module, optimizer: Optimizer | None, seed: int
@@ -135,13 +212,13 @@ class _Run:
         if len(taken) != 1 or not taken[0]:
             raise UsageError(
                 f"step: got {len(taken)} steps of the optimizer with gradients of "
-                f"{len(taken[0]) if taken else 0} parameters, expected one, with gradients"
+                f"{len(taken[0]) if taken else 0} parameters, expected one step with gradients"
             )
         return taken[0]
 
     def _gradients(self) -> Gradients:
         named = [(name, parameter.grad) for name, parameter in self._model.named_parameters()]
-        return {name: _local(gradient).detach().clone() for name, gradient in named if gradient is not None}
+        return {name: _dense(gradient).detach().clone() for name, gradient in named if gradient is not None}
 
     @torch.no_grad()
     def _restore(self) -> None:
@@ -152,7 +229,94 @@ class _Run:
             self._optimizer.load_state_dict(copy.deepcopy(self._state))
 
 
-def _local(gradient: Tensor) -> Tensor:
-    """What this rank has of it, without the holes of a sparse one."""
+class _Comparison:
+    """Compares gradients with those of the whole batch.
+
+    Args:
+        whole: gradients of the whole batch.
+        tolerance: relative to their norm; ``None``: by their dtype; 0: bit for bit.
+    """
+
+    def __init__(self, whole: Gradients, tolerance: float | None) -> None:
+        self._whole = whole
+        self._norms = {name: _norm(gradient) for name, gradient in whole.items()}
+        self._norm = math.hypot(*self._norms.values())
+        self._tolerance = tolerance
+        if not math.isfinite(self._norm):
+            raise UsageError("step: the gradients of the whole batch are not finite")
+
+    def difference(self, found: Gradients, split: Split) -> tuple[float, str | None]:
+        """The largest relative difference, and an error message if one is above its tolerance."""
+        compared = {name: self._compare(name, found.get(name)) for name in self._whole.keys() | found.keys()}
+        wrong = [(relative, name, allowed) for name, (relative, allowed, is_wrong) in compared.items() if is_wrong]
+        message = None
+        if wrong:
+            relative, name, allowed = max(wrong)
+            how, hint = self._explained(name, found, split, relative, allowed)
+            message = (
+                f"gradients of {name!r}{f' and {len(wrong) - 1} others' if len(wrong) > 1 else ''} differ between "
+                f"micro-batches of {split} rows and the whole batch: {how}. {hint}. The tolerance is "
+                f"{f'{allowed:.2g}' if allowed else '0 (the same bits)'}"
+            )
+        return max((relative for relative, *_ in compared.values()), default=0.0), message
+
+    def _compare(self, name: str, found: Tensor | None) -> tuple[float, float, bool]:
+        """The relative difference of one gradient, the tolerance, and whether it is wrong."""
+        whole = self._whole.get(name)
+        if whole is None or found is None:
+            # None is not the same as zeros: an optimizer skips the parameter.
+            return math.inf, 0.0, True
+        if self._tolerance == 0 and torch.equal(whole, found):
+            return 0.0, 0.0, False
+        epsilon = torch.finfo(whole.dtype).eps
+        allowed = math.sqrt(epsilon) if self._tolerance is None else self._tolerance
+        difference = _norm(_flat(found) - _flat(whole))
+        noise = _NOISE * epsilon * self._norm
+        relative = difference / self._norms[name] if self._norms[name] > noise else 0.0
+        if self._tolerance == 0:
+            return relative, 0.0, True
+        return relative, allowed, not difference <= max(allowed * self._norms[name], noise)
+
+    def _explained(self, name: str, found: Gradients, split: Split, relative: float, allowed: float) -> tuple[str, str]:
+        """How a gradient differs, and a likely cause."""
+        factor, parts = self._factor(name, found, allowed), len(split)
+        if factor is None:
+            how = f"the difference is {relative:.3g} of the norm and no constant factor"
+            return how, "A mean of means over micro-batches of different weight, dropout or batch norm do this"
+        how = f"they are {_fraction(factor)} times as large"
+        if math.isclose(factor, parts, rel_tol=max(allowed, 1e-6)):
+            return how, f"The means of {parts} micro-batches are summed, but not divided by {parts}"
+        if math.isclose(factor, 1 / parts, rel_tol=max(allowed, 1e-6)):
+            return how, f"Normalised losses are divided by {parts} again, or only one of {parts} micro-batches counts"
+        return how, "This may be a mean of means: divide sums by the count of all micro-batches"
+
+    def _factor(self, name: str, found: Gradients, allowed: float) -> float | None:
+        """The constant factor between the two gradients, if there is one."""
+        if name not in found or name not in self._whole or not self._norms[name]:
+            return None
+        ours, whole = _flat(found[name]), _flat(self._whole[name])
+        factor = float(ours @ whole) / self._norms[name] ** 2
+        rest = _norm(ours - factor * whole)
+        return factor if rest <= max(allowed, 1e-6) * abs(factor) * self._norms[name] else None
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    """This rank's part of a gradient, as a dense tensor."""
     local: Tensor = gradient.to_local() if hasattr(gradient, "to_local") else gradient
     return local.to_dense() if local.layout is not torch.strided else local
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return real.double().flatten()
+
+
+def _norm(tensor: Tensor) -> float:
+    return float(torch.linalg.vector_norm(_flat(tensor)))
+
+
+def _fraction(factor: float) -> str:
+    """A factor, with the small fraction that it is close to."""
+    fraction = Fraction(factor).limit_denominator(_LARGEST_DENOMINATOR)
+    is_named = fraction.denominator > 1 and math.isclose(float(fraction), factor, rel_tol=1e-3)
+    return f"{factor:.6g}" + (f" ({fraction})" if is_named else "")

@@ -1,120 +1,249 @@
-"""From a window's added-up gradients to the optimizer's step.
+"""From the losses of an accumulation step to the optimizer's step.
 
 NOTE [ The order of operations ]
 
-Of every window, in this order, and nothing else:
+Each accumulation step runs these operations, in this order, and no others:
 
-1. for each micro-batch ``loss.backward()``, of the loss as it was given; with ``"steps"``, of ``loss / steps``; with a
-   ``GradScaler``, of that times its scale. Weights are added up.
-2. in the last backward, weights are summed over ranks, and gradients by the wrapper (DDP, FSDP2), which averages.
-3. ``scaler.unscale_(optimizer)``
-4. each gradient ``mul_(divisor / total)``: *total* is what the window weighs over all ranks, *divisor* what the wrapper
-   has divided by: its ranks. With ``"steps"``, total is the micro-batches of all ranks, and divisor is multiplied by
-   the steps that each loss was divided by. With ``"sum"``, total is 1. Where the two are known to be equal without
-   asking a device, nothing is multiplied.
-5. ``clip_grad_norm_``
-6. gradients that were summed in float32 get their parameter's own type
-7. ``scaler.step(optimizer)`` and ``scaler.update()``, or ``optimizer.step()``
-8. ``scheduler.step()``, if the optimizer has stepped
-9. ``optimizer.zero_grad()``
+1. For each micro-batch ``loss.backward()``. With ``"steps"`` the loss is divided by ``steps`` first. A ``GradScaler``
+   scales it. Weights are summed.
+2. In the last backward, weights are summed over ranks, and DDP or FSDP2 averages gradients over ranks.
+3. ``scaler.unscale_(optimizer)``.
+4. ``mul_(divisor / total)`` for each gradient. *total* is the weight of all micro-batches on all ranks. *divisor* is
+   what DDP or FSDP2 has divided by: its ranks. With ``"steps"``, total is the number of micro-batches on all ranks, and
+   divisor also has the factor ``steps``. With ``"sum"``, total is 1. The multiplication is skipped if the CPU knows
+   that the two are equal.
+5. ``clip_grad_norm_``.
+6. Gradients that were summed in float32 are cast to their parameter's dtype.
+7. ``scaler.step(optimizer)`` and ``scaler.update()``, or ``optimizer.step()``.
+8. ``scheduler.step()``, if the optimizer has stepped.
+9. ``optimizer.zero_grad()``.
 
-Gradients are normalised at the end, so that a window whose counts are known last has the bits of one whose counts are
-known first. ``"steps"`` divides first, since that is the loop that everybody writes.
+Gradients are normalised at the end, so weights that are known last and weights that are known first give the same bits.
+``"steps"`` divides first, like the usual training loop.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from spillway.accumulate.gradients import Factors, clip
-from spillway.accumulate.options import Normalize
-from spillway.accumulate.record import DeviceNumber, WindowStep
-from spillway.accumulate.states import Weight
-from spillway.accumulate.totals import WindowTotals
-from spillway.accumulate.widening import Float32Sums
+from spillway.accumulate.gradients import Factors, Float32Sums, clip, whole
+from spillway.accumulate.options import WEIGHTED, Weight
 from spillway.accumulate.wrappers import Wrappers
 
 
+class DeviceNumber:
+    """A number that may still be computed on a device. Reading it waits for the device, once.
+
+    ``float(number)``, ``number.item()``, ``bool(number)`` and ``f"{number:.3f}"`` read it; ``number.tensor`` does not.
+
+    Args:
+        value: a number, or a tensor of one element that is no longer written.
+
+    Example:
+        >>> number = DeviceNumber(torch.tensor(2.5))
+        >>> number
+        DeviceNumber(<not read>)
+        >>> f"{number:.2f}", number
+        ('2.50', DeviceNumber(2.5))
+    """
+
+    __slots__ = ("_tensor", "_value")
+
+    def __init__(self, value: float | Tensor) -> None:
+        self._tensor = value.detach() if isinstance(value, Tensor) else None
+        self._value = None if isinstance(value, Tensor) else float(value)
+
+    @property
+    def tensor(self) -> Tensor:
+        """The number as a tensor without dimensions, on its device. Does not wait."""
+        if self._tensor is None:
+            return torch.tensor(self._value, dtype=torch.float64)
+        return self._tensor.reshape(())
+
+    def item(self) -> float:
+        """The number. The first call waits for the device."""
+        if self._value is None:
+            self._value = float(self.tensor.item())
+        return self._value
+
+    __float__ = item
+
+    def __bool__(self) -> bool:
+        return bool(self.item())
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec)
+
+    def __repr__(self) -> str:
+        return f"DeviceNumber({'<not read>' if self._value is None else self._value})"
+
+
+@dataclass(frozen=True, slots=True)
+class WindowStep:
+    """Results of one accumulation step. Numbers are :class:`DeviceNumber`, read on demand."""
+
+    index: int
+    """Number of the accumulation step, from 0. Skipped ones count, dropped ones do not."""
+    loss: DeviceNumber
+    """Loss over all ranks, normalised like the gradients and without the factor of a ``GradScaler``. Not a number if
+    the total weight is 0."""
+    weight: DeviceNumber
+    """Tokens or samples over all ranks: the divisor of the gradients. With ``"steps"`` and ``"sum"``: the sum of the
+    given weights, or the number of micro-batches of all ranks without weights."""
+    gradient_norm: DeviceNumber | None
+    """Norm of all normalised gradients, before clipping; ``None`` without ``max_norm``."""
+    learning_rates: tuple[float | DeviceNumber, ...]
+    """Learning rate of each parameter group in this step. If the optimizer keeps one on a device, it stays there."""
+    skipped: DeviceNumber
+    """Whether the ``GradScaler`` found gradients that are not finite. Then only its scale was changed."""
+    micro_batches: int
+    """Number of micro-batches on this rank."""
+
+
+class Totals:
+    """Sums of weights and losses over an accumulation step, and then over ranks, without a stall.
+
+    Weights that are numbers are added on the CPU. Tensors stay on their device. Sums are float64, so counts are exact.
+
+    Args:
+        groups: process groups to sum over, one after the other.
+    """
+
+    def __init__(self, groups: Sequence[Any]) -> None:
+        self.weight: Weight = 0.0
+        """Sum of the weights, once :meth:`finish` was called."""
+        self.micro_batches: Weight = 0
+        self._groups = groups
+        self._on_device: Tensor | None = None
+        self._loss: Tensor | None = None
+        self._reduced: Tensor | None = None
+        self._work: Any = None
+
+    @property
+    def loss(self) -> Tensor:
+        """Sum of the losses. There is one after the first :meth:`add`."""
+        if self._loss is None:
+            raise RuntimeError("an accumulation step without micro-batches has no loss")
+        return self._loss
+
+    def add(self, loss: Tensor, weight: Weight) -> None:
+        """Add a micro-batch."""
+        self.micro_batches += 1
+        if isinstance(weight, Tensor):
+            weight = _wide(weight)
+            # An invalid weight makes the gradients not a number: a check here would stall.
+            weight = torch.where(weight >= 0, weight, torch.nan)
+            self._on_device = weight if self._on_device is None else self._on_device + _moved(weight, self._on_device)
+        else:
+            self.weight += weight
+        loss = _wide(loss)
+        self._loss = loss if self._loss is None else self._loss + _moved(loss, self._loss)
+
+    def reduce(self) -> None:
+        """Start to sum over ranks: one collective of three numbers, which overlaps the last backward."""
+        if not self._groups or self._loss is None:
+            return
+        count = torch.full_like(self._loss, float(self.micro_batches))
+        self._reduced = torch.stack([self._weight_on(self._loss), self._loss, count])
+        for group in self._groups:
+            self._wait()
+            self._work = torch.distributed.all_reduce(self._reduced, group=group, async_op=True)
+
+    def finish(self) -> None:
+        """Complete the sums. Later kernels wait for them; the CPU stalls only with gloo."""
+        if self._groups and self._reduced is None:
+            self.reduce()
+        self._wait()
+        if self._reduced is not None:
+            self.weight, self._loss, self.micro_batches = self._reduced.unbind()
+        elif self._on_device is not None:
+            self.weight, self._on_device = self._weight_on(self.loss), None
+
+    def _weight_on(self, like: Tensor) -> Tensor:
+        # Filled by a kernel, since a copy from unpinned CPU memory would stall.
+        known = torch.full_like(like, float(self.weight))
+        return known if self._on_device is None else known + _moved(self._on_device, like)
+
+    def _wait(self) -> None:
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+
+
+@dataclass
 class Stepper:
-    """Steps an optimizer with what windows have added up. See NOTE [ The order of operations ].
+    """Steps an optimizer with accumulated gradients. See NOTE [ The order of operations ].
 
     Args:
         optimizer: the optimizer.
-        wrappers: who averages gradients over ranks.
-        sums: gradients that are summed in float32, if any are.
-        steps: micro-batches of a full window.
+        wrappers: DDP and FSDP2 modules of the model.
+        sums: float32 sums of gradients, if any.
+        steps: micro-batches of a full accumulation step.
         normalize: what gradients are divided by.
-        max_norm: their greatest norm; ``None``: any.
-        scaler: of losses; ``None``: none, or one that is switched off.
-        scheduler: of learning rates.
+        max_norm: clip gradients to this norm; ``None``: do not clip.
+        scaler: an enabled ``GradScaler``, or ``None``.
+        scheduler: learning rate scheduler, or ``None``.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        wrappers: Wrappers,
-        sums: Float32Sums | None,
-        *,
-        steps: int,
-        normalize: Normalize,
-        max_norm: float | None,
-        scaler: Any,
-        scheduler: Any,
-    ) -> None:
-        self._optimizer = optimizer
-        self._wrappers = wrappers
-        self._sums = sums
-        self._steps = steps
-        self._normalize = normalize
-        self._max_norm = max_norm
-        self._scaler = scaler
-        self._scheduler = scheduler
-        self._unscaled = False
+    optimizer: Optimizer
+    wrappers: Wrappers
+    sums: Float32Sums | None
+    steps: int
+    normalize: str
+    max_norm: float | None
+    scaler: Any
+    scheduler: Any
+    _unscaled: bool = False
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """The loss whose backward is run."""
-        if self._normalize is Normalize.STEPS:
-            loss = loss / self._steps
-        scaled: Tensor = loss if self._scaler is None else self._scaler.scale(loss)
+        """The loss to run backward from."""
+        if self.normalize == "steps":
+            loss = loss / self.steps
+        scaled: Tensor = loss if self.scaler is None else self.scaler.scale(loss)
         return scaled
 
-    def step(self, parameters: Sequence[Parameter], totals: WindowTotals, *, index: int, count: int) -> WindowStep:
-        """Normalise, clip, and step.
+    def step(self, parameters: Sequence[Parameter], totals: Totals, *, index: int, count: int) -> WindowStep:
+        """Normalise, clip and step.
 
         Args:
-            parameters: the optimizer's, in the order in which they are clipped.
-            totals: what the window adds up to.
-            index: its number.
+            parameters: those of the optimizer, in the order in which they are clipped.
+            totals: sums over the accumulation step.
+            index: number of the accumulation step.
             count: its micro-batches on this rank.
-
-        Returns:
-            What was done.
         """
+        totals.finish()
         factors = self._factors(totals.weight, count)
         multiplies = not factors.are_one(parameters)
-        if self._scaler is not None:
+        if self.scaler is not None:
             self._unscaled = True
-            if multiplies or self._max_norm is not None or self._sums is not None:
-                self._scaler.unscale_(self._optimizer)
+            if multiplies or self.max_norm is not None or self.sums is not None:
+                self.scaler.unscale_(self.optimizer)
         if multiplies:
             factors.apply(parameters)
-        norm = None if self._max_norm is None else DeviceNumber(clip(parameters, self._max_norm))
-        if self._sums is not None:
-            self._sums.narrow()
-        # Before the scheduler changes them.
-        rates = tuple(_rate(group.get("lr", math.nan)) for group in self._optimizer.param_groups)
+        norm = None if self.max_norm is None else DeviceNumber(clip(parameters, self.max_norm))
+        if self.sums is not None:
+            self.sums.narrow()
+        # Read them before the scheduler changes them.
+        rates = tuple(_rate(group.get("lr", math.nan)) for group in self.optimizer.param_groups)
         skipped = self._step_optimizer()
-        if self._scheduler is not None and not skipped:
-            self._scheduler.step()
+        if self.scheduler is not None and not skipped:
+            self.scheduler.step()
+        divisor: Weight = 1.0
+        if self.normalize in WEIGHTED:
+            divisor = totals.weight
+        elif self.normalize == "steps":
+            divisor = totals.micro_batches
         return WindowStep(
             index=index,
-            loss=DeviceNumber(totals.loss / self._divisor_of_loss(totals)),
+            loss=DeviceNumber(totals.loss / divisor),
             weight=DeviceNumber(totals.weight),
             gradient_norm=norm,
             learning_rates=rates,
@@ -123,47 +252,35 @@ class Stepper:
         )
 
     def discard(self) -> None:
-        """After a step that failed: be ready for the next."""
+        """Prepare for the next accumulation step after one that failed."""
         if self._unscaled:
-            # The scaler remembers to have unscaled, until it is updated. To the scale that it has, nothing changes.
-            self._scaler.update(self._scaler.get_scale())
+            # The scaler refuses to unscale twice between updates. This update keeps its scale.
+            self.scaler.update(self.scaler.get_scale())
             self._unscaled = False
 
     def _factors(self, weight: Weight, count: int) -> Factors:
-        divisors = self._wrappers.divisors()
-        total: Weight = 1.0
-        divided = 1
-        if self._normalize.weighs:
-            total = weight
-        elif self._normalize is Normalize.STEPS:
-            total = float(self._wrappers.ranks * count)
-            divided = self._steps
-        return Factors(total, lambda parameter: divisors.get(id(parameter), 1.0) * divided)
-
-    def _divisor_of_loss(self, totals: WindowTotals) -> Weight:
-        if self._normalize.weighs:
-            return totals.weight
-        return totals.micro_batches if self._normalize is Normalize.STEPS else 1.0
+        divisors = self.wrappers.divisors()
+        if self.normalize == "steps":
+            total = float(self.wrappers.ranks * count)
+            return Factors(total, lambda parameter: divisors.get(id(parameter), 1.0) * self.steps)
+        total_weight = weight if self.normalize in WEIGHTED else 1.0
+        return Factors(total_weight, lambda parameter: divisors.get(id(parameter), 1.0))
 
     def _step_optimizer(self) -> DeviceNumber:
-        """Step, if the scaler lets it.
-
-        Returns:
-            Whether it was skipped.
-        """
-        if self._scaler is None:
-            self._optimizer.step()
+        """Step, unless the scaler prevents it. Returns whether the step was skipped."""
+        if self.scaler is None:
+            self.optimizer.step()
             return DeviceNumber(False)
         found: list[Tensor | None] = []
-        # Called if the optimizer steps. One that looks for infinities itself does so always, and is told of them.
-        hook = self._optimizer.register_step_pre_hook(
+        # The hook runs if the optimizer steps. A fused one always does, and reads found_inf itself.
+        hook = self.optimizer.register_step_pre_hook(
             lambda optimizer, args, kwargs: found.append(getattr(optimizer, "found_inf", None))
         )
         try:
-            self._scaler.step(self._optimizer)
+            self.scaler.step(self.optimizer)
         finally:
             hook.remove()
-        self._scaler.update()
+        self.scaler.update()
         self._unscaled = False
         if not found:
             return DeviceNumber(True)
@@ -173,5 +290,15 @@ class Stepper:
 def _rate(rate: float | Tensor) -> float | DeviceNumber:
     if not isinstance(rate, Tensor):
         return float(rate)
-    # The scheduler writes into it.
+    # The scheduler writes into this tensor.
     return float(rate) if rate.device.type == "cpu" else DeviceNumber(rate.detach().clone())
+
+
+def _wide(number: Tensor) -> Tensor:
+    """A detached copy without dimensions, in the widest floating type of the device."""
+    number = whole(number.detach()).reshape(())
+    return number.to(torch.float32 if number.device.type == "mps" else torch.float64, copy=True)
+
+
+def _moved(number: Tensor, like: Tensor) -> Tensor:
+    return number.to(like.device, non_blocking=True)

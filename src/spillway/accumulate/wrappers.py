@@ -1,127 +1,306 @@
-"""The modules of torch's that average gradients over ranks: DDP and FSDP2, and what a window asks of them."""
+"""DDP and FSDP2: when they reduce gradients over ranks, and what they divide gradients by.
+
+NOTE [ DDP: parameters that only an early micro-batch uses ]
+
+DDP reduces a parameter's gradient when the backward that reduces reaches the parameter. With
+``find_unused_parameters=True`` it also reduces gradients that only earlier micro-batches have made. Without it, DDP
+waits for the missing gradient, and its whole bucket stays unreduced on each rank. DDP reports that in the next forward,
+after the optimizer has stepped. So the accumulator asks DDP's reducer right after backward.
+
+NOTE [ FSDP2: what it holds ]
+
+With ``sync="last"``, only the last micro-batch reduces. Until then FSDP2 holds whole gradients in its
+``reduce_dtype``. The last micro-batch reduces all of them, also those of modules that it does not use. With
+``sync="every"`` each micro-batch reduces, and FSDP2 holds a shard.
+
+On a mesh of replicas and shards, ``sync="every"`` reduces over shards each time and over replicas in the last
+micro-batch. In between FSDP2 holds one flat buffer for each parameter group, and adds the next one without a check of
+the parameters in it. That is right only if every micro-batch has gradients of the same parameters. A buffer whose
+modules the last micro-batch does not use is never reduced. So the accumulator compares the buffer's size, and raises an
+error instead of losing gradients.
+
+The switches are FSDP2's public ones. Its divisors and buffers have no public names, so a torch without the private ones
+is refused.
+"""
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.nn import Module, Parameter
+from torch.nn.parallel import DistributedDataParallel
 
-from spillway.accumulate.ddp import Replicated
-from spillway.accumulate.fsdp import Sharded, is_sharded, size_of
-from spillway.accumulate.options import Sync
-from spillway.accumulate.widening import Home
+from spillway.accumulate.gradients import HALF, Writer
 from spillway.blocks import is_a
 from spillway.errors import UnsupportedError, UsageError
 
-
-class Wrapper(Protocol):
-    """One kind of them, in one model."""
-
-    home: Home
-
-    @property
-    def groups(self) -> Sequence[Any]:
-        """The process groups over which its ranks' data differ: to reduce over one after the other is over all."""
-
-    def divisors(self) -> Iterator[tuple[Parameter, float]]:
-        """Its parameters, each with what its gradient is divided by when it is summed over ranks."""
-
-    def reduces(self, *, last: bool) -> bool:
-        """Whether this micro-batch is one that reduces."""
-
-    def completes(self, *, last: bool) -> bool:
-        """Whether after this micro-batch all that it has is reduced over all ranks."""
-
-    def switch(self, switches: ExitStack, *, last: bool) -> None:
-        """Set it for one micro-batch, from before its forward; ``switches`` sets it back."""
-
-    def check(self, *, last: bool) -> None:
-        """After a micro-batch's backward: raise if a gradient was left behind."""
-
-    def leave(self, *, last: bool) -> bool:
-        """A micro-batch ends without a backward: be ready for the next one.
-
-        Returns:
-            Whether that is possible.
-        """
-
-    def discard(self, *, failed: bool) -> None:
-        """Forget what it holds of a window; after a forward or a backward that failed, be ready for the next."""
+_FSDP = "torch.distributed.fsdp"
+_REDUCER_NAMES = ("_check_reducer_finalized", "_reset_state")
+_GROUP_NAMES = ("fsdp_params", "mesh_info", "mp_policy", "gradient_divide_factor", "_partial_reduce_output")
 
 
 class Wrappers:
-    """All of a model's.
+    """All DDP and FSDP2 modules of a model.
 
     Args:
-        model: the model; what wraps it, or is wrapped in it, has been wrapped by now.
-        sync: which micro-batches reduce.
-        group: the process group, or device mesh, over which the data of ranks differ; ``None``: the wrappers'.
+        model: the model, after it was wrapped.
+        sync: which micro-batches reduce: ``"last"`` or ``"every"``.
+        group: process group or device mesh over which data differ; ``None``: that of DDP or FSDP2.
         waits: whether gradients are read after each backward that reduces.
     """
 
-    def __init__(self, model: Module, sync: Sync, group: Any, *, waits: bool) -> None:
-        self._all: list[Wrapper] = []
+    def __init__(self, model: Module, sync: str, group: Any, *, waits: bool) -> None:
         modules = list(model.modules())
         _refuse(modules)
-        if replicated := [each for each in modules if isinstance(each, torch.nn.parallel.DistributedDataParallel)]:
-            self._all.append(Replicated(replicated, sync))
-        if sharded := [each for each in modules if is_sharded(each)]:
-            self._all.append(Sharded(sharded, sync, waits=waits))
+        self._all: list[_Replicated | _Sharded] = []
+        if replicated := [each for each in modules if isinstance(each, DistributedDataParallel)]:
+            self._all.append(_Replicated(replicated, sync))
+        if sharded := [each for each in modules if is_a(each, _FSDP, "FSDPModule")]:
+            self._all.append(_Sharded(sharded, sync, waits=waits))
         self.groups = _groups(group, self._all)
-        self.ranks = size_of(self.groups)
+        """Process groups over which data differ. Reducing over one after the other reduces over all ranks."""
+        self.ranks = _size_of(self.groups)
 
     def divisors(self) -> dict[int, float]:
-        """What gradients are divided by, by ``id`` of the parameter; who is not here is divided by nothing."""
+        """What gradients are divided by when they are reduced, by ``id`` of the parameter; 1 for all others."""
         return {id(parameter): divisor for wrapper in self._all for parameter, divisor in wrapper.divisors()}
 
-    def homes(self) -> dict[int, Home]:
-        """Who puts gradients there, by ``id`` of the parameter; of who is not here, autograd does."""
-        return {id(parameter): wrapper.home for wrapper in self._all for parameter, _ in wrapper.divisors()}
+    def writers(self) -> dict[int, Writer]:
+        """Who writes gradients, by ``id`` of the parameter; autograd for all others."""
+        return {id(parameter): wrapper.writer for wrapper in self._all for parameter, _ in wrapper.divisors()}
 
     def reduces(self, *, last: bool) -> bool:
-        """Whether this micro-batch is one that reduces."""
+        """Whether this micro-batch reduces gradients."""
         return any(wrapper.reduces(last=last) for wrapper in self._all)
 
     def completes(self, *, last: bool) -> bool:
-        """Whether after this micro-batch all gradients are reduced over all ranks."""
+        """Whether all gradients are reduced over all ranks after this micro-batch."""
         return all(wrapper.completes(last=last) for wrapper in self._all)
 
     def switch(self, switches: ExitStack, *, last: bool) -> None:
-        """Set all for one micro-batch."""
+        """Set the switches for one micro-batch, before its forward. Closing ``switches`` sets them back."""
         for wrapper in self._all:
             wrapper.switch(switches, last=last)
 
     def check(self, *, last: bool) -> None:
-        """Raise if a gradient was left behind."""
+        """After a backward: raise if a gradient stays unreduced."""
         for wrapper in self._all:
             wrapper.check(last=last)
 
     def leave(self, *, last: bool) -> bool:
-        """A micro-batch ends without a backward: whether another can follow."""
+        """End a micro-batch without a backward. Returns whether another one can follow."""
         left = [wrapper.leave(last=last) for wrapper in self._all]
         return all(left)
 
     def discard(self, *, failed: bool) -> None:
-        """Forget what they hold of a window."""
+        """Drop held gradients. After a forward or a backward that failed, prepare for the next one."""
         for wrapper in self._all:
             wrapper.discard(failed=failed)
 
 
-def _groups(group: Any, wrappers: Iterable[Wrapper]) -> Sequence[Any]:
-    """The process groups of one that is given, or of the wrapper that has the most ranks."""
+class _Replicated:
+    """The DDP modules of a model. See :class:`Wrappers` for its methods."""
+
+    writer = Writer.DDP
+
+    def __init__(self, modules: Sequence[DistributedDataParallel], sync: str) -> None:
+        self._modules = modules
+        self._sync = sync
+        self._has_run = False
+        for module in modules:
+            _check_names(module.reducer, _REDUCER_NAMES, "DDP")
+
+    @property
+    def groups(self) -> Sequence[Any]:
+        return (max((module.process_group for module in self._modules), key=lambda group: group.size()),)
+
+    def divisors(self) -> Iterator[tuple[Parameter, float]]:
+        for module in self._modules:
+            ranks = float(module.process_group.size())
+            for name, parameter in module.module.named_parameters():
+                if name not in module.parameters_to_ignore:
+                    yield parameter, ranks
+
+    def reduces(self, *, last: bool) -> bool:
+        # DDP learns a static graph in its first iteration, which has to reduce.
+        learns = not self._has_run and any(module.static_graph for module in self._modules)
+        return last or self._sync == "every" or learns
+
+    completes = reduces
+
+    def switch(self, switches: ExitStack, *, last: bool) -> None:
+        if not self.reduces(last=last):
+            for module in self._modules:
+                switches.enter_context(module.no_sync())
+
+    def check(self, *, last: bool) -> None:
+        """See NOTE [ DDP: parameters that only an early micro-batch uses ]."""
+        if not self.reduces(last=last):
+            return
+        self._has_run = True
+        for module in self._modules:
+            try:
+                module.reducer._check_reducer_finalized()
+            except RuntimeError as error:
+                raise UsageError(
+                    "the micro-batch that reduces gradients has not used every parameter, so DDP left gradients of "
+                    "earlier micro-batches unreduced; say DistributedDataParallel(..., find_unused_parameters=True)"
+                ) from error
+
+    def leave(self, *, last: bool) -> bool:
+        if self.reduces(last=last):
+            # DDP expects a backward that reduces, and would take the next one for it.
+            self._reset()
+        return True
+
+    def discard(self, *, failed: bool) -> None:
+        if failed:
+            # After a failed backward DDP refuses the next forward.
+            self._reset()
+
+    def _reset(self) -> None:
+        for module in self._modules:
+            module.reducer._reset_state()
+
+
+class _Sharded:
+    """The FSDP2 modules of a model, the outermost first. See :class:`Wrappers` for its methods."""
+
+    writer = Writer.FSDP
+
+    def __init__(self, modules: Sequence[Any], sync: str, *, waits: bool) -> None:
+        self._modules = modules
+        self._sync = sync
+        self._waits = waits
+        for group in self._parameter_groups():
+            _check_names(group, _GROUP_NAMES, "FSDP2")
+            if waits:
+                self._check_dtype(group)
+
+    @property
+    def groups(self) -> Sequence[Any]:
+        found = [_process_groups(group) for group in self._parameter_groups()]
+        return max(found, key=_size_of, default=())
+
+    def divisors(self) -> Iterator[tuple[Parameter, float]]:
+        for group in self._parameter_groups():
+            given = group.gradient_divide_factor
+            divisor = float(_size_of(_process_groups(group)) if given is None else given)
+            for each in group.fsdp_params:
+                yield each.sharded_param, divisor
+
+    def reduces(self, *, last: bool) -> bool:
+        return last or self._sync == "every"
+
+    def completes(self, *, last: bool) -> bool:
+        return last or (self._sync == "every" and not any(_has_replicas(group) for group in self._parameter_groups()))
+
+    def switch(self, switches: ExitStack, *, last: bool) -> None:
+        if last:
+            return
+        switches.callback(self._set, reduces=True, everywhere=True, last=True)
+        # FSDP2 waits for its reduction only in a backward that is marked as the last one.
+        reduces = self.reduces(last=last)
+        self._set(reduces=reduces, everywhere=False, last=self._waits and reduces)
+
+    def _set(self, *, reduces: bool, everywhere: bool, last: bool) -> None:
+        for module in self._modules:
+            module.set_requires_gradient_sync(reduces, recurse=False)
+            module.set_requires_all_reduce(everywhere, recurse=False)
+            module.set_is_last_backward(last)
+
+    def check(self, *, last: bool) -> None:
+        """See NOTE [ FSDP2: what it holds ]."""
+        for group in self._parameter_groups():
+            held = group._partial_reduce_output
+            trained = [each for each in group.fsdp_params if each.sharded_param.requires_grad]
+            elements = sum(each.padded_sharded_param_size.numel() for each in trained)
+            if held is not None and (last or held.numel() != elements):
+                names = ", ".join(sorted({type(module).__name__ for module in group.modules}))
+                raise UsageError(
+                    f"micro-batches of one accumulation step use different parameters of {names}, and with "
+                    f"sync='every' FSDP2 does not reduce their gradients over replicas; say sync='last'"
+                )
+
+    def leave(self, *, last: bool) -> bool:
+        # FSDP2 cannot start a forward in the middle of another one.
+        return all(module._get_fsdp_state()._training_state.name == "IDLE" for module in self._modules)
+
+    def discard(self, *, failed: bool) -> None:
+        for group in self._parameter_groups():
+            group._partial_reduce_output = None
+            for each in group.fsdp_params:
+                each.unsharded_accumulated_grad = None
+                if hasattr(each, "_unsharded_param"):
+                    each._unsharded_param.grad = None
+        for module in self._modules if failed else ():
+            # Since torch 2.13. Before, FSDP2 cannot use a model again whose forward or backward has failed.
+            if hasattr(module, "reset_iter_state") and module._get_fsdp_state()._is_root:
+                module.reset_iter_state()
+
+    def _parameter_groups(self) -> Iterator[Any]:
+        seen = set()
+        for module in self._modules:
+            state = module._get_fsdp_state()
+            groups = getattr(state, "_fsdp_param_groups", None)
+            for group in [getattr(state, "_fsdp_param_group", None)] if groups is None else groups:
+                # Modules that are sharded together share their state.
+                if group is not None and id(group) not in seen:
+                    seen.add(id(group))
+                    yield group
+
+    def _check_dtype(self, group: Any) -> None:
+        """Raise if FSDP2 itself would sum gradients in a dtype narrower than float32."""
+        policy = group.mp_policy
+        dtypes = {policy.param_dtype or each.sharded_param.dtype for each in group.fsdp_params}
+        holds = self._sync == "last" or _has_replicas(group)
+        if holds and dtypes & set(HALF) and policy.reduce_dtype != torch.float32:
+            raise UsageError(
+                f"grad_dtype: with sync={self._sync!r} FSDP2 itself sums gradients between reductions, in "
+                f"{policy.reduce_dtype or dtypes.pop()} instead of float32; say "
+                f"fully_shard(..., mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))"
+            )
+
+
+def _check_names(owner: object, names: Sequence[str], kind: str) -> None:
+    missing = [name for name in names if not hasattr(owner, name)]
+    if missing:
+        raise UnsupportedError(
+            f"{kind} of torch {torch.__version__} has no {' and no '.join(missing)}, which accumulation reads; use a "
+            f"torch that Spillway was tested with"
+        )
+
+
+def _process_groups(group: Any) -> list[Any]:
+    """Process groups that FSDP2 reduces a parameter group over: shards, replicas, or both."""
+    names = ("shard_process_group", "replicate_process_group")
+    found = [getattr(group.mesh_info, name, None) for name in names]
+    return [each for each in found if each is not None]
+
+
+def _has_replicas(group: Any) -> bool:
+    return getattr(group.mesh_info, "replicate_process_group", None) is not None
+
+
+def _size_of(groups: Sequence[Any]) -> int:
+    return math.prod(group.size() for group in groups)
+
+
+def _groups(group: Any, wrappers: Iterable[_Replicated | _Sharded]) -> Sequence[Any]:
+    """The process groups of the given one, or those of the wrapper with the most ranks."""
     if group is None:
-        found = [wrapper.groups for wrapper in wrappers]
-        return max(found, key=size_of, default=())
+        return max((wrapper.groups for wrapper in wrappers), key=_size_of, default=())
     groups: list[Any] = list(group.get_all_groups()) if hasattr(group, "get_all_groups") else [group]
     for each in groups:
         if each is torch.distributed.GroupMember.NON_GROUP_MEMBER or (
             isinstance(each, torch.distributed.ProcessGroup) and torch.distributed.get_rank(each) < 0
         ):
-            raise UsageError("group: got one that this process is not in, expected one over which its data differ")
+            raise UsageError("group: this process is not in it; give the process group over which its data differ")
         if not isinstance(each, torch.distributed.ProcessGroup):
             raise UsageError(f"group: got {group!r}, expected a process group, a device mesh, or None")
     return groups
@@ -130,14 +309,14 @@ def _groups(group: Any, wrappers: Iterable[Wrapper]) -> Sequence[Any]:
 def _refuse(modules: Iterable[Module]) -> None:
     contract: Any = sys.modules.get("torch.distributed._composable.contract")
     for module in modules:
-        if is_a(module, "torch.distributed.fsdp", "FullyShardedDataParallel"):
+        if is_a(module, _FSDP, "FullyShardedDataParallel"):
             raise UnsupportedError(
-                f"got a {type(module).__name__}, the first generation of FSDP, expected torch.distributed.fsdp."
-                f"fully_shard, DDP, or neither; its gradients are clipped and unscaled by calls of its own"
+                f"{type(module).__name__} is the first generation of FSDP, which clips and unscales gradients by its "
+                f"own methods; use torch.distributed.fsdp.fully_shard or DDP"
             )
         composed = contract is not None and "replicate" in (contract._get_registry(module) or ())
-        if composed and not is_sharded(module):
+        if composed and not is_a(module, _FSDP, "FSDPModule"):
             raise UnsupportedError(
-                f"got a {type(module).__name__} that replicate() of torch.distributed._composable has wrapped, "
-                f"expected torch.nn.parallel.DistributedDataParallel around it, or fully_shard"
+                f"{type(module).__name__} was wrapped by replicate() of torch.distributed._composable, which is not "
+                f"supported; use torch.nn.parallel.DistributedDataParallel or fully_shard"
             )
