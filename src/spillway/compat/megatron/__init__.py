@@ -1,32 +1,28 @@
-"""Megatron-Core's names: fine-grained activation offloading, groups of saved tensors in chunks; and its optimizer.
+"""Megatron-Core's names: fine-grained activation offloading, and the hybrid optimizer.
 
-A chunk (one micro-batch's forward through one virtual stage) is a :class:`~spillway.chunks.Chunk` of the engine, and a
-group is one of its groups. Start and commit are no nodes of the graph: what comes back is fetched in the order that the
-engine learns from use. ``docs/compat/megatron.md`` says what becomes of each name, and what differs.
+A chunk is the forward of one micro-batch through one virtual stage: a :class:`~spillway.chunks.Chunk`. A group is one
+of the chunk's groups. Start and commit add no nodes to the graph: the engine learns in which order to reload.
+``docs/compat/megatron.md`` maps each name and lists the differences.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
+from typing import Any, TypeVar
 
-from spillway.compat.megatron.chunk import ChunkOffloadHandler, OffloadTensorGroup
-from spillway.compat.megatron.graphs import (
-    fine_grained_offloading_backward_record,
-    fine_grained_offloading_forward_record,
-)
-from spillway.compat.megatron.interface import (
-    FineGrainedActivationOffloadingInterface,
-    fine_grained_offloading_disable_offload,
-    fine_grained_offloading_enable_offload,
-    fine_grained_offloading_group_commit,
-    fine_grained_offloading_group_flush_delayed_groups,
-    fine_grained_offloading_group_offload,
-    fine_grained_offloading_group_start,
-)
-from spillway.compat.megatron.manager import PipelineOffloadManager
+import torch
+import torch.distributed as dist
+
+from spillway.capture.groups import Group
+from spillway.compat.megatron.manager import ChunkOffloadHandler, OffloadTensorGroup, PipelineOffloadManager
 from spillway.compat.megatron.optimizer import HybridDeviceOptimizer
 from spillway.compat.megatron.pool import GPUTensorPool, OffloadTensorPool
-from spillway.compat.megatron.table import print_offload_summary_table, rank
+from spillway.records import GroupStats, StepStats
+from spillway.summarizing import summary
+from spillway.units import format_bytes
 
 __all__ = [
     "DEBUG",
@@ -53,14 +49,308 @@ __all__ = [
 DEBUG = False
 """Whether :func:`debug_rank` prints."""
 DEBUG_RANK = 0
-"""The rank that it prints on."""
+"""The rank that :func:`debug_rank` prints on."""
+
+_Value = TypeVar("_Value")
+_instance = PipelineOffloadManager.get_instance
+
+
+def fine_grained_offloading_group_start(tensor: torch.Tensor, name: str | None = None) -> torch.Tensor:
+    """Start a group. Returns the tensor itself.
+
+    Args:
+        tensor: any tensor.
+        name: of the group; ``None``: no group starts.
+
+    Example:
+        >>> x = torch.ones(1)
+        >>> fine_grained_offloading_group_start(x, "attn_norm") is x
+        True
+    """
+    _instance()._start(name)
+    return tensor
+
+
+def fine_grained_offloading_group_commit(
+    tensor: _Value,
+    name: str,
+    forced_released_tensors: Iterable[torch.Tensor] | None = None,
+    delay_offload: bool = False,
+) -> _Value:
+    """End the first open group of that name and offload it. Does nothing if there is none.
+
+    Args:
+        tensor: a tensor, a tuple or a list, which is returned. An empty one commits nothing.
+        name: of the group.
+        forced_released_tensors: tensors of the group whose memory is freed now, even if they are referenced elsewhere:
+            see :class:`~spillway.group`.
+        delay_offload: offload the group when delayed groups are flushed.
+
+    Raises:
+        UsageError: for a tensor to release that shares its memory with another one.
+
+    Example:
+        >>> fine_grained_offloading_group_commit((), "qkv_linear")
+        ()
+    """
+    if not isinstance(tensor, tuple | list) or tensor:
+        _instance()._commit(name, forced_released_tensors or (), delay_offload)
+    return tensor
+
+
+def fine_grained_offloading_group_offload(
+    tensor: _Value,
+    name: str,
+    forced_released_tensors: Iterable[torch.Tensor] | None = None,
+    delay_offload: bool = False,
+) -> _Value:
+    """:func:`fine_grained_offloading_group_commit`, with the newer releases' meaning of ``delay_offload``.
+
+    Args:
+        tensor: see there.
+        name: of the group.
+        forced_released_tensors: see there.
+        delay_offload: offload the group when delayed groups are flushed. It has an effect only between
+            ``enter_replay`` and ``exit_replay``.
+
+    Raises:
+        UsageError: see there.
+
+    Example:
+        >>> fine_grained_offloading_group_offload((), "gdp_qkv")
+        ()
+    """
+    delay = delay_offload and _instance().in_replay
+    return fine_grained_offloading_group_commit(tensor, name, forced_released_tensors, delay)
+
+
+def fine_grained_offloading_group_flush_delayed_groups() -> None:
+    """Offload the groups that were committed with ``delay_offload``, the oldest first."""
+    _instance().flush_delayed_groups()
+
+
+def fine_grained_offloading_disable_offload() -> None:
+    """Offload nothing from now on, in any chunk. Offloaded tensors are still reloaded."""
+    _instance().disable_offload()
+
+
+def fine_grained_offloading_enable_offload() -> None:
+    """Offload groups again that start from now on."""
+    _instance().enable_offload()
+
+
+def fine_grained_offloading_forward_record(event: Any = None) -> None:
+    """Record an event on the current stream, which then waits for offloading. Does nothing on the CPU.
+
+    Args:
+        event: a ``torch.Event``, or the accelerator's own. ``None``: the event of ``cuda_graph_event``, if it exists.
+    """
+    _instance()._record(event, 0)
+
+
+def fine_grained_offloading_backward_record(tensor: torch.Tensor, event: Any = None) -> torch.Tensor:
+    """An identity. Its backward records an event on the current stream, which then waits for reloading.
+
+    Args:
+        tensor: a tensor of the graph, returned unchanged on the CPU.
+        event: a ``torch.Event``, or the accelerator's own. ``None``: the event of ``cuda_graph_event``, if it exists.
+    """
+    return tensor if _instance()._is_on_cpu else _BackwardRecord.apply(tensor, event)  # type: ignore[no-untyped-call]
+
+
+class _BackwardRecord(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, event: Any) -> torch.Tensor:
+        ctx.event = event
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        _instance()._record(ctx.event, 1)
+        return (*gradients, None)
+
+
+class FineGrainedActivationOffloadingInterface:
+    """A group: tensors that autograd saves inside are offloaded when the group is committed.
+
+    Entering starts the group and pushes hooks. Leaving pops them, also after an exception. Leaving does not commit:
+    call :meth:`group_commit`, or :meth:`group_offload` of the same object.
+
+    Args:
+        offload: ``False``: do nothing.
+        tensor: returned on entering.
+        name: of the group.
+
+    Example:
+        >>> with FineGrainedActivationOffloadingInterface(True, hidden, "mlp_norm") as hidden:  # doctest: +SKIP
+        ...     normed = norm(hidden)
+        >>> out = FineGrainedActivationOffloadingInterface.group_commit(mlp(normed), "mlp_norm")  # doctest: +SKIP
+    """
+
+    def __init__(self, offload: bool, tensor: torch.Tensor, name: str) -> None:
+        self.offload = offload
+        self.tensor = tensor
+        self.name = name
+        self._entered: list[tuple[PipelineOffloadManager, Group | None]] = []
+
+    def __enter__(self) -> torch.Tensor:
+        if self.offload:
+            manager = _instance()
+            group = manager._start(self.name)
+            manager.__enter__()
+            self._entered.append((manager, group))
+        return self.tensor
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None = None,
+        error: BaseException | None = None,
+        trace: TracebackType | None = None,
+    ) -> None:
+        if not self._entered:
+            return
+        manager, group = self._entered.pop()
+        try:
+            manager.__exit__(kind, error, trace)
+        finally:
+            if kind is not None:
+                manager._fail(group)
+
+    def group_offload(
+        self,
+        tensor: _Value,
+        forced_released_tensors: Iterable[torch.Tensor] | None = None,
+        delay_offload: bool = False,
+    ) -> _Value:
+        """If ``offload``, :func:`fine_grained_offloading_group_offload` with the name of this object."""
+        if not self.offload:
+            return tensor
+        return fine_grained_offloading_group_offload(tensor, self.name, forced_released_tensors, delay_offload)
+
+    @staticmethod
+    def init_chunk_handler(
+        vp_size: int | None, vp_stage: int | None, min_offloaded_tensor_size: int, *newer: Any, **options: Any
+    ) -> None:
+        """Start a chunk: the forward of a micro-batch through a virtual stage. Without gradients, do nothing.
+
+        Positional arguments are these three, or those of newer releases: ``pp_rank`` before them, and after them
+        ``delta_offload_bytes_across_pp_ranks``, ``activation_offload_fraction`` and ``max_inflight_offloads``.
+
+        Args:
+            vp_size: number of virtual stages of this rank; ``None``: 1.
+            vp_stage: which one of them; ``None``: 0.
+            min_offloaded_tensor_size: do not offload tensors of fewer elements.
+            newer: see above.
+            options: by name: ``pp_rank``, the rank's place in the pipeline (``None``: 0);
+                ``delta_offload_bytes_across_pp_ranks``, how many bytes more each rank keeps than the one before;
+                ``activation_offload_fraction``, the share of a chunk's eligible groups that is offloaded, from 0 to 1;
+                ``max_inflight_offloads``, how many groups of a name may be offloading at once (``None``: any number).
+                Only here: ``tier``, which is ``"host"``, ``"disk"`` or ``"auto"``.
+
+        Raises:
+            UsageError: for an invalid argument.
+        """
+        _instance().init_model_chunk_offload_handler(vp_size, vp_stage, min_offloaded_tensor_size, *newer, **options)
+
+    @staticmethod
+    def get_context(flag: bool) -> AbstractContextManager[None]:
+        """The manager as a context with hooks, or a context that does nothing."""
+        return _instance() if flag else nullcontext()
+
+    @staticmethod
+    def mark_not_offloadable(tensor: torch.Tensor | None) -> None:
+        """Keep the tensor's storage. ``None`` is ignored."""
+        _instance().mark_not_offloadable(tensor)
+
+    mark_not_offload = mark_not_offloadable
+
+    @staticmethod
+    def cuda_graph_stream() -> Any:
+        """The stream for captured graphs: see :attr:`PipelineOffloadManager.cuda_graph_stream`."""
+        return _instance().cuda_graph_stream
+
+    @staticmethod
+    def cuda_graph_event() -> Any:
+        """The event for captured graphs: see :attr:`PipelineOffloadManager.cuda_graph_event`."""
+        return _instance().cuda_graph_event
+
+    @staticmethod
+    def enter_replay() -> None:
+        """Start the replay of a captured graph. Until :meth:`exit_replay`, :meth:`group_offload` may delay groups."""
+        _instance().enter_replay()
+
+    @staticmethod
+    def exit_replay() -> None:
+        """End the replay. Delayed groups wait for :meth:`flush_delayed_groups`."""
+        _instance().exit_replay()
+
+    @staticmethod
+    def reset(process_group: dist.ProcessGroup | None = None) -> None:
+        """End the iteration. Call it between iterations.
+
+        Args:
+            process_group: accepted without effect: a reset gathers nothing from other ranks.
+        """
+        _instance().reset(process_group)
+
+    @staticmethod
+    def reset_instance() -> None:
+        """Replace the manager by a new one, which has learned nothing."""
+        PipelineOffloadManager.reset_instance()
+
+    group_commit = staticmethod(fine_grained_offloading_group_commit)
+    forward_record = staticmethod(fine_grained_offloading_forward_record)
+    backward_record = staticmethod(fine_grained_offloading_backward_record)
+    flush_delayed_groups = staticmethod(fine_grained_offloading_group_flush_delayed_groups)
+    disable_offload = staticmethod(fine_grained_offloading_disable_offload)
+    enable_offload = staticmethod(fine_grained_offloading_enable_offload)
+
+
+def print_offload_summary_table(
+    total_offload_bytes: dict[str, int],
+    duplicates: Mapping[str, tuple[int, int]] | None = None,
+    *,
+    process_group: dist.ProcessGroup | None = None,
+) -> None:
+    """Print the offloaded bytes of all ranks, by groups, on the first rank. All ranks of the process group call it.
+
+    Args:
+        total_offload_bytes: bytes by group name, as ``PipelineOffloadManager.offload_summary_bytes``.
+        duplicates: number and bytes of redundant copies, by group name. Spillway itself makes none.
+        process_group: the ranks; ``None``: all. Without ``torch.distributed``: this process.
+
+    Example:
+        >>> print_offload_summary_table({"moe_act": 3 << 20}, {"moe_act": (1, 1 << 20)})
+        offloaded, MiB:
+        rank  moe_act total
+        0        3.00  3.00
+        total    3.00  3.00
+        redundant copies:
+        rank 0, moe_act: 1, 1.0 MiB
+    """
+    groups = tuple(GroupStats(name, offloaded_bytes=nbytes) for name, nbytes in total_offload_bytes.items())
+    stats = StepStats(offloaded_bytes=sum(total_offload_bytes.values()), groups=groups)
+    found = summary(stats, process_group=process_group)
+    redundant = [dict(duplicates or {})] * len(found.rows)
+    if len(found.rows) > 1:
+        dist.all_gather_object(redundant, redundant[0], process_group)
+    if found.rank != found.rows[0].rank:
+        return
+    lines = [
+        f"rank {row.rank}, {name}: {count}, {format_bytes(nbytes)}"
+        for row, by_name in zip(found.rows, redundant, strict=True)
+        for name, (count, nbytes) in by_name.items()
+        if count
+    ]
+    print(found.groups_to_text(), *(["redundant copies:", *lines] if lines else []), sep="\n")  # noqa: T201
 
 
 def debug_rank(message: str) -> None:
-    """Print a message on rank ``DEBUG_RANK``, while ``DEBUG``. Without a process group the rank is 0.
+    """Print a message on rank ``DEBUG_RANK`` while ``DEBUG`` is true. Without a process group the rank is 0.
 
     Example:
         >>> debug_rank("a micro-batch begins")
     """
-    if DEBUG and rank() == DEBUG_RANK:
+    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    if DEBUG and rank == DEBUG_RANK:
         sys.stdout.write(f"{message}\n")

@@ -1,10 +1,10 @@
-"""The chunks of an iteration, and what is known of their order.
+"""The chunks of an iteration and their groups.
 
 NOTE [ Iterations ]
 
-A chunk is named by its virtual stage and its number among that stage's micro-batches since the last reset, and what is
-learned of it is learned by this name. At a reset, the order in which backward came to the chunks says which of their
-groups stay (:meth:`~spillway.Groups.over`).
+A chunk's tag is its virtual stage and its number among the stage's micro-batches since the last reset. The engine
+learns by this tag. At a reset, the order in which backward has reached the chunks decides which groups stay
+(:meth:`~spillway.Groups.over`).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, ClassVar
 
@@ -22,13 +23,14 @@ import torch
 import torch.distributed as dist
 
 from spillway.capture.groups import Group
+from spillway.capture.identity import is_parameter, reach, why_unmovable
 from spillway.chunks import Chunk, aside
-from spillway.compat.megatron.chunk import AtLeast, ChunkOffloadHandler, is_marked
-from spillway.compat.megatron.graphs import current_device, make_event, make_stream
+from spillway.compat import current_device
 from spillway.compat.megatron.pool import OffloadTensorPool
 from spillway.errors import UsageError
 from spillway.groups import Groups
 from spillway.offloading import keep_tensor
+from spillway.records import Decision, SavedTensor, StepStats
 from spillway.runtime.backend import Lane
 from spillway.session import Session
 
@@ -40,17 +42,10 @@ _NEWER_POSITIONAL = (
 )
 
 
-class _Entered(threading.local):
-    """The contexts that the calling thread has entered, the innermost last."""
-
-    def __init__(self) -> None:
-        self.stacks: list[ExitStack] = []
-
-
 class PipelineOffloadManager:
-    """The chunks of the default session, and what is known of their order. A context manager: see ``get_context``.
+    """The chunks of the default session. Also a context manager: see ``get_context``.
 
-    Get it by :meth:`get_instance`. All but reading is for the thread that runs forward.
+    Get it by :meth:`get_instance`. Call it in the thread that runs forward; other threads may only read.
 
     Example:
         >>> manager = PipelineOffloadManager.get_instance()
@@ -70,64 +65,64 @@ class PipelineOffloadManager:
         self._entered = _Entered()
         self._rules = Groups(margin=1)
         self._summary: dict[str, int] = {}
-        # By tags: see NOTE [ Iterations ].
         self._rules_of: dict[str, Groups] = {}
+        """By tags: see NOTE [ Iterations ]."""
         self._begin_iteration()
 
     def _begin_iteration(self) -> None:
         self._chunks: dict[str, ChunkOffloadHandler] = {}
         self._micro_batches: Counter[int] = Counter()
-        self._asked: dict[str, None] = {}
+        self._reached: dict[str, None] = {}
+        """Tags of chunks, in the order in which backward has reached them."""
         self._forward: ChunkOffloadHandler | None = None
         self._backward: ChunkOffloadHandler | None = None
 
     @classmethod
     def get_instance(cls) -> PipelineOffloadManager:
-        """That of the default session."""
+        """The manager of the default session."""
         adapters = Session.default().adapters
-        manager = adapters.get("megatron")
-        if manager is None:
-            manager = adapters["megatron"] = cls()
-        assert isinstance(manager, PipelineOffloadManager)
+        if "megatron" not in adapters:
+            adapters["megatron"] = cls()
+        manager: PipelineOffloadManager = adapters["megatron"]
         return manager
 
     @classmethod
     def reset_instance(cls) -> None:
-        """Begin with a new one, which knows nothing. Graphs that are alive still have what left."""
+        """Replace the manager by a new one, which has learned nothing. Live graphs are still reloaded."""
         Session.default().adapters["megatron"] = cls()
 
     @property
     def d2h_stream(self) -> Lane:
-        """The session's stream of copies out of the current accelerator, or the CPU's lane."""
+        """The session's offload stream of the current accelerator, or of the CPU."""
         return self._session.runtime(current_device()).mover.lanes[0]
 
     @property
     def h2d_stream(self) -> Lane:
-        """The session's stream of copies back to it."""
+        """The session's reload stream of the current accelerator, or of the CPU."""
         return self._session.runtime(current_device()).mover.lanes[1]
 
     @property
     def cpu_tensor_pool(self) -> OffloadTensorPool:
-        """A pool of host memory, pinned where there is an accelerator, for your own tensors: chunks need none."""
+        """A pool of CPU memory for your own tensors, pinned if there is an accelerator. Chunks do not use it."""
         if self._pool is None:
             self._pool = OffloadTensorPool("cpu", pin_memory=torch.accelerator.is_available())
         return self._pool
 
     @property
     def cuda_graph_stream(self) -> torch.Stream | None:
-        """A stream of its own, on which graphs may be captured and replayed. Without an accelerator, ``None``."""
+        """A stream to capture and replay graphs on; ``None`` without an accelerator."""
         if self._graph_stream is None:
-            self._graph_stream = make_stream(current_device())
+            self._graph_stream = _make_stream(current_device())
         return self._graph_stream
 
     @property
     def cuda_graph_event(self) -> torch.Event | None:
-        """An event for graphs, which ``forward_record`` and ``backward_record`` then record.
+        """An event for graphs, which ``forward_record`` and ``backward_record`` record from now on.
 
-        Without an accelerator, ``None``.
+        ``None`` without an accelerator.
         """
         if self._graph_event is None:
-            self._graph_event = make_event(current_device())
+            self._graph_event = _make_event(current_device())
         return self._graph_event
 
     @property
@@ -136,18 +131,18 @@ class PipelineOffloadManager:
         return self._in_replay
 
     def enter_replay(self) -> None:
-        """A replay of a captured graph begins: see ``FineGrainedActivationOffloadingInterface.enter_replay``."""
+        """Start the replay of a captured graph: see ``FineGrainedActivationOffloadingInterface.enter_replay``."""
         self._in_replay = True
 
     def exit_replay(self) -> None:
-        """The replay is over."""
+        """End the replay."""
         self._in_replay = False
 
     @property
     def offload_summary_bytes(self) -> dict[str, int]:
-        """Bytes that leave, by groups, in all chunks up to the first one that backward comes to: what is away then.
+        """Bytes that are offloaded when backward starts, by groups: those of all chunks up to the first one it reaches.
 
-        Of the last iteration, by the rules of the next; empty until one has ended.
+        They are from the last iteration, with the groups that the next one offloads. Empty in the first iteration.
         """
         return dict(self._summary)
 
@@ -164,12 +159,12 @@ class PipelineOffloadManager:
         *newer: Any,
         **options: Any,
     ) -> None:
-        """A chunk begins, with these options: see ``FineGrainedActivationOffloadingInterface.init_chunk_handler``."""
+        """Start a chunk, with the options of ``FineGrainedActivationOffloadingInterface.init_chunk_handler``."""
         if newer:
             names = ("min_offloaded_tensor_size", *_NEWER_POSITIONAL)
             if len(newer) > len(names) or "pp_rank" in options:
                 raise UsageError(
-                    f"init_chunk_handler: got {3 + len(newer)} arguments by position, expected vp_size, vp_stage and "
+                    f"init_chunk_handler: got {3 + len(newer)} positional arguments, expected vp_size, vp_stage and "
                     f"min_offloaded_tensor_size, or pp_rank before these and {', '.join(_NEWER_POSITIONAL)} after; "
                     f"give them by name"
                 )
@@ -193,11 +188,12 @@ class PipelineOffloadManager:
     ) -> None:
         if vp_stage not in range(vp_size):
             raise UsageError(
-                f"vp_stage: got {vp_stage!r} of {vp_size!r} stages, expected a number from 0 on below that"
+                f"vp_stage: got {vp_stage!r}, expected a number from 0 to {vp_size - 1}, since vp_size says so"
             )
         if type(min_offloaded_tensor_size) is not int or min_offloaded_tensor_size < 0:
             raise UsageError(
-                f"min_offloaded_tensor_size: got {min_offloaded_tensor_size!r}, expected a whole number of elements"
+                f"min_offloaded_tensor_size: got {min_offloaded_tensor_size!r}, expected a number of elements: an "
+                f"integer of at least 0"
             )
         rules = Groups(
             margin=1,
@@ -213,47 +209,47 @@ class PipelineOffloadManager:
         self._micro_batches[vp_stage] += 1
         chunk = Chunk(
             tag=tag,
-            # Of a chunk that no iteration has had yet, all groups leave.
+            # A chunk that no iteration has had yet offloads all its groups.
             groups=self._rules_of.get(tag, Groups(in_flight=rules.in_flight)),
-            policy=AtLeast(min_offloaded_tensor_size),
+            policy=_AtLeast(min_offloaded_tensor_size),
             tier=tier,
-            spares=is_marked,
+            spares=_is_marked,
             on_backward=lambda: self._on_backward(tag),
             session=self._session,
         )
         self._forward = self._chunks[tag] = ChunkOffloadHandler(chunk, min_offloaded_tensor_size)
 
     def cur_forward_chunk(self) -> ChunkOffloadHandler | None:
-        """The chunk that began last in this iteration, if one has."""
+        """The chunk of this iteration that began last; ``None`` before the first."""
         return self._forward
 
     def cur_backward_chunk(self) -> ChunkOffloadHandler | None:
-        """The chunk whose backward began last, of those that had something leave."""
+        """The chunk whose backward began last, among those with offloaded tensors."""
         return self._backward
 
     def mark_not_offloadable(self, tensor: torch.Tensor | None) -> None:
-        """What is saved of the tensor's storage stays, also of views. ``None`` is passed over."""
+        """Keep the tensor's storage, also if a view of it is saved. ``None`` is ignored."""
         if tensor is not None:
             tensor.offloading_activation = False  # type: ignore[attr-defined]
             keep_tensor(tensor, session=self._session)
 
     def flush_delayed_groups(self) -> None:
-        """Groups that were committed with ``delay_offload`` leave now."""
+        """Offload the groups that were committed with ``delay_offload``."""
         self._session.flush_groups()
 
     def disable_offload(self) -> None:
-        """Nothing leaves from now on, of any chunk. What has left comes back."""
+        """Offload nothing from now on, in any chunk. Offloaded tensors are still reloaded."""
         self._session.enabled = False
 
     def enable_offload(self) -> None:
-        """Groups that begin from now on leave again."""
+        """Offload groups again that start from now on."""
         self._session.enabled = True
 
     def reset(self, process_group: dist.ProcessGroup | None = None) -> None:
-        """The iteration is over: its groups say which ones stay in the next. What was never flushed stays.
+        """End the iteration. Its groups decide what stays in the next one. Groups that were never flushed stay.
 
         Args:
-            process_group: accepted, and without effect: a reset gathers nothing from other ranks.
+            process_group: accepted without effect: a reset gathers nothing from other ranks.
         """
         self._session.forget_groups()
         self._end_forward()
@@ -280,9 +276,21 @@ class PipelineOffloadManager:
     ) -> None:
         self._entered.stacks.pop().__exit__(kind, error, trace)
 
-    def _event_of(self, event: Any) -> Any:
-        """The event, or the one for graphs if it was asked for."""
-        return self._graph_event if event is None else event
+    @property
+    def _is_on_cpu(self) -> bool:
+        """Whether there is no accelerator, so that nothing is recorded."""
+        return current_device().type == "cpu"
+
+    def _record(self, event: Any, lane: int) -> None:
+        """Record the event, or that for graphs, on the current stream, which then waits for one of the lanes."""
+        if self._is_on_cpu:
+            return
+        event = self._graph_event if event is None else event
+        if event is not None:
+            event.record()
+        runtime = self._session.runtime(current_device())
+        # The lane joins a capture only if it was used within the capture; the backend knows.
+        runtime.backend.wait(runtime.backend.compute(), runtime.backend.record(runtime.mover.lanes[lane]))
 
     def _live_chunk(self) -> Chunk | None:
         chunk = None if self._forward is None else self._forward._chunk
@@ -308,32 +316,139 @@ class PipelineOffloadManager:
     def _on_backward(self, tag: str) -> None:
         chunk = self._chunks.get(tag)
         if chunk is not None:
-            self._asked.setdefault(tag)
+            self._reached.setdefault(tag)
             self._backward = chunk
 
     def _learn(self) -> None:
         """See NOTE [ Iterations ]."""
-        asked = {tag: place for place, tag in enumerate(self._asked)}
-        # An evaluation with gradients on is no iteration. What nobody asked for later has all stayed: it comes first.
-        known = [tag for tag in self._chunks if tag in asked or tag in self._rules_of]
-        order = sorted(known, key=lambda tag: asked.get(tag, -1))
+        reached = {tag: place for place, tag in enumerate(self._reached)}
+        # An evaluation with gradients enabled is no iteration. A known chunk that backward has not reached comes first.
+        known = [tag for tag in self._chunks if tag in reached or tag in self._rules_of]
+        order = sorted(known, key=lambda tag: reached.get(tag, -1))
         if not order:
             return
         past = [self._chunks[tag]._chunk.past() for tag in order]
         self._rules_of = dict(zip(order, self._rules.over(past), strict=True))
-        leaving: Counter[str] = Counter()
+        offloaded: Counter[str] = Counter()
         for tag in known[: known.index(order[0]) + 1]:
             groups = past[order.index(tag)]
             staying = self._rules_of[tag].staying(groups)
             for place, group in enumerate(groups):
                 if place not in staying:
-                    leaving[group.name] += group.nbytes
-        self._summary = {name: nbytes for name, nbytes in leaving.items() if nbytes}
+                    offloaded[group.name] += group.nbytes
+        self._summary = {name: nbytes for name, nbytes in offloaded.items() if nbytes}
+
+
+class _Entered(threading.local):
+    """Contexts that the calling thread has entered, the innermost last."""
+
+    def __init__(self) -> None:
+        self.stacks: list[ExitStack] = []
+
+
+class ChunkOffloadHandler:
+    """The forward of one micro-batch through one virtual stage. Read only."""
+
+    def __init__(self, chunk: Chunk, min_offloaded_tensor_size: int) -> None:
+        self._min_elements = min_offloaded_tensor_size
+        self._chunk = chunk
+        self._groups: list[OffloadTensorGroup] = []
+
+    @property
+    def min_offloaded_tensor_size(self) -> int:
+        """Least size of an offloaded tensor, in elements."""
+        return self._min_elements
+
+    @property
+    def do_offload(self) -> bool:
+        """Whether offloading is enabled: for all chunks or for none."""
+        return self._chunk.session.enabled
+
+    @property
+    def offload_groups(self) -> list[OffloadTensorGroup]:
+        """Its groups so far, in the order in which they started."""
+        for group in self._chunk.groups[len(self._groups) :]:
+            self._groups.append(OffloadTensorGroup(self._chunk, group))
+        return list(self._groups)
+
+    def find_group_with_name(self, name: str, start_index: int = 0) -> OffloadTensorGroup | None:
+        """The first group of that name from ``start_index`` on; ``None`` if there is none."""
+        return next((group for group in self.offload_groups[start_index:] if group.name == name), None)
+
+    def is_empty_chunk(self, name: str | None = None) -> bool:
+        """Whether it has no group, or none of that name."""
+        return not self.offload_groups if name is None else self.find_group_with_name(name) is None
+
+    def get_max_deduplicated_groups(self) -> int:
+        """Number of distinct group names."""
+        return len({group.name for group in self.offload_groups})
+
+    def tensor_need_offloading_checker(self, tensor: torch.Tensor) -> bool:
+        """Whether an offloaded group would offload the tensor, judging by its kind, size and marks."""
+        if is_parameter(tensor) or why_unmovable(tensor) is not None or _is_marked(tensor):
+            return False
+        storage = tensor.untyped_storage()
+        if self._chunk.session.marks.get(storage) is False:
+            return False
+        nbytes = reach(tensor, storage.nbytes())[1]
+        return nbytes >= self._min_elements * tensor.dtype.itemsize
+
+    def stats(self) -> StepStats:
+        """Bytes and seconds of its forward and backward so far, also by groups. Megatron has no such method."""
+        return self._chunk.stats()
+
+
+class OffloadTensorGroup:
+    """One group of a chunk. Read only."""
+
+    def __init__(self, chunk: Chunk, group: Group) -> None:
+        self._chunk = chunk
+        self._group = group
+
+    @property
+    def name(self) -> str:
+        """Its name; groups of a chunk may share one."""
+        return self._group.name
+
+    @property
+    def offload(self) -> bool:
+        """Whether it is offloaded."""
+        return not self._chunk.stays(self._group)
+
+    @property
+    def total_offload_bytes(self) -> int:
+        """Bytes of its tensors that are large enough and not marked. They are offloaded if the group is."""
+        return self._group.nbytes
+
+    @property
+    def total_tensor_count(self) -> int:
+        """Number of storages of these tensors."""
+        return self._group.count
+
+
+@dataclass(frozen=True)
+class _AtLeast:
+    """A policy: offload tensors of at least so many elements."""
+
+    elements: int
+
+    def __call__(self, saved: SavedTensor) -> Decision:
+        return Decision.OFFLOAD if saved.nbytes >= self.elements * saved.dtype.itemsize else Decision.KEEP
+
+
+def _is_marked(tensor: torch.Tensor) -> bool:
+    """Whether the tensor, or the one that it is a view of, is marked as not offloadable."""
+    return any(
+        getattr(each, "offloading_activation", None) is False
+        or getattr(each, "_TE_do_not_offload", False)
+        or getattr(each, "_do_not_offload", False)
+        for each in (tensor, tensor._base)
+    )
 
 
 @contextmanager
 def _transformer_engine() -> Iterator[None]:
-    """Inside, Transformer Engine knows that what it saves is offloaded, if it is there."""
+    """Inside, tell Transformer Engine, if it is imported, that its saved tensors are offloaded."""
     engine: Any = sys.modules.get("transformer_engine.pytorch.cpu_offload")
     if engine is None:
         yield
@@ -344,3 +459,17 @@ def _transformer_engine() -> Iterator[None]:
         yield
     finally:
         engine.CPUOffloadEnabled = before
+
+
+def _make_stream(device: torch.device) -> torch.Stream | None:
+    if device.type == "cpu":
+        return None
+    stream: torch.Stream = torch.get_device_module(device).Stream(device=device)
+    return stream
+
+
+def _make_event(device: torch.device) -> torch.Event | None:
+    if device.type == "cpu":
+        return None
+    # Graphs and other streams share an event only if it is external, which only CUDA has.
+    return torch.cuda.Event(external=True) if device.type == "cuda" else torch.Event(device)  # type: ignore[no-untyped-call]

@@ -19,13 +19,13 @@ _COUNTS = (
 
 
 class OffloadTensorPool:
-    """Tensors that are handed out, given back, and handed out again, by shape and dtype. On any device.
+    """A pool of tensors by shape and dtype, on any device.
 
-    The engine's own host memory is no such pool (see ``Session.host_bytes``); this one is for your own tensors.
+    It is for your own tensors. The engine's CPU memory is elsewhere: see ``Session.host_bytes``.
 
     Args:
-        device: where they are made.
-        pin_memory: whether they are pinned, on the CPU.
+        device: of the tensors.
+        pin_memory: whether CPU tensors are pinned.
 
     Example:
         >>> pool = OffloadTensorPool("cpu")
@@ -42,7 +42,7 @@ class OffloadTensorPool:
         self._counts: Counter[str] = Counter()
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """A tensor with unknown content: one that was given back, or a new one.
+        """A tensor with undefined content: a freed one, or a new one.
 
         Args:
             shape: its shape.
@@ -62,33 +62,33 @@ class OffloadTensorPool:
         return tensor
 
     def free(self, tensor: torch.Tensor) -> None:
-        """Give one back.
+        """Return a tensor to the pool.
 
         Raises:
-            UsageError: a ``ValueError``: the tensor is not from here, or was given back already.
+            UsageError: a ``ValueError``: the tensor is not from this pool, or was freed already.
         """
         pool = self._pools.get((tuple(tensor.shape), tensor.dtype))
         if pool is None or pool.used.pop(id(tensor), None) is None:
             raise UsageError(
-                f"free: got a tensor of shape {list(tensor.shape)} and {tensor.dtype} that is not handed out, expected "
-                f"one that allocate() gave and that was not given back since; free each once, the very object"
+                f"free: this tensor of shape {list(tensor.shape)} and {tensor.dtype} is not in use; free each tensor "
+                f"that allocate() has returned once, and the same object"
             )
         self._counts["free_requests"] += 1
         pool.free.append(tensor)
 
     def get_pool_status(self, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None) -> dict[str, Any]:
-        """Counts of tensors: of one shape and dtype, or of all.
+        """Numbers of tensors, for one shape and dtype or for all.
 
         Args:
-            shape: whose tensors; ``None``: all, by ``(shape, dtype)`` under ``"pools"``, with ``"global_stats"``.
-            dtype: has to be said with a shape.
+            shape: of the tensors; ``None``: all, by ``(shape, dtype)`` under ``"pools"``, with ``"global_stats"``.
+            dtype: required with a shape.
 
         Returns:
-            Of one: ``shape``, ``dtype``, ``total_count``, ``allocated_count``, ``free_count``, and ``utilization``,
-            which is per cent.
+            For one: ``shape``, ``dtype``, ``total_count``, ``allocated_count``, ``free_count``, and ``utilization`` in
+            per cent.
 
         Raises:
-            UsageError: a ``ValueError``: a shape without a dtype, or one of which there never was a tensor.
+            UsageError: a ``ValueError``: a shape without a dtype, or an unknown one.
         """
         if shape is None:
             counts = {**self._counts, "current_in_use": sum(len(pool.used) for pool in self._pools.values())}
@@ -98,12 +98,12 @@ class OffloadTensorPool:
             }
         key = (tuple(shape), dtype)
         if dtype is None:
-            raise UsageError(f"get_pool_status: got shape {key[0]} without a dtype, expected both; say dtype=")
+            raise UsageError(f"get_pool_status: got shape {key[0]} without a dtype; say dtype=")
         pool = self._pools.get((key[0], dtype))
         if pool is None:
             raise UsageError(
-                f"get_pool_status: got {key[0]} and {dtype}, expected one of {sorted(map(str, self._pools))}; nothing "
-                f"of that shape and dtype was allocated"
+                f"get_pool_status: nothing of shape {key[0]} and {dtype} was allocated; there are "
+                f"{sorted(map(str, self._pools))}"
             )
         used, free = len(pool.used), len(pool.free)
         return {
@@ -116,18 +116,18 @@ class OffloadTensorPool:
         }
 
     def reset(self) -> None:
-        """All count as free, also those that are handed out."""
+        """Count all tensors as free, also those in use."""
         for pool in self._pools.values():
             pool.free.extend(pool.used.values())
             pool.used.clear()
 
     def clear(self) -> None:
-        """Let go of all of them."""
+        """Release all tensors."""
         self._pools.clear()
 
 
 GPUTensorPool = OffloadTensorPool
-"""The name of older releases."""
+"""The name in older releases."""
 
 
 @dataclass(slots=True)
