@@ -1,7 +1,7 @@
-"""haiscale's ``CPUOffload``: a ratio of what a part of a forward saves goes to host memory, by tag.
+"""haiscale's ``CPUOffload``: offloads a ratio of the activations of a part of the model, by tag.
 
-A ``CPUOffload`` is a :class:`spillway.offload` of :class:`spillway.policies.Ratio`, without a least size, into the
-host tier, in the default session. What is known of a tag belongs to that session; :class:`TagInfo` reads it there.
+A ``CPUOffload`` is a :class:`spillway.offload` with the policy :class:`spillway.policies.Ratio`, without a least size,
+into CPU memory, in the default session. The session learns by tag, and :class:`TagInfo` shows what it has learned.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 
 from spillway.capture.hooks import Pass
 from spillway.capture.order import Memory
+from spillway.compat import current_device
 from spillway.errors import UsageError
 from spillway.offloading import offload
 from spillway.policies import Ratio
@@ -29,41 +30,38 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TagInfo:
-    """What the default session knows of a tag, for reading.
+    """What the default session knows of a tag. Read only.
 
     Args:
-        tag: the tag. One that nobody has used is in its first iteration.
+        tag: the tag. An unused one is in its first iteration.
     """
 
     tag: str
 
     @property
     def is_first_iter(self) -> bool:
-        """Whether no pass has counted yet what it saves."""
+        """Whether no forward pass has counted its bytes yet."""
         return not self._memory.total_bytes
 
     @property
     def total_activations_memory(self) -> int:
-        """Bytes that the last finished pass saved, evaluations left out; in the first iteration, those saved so far."""
+        """Bytes that the last forward pass with gradients saved; in the first one, the bytes so far."""
         current = self._current
         return self._memory.total_bytes or (0 if current is None else current.ledger.saved_bytes)
 
     @property
     def current_offload_memory(self) -> int:
-        """Bytes that have left in the pass that the calling thread is in; 0 outside of one."""
+        """Bytes offloaded in the current forward pass of the calling thread; 0 outside of one."""
         current = self._current
         return 0 if current is None else current.decider.offloaded_bytes
 
     @property
     def stream(self) -> Lane:
-        """The stream of copies out of the current accelerator (or the CPU's lane), which all tags share."""
-        device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-        if device.type != "cpu":
-            device = torch.device(device.type, torch.accelerator.current_device_index())
-        return Session.default().runtime(device).mover.lanes[0]
+        """The offload stream of the current accelerator or of the CPU, which all tags share."""
+        return Session.default().runtime(current_device()).mover.lanes[0]
 
     def reset_current_offload_memory(self) -> None:
-        """Count anew in the pass that the calling thread is in. An exit does so by itself."""
+        """Count from 0 again in the current forward pass of the calling thread. Every exit does so."""
         current = self._current
         if current is not None:
             current.decider.offloaded_bytes = 0
@@ -79,17 +77,17 @@ class TagInfo:
 
 @dataclass(frozen=True, eq=False)
 class CPUOffload:
-    """What autograd saves inside goes to host memory, up to a ratio of the bytes that the tag's passes save.
+    """Offloads tensors that autograd saves inside, up to a ratio of the bytes that the tag saves.
 
-    The first pass of a tag offloads all, and counts. One ``with`` is one pass; make a new object for each, with
-    whatever ratio, or enter one again.
+    The first forward pass of a tag offloads everything and counts the bytes. Each ``with`` is one forward pass. Make a
+    new object for each, with any ratio, or enter the same one again.
 
     Args:
         offload_ratio: from 0 to 1.
-        tag: names the code inside, for what is learned.
+        tag: name of the code inside.
 
     Raises:
-        UsageError: a ratio that is no number from 0 to 1, a tag that is no string.
+        UsageError: if the ratio is no number from 0 to 1, or the tag is no string.
 
     Example:
         >>> with CPUOffload(0.5, "encoder"):  # doctest: +SKIP
@@ -99,7 +97,7 @@ class CPUOffload:
     offload_ratio: float
     tag: str
     hook: offload = field(init=False, repr=False)
-    """The context that does it; ``hook.stats()`` says what it did."""
+    """The :class:`spillway.offload`; ``hook.stats()`` has the statistics."""
 
     _tag_infos: ClassVar[dict[str, TagInfo]] = {}
 
@@ -128,4 +126,4 @@ class CPUOffload:
         self.hook.__exit__(kind, error, trace)
         if was_first and not info.is_first_iter:
             total = info.total_activations_memory
-            _log.info("tag %r: a pass saves %d bytes (%s)", self.tag, total, format_bytes(total))
+            _log.info("tag %r: a forward pass saves %d bytes (%s)", self.tag, total, format_bytes(total))

@@ -1,7 +1,7 @@
 """TRL's ``OffloadActivations`` over Spillway's engine.
 
-TRL's arguments have another order than torchtune's, and TRL spares more output heads. Contexts, hooks and warnings are
-those of :mod:`spillway.compat.torchtune`. ``docs/compat/trl.md`` says what becomes of each name, and what differs.
+TRL's arguments have another order than torchtune's, and TRL keeps more output heads. Contexts, hooks and warnings are
+those of :mod:`spillway.compat.torchtune`. ``docs/compat/trl.md`` maps each name and lists the differences.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ class OffloadActivations(torchtune.OffloadActivations):
     """:class:`spillway.compat.torchtune.OffloadActivations` with TRL's order of positional arguments.
 
     Args:
-        use_pin_memory: see there, and so for the next three.
+        use_pin_memory: see there, also for the next three.
         use_streams: see there.
-        min_offload_size: leave tensors of fewer bytes where they are. Bytes.
+        min_offload_size: do not offload tensors of fewer bytes.
         max_fwd_stash_size: see there.
         tier: see there.
         session: ``None``: the default one.
 
     Raises:
-        UsageError: a ``ValueError``: a stash size under 1, or another argument that cannot be meant.
+        UsageError: a ``ValueError``, for an invalid argument.
 
     Warns:
         UserWarning: see there.
@@ -60,9 +60,9 @@ class OffloadActivations(torchtune.OffloadActivations):
         super().__init__(use_pin_memory, use_streams, max_fwd_stash_size, min_offload_size, tier=tier, session=session)
 
     def update_model_params(self, model: Module) -> None:
-        """Keep the memory of a model's parameters on the device: also views of it, and parts of distributed parameters.
+        """Keep the memory of a model's parameters, also views of it and parts of distributed parameters.
 
-        Call it again after parameters got other memory.
+        Call it again after parameters were given other memory.
 
         Args:
             model: the model that is trained.
@@ -82,27 +82,26 @@ def get_act_offloading_ctx_manager(
     tier: str | None = None,
     session: Session | None = None,
 ) -> OffloadActivations:
-    """A context for training steps of a model, which leaves the model's output head and its parameters alone.
+    """A context for training steps that offloads all but the model's output head and its parameters.
 
-    The head is found by its name: those of :func:`spillway.compat.torchtune.get_act_offloading_ctx_manager`, the
-    ``lm_head`` of a ``decoder``, ``final_layer_norm`` and ``ln_f``. Modules with ``liger`` in their name are left
-    alone too.
+    The head is found by name: those of :func:`spillway.compat.torchtune.get_act_offloading_ctx_manager`, the
+    ``lm_head`` of a ``decoder``, ``final_layer_norm`` and ``ln_f``. Modules with ``liger`` in their name are kept too.
 
     Args:
         model: the model that is trained.
-        use_pin_memory: as for :class:`OffloadActivations`, and so are the next three.
+        use_pin_memory: see :class:`OffloadActivations`, also for the next three.
         use_streams: see there.
         min_offload_size: see there.
         max_fwd_stash_size: see there.
-        warn_if_no_head: whether a model without a head is worth a warning.
+        warn_if_no_head: whether to warn if no head is found.
         tier: see :class:`OffloadActivations`.
         session: see there.
 
     Raises:
-        UsageError: an argument that cannot be meant.
+        UsageError: for an invalid argument.
 
     Warns:
-        UserWarning: if no head is found. Its saved tensors are offloaded like the rest.
+        UserWarning: if no head is found. Its saved tensors are then offloaded too.
 
     Example:
         >>> context = get_act_offloading_ctx_manager(model)  # doctest: +SKIP
@@ -111,8 +110,8 @@ def get_act_offloading_ctx_manager(
         use_pin_memory, use_streams, min_offload_size, max_fwd_stash_size, tier=tier, session=session
     )
     context.update_model_params(model)
-    torchtune.spare_head(model, _HEADS, warn_if_no_head=warn_if_no_head)
+    torchtune.keep_head(model, _HEADS, warn_if_no_head=warn_if_no_head)
     for name, module in model.named_modules():
         if _LIGER in name.lower():
-            torchtune.spare(name, module)
+            torchtune.keep_saved_by(name, module)
     return context

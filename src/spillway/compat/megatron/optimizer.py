@@ -1,4 +1,4 @@
-"""Megatron-Core's optimizer with a part of its state and step on the host, by its names."""
+"""Megatron-Core's hybrid optimizer: a part of its state and step is on the CPU."""
 
 from __future__ import annotations
 
@@ -23,34 +23,34 @@ _ARGUMENTS = (
     "pin_cpu_params",
     "overlap_cpu_optimizer_d2h_h2d",
 )
-"""What is an attribute, and a default, but no setting of a group."""
+"""Arguments that are attributes and defaults, but no settings of a group."""
 _NEWER = ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 _THEIR_MASTER = "master_param"
 _DECOUPLED = "decoupled_grad"
 
 
 class HybridDeviceOptimizer(OffloadedOptimizer):
-    """An optimizer that steps a fraction of the device's elements on the host, and the rest on the device.
+    """An optimizer that steps a fraction of the accelerator's elements on the CPU, and the rest on the accelerator.
 
-    A :class:`spillway.OffloadedOptimizer` by other names. ``docs/compat/megatron.md`` says what differs.
+    A :class:`spillway.OffloadedOptimizer` by other names. ``docs/compat/megatron.md`` lists the differences.
 
     Args:
-        params: parameters, or groups of them, with whatever else a group has.
-        offload_fraction: of the elements that are on a device, how many are stepped on the host: the first parameters,
-            until it is reached. Those on the CPU are stepped there anyway.
-        cpu_optimizer_cls: the class that steps on the host. ``None``: the other one.
-        gpu_optimizer_cls: the class that steps on the device. ``None``: the other one.
-        param_update_in_fp32: whether parameters of a narrower type have masters in ``float32``.
-        pin_cpu_grads: without effect: what crosses the link is pinned, in the session's memory.
-        pin_cpu_params: without effect, for that reason.
-        overlap_cpu_optimizer_d2h_h2d: whether gradients leave during backward. If not, they stay on the device until
-            they are cleared, and are copied in ``step()``.
-        session: whose pinned memory is used. ``None``: the default one.
-        kwargs: for the classes: each gets those that it takes. What neither takes is put into the groups.
+        params: parameters, or parameter groups with any other keys.
+        offload_fraction: fraction of the accelerator's elements that are stepped on the CPU. Parameters are taken in
+            order until it is reached. Parameters on the CPU are always stepped there.
+        cpu_optimizer_cls: the class that steps on the CPU. ``None``: the other one.
+        gpu_optimizer_cls: the class that steps on the accelerator. ``None``: the other one.
+        param_update_in_fp32: whether parameters of a narrower dtype have fp32 master weights.
+        pin_cpu_grads: without effect: all transfers use the session's pinned memory.
+        pin_cpu_params: without effect, for the same reason.
+        overlap_cpu_optimizer_d2h_h2d: whether gradients are offloaded during backward. If not, they stay on the
+            accelerator until they are cleared, and are copied in ``step()``.
+        session: its pinned memory is used. ``None``: the default one.
+        kwargs: for the classes: each gets those that it accepts. All others are put into the groups.
 
     Raises:
-        UsageError: neither class, or another argument that cannot be meant.
-        UnsupportedError: a class or a parameter that cannot be served.
+        UsageError: without a class, or for another invalid argument.
+        UnsupportedError: for an unsupported class or parameter.
 
     Example:
         >>> model = torch.nn.Linear(64, 64)
@@ -78,11 +78,12 @@ class HybridDeviceOptimizer(OffloadedOptimizer):
     ) -> None:
         host_class, device_class = cpu_optimizer_cls or gpu_optimizer_cls, gpu_optimizer_cls or cpu_optimizer_cls
         if host_class is None or device_class is None:
-            raise UsageError("cpu_optimizer_cls, gpu_optimizer_cls: got None, expected at least one optimizer class")
+            raise UsageError("cpu_optimizer_cls, gpu_optimizer_cls: both are None; give at least one optimizer class")
         newer = [name for name in _NEWER if name in kwargs]
         if newer:
             raise UnsupportedError(
-                f"got {newer}, expected none of them: with param_update_in_fp32=True masters and moments are float32"
+                f"{', '.join(newer)}: not supported; say param_update_in_fp32=True for master weights and moments in "
+                f"float32"
             )
         self.offload_fraction = offload_fraction
         self.cpu_optimizer_cls = cpu_optimizer_cls
@@ -107,20 +108,20 @@ class HybridDeviceOptimizer(OffloadedOptimizer):
         others = {name: value for name, value in kwargs.items() if name not in taken}
         for group in self.param_groups:
             group.update({**others, **group})
-        # Whoever makes one anew with these gets the same.
+        # A new optimizer with these defaults is the same.
         self.defaults.update({**others, **{name: getattr(self, name) for name in _ARGUMENTS}})
         self.register_step_pre_hook(_take_decoupled)
         self.register_state_dict_post_hook(_by_their_name)
         self.register_load_state_dict_pre_hook(_by_our_name)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, of which the fraction is taken by itself."""
+        """Add a group. The fraction is taken of each group by itself."""
         super().add_param_group(param_group)
         for name in _ARGUMENTS:
             self.param_groups[-1].pop(name, None)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients, and attributes ``decoupled_grad``."""
+        """Clear gradients, also those in ``decoupled_grad``."""
         super().zero_grad(set_to_none)
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -131,13 +132,13 @@ class HybridDeviceOptimizer(OffloadedOptimizer):
                     decoupled.zero_()
 
     def update_fp32_param_by_new_param(self) -> None:
-        """The masters are taken from the parameters anew: :meth:`refresh_masters`."""
+        """Set the fp32 master weights from the parameters: :meth:`refresh_masters`."""
         self.refresh_masters()
 
     def dummy_step(self) -> None:
-        """Make the state, for loading a checkpoint in place: a step with gradients and learning rates of zero.
+        """Create the optimizer state, to load a checkpoint in place: a step with gradients and learning rates of 0.
 
-        It changes no parameter, and none that has state; all gradients are cleared.
+        It changes no parameter and no existing state. It clears all gradients.
         """
         self.zero_grad()
         rates = [group.get("lr") for group in self.param_groups]
@@ -158,14 +159,14 @@ class HybridDeviceOptimizer(OffloadedOptimizer):
 
 
 def _take_decoupled(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """A ``decoupled_grad`` is the gradient, whatever ``grad`` is."""
+    """Use ``decoupled_grad`` in place of ``grad``."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if hasattr(parameter, _DECOUPLED):
                 decoupled = getattr(parameter, _DECOUPLED)
                 parameter.grad = None
                 if decoupled is not None and decoupled.dtype != parameter.dtype:
-                    parameter.grad_dtype = None  # any
+                    parameter.grad_dtype = None  # allows any dtype
                 parameter.grad = decoupled
 
 
