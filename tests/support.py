@@ -15,7 +15,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -263,3 +263,24 @@ def run_script(text: str, **environment: str) -> subprocess.CompletedProcess[str
         timeout=300,
         check=False,
     )
+
+
+def pairwise(*choices: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Some rows of the product of choices, so that each pair of values of two choices is in one of them.
+
+    Example:
+        >>> len(pairwise("ab", "cd", "ef"))
+        4
+    """
+
+    def pairs(row: Sequence[int]) -> set[Any]:
+        return set(itertools.combinations(enumerate(row), 2))
+
+    values = [list(choice) for choice in choices]
+    rows = list(itertools.product(*(range(len(each)) for each in values)))
+    left = set[Any]().union(*map(pairs, rows))
+    found = []
+    while left:
+        found.append(max(rows, key=lambda row: len(pairs(row) & left)))
+        left -= pairs(found[-1])
+    return [tuple(each[place] for each, place in zip(values, row, strict=True)) for row in found]

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from spillway.events import Event, EventKind, EventList
     from spillway.grouping import group
     from spillway.groups import Groups
-    from spillway.losses.cross_entropy import cross_entropy
+    from spillway.losses import cross_entropy
     from spillway.offloading import keep, keep_tensor, offload, offload_tensor
     from spillway.operators import OperatorCall, saved_by, within
     from spillway.optim.optimizer import OffloadedOptimizer
@@ -128,7 +128,7 @@ _ROOMS = {
     "events": ["Event", "EventKind", "EventList"],
     "grouping": ["group"],
     "groups": ["Groups"],
-    "losses.cross_entropy": ["cross_entropy"],
+    "losses": ["cross_entropy"],
     "offloading": ["keep", "keep_tensor", "offload", "offload_tensor"],
     "operators": ["OperatorCall", "saved_by", "within"],
     "optim.optimizer": ["OffloadedOptimizer"],

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 import spillway
-from spillway.losses import cross_entropy as room
+from spillway import losses as room
+from support import pairwise
 
 ROWS, CLASSES = 333, 97
 
@@ -65,11 +66,16 @@ def same(one: tuple[torch.Tensor, ...], other: tuple[torch.Tensor, ...]) -> bool
     )
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("ignored", [-100, 0, 5, 9999])
-@pytest.mark.parametrize("cast", [None, torch.float32])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("classes", [7, 97, 1025, 4099])
+@pytest.mark.parametrize(
+    ("classes", "dtype", "cast", "ignored", "reduction"),
+    pairwise(
+        [7, 97, 1025, 4099],
+        [torch.float64, torch.float32, torch.bfloat16, torch.float16],
+        [None, torch.float32],
+        [-100, 0, 5, 9999],
+        ["mean", "sum", "none"],
+    ),
+)
 def test_it_is_torchs_own(
     classes: int, dtype: torch.dtype, cast: torch.dtype | None, ignored: int, reduction: str, calls: list[int]
 ) -> None:
@@ -234,7 +240,7 @@ def test_bad_arguments() -> None:
 
 def test_a_few_rows_are_computed_at_once(monkeypatch: pytest.MonkeyPatch, calls: list[int]) -> None:
     monkeypatch.setattr(room, "_LEAST_BYTES", 1 << 20)
-    assert not room.gains(ROWS, CLASSES, torch.float32)
+    assert not room._is_worth_it(ROWS, CLASSES, torch.float32)
     spillway.cross_entropy(logits_of(torch.float32), targets_of())
     assert not calls
 
@@ -298,10 +304,15 @@ OTHER_USES: dict[str, Callable[[torch.Tensor, Callable[..., torch.Tensor]], torc
 }
 
 
-@pytest.mark.parametrize("use", OTHER_USES)
-@pytest.mark.parametrize("hooks", [nullcontext, spillway.offload, KEEP])
-@pytest.mark.parametrize("how", [{}, {"save": "inputs"}, {"save": ["inputs", torch.ops.aten.mul]}, None])
-@pytest.mark.parametrize("made", [True, False])
+@pytest.mark.parametrize(
+    ("use", "hooks", "how", "made"),
+    pairwise(
+        OTHER_USES,
+        [nullcontext, spillway.offload, KEEP],
+        [{}, {"save": "inputs"}, {"save": ["inputs", torch.ops.aten.mul]}, None],
+        [True, False],
+    ),
+)
 def test_other_uses_of_logits_that_a_region_or_a_context_has(
     use: str, hooks: Callable[[], AbstractContextManager[object]], how: dict[str, Any] | None, made: bool
 ) -> None:
@@ -313,17 +324,16 @@ def test_other_uses_of_logits_that_a_region_or_a_context_has(
     def region(x: torch.Tensor) -> torch.Tensor:
         return function(x, spillway.cross_entropy)
 
-    for _ in range(1 if how is None or "watch" not in how else 4):
-        source, plain = logits_of(torch.float32), logits_of(torch.float32)
-        x = source + 0 if made else source
-        before = x.detach().clone()
-        with hooks():
-            loss = region(x) if how is None else spillway.recompute(region, x, **how)
-        if made:
-            del x
-        loss.backward()
-        function(plain + 0, functional.cross_entropy).backward()
-        assert source.grad is not None
-        assert plain.grad is not None
-        assert torch.equal(source.grad, plain.grad)
-        assert torch.equal(source, before)
+    source, plain = logits_of(torch.float32), logits_of(torch.float32)
+    x = source + 0 if made else source
+    before = x.detach().clone()
+    with hooks():
+        loss = region(x) if how is None else spillway.recompute(region, x, **how)
+    if made:
+        del x
+    loss.backward()
+    function(plain + 0, functional.cross_entropy).backward()
+    assert source.grad is not None
+    assert plain.grad is not None
+    assert torch.equal(source.grad, plain.grad)
+    assert torch.equal(source, before)

@@ -14,11 +14,9 @@ from torch.nn import functional
 
 import spillway
 from allocations import count_exactly
+from spillway import losses as room
 from spillway.attaching.call import PLACE
-from spillway.losses import cross_entropy as room
-from spillway.losses import in_rows, own
-from spillway.losses.in_rows import InRows
-from spillway.losses.own import own_losses
+from spillway.losses import ChunkedLoss, own_losses
 
 ROWS, WORDS = 140, 53
 
@@ -27,8 +25,8 @@ ROWS, WORDS = 140, 53
 def _known(monkeypatch: pytest.MonkeyPatch) -> None:
     """Functions and models here are taken for those of the library."""
     names = {(__name__, each.__qualname__) for each in (*IN_ROWS, *OTHERS, failing)}
-    monkeypatch.setattr(in_rows, "_KNOWN", names)
-    monkeypatch.setattr(own, "_LIBRARY", __name__)
+    monkeypatch.setattr(room, "_KNOWN", names)
+    monkeypatch.setattr(room, "_LIBRARY", __name__)
 
 
 @pytest.fixture(autouse=True)
@@ -167,7 +165,7 @@ def test_its_cross_entropy_is_in_rows(
 ) -> None:
     expected = run(function, dtype)
     full.clear()
-    loss = InRows(lambda: function, 0)
+    loss = ChunkedLoss(lambda: function, 0)
     assert same(run(loss, dtype), expected)
     assert loss.is_used
     assert not full
@@ -177,7 +175,7 @@ def test_arguments_are_handed_on(small: None, full: list[Tensor]) -> None:
     items = torch.tensor(41)
     expected = run(shifted, torch.bfloat16, items=items)
     full.clear()
-    assert same(run(InRows(lambda: shifted, 0), torch.bfloat16, items=items), expected)
+    assert same(run(ChunkedLoss(lambda: shifted, 0), torch.bfloat16, items=items), expected)
     assert not full
 
 
@@ -185,21 +183,21 @@ def test_arguments_are_handed_on(small: None, full: list[Tensor]) -> None:
 @pytest.mark.parametrize("function", OTHERS, ids=lambda each: each.__name__)
 def test_what_else_it_does_is_done_as_it_is(function: Callable[..., Any], dtype: torch.dtype, small: None) -> None:
     expected = run(function, dtype)
-    loss = InRows(lambda: function, 0)
+    loss = ChunkedLoss(lambda: function, 0)
     assert same(run(loss, dtype), expected)
     assert same(run(loss, dtype), expected)
 
 
 @pytest.mark.parametrize("function", OTHERS, ids=lambda each: each.__name__)
 def test_what_is_cast_is_not_used_in_two_ways(function: Callable[..., Any], small: None, full: list[Tensor]) -> None:
-    loss = InRows(lambda: function, 0)
+    loss = ChunkedLoss(lambda: function, 0)
     run(loss, torch.bfloat16)
     assert not loss.is_used
     assert full[-1].dtype is torch.float32
 
 
 def test_little_is_done_as_it_is(full: list[Tensor]) -> None:
-    loss = InRows(lambda: shifted, 0)
+    loss = ChunkedLoss(lambda: shifted, 0)
     run(loss, torch.bfloat16)
     assert not loss.is_used
     assert full
@@ -208,20 +206,20 @@ def test_little_is_done_as_it_is(full: list[Tensor]) -> None:
 def test_where_there_is_room_it_is_done_as_it_is(small: None, full: list[Tensor]) -> None:
     nbytes = 4 * ROWS * WORDS * 4
     for spare, is_used in ((nbytes - 1, True), (nbytes, False)):
-        loss = InRows(lambda: shifted, spare)
+        loss = ChunkedLoss(lambda: shifted, spare)
         run(loss, torch.bfloat16)
         assert loss.is_used is is_used
 
 
 def test_what_torch_refuses_it_refuses_with_its_own_words(small: None) -> None:
-    loss = InRows(lambda: as_they_are, 0)
+    loss = ChunkedLoss(lambda: as_they_are, 0)
     with pytest.raises(IndexError, match="Target 53 is out of bounds"):
         run(lambda logits, labels: loss(logits, labels * 0 + WORDS), torch.bfloat16)
 
 
 def test_errors_are_the_functions_own(small: None) -> None:
     with pytest.raises(KeyError, match="mine"):
-        run(InRows(lambda: failing, 0), torch.bfloat16)
+        run(ChunkedLoss(lambda: failing, 0), torch.bfloat16)
     assert not torch.overrides._get_current_function_mode_stack()
 
 
@@ -278,7 +276,7 @@ def test_a_slice_of_logits_is_cast_as_it_is(small: None, full: list[Tensor]) -> 
         return lambda logits, labels: function(logits[:, 7:], labels[:, 7:])
 
     expected = run(of_slice(shifted), torch.bfloat16)
-    loss = InRows(lambda: shifted, 0)
+    loss = ChunkedLoss(lambda: shifted, 0)
     assert same(run(of_slice(loss), torch.bfloat16), expected)
     assert loss.is_used
 
@@ -290,7 +288,7 @@ def test_what_nobody_knows_is_done_as_it_is_and_once(small: None) -> None:
         calls.append(None)
         return shifted(logits, labels)
 
-    loss = InRows(lambda: scripted, 0)
+    loss = ChunkedLoss(lambda: scripted, 0)
     expected = run(scripted, torch.bfloat16)
     assert same(run(loss, torch.bfloat16), expected)
     assert not loss.is_used
@@ -311,9 +309,9 @@ def test_a_mode_of_a_users_sees_all(small: None) -> None:
         return called
 
     expected = run(doubled(shifted), torch.bfloat16)
-    assert same(run(doubled(InRows(lambda: shifted, 0)), torch.bfloat16), expected)
+    assert same(run(doubled(ChunkedLoss(lambda: shifted, 0)), torch.bfloat16), expected)
     with torch.device("cpu"):
-        loss = InRows(lambda: shifted, 0)
+        loss = ChunkedLoss(lambda: shifted, 0)
         run(loss, torch.bfloat16)
     assert loss.is_used
 

@@ -29,7 +29,7 @@ from spillway.attaching.validation import (
 from spillway.blocks import Blocks, Named, above, find_blocks, walk
 from spillway.errors import SpillwayError, UsageError, printable
 from spillway.groups import Groups
-from spillway.losses.own import own_losses
+from spillway.losses import own_losses
 from spillway.policies import Keep, Offload, Policy
 from spillway.recomputing import Recompute
 from spillway.records import StepStats

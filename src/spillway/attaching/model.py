@@ -26,7 +26,7 @@ from spillway.attaching.validation import refuse_checkpointing, refuse_copier, r
 from spillway.blocks import Named
 from spillway.capture.order import Memory
 from spillway.errors import UsageError
-from spillway.losses.own import OwnLoss
+from spillway.losses import OwnLoss
 from spillway.offloading import offload
 from spillway.recomputing import hooks_around
 from spillway.session import Session

@@ -1,0 +1,471 @@
+"""Memory-efficient cross-entropy, and its use in the models of transformers.
+
+NOTE [ What a loss holds ]
+
+``torch.nn.functional.cross_entropy`` of logits ``(rows, classes)`` makes the log-probabilities of all classes, which
+autograd saves. Backward makes their gradient and that of the logits: three times the size of the logits, and four times
+if the logits are cast first. 8192 rows of 128,256 classes in float32 are 4.2 GB each time.
+
+Rows are independent, up to the reduction to one number. So the loss is computed in chunks of rows. Forward keeps one
+number per row and saves only the logits. Backward recomputes the log-probabilities of a chunk. Beside the logits and
+their gradient, only a few chunks exist at a time.
+
+The gradient of the log-probabilities is zero except for one class per row. One zero-filled buffer serves all chunks:
+these elements are set, and then cleared. Their values come from torch's own kernel, called with one class.
+
+NOTE [ Which rows go together ]
+
+A kernel adds up the exponentials of a row in an order that depends on the row's address modulo 16 bytes. The rows of a
+chunk are a multiple of 16, so each row keeps its alignment. The reduction over rows is done by torch's own kernel with
+one class: it adds the same numbers in the same order.
+
+NOTE [ Deferred casts ]
+
+The loss functions of transformers cast the logits to float32 first, which takes as much memory as the
+log-probabilities. While one of them runs, a ``TorchFunctionMode`` defers this cast and passes views of the logits on.
+``cross_entropy`` then casts each chunk. The gradient goes to the logits themselves, with the same bits, since the cast
+would have cast it back.
+
+This holds only if the cast logits have no other use, whose gradient would be added before it is cast back. If they are
+used in another way, twice, or returned, the function runs again without the mode.
+
+A scripted function or another library's kernel would see the stand-in instead of the cast. So only functions are
+treated like this that are known, by name, to call only torch's functions. A user's own loss function is never touched.
+
+NOTE [ Only during a call ]
+
+A model of transformers looks up its loss function in an attribute of its own, if the user has set it. The replacement
+is set there while the model is called in training, and removed afterwards. So copies and saved models do not have it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import Module, functional
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from spillway.errors import UsageError
+
+_LEAST_BYTES = 64 << 20
+"""Smaller log-probabilities are not worth it."""
+_CHUNKS = 16
+"""On an H200, chunks of 512 rows of 32,000 or 128,256 classes keep the GPU busy, chunks of 128 do not. On an H100, 256
+rows do. But with twice as many chunks of 8192 rows and 32,000 classes, the CPU launches kernels too slowly."""
+_ALIGNMENT = 16
+"""Rows of a chunk are a multiple of it. See NOTE [ Which rows go together ]."""
+_NO_CLASS = -1
+"""The ignored class where there is one class."""
+_REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
+_aten = torch.ops.aten
+
+
+def cross_entropy(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """``torch.nn.functional.cross_entropy``, bit for bit, in little more memory than the logits.
+
+    It computes the log-probabilities twice, which is little beside the computation of the logits.
+
+    Args:
+        logits: floating point, of shape ``(rows, classes)``.
+        target: class of each row, of shape ``(rows,)``.
+        ignore_index: rows of this class do not count.
+        reduction: ``"mean"``, ``"sum"`` or ``"none"``.
+        dtype: compute as if the logits were cast to it first, as in ``cross_entropy(logits.float(), ...)``; gradients
+            are cast back. ``None``: the dtype of the logits or of autocast.
+
+    Returns:
+        The loss: a number, or of shape ``(rows,)`` for ``"none"``.
+
+    Raises:
+        UsageError: for other shapes, or another reduction.
+
+    Example:
+        >>> logits, target = torch.randn(4, 10), torch.tensor([1, 2, -100, 3])
+        >>> torch.equal(cross_entropy(logits, target), functional.cross_entropy(logits, target))
+        True
+    """
+    if logits.dim() != 2 or target.shape != logits.shape[:1]:
+        raise UsageError(
+            f"got logits of shape {tuple(logits.shape)} and a target of {tuple(target.shape)}, expected (rows, "
+            f"classes) and (rows,); flatten them: logits.flatten(0, 1), target.flatten()"
+        )
+    if reduction not in _REDUCTIONS:
+        raise UsageError(f"reduction: got {reduction!r}, expected one of {', '.join(map(repr, _REDUCTIONS))}")
+    dtypes = None
+    rows, classes = logits.shape
+    if _is_worth_it(rows, classes, logits.dtype if dtype is None else dtype) and _is_plain(logits, target):
+        dtypes = _dtypes_of(logits, target, dtype)
+    if dtypes is None:
+        cast = logits if dtype is None else logits.to(dtype)
+        return functional.cross_entropy(cast, target, ignore_index=ignore_index, reduction=reduction)
+    loss: torch.Tensor = _CrossEntropy.apply(logits, target, dtypes, ignore_index, reduction)  # type: ignore[no-untyped-call]
+    return loss
+
+
+def _is_worth_it(rows: int, classes: int, dtype: torch.dtype) -> bool:
+    return rows * classes * dtype.itemsize >= _LEAST_BYTES and rows >= 4 * _ALIGNMENT
+
+
+def _is_plain(logits: torch.Tensor, target: torch.Tensor) -> bool:
+    """Whether only autograd records what is done with them: no subclass, transform, tracing or compilation."""
+    return (
+        all(type(each) is torch.Tensor for each in (logits, target))
+        and target.dtype is torch.int64
+        and not torch._C._are_functorch_transforms_active()
+        and torch.autograd.forward_ad._current_level < 0
+        and not torch.compiler.is_compiling()
+        and torch._C._get_tracing_state() is None
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Dtypes:
+    """Dtypes of the computation."""
+
+    logarithms: torch.dtype
+    losses: torch.dtype
+    """Autocast may cast the log-probabilities to another one."""
+
+
+def _dtypes_of(logits: torch.Tensor, target: torch.Tensor, dtype: torch.dtype | None) -> _Dtypes | None:
+    """The dtypes that torch would use; ``None`` if they cannot be told."""
+    device = logits.device.type
+    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+        own = logits.dtype if dtype is None else dtype
+        return _Dtypes(own, own)
+    with torch.no_grad(), _AutocastProbe() as probe:
+        functional.cross_entropy(logits[:1] if dtype is None else logits[:1].to(dtype), torch.zeros_like(target[:1]))
+    known = len(probe.logarithms) == len(probe.losses) == 1 and not probe.is_fused
+    return _Dtypes(*probe.logarithms, *probe.losses) if known and dtype in (None, *probe.logarithms) else None
+
+
+class _AutocastProbe(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records the dtypes of a loss under autocast, whose lists of operators depend on the device."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.logarithms: list[torch.dtype] = []
+        self.losses: list[torch.dtype] = []
+        self.is_fused = False
+        """Whether a kernel casts the logits, and adds in another order."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is _aten._log_softmax.default:
+            self.logarithms.append(args[0].dtype)
+            self.is_fused |= bool(args[2])
+        elif func is _aten.nll_loss_forward.default:
+            self.losses.append(args[0].dtype)
+        return func(*args, **kwargs or {})
+
+
+def _rows_of_a_chunk(logits: torch.Tensor) -> int:
+    return -(-len(logits) // (_CHUNKS * _ALIGNMENT)) * _ALIGNMENT
+
+
+def _chunks(logits: torch.Tensor, rows: int) -> Iterator[torch.Tensor]:
+    """Chunks in the layout that the kernels would give all logits. Torch calls a single row dense wherever it lies."""
+    is_dense = logits.is_contiguous()
+    for chunk in torch.split(logits, rows):
+        yield chunk if is_dense else chunk.clone(memory_format=torch.contiguous_format)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """See NOTE [ What a loss holds ]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: torch.Tensor, target: torch.Tensor, dtypes: _Dtypes, ignore_index: int, reduction: str
+    ) -> torch.Tensor:
+        rows = _rows_of_a_chunk(logits)
+        one_class = torch.empty(logits.shape[0], 1, dtype=dtypes.losses, device=logits.device)
+        for chunk, its_target, losses in zip(
+            _chunks(logits, rows), torch.split(target, rows), torch.split(one_class.squeeze(1), rows), strict=True
+        ):
+            logarithms = _log_softmax(chunk, dtypes.logarithms).to(dtypes.losses)
+            losses.copy_(_aten.nll_loss_forward(logarithms, its_target, None, 0, ignore_index)[0])
+        one_class.neg_()  # since nll_loss negates its input
+        first = _as_one_class(target, ignore_index)
+        loss, weight = _aten.nll_loss_forward(one_class, first, None, _REDUCTIONS[reduction], _NO_CLASS)
+        ctx.save_for_backward(logits, target, weight)
+        ctx.how = dtypes, ignore_index, reduction
+        return loss  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        logits, target, weight = ctx.saved_tensors
+        dtypes, ignore_index, reduction = ctx.how
+        if torch.is_grad_enabled():
+            # This gradient is to have a gradient itself.
+            return _differentiable(logits, target, gradient, *ctx.how), None, None, None, None
+
+        first = _as_one_class(target, ignore_index)
+        one_class = torch.empty(logits.shape[0], 1, dtype=dtypes.losses, device=logits.device)
+        # The gradient of each row's log-probability of its class.
+        of_class = _aten.nll_loss_backward(
+            gradient, one_class, first, None, _REDUCTIONS[reduction], _NO_CLASS, weight
+        ).to(dtypes.logarithms)
+        classes = target.masked_fill(first == _NO_CLASS, 0).unsqueeze(1)
+
+        def gradient_of(chunk: torch.Tensor, of_logarithms: torch.Tensor) -> torch.Tensor:
+            logarithms = _log_softmax(chunk, dtypes.logarithms)
+            found: torch.Tensor = _aten._log_softmax_backward_data(of_logarithms, logarithms, 1, dtypes.logarithms)
+            return found
+
+        if _is_batched(gradient):
+            # vmap cannot write a batch of gradients into one buffer.
+            zeros = torch.zeros(logits.shape, dtype=dtypes.logarithms, device=logits.device)
+            return gradient_of(logits, zeros.scatter(1, classes, of_class)).to(logits.dtype), None, None, None, None
+        rows = _rows_of_a_chunk(logits)
+        found = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+        zeros = torch.zeros(min(rows, logits.shape[0]), logits.shape[1], dtype=dtypes.logarithms, device=logits.device)
+        for chunk, its_classes, its_gradient, into in zip(
+            _chunks(logits, rows), *(torch.split(each, rows) for each in (classes, of_class, found)), strict=True
+        ):
+            of_logarithms = zeros[: len(chunk)]
+            of_logarithms.scatter_(1, its_classes, its_gradient)
+            into.copy_(gradient_of(chunk, of_logarithms))
+            of_logarithms.scatter_(1, its_classes, 0.0)
+        return found, None, None, None, None
+
+
+def _as_one_class(target: torch.Tensor, ignore_index: int) -> torch.Tensor:
+    """The targets of the same rows if there were one class."""
+    return torch.zeros_like(target).masked_fill_(target == ignore_index, _NO_CLASS)
+
+
+def _is_batched(gradient: torch.Tensor) -> bool:
+    functorch: Any = torch._C._functorch
+    return bool(functorch.is_batchedtensor(gradient) or functorch.is_legacy_batchedtensor(gradient))
+
+
+def _log_softmax(logits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    # The operator below autocast, which must not cast again.
+    logarithms: torch.Tensor = _aten._log_softmax(logits.to(dtype), 1, False)
+    return logarithms
+
+
+def _differentiable(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    gradient: torch.Tensor,
+    dtypes: _Dtypes,
+    ignore_index: int,
+    reduction: str,
+) -> torch.Tensor:
+    with torch.autocast(logits.device.type, enabled=False):
+        logarithms = functional.log_softmax(logits.to(dtypes.logarithms), 1).to(dtypes.losses)
+        loss = functional.nll_loss(logarithms, target, ignore_index=ignore_index, reduction=reduction)
+        (found,) = torch.autograd.grad(loss, logits, gradient, create_graph=True)
+    return found
+
+
+# The loss functions of transformers.
+
+_LIBRARY = "transformers.modeling_utils"
+_KNOWN = {("transformers.loss.loss_utils", name) for name in ("ForCausalLMLoss", "ForMaskedLMLoss")}
+"""See NOTE [ Deferred casts ]. By name, since only integrations import a trainer."""
+_NAME, _PLACE = "loss_function", "_loss_function"
+_VIEWS = {getattr(torch.Tensor, name) for name in ("contiguous", "flatten", "reshape", "squeeze", "unsqueeze", "view")}
+_METADATA = {getattr(torch.Tensor, name) for name in ("dim", "numel", "size")}
+_METADATA |= {getattr(torch.Tensor, name).__get__ for name in ("device", "ndim", "requires_grad", "shape")}
+"""Functions of a tensor whose result does not depend on the cast."""
+_ARGUMENTS = inspect.signature(functional.cross_entropy)
+_UNSUPPORTED = {"weight": None, "size_average": None, "reduce": None, "label_smoothing": 0.0}
+"""Arguments that :func:`cross_entropy` does not have, with their defaults."""
+
+
+def own_losses(model: Module) -> list[OwnLoss]:
+    """Loss functions of the outermost modules of a model that have transformers' ``loss_function``."""
+    found = [each for each in model.modules() if _has_own(each)]
+    inner = {id(part) for each in found for part in each.modules() if part is not each}
+    return [OwnLoss(each) for each in found if id(each) not in inner]
+
+
+def _has_own(module: Module) -> bool:
+    found = getattr(type(module), _NAME, None)
+    return isinstance(found, property) and getattr(found.fget, "__module__", None) == _LIBRARY
+
+
+class OwnLoss:
+    """The ``loss_function`` of a module of transformers. See NOTE [ Only during a call ].
+
+    Args:
+        module: a module with transformers' property of that name.
+    """
+
+    def __init__(self, module: Module) -> None:
+        self._module = weakref.ref(module)
+        self.kind = type(module).__name__
+        """Class of the module, for reports."""
+        self.is_in_rows = False
+        """Whether the last loss was computed in chunks of rows."""
+
+    @contextmanager
+    def in_rows(self, spare: int) -> Iterator[None]:
+        """Inside, compute the loss in chunks of rows, unless the user has set a loss function.
+
+        Args:
+            spare: bytes that are free for the loss. If torch's own needs no more, it runs unchanged.
+        """
+        module = self._module()
+        if module is None or _PLACE in vars(module) or _PLACE in module._modules:
+            yield
+            return
+        replacement = vars(module)[_PLACE] = ChunkedLoss(lambda: _loss_function_of(module), spare)
+        try:
+            yield
+        finally:
+            if vars(module).get(_PLACE) is replacement:
+                del vars(module)[_PLACE]
+            self.is_in_rows = replacement.is_used
+
+
+class _WithoutOwn:
+    """A module as if no loss function were set on it."""
+
+    def __init__(self, module: Module) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        if name == _PLACE:
+            raise AttributeError(name)
+        return getattr(self._module, name)
+
+
+def _loss_function_of(module: Module) -> Callable[..., Any]:
+    """The library's choice for the module. Asked for only when it is called, since transformers may warn."""
+    function: Callable[..., Any] = getattr(type(module), _NAME).fget(_WithoutOwn(module))
+    return function
+
+
+class ChunkedLoss:
+    """Replaces a loss function by one that computes its cross-entropy in chunks. See NOTE [ Deferred casts ].
+
+    Args:
+        find: returns the loss function.
+        spare: bytes that are free for the loss. If the function needs no more, it runs unchanged.
+    """
+
+    def __init__(self, find: Callable[[], Callable[..., Any]], spare: int) -> None:
+        self._find = find
+        self._spare = spare
+        self.is_used = False
+        """Whether the last loss was computed in chunks."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        function = self._find()
+        self.is_used = False
+        name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
+        if name not in _KNOWN or not torch.is_grad_enabled() or _has_modes():
+            return function(*args, **kwargs)
+        try:
+            with _DeferredCast(self._spare) as deferred:
+                loss = function(*args, **kwargs)
+            deferred.check_output(loss)
+        except _OtherUse:
+            return function(*args, **kwargs)
+        self.is_used = deferred.is_used
+        return loss
+
+
+def _has_modes() -> bool:
+    """Whether a user's mode, except ``with device:``, has to see torch's functions."""
+    modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return any(not isinstance(mode, DeviceContext) for mode in modes) or torch.compiler.is_compiling()
+
+
+class _OtherUse(BaseException):
+    """The deferred cast is needed. A ``BaseException``, so that the loss function does not catch it."""
+
+
+class _DeferredCast(TorchFunctionMode):
+    """Defers the cast of the logits while a loss function runs."""
+
+    def __init__(self, spare: int) -> None:
+        super().__init__()
+        self._spare = spare
+        self._stand_ins: dict[int, torch.Tensor] = {}
+        """Tensors in place of the cast logits and of views of them, by ``id``."""
+        self.is_used = False
+        """Whether a cross-entropy was computed in chunks."""
+
+    def check_output(self, output: Any) -> None:
+        """Raise if the function returns the cast logits."""
+        if any(id(leaf) in self._stand_ins for leaf in tree_leaves(output)):
+            raise _OtherUse
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        is_cast = bool(args) and id(args[0]) in self._stand_ins
+        others = tree_leaves((args[1:] if is_cast else args, kwargs))
+        if any(id(each) in self._stand_ins for each in others):
+            raise _OtherUse
+        is_float = func is torch.Tensor.float and len(args) == 1 and not kwargs
+        if is_float and not self._stand_ins and self._is_worth_it(args[0], torch.float32, cast=True):
+            return self._stand_in(args[0].view_as(args[0]))
+        if not is_cast and func is functional.cross_entropy and args and self._is_worth_it(args[0], args[0].dtype):
+            return self._in_chunks(None, args, kwargs)
+        if not is_cast or func in _METADATA:
+            return func(*args, **kwargs)
+        if self.is_used:
+            raise _OtherUse
+        if func is functional.cross_entropy:
+            return self._in_chunks(torch.float32, args, kwargs)
+        if func in _VIEWS or (func is torch.Tensor.__getitem__ and _is_slice(args[1])):
+            return self._stand_in(func(*args, **kwargs))
+        raise _OtherUse
+
+    def _in_chunks(self, dtype: torch.dtype | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
+        self.is_used = True
+        bound = _ARGUMENTS.bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+        logits, target, reduction = given["input"], given["target"], given["reduction"]
+        plain = all(given[name] is value or given[name] == value for name, value in _UNSUPPORTED.items())
+        fits = logits.dim() == 2 and target.shape == logits.shape[:1] and reduction in _REDUCTIONS
+        if not plain or not fits or target.is_floating_point():
+            raise _OtherUse
+        return cross_entropy(logits, target, ignore_index=given["ignore_index"], reduction=reduction, dtype=dtype)
+
+    def _is_worth_it(self, logits: torch.Tensor, dtype: torch.dtype, *, cast: bool = False) -> bool:
+        if type(logits) is not torch.Tensor or not logits.requires_grad or logits.dim() < 2:
+            return False
+        rows, classes = logits.numel() // max(logits.shape[-1], 1), logits.shape[-1]
+        return (
+            # A cast makes other logits dense, which their views are not.
+            logits.is_contiguous()
+            and (not cast or logits.dtype.itemsize < dtype.itemsize)
+            # Torch holds the cast logits, the log-probabilities, and the gradients of both.
+            and 4 * logits.numel() * dtype.itemsize > self._spare
+            and _is_worth_it(rows, classes, dtype)
+        )
+
+    def _stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._stand_ins[id(tensor)] = tensor
+        return tensor
+
+
+def _is_slice(index: object) -> bool:
+    """Whether no element is taken twice, so that no gradients are added."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return all(isinstance(part, (int, slice, type(None), type(Ellipsis))) for part in parts)
