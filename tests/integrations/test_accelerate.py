@@ -136,7 +136,7 @@ def test_what_an_accelerator_does_to_the_model_is_refused() -> None:
     accelerator = accelerator_of()
     with pytest.raises(UsageError, match="perhaps 'budget' is meant"):
         prepare(accelerator, llama(), bugdet=1)
-    with pytest.raises(UsageError, match="before all else"):
+    with pytest.raises(UsageError, match="as the first of all that is prepared"):
         prepare(accelerator, [llama()])  # type: ignore[arg-type]
     accelerator.state.fsdp_plugin = type("Plugin", (), {"activation_checkpointing": True})()
     with pytest.raises(UsageError, match="activation_checkpointing=True"):

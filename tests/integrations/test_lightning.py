@@ -305,7 +305,7 @@ def test_a_step_that_calls_no_module_with_blocks_is_told_so_after_one_batch(sess
     refused(
         module,
         callback("regions", session),
-        match=r"Looping that called 'net.stem', 'net.blocks.0', .*move the loop.*Of 'net.stem': .*repeats no block",
+        match=r"Looping called 'net.stem', 'net.blocks.0', .*move the loop.*About 'net.stem': .*repeats no block",
     )
     assert module.global_step == 1
     # A policy needs no blocks.
@@ -319,7 +319,11 @@ def test_a_model_that_no_step_calls_is_named(session: spillway.Session) -> None:
     assert fit(Recorded, callback("regions", session, model="net")) == fit(Recorded)
     module = Within()
     module.outer["spare"] = Net()
-    refused(module, callback("regions", session, model="outer.spare"), match=r"'outer.spare', which no .* of Within")
+    refused(
+        module,
+        callback("regions", session, model="outer.spare"),
+        match=r"of Within has called 'outer.spare'",
+    )
     assert module.global_step == len(loader())
     refused(
         Within(), callback("regions", session, model="inner"), match=r"got 'inner', expected the name .*'outer.inner'"
@@ -328,11 +332,11 @@ def test_a_model_that_no_step_calls_is_named(session: spillway.Session) -> None:
 
 
 def test_two_models_under_one_budget_are_refused(session: spillway.Session) -> None:
-    refused(Pair(), callback("budget", session), match=r"calls 'encoder' and 'decoder', with a budget")
+    refused(Pair(), callback("budget", session), match=r"calls 'encoder' and 'decoder', but a budget")
     both = [callback("budget", session, model=name) for name in ("encoder", "decoder")]
-    refused(Pair(), *both, match="2 SpillwayCallbacks, of which several have a budget")
+    refused(Pair(), *both, match="2 SpillwayCallbacks, and several have a budget")
     both = [callback("regions", session, model=name) for name in ("encoder", None)]
-    refused(Pair(), *both, match="2 SpillwayCallbacks, of which one has no model")
+    refused(Pair(), *both, match="2 SpillwayCallbacks, and one has no model")
     both = [callback("regions", session, model=name) for name in ("encoder", "decoder")]
     assert fit(Pair, *both) == fit(Pair)
 
@@ -358,7 +362,7 @@ def test_what_is_compiled_meanwhile_is_told(session: spillway.Session) -> None:
 
 
 def test_options_that_attach_does_not_have_are_refused_at_once() -> None:
-    with pytest.raises(spillway.UsageError, match=r"got 'buget', expected options of spillway.attach: policy, blocks"):
+    with pytest.raises(spillway.UsageError, match=r"no option 'buget'; perhaps 'budget' .* there are policy, blocks"):
         SpillwayCallback(buget="1GiB")
     with pytest.raises(spillway.UsageError, match="expected the name of a module"):
         SpillwayCallback(model=Net())  # type: ignore[arg-type]
@@ -385,7 +389,7 @@ def test_the_snippets_of_its_page_run(tmp_path: Path, monkeypatch: pytest.Monkey
     names: dict[str, Any] = {"__name__": "snippets"}
     for _, snippet in snippets:
         exec(textwrap.dedent(snippet), names)
-    assert [each._options.get("budget") for each in names["callbacks"]] == ["40GiB", None]
+    assert [each._options.options.get("budget") for each in names["callbacks"]] == ["40GiB", None]
 
 
 WITH_THE_OTHER = """

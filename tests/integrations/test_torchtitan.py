@@ -151,10 +151,10 @@ def test_its_configuration_says_what_is_attached(tmp_path: Path) -> None:
     from spillway.integrations.torchtitan import SpillwayAC
 
     for options, match in (
-        ({"budget": "1GiB", "plan": "plan.json"}, "got budget and plan, expected one"),
-        ({"budget": "1GiB", "save": ["attention"]}, "got budget and save and offload"),
-        ({"host_budget": "1GiB"}, "without a budget"),
-        ({"debug": True}, "debug: got True"),
+        ({"budget": "1GiB", "plan": "plan.json"}, "budget and plan: each decides"),
+        ({"budget": "1GiB", "save": ["attention"]}, "budget and save and offload: each decides"),
+        ({"host_budget": "1GiB"}, "give a budget too"),
+        ({"debug": True}, "say debug=False"),
         ({"offload": ["nothing"]}, "nothing"),
         ({"determinism_check": "some"}, "determinism_check"),
     ):

@@ -477,8 +477,6 @@ def test_options_are_those_of_attach() -> None:
 
 
 class Reporter(transformers.TrainerCallback):
-    """Like those that trainers put before the user's callbacks."""
-
     def __init__(self) -> None:
         self.logs: list[dict[str, float]] = []
 
@@ -487,7 +485,22 @@ class Reporter(transformers.TrainerCallback):
 
 
 @pytest.mark.parametrize("log", [True, False])
-def test_what_is_logged_has_the_steps_numbers_also_for_reporters_before(tmp_path: Path, log: bool) -> None:
+def test_reporters_that_the_trainer_puts_first_are_refused_for_logs(tmp_path: Path, log: bool) -> None:
+    with Session() as session:
+        options, model = arguments(tmp_path), llama()
+        callback = SpillwayCallback(log=log, session=session)
+        trainer = transformers.Trainer(model, options, train_dataset=sentences(), callbacks=[callback])
+        options.report_to = ["tensorboard"]
+        if log:
+            with pytest.raises(UsageError, match=r"report_to=\['tensorboard'\] before .* report_to='none'"):
+                trainer.train()
+        else:
+            trainer.train()
+        assert attached_to(model) is None
+
+
+@pytest.mark.parametrize("log", [True, False])
+def test_what_is_logged_has_the_steps_numbers_also_for_reporters_after_it(tmp_path: Path, log: bool) -> None:
     with Session(window=0) as session:
         callback = SpillwayCallback(log=log, session=session, min_bytes=0, **WAYS["recompute"])
         reporter = Reporter()
@@ -496,7 +509,7 @@ def test_what_is_logged_has_the_steps_numbers_also_for_reporters_before(tmp_path
             arguments(tmp_path, eval_strategy="steps", eval_steps=2),
             train_dataset=sentences(),
             eval_dataset=sentences(4),
-            callbacks=[reporter, callback],
+            callbacks=[callback, reporter],
         )
         trainer.train()
     assert len(trainer.callback_handler.callbacks) == len(set(map(type, trainer.callback_handler.callbacks)))

@@ -1,1 +1,1 @@
-"""What users of other systems need beside the engine: one module for each."""
+"""Trainers and other libraries under Spillway, one file each."""

@@ -1,4 +1,4 @@
-"""Hugging Face's ``accelerate``: what ``accelerator.prepare`` gives, with the model attached."""
+"""Hugging Face's ``accelerate``: ``accelerator.prepare``, and then ``spillway.attach`` to the model."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ __all__ = ["attached_to", "prepare"]
 
 
 def prepare(accelerator: Accelerator, model: Module, *more: Any, **options: Any) -> Any:
-    """``accelerator.prepare(model, *more)``, and then ``spillway.attach`` to the model, with these options.
+    """``accelerator.prepare(model, *more)``, and then ``spillway.attach`` to the model with these options.
 
-    The loop stays as it is: ``accelerator.accumulate``, ``backward``, ``clip_grad_norm_``, ``autocast``,
-    ``unwrap_model``, ``save_state`` and ``load_state`` do what they did, and losses, gradients and weights are bit for
-    bit those without. What is attached is on the model itself, inside of what accelerate wraps it in.
+    The loop does not change: ``accelerator.accumulate``, ``backward``, ``clip_grad_norm_``, ``autocast``,
+    ``unwrap_model``, ``save_state`` and ``load_state`` work as before. Losses, gradients and weights are the same, bit
+    for bit. Spillway attaches to the model itself, inside of accelerate's wrappers.
 
     Args:
-        accelerator: whose ``prepare`` it is.
+        accelerator: the accelerator.
         model: the model to train.
-        more: what else is to be prepared: the optimizer, loaders, a schedule.
-        options: of :func:`spillway.attach`, such as ``budget="40GiB"``. Without any, all blocks are recomputed.
+        more: optimizer, loaders or a schedule to prepare.
+        options: of :func:`spillway.attach`, such as ``budget="40GiB"``. Without options, all blocks are recomputed.
 
     Returns:
-        What ``accelerator.prepare`` gives: the model alone, or a tuple in the order of the arguments.
+        The result of ``accelerator.prepare``: the model alone, or a tuple in the order of the arguments.
 
     Raises:
-        UsageError: for an option that ``attach`` has not; for an accelerator that compiles the model, or that
-            checkpoints it; and whatever ``attach`` refuses. What that refuses has been prepared already.
+        UsageError: for an unknown option; for an accelerator that compiles or checkpoints the model; and whatever
+            ``attach`` refuses, after the model was prepared.
 
     Example:
         >>> model, optimizer, loader = prepare(accelerator, model, optimizer, loader, budget="40GiB")  # doctest: +SKIP
         >>> attached_to(model).stats().offloaded_bytes  # doctest: +SKIP
     """
     if not isinstance(model, Module):
-        raise UsageError(f"model: got {model!r:.200}, expected a torch.nn.Module, before all else that is prepared")
+        raise UsageError(f"model: got {model!r:.200}, expected a torch.nn.Module as the first of all that is prepared")
     checked = AttachOptions(options)
     _refuse(accelerator, recomputes=checked.recomputes)
     prepared = accelerator.prepare(model, *more)
@@ -51,20 +51,20 @@ def prepare(accelerator: Accelerator, model: Module, *more: Any, **options: Any)
 
 
 def attached_to(model: Module) -> Attached:
-    """What is attached to a model that was prepared: its statistics, its plan, and ``remove()``.
+    """The :class:`spillway.Attached` of a prepared model: its statistics, its plan, and ``remove()``.
 
     Args:
-        model: what :func:`prepare` gave, or the model in it.
+        model: the result of :func:`prepare`, or the model in it.
 
     Raises:
-        UsageError: if nothing is.
+        UsageError: if nothing is attached.
+
+    Example:
+        >>> attached_to(model).explain()  # doctest: +SKIP
     """
     found = _attached_to(_inner(model))
     if found is None:
-        raise UsageError(
-            f"got {type(model).__name__}, to which nothing is attached, expected a model that prepare() gave, and from "
-            f"which nothing was removed"
-        )
+        raise UsageError(f"nothing is attached to this {type(model).__name__}; give a model that prepare() returned")
     return found
 
 
@@ -81,13 +81,11 @@ def _refuse(accelerator: Accelerator, *, recomputes: bool) -> None:
     compiler = getattr(accelerator.state, "dynamo_plugin", None)
     if compiler is not None and compiler.backend.value != "NO":
         raise UsageError(
-            f"got an accelerator with dynamo_backend={compiler.backend.value!r}, which compiles the model and so goes "
-            f"past what is attached, expected 'no'; compile the blocks before preparing: "
-            f"`for block in model.layers: block.compile()`"
+            f"dynamo_backend={compiler.backend.value!r} compiles the whole model, which bypasses Spillway; say 'no' "
+            f"and compile the blocks before preparing: `for block in model.layers: block.compile()`"
         )
     fsdp = getattr(accelerator.state, "fsdp_plugin", None)
     if recomputes and fsdp is not None and fsdp.activation_checkpointing:
         raise UsageError(
-            "got an FSDP plugin with activation_checkpointing=True, expected no checkpointing but Spillway's, or "
-            "blocks would be computed a third time; leave it out"
+            "the FSDP plugin has activation_checkpointing=True, so blocks would be recomputed twice; leave it out"
         )

@@ -1,7 +1,6 @@
-"""Training in many processes: FSDP2, DDP, HSDP, tensor parallel.
+"""Budgets of processes that share a machine, for FSDP2, DDP, HSDP and tensor parallelism.
 
-``spillway.offload``, ``recompute`` and ``attach`` need nothing of this: they work on wrapped models as on others, and
-never move a parameter. What a process cannot know by itself is how many others share the machine.
+``spillway.offload``, ``recompute`` and ``attach`` work on wrapped models without this, and never move a parameter.
 """
 
 from __future__ import annotations
@@ -20,20 +19,20 @@ if TYPE_CHECKING:
 
 
 def local_share(total: int | str, *, group: ProcessGroup | None = None) -> int:
-    """This rank's share of what its machine has, in bytes: for the budgets of a session, which are one process's own.
+    """This rank's equal share of its machine's memory, in bytes: for the budgets of a session.
 
     Args:
-        total: what all ranks on the machine may use together, in bytes, or as a size like ``"256GiB"``.
-        group: count its ranks that run on the same host, instead of believing the launcher: for processes that were
-            started by ``torch.multiprocessing`` or by hand. All ranks of the group have to call this.
+        total: bytes for all ranks on the machine, or a size like ``"256GiB"``.
+        group: count its ranks on this host instead of asking the launcher, for processes that
+            ``torch.multiprocessing`` has started. All ranks of the group have to call this.
 
     Returns:
-        An equal share, rounded down to whole bytes.
+        The share, rounded down to whole bytes.
 
     Raises:
         SizeError: if ``total`` is no size.
-        UsageError: if the launcher (torchrun, MPI, Slurm) says nonsense in the environment, or this process is not in
-            the group.
+        UsageError: if the launcher (torchrun, MPI, Slurm) has set invalid environment variables, or this process is not
+            in the group.
 
     Example:
         >>> budget = local_share("256GiB")  # under torchrun --nproc-per-node 8: 32 GiB  # doctest: +SKIP
@@ -44,7 +43,7 @@ def local_share(total: int | str, *, group: ProcessGroup | None = None) -> int:
     if group is None:
         return nbytes // local_ranks()
     if torch.distributed.get_rank(group) < 0:
-        raise UsageError("group: got one that this process is not in, expected one that it is in, such as the default")
+        raise UsageError("group: this process is not in it; give a group that it is in, such as the default one")
     hosts: list[str | None] = [None] * torch.distributed.get_world_size(group)
     torch.distributed.all_gather_object(hosts, socket.gethostname(), group=group)
     return nbytes // hosts.count(socket.gethostname())

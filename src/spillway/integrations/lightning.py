@@ -1,22 +1,22 @@
-"""A callback that attaches Spillway to what a ``LightningModule`` trains.
+"""A callback that attaches Spillway to the models that a ``LightningModule`` trains.
 
 NOTE [ What a step calls ]
 
-``attach`` is given a module whose call is a step's forward. A ``LightningModule``'s ``training_step`` is no call of a
-module: it calls ``self``, or modules that ``self`` holds, or modules within these. Which, only a step can tell. So when
-training starts a :class:`FirstCall` waits in the place of each module's call. The outermost module that is called to be
-trained, and that has blocks, is attached right there, and then called: so nothing of the first step goes past it.
+``attach`` needs the module that a step calls. ``training_step`` is no module's call: it may call ``self``, a module of
+``self``, or a module inside of that. So when training starts, a :class:`FirstCall` takes each module's call over. The
+outermost module with blocks that is called in training is attached right there, and then called. So even the first step
+uses it.
 
-DDP and FSDP are called in place of the ``LightningModule``, whose ``forward`` is for that moment the whole step, with
-its backward, if the step does that by hand. That call is no forward of a model, and goes past what is attached.
+Lightning calls DDP and FSDP in place of the ``LightningModule``, whose ``forward`` is for that time the whole step. It
+includes the backward if the step runs it itself. That call is no model's forward, so it bypasses what is attached.
 """
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -25,19 +25,18 @@ import torch
 from torch.nn import Module
 from torch.utils._pytree import tree_leaves
 
-from spillway.attaching import Attached, attach
+from spillway.attaching import Attached
 from spillway.attaching.call import ModuleCall
 from spillway.blocks import Named, find_blocks, is_called, walk
 from spillway.errors import UsageError
 from spillway.groups import Groups
-from spillway.integrations.first_call import FirstCall
+from spillway.integrations.options import AttachOptions, FirstCall
 from spillway.profiling.machine import known_hardware
-from spillway.recomputing import Recompute
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer
 elif "pytorch_lightning" in sys.modules and "lightning" not in sys.modules:
-    # Two packages with the same classes twice; whoever has imported one means that one.
+    # Two packages have the same classes. Use the one that the user has imported.
     from pytorch_lightning import Callback
 else:
     try:
@@ -46,29 +45,26 @@ else:
         from pytorch_lightning import Callback
 
 _SHOWN = 6
-_OPTIONS = tuple(inspect.signature(attach).parameters)[1:]
 
 
 class SpillwayCallback(Callback):
-    """Attaches Spillway to what ``training_step`` calls, for as long as a fit trains.
+    """Attaches Spillway to the models that ``training_step`` calls, during a fit.
 
-    The first step that calls a model attaches to it (see the note at the top of this file): the outermost module that
-    is called, has something to train, and repeats blocks. With an offload policy, blocks are not needed. Losses,
-    gradients and weights are bit for bit those of the same fit without it. Validation is as ever, checkpoints hold
-    nothing of it, and when the fit ends, also by an exception, nothing of it is left on the model.
+    The first step attaches to the outermost module that is called, has trainable parameters, and has repeated blocks.
+    An offload policy needs no blocks. Losses, gradients and weights are bit for bit those of the same fit without it.
+    Validation and checkpoints are not affected. After the fit, also after an exception, the model is as before.
 
     Args:
-        model: name of a module of the ``LightningModule``, such as ``"net"``, or ``""`` for itself: attach to this one
-            only. ``None``: to what is found.
-        options: what :func:`spillway.attach` takes beside the model: ``budget``, ``plan``, ``policy``, ``blocks`` and
-            the others. Names of blocks are those within the module that is attached. Without any, blocks are computed
-            again.
+        model: name of the only module of the ``LightningModule`` to attach to, such as ``"net"``, or ``""`` for itself.
+            ``None``: find it.
+        options: of :func:`spillway.attach`: ``budget``, ``plan``, ``policy``, ``blocks`` and others. Names of blocks
+            are within the attached module. Without options, all blocks are recomputed.
 
     Raises:
-        UsageError: here, for an option that ``attach`` does not have. In a fit: for what ``attach`` refuses, in the
-            first step; after the first batch, if it called nothing that can be attached to; after the first epoch, if
-            ``model`` was not called; where a budget or a plan meets two models; for several of these callbacks, unless
-            each has a ``model``, and one of them at most a budget.
+        UsageError: here, for an unknown option. In a fit: for what ``attach`` refuses, in the first step; after the
+            first batch, if it called nothing to attach to; after the first epoch, if ``model`` was not called; if a
+            budget or a plan would apply to two models; for several of these callbacks, unless each has a ``model`` and
+            only one has a budget.
 
     Example:
         >>> trainer = Trainer(callbacks=[SpillwayCallback(budget="40GiB")])  # doctest: +SKIP
@@ -80,46 +76,39 @@ class SpillwayCallback(Callback):
             raise UsageError(
                 f"model: got {model!r:.200}, expected the name of a module of the LightningModule, or None"
             )
-        unknown = sorted(set(options) - set(_OPTIONS))
-        if unknown:
-            raise UsageError(
-                f"got {', '.join(map(repr, unknown))}, expected options of spillway.attach: {', '.join(_OPTIONS)}"
-            )
         super().__init__()
         self._model = model
-        self._options = options
+        self._options = AttachOptions(options)
         self._search: _Search | None = None
         self._attached: dict[str, Attached] = {}
         self._batches = 0
 
     @property
     def attached(self) -> Mapping[str, Attached]:
-        """What was attached in this fit, or in the last one, by the names of the modules.
-
-        Has the plans and the statistics, also after the fit.
-        """
+        """Results of :func:`spillway.attach` in the current or last fit, by module name: plans and statistics."""
         return MappingProxyType(self._attached)
 
     @property
     def _has_budget(self) -> bool:
-        return self._options.get("budget") is not None
+        return self._options.options.get("budget") is not None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._remove()
         self._attached = {}
         self._batches = 0
-        options = dict(self._options)
+        options = self._options
         _refuse_others(self, trainer)
-        if self._has_budget and options.get("hardware") is None:
-            # Now, and not in the middle of the first step.
-            options["hardware"] = known_hardware(trainer.strategy.root_device)
+        if self._has_budget and options.options.get("hardware") is None:
+            # Measure it now, not in the middle of the first step.
+            hardware = known_hardware(trainer.strategy.root_device)
+            options = replace(options, options={**options.options, "hardware": hardware})
         self._search = _Search(pl_module, self._model, options, self._attached)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._batches += 1
-        # A model that was named may have its turn later, as in a GAN whose two steps take turns.
+        # A named model may be called later, like one of the two in a GAN.
         if self._model is None and self._search is not None:
             self._search.check()
 
@@ -131,7 +120,7 @@ class SpillwayCallback(Callback):
         self._remove()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        # What is wrong with the model was told by the exception, or is less than it.
+        # The exception of the fit matters more.
         with suppress(UsageError):
             self._remove()
 
@@ -142,27 +131,27 @@ class SpillwayCallback(Callback):
 
 
 class _Search:
-    """Looks for what a step calls, and attaches to it. See NOTE [ What a step calls ].
+    """Waits for the models that a step calls, and attaches to them. See NOTE [ What a step calls ].
 
     Args:
         root: the ``LightningModule``.
         name: of the only module to attach to; ``None``: any.
         options: of ``attach``.
-        attached: what is attached is written there, by name.
+        attached: results are added here, by name.
     """
 
     def __init__(
-        self, root: LightningModule, name: str | None, options: dict[str, Any], attached: dict[str, Attached]
+        self, root: LightningModule, name: str | None, options: AttachOptions, attached: dict[str, Attached]
     ) -> None:
         self._kind = type(root).__name__
         self._name = name
         self._options = options
         self._attached = attached
         self._refused: dict[str, str] = {}
-        """What was called and is not attached to, in the order of the calls, and why."""
+        """Modules that were called but cannot be attached to, in the order of calls, and why."""
         self._waiting: dict[int, FirstCall] = {}
-        self._own = root.__dict__.get("forward")
-        self._past: _Past | None = None
+        self._forward = root.__dict__.get("forward")
+        self._bypass: _Bypass | None = None
         modules = [each for each in (Named("", root), *walk(root)) if is_called(each.module)]
         wanted = [each for each in modules if each.name == name or (name is None and _has_parameters(each.module))]
         if name is not None and not wanted:
@@ -174,82 +163,67 @@ class _Search:
             call.take()
 
     def _called(self, name: str, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """A module is called to be trained. Whether it was attached."""
-        if not name and _is_step(module, self._own):
+        """A module is called in training. Returns whether it is attached now."""
+        if not name and _is_step(module, self._forward):
             return False
         if self._name is None and not self._is_wanted(name, module, args, kwargs):
             return False
-        if self._attached and any(self._options.get(each) is not None for each in ("budget", "plan")):
+        if self._attached and any(self._options.options.get(each) is not None for each in ("budget", "plan")):
             first = next(iter(self._attached))
             raise UsageError(
-                f"got a training_step of {self._kind} that calls {first!r} and {name!r}, with a budget or a plan, "
-                f"expected one model, since the plan is of the pass through one; say which by "
-                f"SpillwayCallback(model={first!r}, ...), or call both in the forward of one module"
+                f"the training_step of {self._kind} calls {first!r} and {name!r}, but a budget or a plan is for one "
+                f"model; say SpillwayCallback(model={first!r}, ...), or call both in the forward of one module"
             )
         self._give_back(module)
-        self._attached[name] = attach(module, **self._options)
+        self._attached[name] = self._options.attach(module)
         if not name:
-            self._past = _Past(module, self._own)
-            self._past.take()
+            self._bypass = _Bypass(module, self._forward)
+            self._bypass.take()
         return True
 
     def _is_wanted(self, name: str, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether it has something to train, and what the options are about."""
-        if not any(
-            isinstance(leaf, torch.Tensor) and leaf.requires_grad
-            for leaf in (*module.parameters(), *tree_leaves((args, kwargs)))
-        ):
-            # Frozen, maybe for now: as whoever trains a GAN does with one of its models while the other has its turn.
+        """Whether it is trained, and has the blocks or groups of the options."""
+        leaves = (*module.parameters(), *tree_leaves((args, kwargs)))
+        if not any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
+            # It may be frozen only for now, like one model of a GAN.
             return False
         try:
             _find_parts(module, self._options)
         except UsageError as error:
-            # Not the error itself, which holds on to the arguments of the call.
+            # The error itself would hold the arguments of the call.
             self._refused[name] = str(error)
             self._waiting.pop(id(module)).give_back()
             return False
         return True
 
     def check(self) -> None:
-        """That something was found.
-
-        Raises:
-            UsageError: if not.
-        """
+        """Raise :class:`UsageError` if nothing was attached."""
         if self._attached:
             return
         if self._name is not None:
             raise UsageError(
-                f"model: got {self._name!r}, which no training_step of {self._kind} has called, expected a module that "
-                f"it calls in training mode and with gradients; name the one that it calls, or leave out model, and "
-                f"it is found"
+                f"model: no training_step of {self._kind} has called {self._name!r} in training mode with gradients; "
+                f"name the module that it calls, or leave out model to have it found"
             )
         called = list(self._refused)[:_SHOWN]
         names = ", ".join(repr(name) if name else "itself" for name in called) or "no module with parameters"
+        why = f". About {called[0]!r}: {self._refused[called[0]]}" if called else ""
         raise UsageError(
-            f"got a training_step of {self._kind} that called {names}, expected a call of a module with blocks in it; "
-            f"move the loop over the blocks into a module's forward, say blocks=..., or give an offload policy, which "
-            f"needs no blocks{''.join(f'. Of {name!r}: {self._refused[name]}' for name in called[:1])}"
+            f"the training_step of {self._kind} called {names}, but no module with blocks; move the loop over the "
+            f"blocks into a module's forward, say blocks=..., or give an offload policy, which needs no blocks{why}"
         )
 
     def remove(self) -> None:
-        """Nothing is left on the modules."""
-        for call in self._waiting.values():
-            call.give_back()
+        """Restore all modules."""
+        with ExitStack() as every:
+            for attached in self._attached.values():
+                every.callback(attached.remove)
+            for call in (*self._waiting.values(), *([] if self._bypass is None else [self._bypass])):
+                every.callback(call.give_back)
         self._waiting.clear()
-        if self._past is not None:
-            self._past.give_back()
-        wrong: UsageError | None = None
-        for attached in self._attached.values():
-            try:
-                attached.remove()
-            except UsageError as error:
-                wrong = error
-        if wrong is not None:
-            raise wrong
 
     def _give_back(self, module: Module) -> None:
-        """Nobody waits for a module any more, nor for what is in it or around it."""
+        """Restore a module, the modules in it, and those around it."""
         inside = {id(each) for each in module.modules()}
         for key, call in list(self._waiting.items()):
             other = call.module()
@@ -258,36 +232,36 @@ class _Search:
                 del self._waiting[key]
 
 
-class _Past(ModuleCall):
-    """In front of what is attached to a ``LightningModule``: a call that stands for a whole step goes past that.
+class _Bypass(ModuleCall):
+    """Bypasses what is attached to a ``LightningModule`` when its call is a whole step.
 
     Args:
         root: the ``LightningModule``.
-        own: the forward of the instance, if it has one of its own.
+        forward: the instance's own forward, if it has one.
     """
 
-    def __init__(self, root: Module, own: object) -> None:
+    def __init__(self, root: Module, forward: object) -> None:
         super().__init__(Named("", root))
-        self._own = own
+        self._forward = forward
 
     def run(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not _is_step(module, self._own):
+        if not _is_step(module, self._forward):
             return self.plain(module, args, kwargs)
         call: Callable[..., Any] = module._call_impl
         return call(*args, **kwargs)
 
 
 def _is_step(root: Module, own: object) -> bool:
-    """Whether the forward of a ``LightningModule`` is for now a step: see NOTE [ What a step calls ]."""
+    """Whether the forward of a ``LightningModule`` is a step now: see NOTE [ What a step calls ]."""
     forward = root.__dict__.get("forward")
-    # What Lightning puts back is the class's, bound to the instance, whether the instance had one before or not.
+    # Lightning restores the class's forward, bound to the instance, even if the instance had none.
     return forward is not own and getattr(forward, "__func__", None) is not type(root).forward
 
 
-def _find_parts(module: Module, options: Mapping[str, Any]) -> None:
-    """Raise :class:`UsageError` if a module has no blocks or groups of those that the options are about."""
-    policy, groups, blocks = (options.get(name) for name in ("policy", "groups", "blocks"))
-    if isinstance(policy, Recompute) or (policy is None and groups is None) or options.get("keep_last"):
+def _find_parts(module: Module, options: AttachOptions) -> None:
+    """Raise :class:`UsageError` if a module does not have the blocks or groups of the options."""
+    groups, blocks = options.options.get("groups"), options.options.get("blocks")
+    if options.recomputes or options.options.get("keep_last"):
         find_blocks(module, blocks)
     elif groups is not None:
         named = groups.patterns if isinstance(groups, Groups) else groups
@@ -300,17 +274,17 @@ def _has_parameters(module: Module) -> bool:
 
 
 def _refuse_others(callback: SpillwayCallback, trainer: Trainer) -> None:
-    """What other callbacks of this class cannot be beside this one."""
+    """Raise if other callbacks of this class conflict with this one."""
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined, unused-ignore]
     ours = [each for each in callbacks if isinstance(each, SpillwayCallback)]
     if len(ours) > 1 and callback._model is None:
         raise UsageError(
-            f"got {len(ours)} SpillwayCallbacks, of which one has no model, expected a name in each, since two cannot "
-            f"look for the same; say SpillwayCallback(model=..., ...)"
+            f"the trainer has {len(ours)} SpillwayCallbacks, and one has no model, so both may find the same; say "
+            f"SpillwayCallback(model=..., ...) for each"
         )
-    # Each would set back the peak that the other one measures.
+    # Each resets the peak memory that the other measures.
     if callback._has_budget and sum(each._has_budget for each in ours) > 1:
         raise UsageError(
-            f"got {len(ours)} SpillwayCallbacks, of which several have a budget, expected it in one, since each would "
-            f"measure the steps of the others; give the others a plan or a policy"
+            f"the trainer has {len(ours)} SpillwayCallbacks, and several have a budget, so each would measure the "
+            f"steps of the others; give the others a plan or a policy"
         )

@@ -1,4 +1,4 @@
-"""What a step took, as a flat dictionary of floats: what TensorBoard, W&B and their like are given."""
+"""Statistics of a step as a flat dictionary of floats, for TensorBoard, W&B and other loggers."""
 
 from __future__ import annotations
 
@@ -13,23 +13,22 @@ __all__ = ["scalars"]
 
 
 def scalars(source: Attached | StepStats | OptimizerStats, *, prefix: str = "spillway/") -> dict[str, float]:
-    """Names and numbers for a logger. Bytes are bytes and times are seconds, as they are in the records.
+    """Names and numbers for a logger, in bytes and seconds.
 
-    All numbers of :class:`~spillway.StepStats` are there, with the number of its ``notes``; those of each group are
-    under ``group/<name>/``. Of what is attached with a budget, these too, as soon as they are known: ``plan/holding``
-    (1.0 when the search for a plan is over), ``plan/budget_bytes``, ``plan/predicted_peak_bytes``,
-    ``plan/predicted_seconds``, ``plan/sent_bytes``, ``plan/rerun_seconds``, and of the step that was checked
-    ``plan/checked_peak_bytes`` and ``plan/checked_seconds``.
+    They are all numbers of :class:`~spillway.StepStats`, the number of its ``notes``, and those of each group under
+    ``group/<name>/``. With a budget, they also are, once known: ``plan/holding`` (1.0 when the plan is active),
+    ``plan/budget_bytes``, ``plan/predicted_peak_bytes``, ``plan/predicted_seconds``, ``plan/sent_bytes``,
+    ``plan/rerun_seconds``, and, measured in the validating step, ``plan/checked_peak_bytes`` and
+    ``plan/checked_seconds``.
 
-    On an accelerator this asks for the times of the last pass, and may wait for the device to end it: call it where you
-    log, and not in every step.
+    On an accelerator this may wait until the device has finished the last step. Call it only when you log.
 
     Args:
-        source: what :func:`spillway.attach` gave back, or a record of a step.
-        prefix: what all names begin with.
+        source: the result of :func:`spillway.attach`, or statistics of a step.
+        prefix: of all names.
 
     Raises:
-        UsageError: for something that has no statistics.
+        UsageError: for something without statistics.
 
     Example:
         >>> scalars(StepStats(offloaded_bytes=3), prefix="")["offloaded_bytes"]
@@ -43,7 +42,7 @@ def scalars(source: Attached | StepStats | OptimizerStats, *, prefix: str = "spi
         named = [*_numbers(source)]
     else:
         raise UsageError(
-            f"got {source!r:.200}, expected what spillway.attach gave back, or a StepStats or an OptimizerStats; of an "
+            f"got {source!r:.200}, expected the result of spillway.attach, a StepStats or an OptimizerStats; for an "
             f"offload context, a session or an optimizer, give its stats()"
         )
     return {f"{prefix}{name}": float(number) for name, number in named}

@@ -1,20 +1,20 @@
-"""Pipeline stages of ``torch.distributed.pipelining`` under Spillway, in one line, whatever the schedule.
+"""Pipeline stages of ``torch.distributed.pipelining`` under Spillway, whatever the schedule.
 
-A *chunk* is one micro-batch's forward through one stage. Each chunk is a pass of its own: it has a tag of its own, and
-so an order and a tail of its own, since how long a chunk waits for its backward depends on its place in the schedule.
+A *chunk* is the forward of one micro-batch through one stage. Each chunk is a forward pass with a tag of its own. So
+Spillway learns its own order of reloads for each place in the schedule.
 
-NOTE [ What is put on a stage ]
+NOTE [ How a stage is taken over ]
 
 Every schedule of torch calls ``stage.forward_one_chunk``, ``backward_one_chunk`` and ``backward_weight_one_chunk``.
-Attributes of the instance stand before those methods until :meth:`OffloadedStages.remove`. Nothing is installed in
-torch, and the stage's module is not touched, unless it is to be recomputed, or there is a budget.
+Attributes of the instance replace these methods until :meth:`OffloadedStages.remove`. The stage's module is touched only
+if it is recomputed, or if there is a budget.
 
-NOTE [ A weight's gradient by itself ]
+NOTE [ Weight gradients on their own ]
 
-Zero-bubble schedules run a chunk's backward in two halves: gradients of the inputs first, with the graph retained, and
-those of the weights later, by one ``torch.autograd.grad`` for each group of weights. What was offloaded is brought back
-in both halves: slots live as long as the graph. A region runs again in both, and would so for each group of weights in
-the second, if it were not in one ``GraphExecGroup``, within which torch asks a region for all that it saved once.
+Zero-bubble schedules split a chunk's backward. First come the gradients of the inputs, with ``retain_graph``. Those of
+the weights come later, by one ``torch.autograd.grad`` for each group of weights. Offloaded tensors are reloaded for
+both. A checkpointed block is recomputed for both. It would be recomputed for each group of weights, but in one
+``GraphExecGroup`` torch asks it for its saved tensors once.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ _FORWARD, _BACKWARD, _WEIGHT = "forward_one_chunk", "backward_one_chunk", "backw
 
 
 class Stage(Protocol):
-    """What is used of a ``torch.distributed.pipelining.PipelineStage``."""
+    """The part of ``torch.distributed.pipelining.PipelineStage`` that is used here."""
 
     submod: Module
     stage_index: int
     group_rank: int
     group_size: int
     chunks: int | None
-    """How many micro-batches a step has."""
+    """Micro-batches of a step."""
 
     @property
     def is_first(self) -> bool: ...
@@ -82,51 +82,48 @@ def offload_stages(
     allow: Collection[str] | None = None,
     session: Session | None = None,
 ) -> OffloadedStages:
-    """What the chunks of pipeline stages save leaves the device, and is back in time for their backward.
+    """Offload the activations of pipeline stages, and reload them in time for their backward.
 
-    Say it once, before or after the schedule is made, and train as always: ``schedule.step(...)``. A chunk is one
-    micro-batch's forward through one stage. It goes for every schedule of ``torch.distributed.pipelining``, also with
-    another number of micro-batches later. Losses and gradients are bit for bit those of the same schedule without.
+    Call it once, before or after the schedule is made, and train as before: ``schedule.step(...)``. It works with every
+    schedule of ``torch.distributed.pipelining``, and the number of micro-batches may change. Losses and gradients are
+    bit for bit those of the same schedule without it.
 
-    The loss belongs to no chunk: what it saves stays on the device. Neither do evaluation, nor the forward by which
-    torch finds out shapes before the first step.
+    Activations of the loss stay on the device. Evaluation and torch's shape inference are not affected.
 
     Args:
-        stages: the stages of this rank: one, or several.
-        ratio: the first tensors of a chunk leave, up to this ratio of its bytes, from 0 to 1; the first step offloads
-            all, and counts. ``None``, and no ``nbytes`` or ``policy`` either: all; with ``recompute``, nothing but what
+        stages: one or several stages of this rank.
+        ratio: offload the first tensors of a chunk, up to this ratio of its bytes, from 0 to 1. The first step offloads
+            all and counts. ``None``, without ``nbytes`` and ``policy``: offload all, or with ``recompute`` only what
             that says.
-        nbytes: the first tensors of a chunk leave, up to so many bytes of each chunk: a number, or a size like
-            ``"256MiB"``. A pair is for the first and the last rank of the pipeline, and the ranks between get a share
-            that differs by the same from rank to rank: of most schedules the first rank has the most chunks waiting.
-        policy: decides instead, as in :class:`~spillway.offload`. To each stage its own: call this once for each.
-        min_bytes: leave smaller tensors where they are. Bytes, or a size like ``"4MiB"``. ``None``: 1 MiB.
-        tier: ``"host"``, ``"disk"``, or ``"auto"``: host memory for an accelerator's tensors, disk for the CPU's.
-        window: bytes that may be on their way out at once, or a share of the session's, like ``"40%"``. ``None``: all
-            of that.
-        recompute: make regions of the stage's blocks, with these options (:func:`spillway.attach`). In a zero-bubble
-            schedule a region runs again twice: see ``docs/pipelining.md``.
-        blocks: which modules are blocks, as :func:`spillway.attach` has it. ``None``: those that the stage repeats.
-        budget: instead of all that: bytes that this rank may have allocated on its device at most, all included, or a
-            size like ``"40GiB"``. Then it is decided for each operator of each block of the stages what stays, what
-            leaves and what is computed again, the same for all chunks. Say it once for all stages of the rank. The
-            first steps are measured, and a plan is made for the order in which the schedule has its turns:
+        nbytes: offload the first tensors of a chunk, up to so many bytes: a number, or a size like ``"256MiB"``. A pair
+            is for the first and the last rank of the pipeline, with a linear share for the ranks between. In most
+            schedules the first rank holds the most chunks.
+        policy: decides instead, as in :class:`~spillway.offload`. For different policies call this for each stage.
+        min_bytes: do not offload smaller tensors. Bytes, or a size like ``"4MiB"``. ``None``: 1 MiB.
+        tier: ``"host"``, ``"disk"``, or ``"auto"``: CPU memory for an accelerator's tensors, disk for the CPU's.
+        window: in-flight limit of offloading in bytes, or a share of the session's, like ``"40%"``. ``None``: all of it.
+        recompute: recompute the stage's blocks with these options (:func:`spillway.attach`). A zero-bubble schedule
+            recomputes them twice: see ``docs/pipelining.md``.
+        blocks: which modules are blocks, as for :func:`spillway.attach`. ``None``: those that the stage repeats.
+        budget: instead of all that: most bytes that this rank may allocate on its device, or a size like ``"40GiB"``.
+            A plan then decides for each operator of each block whether to keep, offload or recompute, the same for all
+            chunks. Call this once for all stages of the rank. The first steps are profiled: see
             ``docs/pipelining.md``.
-        hardware: with a budget: what the machine can do, as for :func:`spillway.plan`. ``None``: as it was measured.
-        host_budget: with a budget: bytes of host memory. ``None``: what the session may have.
-        disk_budget: with a budget: bytes of disk. ``None``: any.
-        allow: with a budget: what may be done, as :func:`spillway.attach` has it.
+        hardware: with a budget: the machine, as for :func:`spillway.plan`. ``None``: as measured.
+        host_budget: with a budget: most bytes of CPU memory. ``None``: those of the session.
+        disk_budget: with a budget: most bytes of disk. ``None``: no limit.
+        allow: with a budget: what the plan may do, as for :func:`spillway.attach`.
         session: ``None``: the default one.
 
     Returns:
-        What undoes it (:meth:`OffloadedStages.remove`), and counts. It need not be kept.
+        Statistics, and :meth:`OffloadedStages.remove`. It need not be kept.
 
     Raises:
-        UsageError: an argument that cannot be meant; a stage that is offloaded already; blocks that are not found, and
-            whatever else :func:`spillway.attach` refuses.
-        UnsupportedError: a budget for stages whose parameters several ranks share. In a step: a budget, and a schedule
-            that splits backwards in two.
-        BudgetError: in a step: no plan is within the budget.
+        UsageError: for an invalid argument; for a stage that is offloaded already; for blocks that are not found, and
+            what else :func:`spillway.attach` refuses.
+        UnsupportedError: for a budget with sharded parameters. In a step: for a budget with a schedule that splits
+            backwards.
+        BudgetError: in a step: if no plan fits the budget.
 
     Example:
         >>> stage = PipelineStage(part, rank, ranks, device)  # doctest: +SKIP
@@ -146,27 +143,28 @@ def offload_stages(
         named = [name for name, each in others.items() if each is not None] + ["tier"] * (tier != "auto")
         if named:
             raise UsageError(
-                f"got {' and '.join(named)} beside a budget, expected none, since the plan decides; leave it out, or "
-                f"leave out the budget"
+                f"{' and '.join(named)} beside a budget: the plan for the budget decides; leave it out, or leave out "
+                f"the budget"
             )
         return _planned(found, blocks, min_bytes, session, budget=budget, **limits)
     named = [name for name, each in limits.items() if each is not None]
     if named:
         raise UsageError(
-            f"got {' and '.join(named)} without a budget, expected it beside one, since it says how is planned for it; "
-            f"give budget=..."
+            f"{' and '.join(named)} without a budget: it has an effect only on the plan for a budget; give budget=..."
         )
     given = [name for name, each in (("ratio", ratio), ("nbytes", nbytes), ("policy", policy)) if each is not None]
     if len(given) > 1:
-        raise UsageError(f"got {' and '.join(given)}, expected one of them; a policy can contain the others")
+        raise UsageError(
+            f"{' and '.join(given)}: each decides alone; give one of them, or a policy that contains the others"
+        )
     if recompute is not None and not isinstance(recompute, Recompute):
         raise UsageError(f"recompute: got {recompute!r}, expected a spillway.Recompute(...) or None")
     if blocks is not None and recompute is None:
-        raise UsageError(f"blocks: got {blocks!r} without recompute, expected recompute=spillway.Recompute(...), too")
+        raise UsageError(f"blocks: got {blocks!r} without recompute; give recompute=spillway.Recompute(...) too")
     if not given and recompute is not None:
         policy = Keep()
     elif not given:
-        # Said, and not left open: one chunk saves little beside all those that wait for their backward.
+        # Explicit, so that offloading is not disabled for chunks that save little.
         ratio = 1.0
 
     def context(stage: Stage, tag: str) -> offload:
@@ -176,7 +174,7 @@ def offload_stages(
         )
 
     for stage in found:
-        # What cannot be meant is said now, and not in the first step.
+        # Raises for invalid arguments now, not in the first step.
         context(stage, "")
     calls: list[_StageCalls] = []
     offloaded = OffloadedStages(calls)
@@ -201,15 +199,15 @@ def _planned(
     hardware: Hardware | str | None,
     **limits: Any,
 ) -> OffloadedStages:
-    """Stages within a budget."""
-    # What solves and checks takes a while to import, and is for those who plan.
+    """Offload stages within a budget."""
+    # Slow to import, and only needed for plans.
     from spillway.attaching.pipeline import StageCollector, pipeline_controller
 
     collectors = [StageCollector(stage.stage_index, stage.submod, session, min_bytes) for stage in stages]
     rank = pipeline_controller(collectors, session, hardware, **limits)
 
     def context(tag: str) -> offload:
-        # Of what is in no block nothing leaves; what regions send has its order here, which is that of a plan.
+        # Offloads nothing outside of blocks; blocks offload in the order of this pass, which the plan knows.
         return ModelPass(tag=tag, min_bytes=min_bytes, policy=Keep(), session=session)
 
     calls: list[_StageCalls] = []
@@ -226,7 +224,7 @@ def _planned(
 
 
 class OffloadedStages:
-    """What :func:`offload_stages` put on stages. Also a context manager, which removes it in the end.
+    """The result of :func:`offload_stages`. As a context manager it removes everything at its end.
 
     Example:
         >>> with offload_stages(stages, ratio=0.5) as offloaded:  # doctest: +SKIP
@@ -240,51 +238,50 @@ class OffloadedStages:
 
     @property
     def plans(self) -> dict[int, Plan]:
-        """With a budget: of each stage, by its place in the pipeline, once they were made.
+        """With a budget: the plan of each stage, by its place in the pipeline, once there are plans.
 
-        What they predict is of this rank: its peak, and the seconds that it works in a step, without those in which it
-        waits for other ranks.
+        They predict the peak of this rank, and the seconds that it works in a step, without waits for other ranks.
         """
         return {} if self._rank is None else self._rank.plans
 
     @property
     def stage(self) -> str | None:
-        """With a budget: as :attr:`spillway.Attached.stage` has it, and ``"active"`` when plans were validated."""
+        """With a budget: as :attr:`spillway.Attached.stage`, and ``"active"`` once plans are validated."""
         return None if self._rank is None else self._rank.stage.value
 
     @property
     def measured(self) -> int | None:
-        """With a budget: most bytes on the device in the step that was checked."""
+        """With a budget: peak bytes on the device in the validating step."""
         measured = None if self._rank is None else self._rank.measured
         return None if measured is None else measured.peak_bytes
 
     def explain(self) -> str:
-        """The plans in words, and what happened on the way to them.
+        """The plans in words, and how they were found.
 
         Raises:
-            UsageError: where there are none.
+            UsageError: before there are plans.
         """
         if self._rank is None or not self._rank.plans:
             raise UsageError(
-                "explain: got a call before there are plans, expected offload_stages(budget=...) and steps"
+                "explain() was called before there are plans; say offload_stages(budget=...), and run some steps"
             )
         return self._rank.explain()
 
     def stats(self) -> StepStats:
-        """Bytes and seconds of all chunks of the last step on this rank, as far as their backward has come.
+        """Statistics of all chunks of the last step on this rank, as far as their backward has run.
 
-        Bytes of chunks and seconds of waiting are sums; what the session has reserved, and the peak, are as they are
-        now. A step begins with a chunk whose number was there already.
+        Bytes and stalls of chunks are summed. Reserved bytes and the peak are the current ones. A new step begins with a
+        chunk whose number occurs again.
         """
         return StepStats.together(context.stats() for call in self._calls for context in call.step.values())
 
     def remove(self) -> None:
-        """Take everything off the stages, which are then as they were. A second time, it does nothing.
+        """Restore the stages. A second call does nothing.
 
-        Chunks that wait for their backward can still have it.
+        Chunks that have not run their backward still can.
 
         Raises:
-            UsageError: if a recomputed block was compiled meanwhile, as :meth:`spillway.Attached.remove` has it.
+            UsageError: if a recomputed block was compiled in the meantime: see :meth:`spillway.Attached.remove`.
         """
         with ExitStack() as all_of_them:
             for call in self._calls:
@@ -298,7 +295,7 @@ class OffloadedStages:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # What went wrong inside is what is to be heard of.
+        # An exception from inside matters more.
         with suppress(UsageError) if kind is not None else nullcontext():
             self.remove()
 
@@ -307,14 +304,14 @@ class OffloadedStages:
 
 
 class _StageCalls:
-    """The calls of one stage, taken over. See NOTE [ What is put on a stage ].
+    """Replaces methods of one stage. See NOTE [ How a stage is taken over ].
 
     Args:
         stage: the stage.
         context: makes the context of a chunk, by its tag.
-        attached: the regions of its module, if there are any.
-        rank: who is told of turns, and plans for them.
-        part: the stage's place among those of the rank.
+        attached: what is attached to its module, if anything.
+        rank: observes the schedule and plans for it, with a budget.
+        part: the stage's index among those of the rank.
     """
 
     def __init__(
@@ -327,12 +324,12 @@ class _StageCalls:
     ) -> None:
         self.stage = stage
         self.step: dict[int, offload] = {}
-        """The chunks of the last step, by number."""
+        """Contexts of the chunks of the last step, by number."""
         self._make_context = context
         self._contexts: dict[str, offload] = {}
-        """By tags."""
+        """By tag."""
         self._applied = 0
-        """Plans that were applied when they were made."""
+        """Number of plans that were applied when the contexts were made."""
         self._attached = attached
         self._rank = rank
         self._part = part
@@ -344,14 +341,14 @@ class _StageCalls:
         self._removed = False
 
     def take(self) -> None:
-        """Stand before the stage's methods."""
+        """Replace the stage's methods."""
         own = self.stage.__dict__
         self._before = {name: own[name] for name in self._ours if name in own}
         self._methods = {name: getattr(self.stage, name) for name in self._ours}
         own.update(self._ours)
 
     def give_back(self) -> None:
-        """Leave the stage as it was. Whoever stands before us by now stays, and we only pass his calls on."""
+        """Restore the stage. If its methods were replaced again, ours stay below and pass calls on."""
         if self._removed:
             return
         self._removed = True
@@ -374,9 +371,9 @@ class _StageCalls:
         is_whole = args[1] if len(args) > 1 else kwargs.get("full_backward", True)
         if not is_whole and getattr(self.stage, "dw_builder", None) is None:
             raise UnsupportedError(
-                f"budget: got a backward in two halves of stage {self.stage.stage_index}, expected whole ones, since "
-                f"blocks would run again twice and no plan knows of it; make the stages with dw_builder=lambda: "
-                f"lambda: None, or give offload_stages no budget but its bytes"
+                f"budget: this schedule splits the backward of stage {self.stage.stage_index}, so blocks would be "
+                f"recomputed twice, which no plan covers; make the stages with dw_builder=lambda: lambda: None, or "
+                f"give offload_stages nbytes instead of a budget"
             )
         self._rank.backward_begins(self._part, bwd_chunk_id)
         found = method()
@@ -395,7 +392,7 @@ class _StageCalls:
             if applied != self._applied:
                 self._applied = applied
                 self._contexts.clear()
-        # How long a chunk waits for its backward depends on its place among so many: so does what is learned of it.
+        # The time until a chunk's backward depends on its place in the schedule, so each place learns on its own.
         tag = f"stage {self.stage.stage_index}, micro-batch {number} of {self.stage.chunks}"
         context = self._contexts.get(tag)
         if context is None:
@@ -410,14 +407,14 @@ class _StageCalls:
             return self._methods[_WEIGHT](bwd_chunk_id, *args, **kwargs)
 
     def _group(self) -> AbstractContextManager[object]:
-        """See NOTE [ A weight's gradient by itself ]. The first stage has its whole backward there, in one piece."""
+        """See NOTE [ Weight gradients on their own ]. The first stage runs its whole backward there, in one piece."""
         if self._removed or self.stage.is_first or GraphExecGroup._get_current_group() is not None:
             return nullcontext()
         return GraphExecGroup()
 
 
 def _checked(stages: Stage | Sequence[Stage]) -> list[Stage]:
-    """Stages that can be offloaded."""
+    """The stages as a list, if they can be offloaded."""
     found: list[Any] = list(stages) if isinstance(stages, Sequence) else [stages]
     if not found:
         raise UsageError("stages: got none, expected at least one torch.distributed.pipelining.PipelineStage")
@@ -425,19 +422,19 @@ def _checked(stages: Stage | Sequence[Stage]) -> list[Stage]:
         if not all(callable(getattr(stage, name, None)) for name in (_FORWARD, _WEIGHT)):
             raise UsageError(
                 f"stages: got {stage!r:.200}, expected a torch.distributed.pipelining.PipelineStage, or a list of "
-                f"them; give the stages, and neither their modules nor the schedule"
+                f"them; give the stages, neither their modules nor the schedule"
             )
         taken = isinstance(getattr(stage.__dict__.get(_FORWARD), "__self__", None), _StageCalls)
         if taken or any(stage is other for other in found[:place]):
             raise UsageError(
-                f"stages: got stage {stage.stage_index}, which is offloaded already, expected each once; call remove() "
-                f"of what the other offload_stages gave back"
+                f"stages: stage {stage.stage_index} is offloaded already; call remove() of the result of the other "
+                f"offload_stages first"
             )
     return found
 
 
 def _share_of(stage: Stage, nbytes: int | str | tuple[int | str, int | str]) -> int:
-    """Bytes of each chunk of a stage on its rank: the ends are given, and between them it is linear."""
+    """Bytes to offload of each chunk of a stage: linear between the first and the last rank."""
     ends = nbytes if isinstance(nbytes, tuple) else (nbytes, nbytes)
     if len(ends) != 2:
         raise UsageError(

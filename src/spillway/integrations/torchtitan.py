@@ -1,7 +1,7 @@
-"""Spillway as one of torchtitan's ways of activation checkpointing (torchtitan 0.3).
+"""torchtitan (0.3): Spillway in place of its activation checkpointing.
 
-torchtitan builds a model on no device, applies activation checkpointing, compiles the blocks, shards them, gives them
-memory and loads them. So nothing is attached before the model is called to be trained for the first time.
+torchtitan builds a model on the meta device, applies activation checkpointing, compiles the blocks, shards them,
+allocates their memory and loads them. So Spillway attaches when the model is first called in training.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from torch.nn import Module
 from spillway.attaching import Attached, attach
 from spillway.blocks import Named
 from spillway.errors import UsageError
-from spillway.integrations.first_call import FirstCall
+from spillway.integrations.options import FirstCall
 from spillway.planning.plan import Plan
 from spillway.recomputing import Recompute
 
 if TYPE_CHECKING:
-    # What is known of it here, so that types are the same whether it is installed or not.
+    # Declared here, so that types are the same whether torchtitan is installed or not.
     class ActivationCheckpointing:
         """torchtitan's."""
 
@@ -41,10 +41,10 @@ else:
 
 
 class SpillwayAC(ActivationCheckpointing):
-    """Trains within a budget, by a plan, or with regions: a value for ``Trainer.Config.activation_checkpoint``.
+    """Trains with a budget, with a plan, or with checkpointed blocks.
 
-    Its configuration has one of ``budget`` and ``plan``, or says of regions what they ``save`` and ``offload``. Without
-    any of these, blocks are computed again in backward.
+    Its ``Config`` is a value for ``Trainer.Config.activation_checkpoint``. Give it ``budget`` or ``plan``, or for
+    checkpointed blocks ``save`` and ``offload``. Without any of these, blocks are recomputed in backward.
 
     Example:
         >>> config = llama3_8b()  # doctest: +SKIP
@@ -54,43 +54,45 @@ class SpillwayAC(ActivationCheckpointing):
 
     @dataclass(kw_only=True, slots=True)
     class Config(ActivationCheckpointing.Config):
-        """What is done with what the layers of the model save."""
+        """What to do with the activations of the model's layers."""
 
         budget: str | None = None
-        """Bytes that a step may have allocated on the device, such as ``"60GiB"``."""
+        """Most bytes that a step may allocate on the device, such as ``"60GiB"``."""
 
         host_budget: str | None = None
-        """With a budget: bytes of host memory that may be used."""
+        """With a budget: most bytes of CPU memory."""
 
         plan: str | None = None
-        """Path of a plan that was saved before."""
+        """Path of a saved plan."""
 
         save: list[str] = field(default_factory=list)
-        """With regions: what is kept. Words as for :func:`spillway.recompute`, such as ``"attention"``."""
+        """In checkpointed blocks: what to keep. Words of :func:`spillway.recompute`, such as ``"attention"``."""
 
         offload: list[str] = field(default_factory=list)
-        """With regions: what leaves, such as ``"inputs"``."""
+        """In checkpointed blocks: what to offload, such as ``"inputs"``."""
 
         min_bytes: str | None = None
-        """Leave smaller tensors where they are. ``None``: 1 MiB."""
+        """Do not offload smaller tensors. ``None``: 1 MiB."""
 
     def __init__(self, config: SpillwayAC.Config, dump_folder: str = "") -> None:
         super().__init__(config, dump_folder)
         self.attached: Attached | None = None
-        """What was attached, once the model has been called to be trained."""
+        """The result of :func:`spillway.attach`, once the model was called in training."""
         self._options = _options_of(config)
 
     def apply(self, model: Module) -> None:
-        """Attach to the model when it is first called to be trained.
+        """Attach to the model when it is first called in training.
 
         Args:
-            model: whose ``layers`` are its blocks.
+            model: a model whose blocks are its ``layers``.
 
         Raises:
             UsageError: for a model without ``layers``. In the first step: for what :func:`spillway.attach` refuses.
         """
         if not isinstance(getattr(model, "layers", None), Module):
-            raise UsageError(f"got a {type(model).__name__} without layers, expected a model as torchtitan's are")
+            raise UsageError(
+                f"got a {type(model).__name__} without layers, which are the blocks of torchtitan's models"
+            )
         first = FirstCall(Named("", model), lambda model, args, kwargs: self._attach(first, model))
         first.take()
 
@@ -105,11 +107,11 @@ def _options_of(config: SpillwayAC.Config) -> dict[str, Any]:
     if config.save or config.offload:
         ways.append("save and offload")
     if len(ways) > 1:
-        raise UsageError(f"got {' and '.join(ways)}, expected one of them, since each says what becomes of a layer")
+        raise UsageError(f"{' and '.join(ways)}: each decides for all layers; give one of them")
     if config.host_budget is not None and config.budget is None:
-        raise UsageError("host_budget: got it without a budget, expected one, since it says how it is planned for")
+        raise UsageError("host_budget: it limits the plan for a budget; give a budget too")
     if config.debug:
-        raise UsageError("debug: got True, expected False, since there is no such record of a region")
+        raise UsageError("debug: Spillway has no debug record of a recomputation; say debug=False")
     options: dict[str, Any] = {"min_bytes": config.min_bytes}
     if config.budget is not None:
         return {**options, "budget": config.budget, "host_budget": config.host_budget}
