@@ -44,8 +44,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import Module, functional
@@ -134,10 +133,7 @@ def _is_plain(logits: torch.Tensor, target: torch.Tensor) -> bool:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Dtypes:
-    """Dtypes of the computation."""
-
+class _Dtypes(NamedTuple):
     logarithms: torch.dtype
     losses: torch.dtype
     """Autocast may cast the log-probabilities to another one."""
@@ -305,11 +301,7 @@ def _has_own(module: Module) -> bool:
 
 
 class OwnLoss:
-    """The ``loss_function`` of a module of transformers. See NOTE [ Only during a call ].
-
-    Args:
-        module: a module with transformers' property of that name.
-    """
+    """The ``loss_function`` of a module of transformers. See NOTE [ Only during a call ]."""
 
     def __init__(self, module: Module) -> None:
         self._module = weakref.ref(module)
@@ -320,16 +312,24 @@ class OwnLoss:
 
     @contextmanager
     def in_rows(self, spare: int) -> Iterator[None]:
-        """Inside, compute the loss in chunks of rows, unless the user has set a loss function.
+        """Inside, compute the loss in chunks of rows, unless the user has set a loss function, or torch's own fits.
 
-        Args:
-            spare: bytes that are free for the loss. If torch's own needs no more, it runs unchanged.
+        ``spare`` is the number of bytes that are free for it.
         """
         module = self._module()
         if module is None or _PLACE in vars(module) or _PLACE in module._modules:
             yield
             return
-        replacement = vars(module)[_PLACE] = ChunkedLoss(lambda: _loss_function_of(module), spare)
+
+        def find() -> Callable[..., Any]:
+            # The library's choice. Asked for only when it is called, since transformers may warn.
+            set_here = vars(module).pop(_PLACE)
+            try:
+                return getattr(module, _NAME)  # type: ignore[no-any-return]
+            finally:
+                vars(module)[_PLACE] = set_here
+
+        replacement = vars(module)[_PLACE] = ChunkedLoss(find, spare)
         try:
             yield
         finally:
@@ -338,30 +338,10 @@ class OwnLoss:
             self.is_in_rows = replacement.is_used
 
 
-class _WithoutOwn:
-    """A module as if no loss function were set on it."""
-
-    def __init__(self, module: Module) -> None:
-        self._module = module
-
-    def __getattr__(self, name: str) -> Any:
-        if name == _PLACE:
-            raise AttributeError(name)
-        return getattr(self._module, name)
-
-
-def _loss_function_of(module: Module) -> Callable[..., Any]:
-    """The library's choice for the module. Asked for only when it is called, since transformers may warn."""
-    function: Callable[..., Any] = getattr(type(module), _NAME).fget(_WithoutOwn(module))
-    return function
-
-
 class ChunkedLoss:
-    """Replaces a loss function by one that computes its cross-entropy in chunks. See NOTE [ Deferred casts ].
+    """Replaces the loss function that ``find`` returns by one that computes its cross-entropy in chunks.
 
-    Args:
-        find: returns the loss function.
-        spare: bytes that are free for the loss. If the function needs no more, it runs unchanged.
+    If it needs no more than ``spare`` bytes, it runs unchanged. See NOTE [ Deferred casts ].
     """
 
     def __init__(self, find: Callable[[], Callable[..., Any]], spare: int) -> None:
@@ -379,7 +359,8 @@ class ChunkedLoss:
         try:
             with _DeferredCast(self._spare) as deferred:
                 loss = function(*args, **kwargs)
-            deferred.check_output(loss)
+            if deferred.has_any(loss):
+                raise _OtherUse
         except _OtherUse:
             return function(*args, **kwargs)
         self.is_used = deferred.is_used
@@ -407,18 +388,16 @@ class _DeferredCast(TorchFunctionMode):
         self.is_used = False
         """Whether a cross-entropy was computed in chunks."""
 
-    def check_output(self, output: Any) -> None:
-        """Raise if the function returns the cast logits."""
-        if any(id(leaf) in self._stand_ins for leaf in tree_leaves(output)):
-            raise _OtherUse
+    def has_any(self, values: Any) -> bool:
+        """Whether the cast logits are among the values."""
+        return any(id(leaf) in self._stand_ins for leaf in tree_leaves(values))
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         is_cast = bool(args) and id(args[0]) in self._stand_ins
-        others = tree_leaves((args[1:] if is_cast else args, kwargs))
-        if any(id(each) in self._stand_ins for each in others):
+        if self.has_any((args[1:] if is_cast else args, kwargs)):
             raise _OtherUse
         is_float = func is torch.Tensor.float and len(args) == 1 and not kwargs
         if is_float and not self._stand_ins and self._is_worth_it(args[0], torch.float32, cast=True):
@@ -431,7 +410,7 @@ class _DeferredCast(TorchFunctionMode):
             raise _OtherUse
         if func is functional.cross_entropy:
             return self._in_chunks(torch.float32, args, kwargs)
-        if func in _VIEWS or (func is torch.Tensor.__getitem__ and _is_slice(args[1])):
+        if func in _VIEWS:
             return self._stand_in(func(*args, **kwargs))
         raise _OtherUse
 
@@ -463,9 +442,3 @@ class _DeferredCast(TorchFunctionMode):
     def _stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
         self._stand_ins[id(tensor)] = tensor
         return tensor
-
-
-def _is_slice(index: object) -> bool:
-    """Whether no element is taken twice, so that no gradients are added."""
-    parts = index if isinstance(index, tuple) else (index,)
-    return all(isinstance(part, (int, slice, type(None), type(Ellipsis))) for part in parts)

@@ -13,9 +13,18 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from spillway.accumulate.gradients import Float32Sums, Writer, narrow
-from spillway.accumulate.options import WEIGHTED, Weight, check_arguments, check_loss, checked_weight
+from spillway.accumulate.gradients import (
+    WEIGHTED,
+    Float32Sums,
+    Weight,
+    Writer,
+    check_loss,
+    checked_weight,
+    is_number,
+    narrow,
+)
 from spillway.accumulate.stepping import Stepper, Totals, WindowStep
 from spillway.accumulate.wrappers import Wrappers
 from spillway.errors import UsageError
@@ -24,21 +33,24 @@ from spillway.runtime.labels import label
 Batch = TypeVar("Batch")
 
 _END: Any = object()
+_OPTIONS = {
+    "normalize": (*WEIGHTED, "steps", "sum"),
+    "partial": ("scale", "drop", "carry"),
+    "sync": ("last", "every"),
+}
+_SCALER = ("scale", "unscale_", "step", "update", "is_enabled", "get_scale")
 
 
 class State(enum.Enum):
-    """Progress of an accumulation step."""
+    """Progress of an accumulation step, by the micro-batches that have run their backward."""
 
     EMPTY = "empty"
-    """No micro-batch has run its backward."""
     FILLING = "filling"
-    """Some micro-batches have, but not the last one."""
     FULL = "full"
-    """The last micro-batch has: a step is due."""
+    """The last one has: a step is due."""
     SPOILED = "spoiled"
     """A backward or a step failed: the gradients are invalid."""
     CLOSED = "closed"
-    """The accumulator is closed."""
 
 
 @dataclass(eq=False)
@@ -46,12 +58,11 @@ class _MicroBatch:
     """The open micro-batch."""
 
     weight: Weight | None
-    """``None`` until it is known."""
     last: bool
     """Whether it ends its accumulation step."""
     in_loop: bool
     """Whether a loop over a loader opened it. Then its backward also steps if it is the last one."""
-    dropped: bool = False
+    dropped: bool
     """Whether its accumulation step is dropped at its end."""
     had_backward: bool = False
     switches: ExitStack = field(default_factory=ExitStack)
@@ -134,7 +145,7 @@ class Accumulator:
         group: Any = None,
     ) -> None:
         options = {"normalize": normalize, "partial": partial, "sync": sync}
-        check_arguments(model, optimizer, steps, max_norm, scaler, scheduler, grad_dtype, **options)
+        _check_arguments(model, optimizer, steps, max_norm, scaler, scheduler, grad_dtype, **options)
         self._optimizer = optimizer
         self._steps = steps
         self._normalize = normalize
@@ -155,27 +166,15 @@ class Accumulator:
         self._finalizer.atexit = False
         self._index = 0
         self._state = State.EMPTY
-        self._count = 0
+        self.micro_batches = 0
+        """Number of micro-batches of the current accumulation step that have run their backward."""
         self._reduced = False
         self._micro: _MicroBatch | None = None
         self._totals = Totals(self._wrappers.groups)
-        self._last: WindowStep | None = None
-        self._stepped = False
-
-    @property
-    def last(self) -> WindowStep | None:
+        self.last: WindowStep | None = None
         """Results of the last accumulation step; ``None`` before the first."""
-        return self._last
-
-    @property
-    def stepped(self) -> bool:
+        self.stepped = False
         """Whether the optimizer has stepped since the current micro-batch began."""
-        return self._stepped
-
-    @property
-    def micro_batches(self) -> int:
-        """Number of micro-batches of the current accumulation step that have run their backward."""
-        return self._count
 
     def __call__(self, loader: Iterable[Batch]) -> Iterator[Batch]:
         """Iterate over a loader once. Each batch is a micro-batch, and the optimizer steps after every ``steps``.
@@ -193,7 +192,7 @@ class Accumulator:
         self._check_no_micro()
         if self._state is not State.EMPTY and not (self._state is State.FILLING and self._partial == "carry"):
             raise UsageError(
-                f"the accumulation step is {self._state.value} ({self._count} of {self._steps} micro-batches), so a "
+                f"the accumulation step is {self._state.value} ({self._progress}), so a "
                 f"new pass over a loader cannot begin; call step() or discard() first, or say partial='carry'"
             )
         return self._pass(iter(loader))
@@ -202,7 +201,7 @@ class Accumulator:
         batch = next(batches, _END)
         idle = batch is not _END
         while batch is not _END:
-            fills = self._count + 1 == self._steps
+            fills = self.micro_batches + 1 == self._steps
             looks_ahead = not fills and self._partial != "carry"
             following = next(batches, _END) if looks_ahead else _END
             ends = looks_ahead and following is _END
@@ -226,9 +225,8 @@ class Accumulator:
         else:
             self._state = State.SPOILED
             raise UsageError(
-                f"the last micro-batch of the pass had no backward, so gradients of the {self._count} before it are "
-                f"not reduced over ranks; give it weight=0 and a loss of 0 that depends on the model, and call "
-                f"discard() now"
+                f"the last micro-batch of the pass had no backward, so gradients of {self._progress} are not reduced "
+                f"over ranks; give it weight=0 and a loss of 0 that depends on the model, and call discard() now"
             )
 
     def micro(self, *, weight: Weight | None = None, last: bool = False) -> AbstractContextManager[None]:
@@ -243,7 +241,7 @@ class Accumulator:
         """
         if self._state is State.FULL:
             raise UsageError(f"all {self._steps} micro-batches have run; call step() first, or raise steps")
-        last = last or self._count + 1 == self._steps
+        last = last or self.micro_batches + 1 == self._steps
         return self._open(None if weight is None else checked_weight(weight), last=last, in_loop=False)
 
     @contextmanager
@@ -252,7 +250,7 @@ class Accumulator:
         if self._state is State.EMPTY:
             self._optimizer.zero_grad(set_to_none=True)
         micro = self._micro = _MicroBatch(weight, last, in_loop, dropped)
-        self._stepped = False
+        self.stepped = False
         try:
             self._wrappers.switch(micro.switches, last=last)
             yield
@@ -303,7 +301,7 @@ class Accumulator:
                 self._sums.after_backward(reduces=reduces)
             self._wrappers.check(last=micro.last)
         micro.had_backward = True
-        self._count += 1
+        self.micro_batches += 1
         self._reduced = self._wrappers.completes(last=micro.last)
         self._state = State.FULL if micro.last else State.FILLING
         if micro.last and micro.in_loop:
@@ -329,12 +327,12 @@ class Accumulator:
             raise UsageError("step() was called before any backward; call backward() first")
         if not self._reduced:
             raise UsageError(
-                f"step() was called after {self._count} of {self._steps} micro-batches, whose gradients are not "
+                f"step() was called after {self._progress}, whose gradients are not "
                 f"reduced over ranks; open the last one by window.micro(last=True), or call discard()"
             )
         with self._spoiled_by_errors(), label("window_step"):
-            record = self._stepper.step(self._parameters(), self._totals, index=self._index, count=self._count)
-        self._last, self._stepped = record, True
+            record = self._stepper.step(self._parameters(), self._totals, index=self._index, count=self.micro_batches)
+        self.last, self.stepped = record, True
         self._index += 1
         self._clear()
         return record
@@ -384,9 +382,9 @@ class Accumulator:
         self._check_usable()
         if self._state is not State.EMPTY or (self._micro is not None and not self._micro.had_backward):
             raise UsageError(
-                f"state_dict() was called in the middle of an accumulation step ({self._count} of {self._steps} "
-                f"micro-batches), whose gradients cannot be saved; save where window.stepped is true, or call "
-                f"discard() and resume with the first batch of this accumulation step"
+                f"state_dict() was called in the middle of an accumulation step ({self._progress}), whose gradients "
+                f"cannot be saved; save where window.stepped is true, or call discard() and resume with the first "
+                f"batch of this accumulation step"
             )
         return {"index": self._index}
 
@@ -399,8 +397,8 @@ class Accumulator:
         self._check_usable()
         if self._state is not State.EMPTY:
             raise UsageError(
-                f"load_state_dict() was called in the middle of an accumulation step ({self._count} of {self._steps} "
-                f"micro-batches); call discard() first"
+                f"load_state_dict() was called in the middle of an accumulation step ({self._progress}); call "
+                f"discard() first"
             )
         index = state.get("index") if isinstance(state, dict) else None
         if not isinstance(index, int) or set(state) != {"index"}:
@@ -408,7 +406,11 @@ class Accumulator:
         self._index = index
 
     def __repr__(self) -> str:
-        return f"<spillway.Accumulator step {self._index}, {self._state.value}, {self._count} of {self._steps}>"
+        return f"<spillway.Accumulator step {self._index}, {self._state.value}, {self.micro_batches} of {self._steps}>"
+
+    @property
+    def _progress(self) -> str:
+        return f"{self.micro_batches} of {self._steps} micro-batches"
 
     def _clear(self) -> None:
         """Start a new accumulation step."""
@@ -416,7 +418,7 @@ class Accumulator:
             self._sums.narrow()
         self._optimizer.zero_grad(set_to_none=True)
         self._state = State.EMPTY
-        self._count = 0
+        self.micro_batches = 0
         self._reduced = False
         self._totals = Totals(self._wrappers.groups)
 
@@ -455,3 +457,40 @@ class Accumulator:
                 "a backward or step of this accumulation step failed, so its gradients are invalid; call discard() "
                 "and start again"
             )
+
+
+def _check_arguments(
+    model: object,
+    optimizer: object,
+    steps: object,
+    max_norm: Any,
+    scaler: object,
+    scheduler: object,
+    grad_dtype: object,
+    **options: object,
+) -> None:
+    """Raise :class:`~spillway.errors.UsageError` for invalid arguments of an accumulator."""
+    if not isinstance(model, Module):
+        raise UsageError(f"model: got {model!r:.200}, expected a torch.nn.Module")
+    if not isinstance(optimizer, Optimizer):
+        raise UsageError(f"optimizer: got {optimizer!r:.200}, expected a torch.optim.Optimizer")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UsageError("optimizer: LBFGS recomputes the loss within its step; use an optimizer that takes gradients")
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise UsageError(f"steps: got {steps!r}, expected the number of micro-batches: an integer of at least 1")
+    if max_norm is not None and not (is_number(max_norm) and max_norm > 0):
+        raise UsageError(f"max_norm: got {max_norm!r}, expected a number above 0, math.inf to only measure, or None")
+    if scaler is not None and not all(hasattr(scaler, name) for name in _SCALER):
+        raise UsageError(f"scaler: got {scaler!r:.200}, expected a torch.amp.GradScaler or None")
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise UsageError(
+            "scheduler: a ReduceLROnPlateau steps with a metric, which the accumulator does not have; leave it out "
+            "and step it yourself"
+        )
+    if scheduler is not None and not callable(getattr(scheduler, "step", None)):
+        raise UsageError(f"scheduler: got {scheduler!r:.200}, expected one of torch.optim.lr_scheduler, or None")
+    if grad_dtype not in (None, torch.float32):
+        raise UsageError(f"grad_dtype: got {grad_dtype!r}, expected torch.float32, or None for each parameter's own")
+    for name, value in options.items():
+        if value not in _OPTIONS[name]:
+            raise UsageError(f"{name}: got {value!r}, expected {' or '.join(map(repr, _OPTIONS[name]))}")

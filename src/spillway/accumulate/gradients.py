@@ -27,6 +27,8 @@ DDP's buckets and FSDP2's shards have the parameter's dtype. So during a backwar
 from __future__ import annotations
 
 import enum
+import math
+import numbers
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -35,18 +37,58 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 
-from spillway.accumulate.options import Weight
+from spillway.errors import UsageError
+
+Weight = float | Tensor
+"""Tokens or samples of a micro-batch. A tensor has one element and stays on its device."""
+
+WEIGHTED = ("tokens", "samples")
+"""Values of ``normalize`` for which each micro-batch has a weight."""
 
 HALF = (torch.bfloat16, torch.float16)
 _DOUBLE = {torch.float64, torch.complex128}
 
 
+def check_loss(loss: object) -> None:
+    """Raise :class:`~spillway.errors.UsageError` for a loss without a backward."""
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)[:200]
+        raise UsageError(f"loss: got {got}, expected a tensor of one element")
+    if not loss.requires_grad:
+        raise UsageError(
+            "loss: this one depends on no parameter, so it has no backward; for a micro-batch without tokens multiply "
+            "the model's output by 0, so that every rank has a backward"
+        )
+
+
+def checked_weight(weight: Any) -> Weight:
+    """A weight as a number; a tensor on an accelerator is returned unread, since reading it would stall.
+
+    Raises:
+        UsageError: if it is no number, or negative, infinite or not a number.
+    """
+    if isinstance(weight, Tensor):
+        if weight.numel() != 1 or weight.is_complex():
+            raise UsageError(
+                f"weight: got a tensor of shape {tuple(weight.shape)} and {weight.dtype}, expected a number"
+            )
+        if weight.device.type != "cpu":
+            return weight
+        weight = weight.item()
+    if not is_number(weight) or not 0 <= weight < math.inf:
+        raise UsageError(f"weight: got {weight!r}, expected the tokens or samples of the loss: a number of at least 0")
+    return float(weight)
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a real number, and no boolean."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
 class Factors:
     """What gradients are multiplied by: ``divisor / total``.
 
-    Args:
-        total: weight of the accumulation step. If it is 0, so are the gradients, and they stay 0.
-        divisor: what DDP or FSDP2 has divided a parameter's gradient by.
+    ``divisor`` returns what DDP or FSDP2 has divided a gradient by. If ``total`` is 0, gradients are 0 and stay 0.
     """
 
     def __init__(self, total: Weight, divisor: Callable[[Parameter], float]) -> None:
@@ -87,11 +129,7 @@ class Factors:
 
 
 def clip(parameters: Sequence[Parameter], max_norm: float) -> Tensor:
-    """Clip all gradients by their total norm, like ``torch.nn.utils.clip_grad_norm_``, also over several meshes.
-
-    Returns:
-        The norm before clipping. It is the same on all ranks that share the gradients.
-    """
+    """Clip all gradients by their total norm, which is returned, like ``clip_grad_norm_``, also over several meshes."""
     meshes: dict[object, list[Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
@@ -137,11 +175,7 @@ class Writer(enum.Enum):
 
 
 class Float32Sums:
-    """Sums of bfloat16 and float16 gradients in float32. See NOTE [ Where the float32 sum is ].
-
-    Args:
-        parameters: each with who writes its gradient. Those of other dtypes are skipped.
-    """
+    """Sums of bfloat16 and float16 gradients in float32. See NOTE [ Where the float32 sum is ]."""
 
     def __init__(self, parameters: Iterable[tuple[Parameter, Writer]]) -> None:
         self._parameters = [(parameter, writer) for parameter, writer in parameters if parameter.dtype in HALF]

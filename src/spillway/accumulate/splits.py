@@ -105,14 +105,9 @@ def split_equals_whole(
 
 
 def splits_of(rows: int, count: int, seed: int) -> Iterator[Split]:
-    """Ways to cut rows into more than one part: all of them for up to six rows, else some drawn ones.
+    """Ways to cut rows into more than one part: all of them for up to six rows, else at most ``count`` drawn ones.
 
     Drawn ones begin with single rows (up to eight rows) and even halves, and do not repeat.
-
-    Args:
-        rows: number of rows.
-        count: how many are drawn at most.
-        seed: of the drawing.
     """
     if rows <= _ALL_UP_TO:
         for cuts in itertools.product((False, True), repeat=rows - 1):
@@ -230,12 +225,7 @@ class _Run:
 
 
 class _Comparison:
-    """Compares gradients with those of the whole batch.
-
-    Args:
-        whole: gradients of the whole batch.
-        tolerance: relative to their norm; ``None``: by their dtype; 0: bit for bit.
-    """
+    """Compares gradients with those of the whole batch. A tolerance of ``None`` is by dtype, of 0 bit for bit."""
 
     def __init__(self, whole: Gradients, tolerance: float | None) -> None:
         self._whole = whole

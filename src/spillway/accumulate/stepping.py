@@ -34,8 +34,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from spillway.accumulate.gradients import Factors, Float32Sums, clip, whole
-from spillway.accumulate.options import WEIGHTED, Weight
+from spillway.accumulate.gradients import Factors, Float32Sums, Weight, clip, whole
 from spillway.accumulate.wrappers import Wrappers
 
 
@@ -109,30 +108,21 @@ class WindowStep:
 
 
 class Totals:
-    """Sums of weights and losses over an accumulation step, and then over ranks, without a stall.
+    """Sums of weights and losses over an accumulation step, and then over process groups, without a stall.
 
     Weights that are numbers are added on the CPU. Tensors stay on their device. Sums are float64, so counts are exact.
-
-    Args:
-        groups: process groups to sum over, one after the other.
     """
 
     def __init__(self, groups: Sequence[Any]) -> None:
         self.weight: Weight = 0.0
         """Sum of the weights, once :meth:`finish` was called."""
         self.micro_batches: Weight = 0
+        self.loss: Any = None
+        """Sum of the losses; ``None`` without micro-batches."""
         self._groups = groups
         self._on_device: Tensor | None = None
-        self._loss: Tensor | None = None
         self._reduced: Tensor | None = None
         self._work: Any = None
-
-    @property
-    def loss(self) -> Tensor:
-        """Sum of the losses. There is one after the first :meth:`add`."""
-        if self._loss is None:
-            raise RuntimeError("an accumulation step without micro-batches has no loss")
-        return self._loss
 
     def add(self, loss: Tensor, weight: Weight) -> None:
         """Add a micro-batch."""
@@ -145,14 +135,14 @@ class Totals:
         else:
             self.weight += weight
         loss = _wide(loss)
-        self._loss = loss if self._loss is None else self._loss + _moved(loss, self._loss)
+        self.loss = loss if self.loss is None else self.loss + _moved(loss, self.loss)
 
     def reduce(self) -> None:
         """Start to sum over ranks: one collective of three numbers, which overlaps the last backward."""
-        if not self._groups or self._loss is None:
+        if not self._groups or self.loss is None:
             return
-        count = torch.full_like(self._loss, float(self.micro_batches))
-        self._reduced = torch.stack([self._weight_on(self._loss), self._loss, count])
+        count = torch.full_like(self.loss, float(self.micro_batches))
+        self._reduced = torch.stack([self._weight_on(self.loss), self.loss, count])
         for group in self._groups:
             self._wait()
             self._work = torch.distributed.all_reduce(self._reduced, group=group, async_op=True)
@@ -163,7 +153,7 @@ class Totals:
             self.reduce()
         self._wait()
         if self._reduced is not None:
-            self.weight, self._loss, self.micro_batches = self._reduced.unbind()
+            self.weight, self.loss, self.micro_batches = self._reduced.unbind()
         elif self._on_device is not None:
             self.weight, self._on_device = self._weight_on(self.loss), None
 
@@ -180,17 +170,9 @@ class Totals:
 
 @dataclass
 class Stepper:
-    """Steps an optimizer with accumulated gradients. See NOTE [ The order of operations ].
+    """Steps an optimizer with accumulated gradients, with the arguments of an accumulator.
 
-    Args:
-        optimizer: the optimizer.
-        wrappers: DDP and FSDP2 modules of the model.
-        sums: float32 sums of gradients, if any.
-        steps: micro-batches of a full accumulation step.
-        normalize: what gradients are divided by.
-        max_norm: clip gradients to this norm; ``None``: do not clip.
-        scaler: an enabled ``GradScaler``, or ``None``.
-        scheduler: learning rate scheduler, or ``None``.
+    See NOTE [ The order of operations ].
     """
 
     optimizer: Optimizer
@@ -200,6 +182,7 @@ class Stepper:
     normalize: str
     max_norm: float | None
     scaler: Any
+    """Enabled, or ``None``."""
     scheduler: Any
     _unscaled: bool = False
 
@@ -211,14 +194,7 @@ class Stepper:
         return scaled
 
     def step(self, parameters: Sequence[Parameter], totals: Totals, *, index: int, count: int) -> WindowStep:
-        """Normalise, clip and step.
-
-        Args:
-            parameters: those of the optimizer, in the order in which they are clipped.
-            totals: sums over the accumulation step.
-            index: number of the accumulation step.
-            count: its micro-batches on this rank.
-        """
+        """Normalise, clip and step. Parameters are clipped in this order. ``count`` is of this rank's micro-batches."""
         totals.finish()
         factors = self._factors(totals.weight, count)
         multiplies = not factors.are_one(parameters)
@@ -236,14 +212,10 @@ class Stepper:
         skipped = self._step_optimizer()
         if self.scheduler is not None and not skipped:
             self.scheduler.step()
-        divisor: Weight = 1.0
-        if self.normalize in WEIGHTED:
-            divisor = totals.weight
-        elif self.normalize == "steps":
-            divisor = totals.micro_batches
+        divisors = {"steps": totals.micro_batches, "sum": 1.0}
         return WindowStep(
             index=index,
-            loss=DeviceNumber(totals.loss / divisor),
+            loss=DeviceNumber(totals.loss / divisors.get(self.normalize, totals.weight)),
             weight=DeviceNumber(totals.weight),
             gradient_norm=norm,
             learning_rates=rates,
@@ -260,11 +232,9 @@ class Stepper:
 
     def _factors(self, weight: Weight, count: int) -> Factors:
         divisors = self.wrappers.divisors()
-        if self.normalize == "steps":
-            total = float(self.wrappers.ranks * count)
-            return Factors(total, lambda parameter: divisors.get(id(parameter), 1.0) * self.steps)
-        total_weight = weight if self.normalize in WEIGHTED else 1.0
-        return Factors(total_weight, lambda parameter: divisors.get(id(parameter), 1.0))
+        totals = {"steps": float(self.wrappers.ranks * count), "sum": 1.0}
+        factor = self.steps if self.normalize == "steps" else 1
+        return Factors(totals.get(self.normalize, weight), lambda parameter: divisors.get(id(parameter), 1.0) * factor)
 
     def _step_optimizer(self) -> DeviceNumber:
         """Step, unless the scaler prevents it. Returns whether the step was skipped."""

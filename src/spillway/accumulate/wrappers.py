@@ -45,13 +45,9 @@ _GROUP_NAMES = ("fsdp_params", "mesh_info", "mp_policy", "gradient_divide_factor
 
 
 class Wrappers:
-    """All DDP and FSDP2 modules of a model.
+    """All DDP and FSDP2 modules of a model, with the arguments of an accumulator.
 
-    Args:
-        model: the model, after it was wrapped.
-        sync: which micro-batches reduce: ``"last"`` or ``"every"``.
-        group: process group or device mesh over which data differ; ``None``: that of DDP or FSDP2.
-        waits: whether gradients are read after each backward that reduces.
+    ``waits`` says that gradients are read after each backward that reduces.
     """
 
     def __init__(self, model: Module, sync: str, group: Any, *, waits: bool) -> None:

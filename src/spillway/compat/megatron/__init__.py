@@ -17,9 +17,13 @@ import torch
 import torch.distributed as dist
 
 from spillway.capture.groups import Group
-from spillway.compat.megatron.manager import ChunkOffloadHandler, OffloadTensorGroup, PipelineOffloadManager
+from spillway.compat.megatron.manager import (
+    ChunkOffloadHandler,
+    OffloadTensorGroup,
+    OffloadTensorPool,
+    PipelineOffloadManager,
+)
 from spillway.compat.megatron.optimizer import HybridDeviceOptimizer
-from spillway.compat.megatron.pool import GPUTensorPool, OffloadTensorPool
 from spillway.records import GroupStats, StepStats
 from spillway.summarizing import summary
 from spillway.units import format_bytes
@@ -50,6 +54,9 @@ DEBUG = False
 """Whether :func:`debug_rank` prints."""
 DEBUG_RANK = 0
 """The rank that :func:`debug_rank` prints on."""
+
+GPUTensorPool = OffloadTensorPool
+"""The name in older releases."""
 
 _Value = TypeVar("_Value")
 _instance = PipelineOffloadManager.get_instance
@@ -107,11 +114,10 @@ def fine_grained_offloading_group_offload(
     """:func:`fine_grained_offloading_group_commit`, with the newer releases' meaning of ``delay_offload``.
 
     Args:
-        tensor: see there.
-        name: of the group.
+        tensor: see there, also for the next two.
+        name: see there.
         forced_released_tensors: see there.
-        delay_offload: offload the group when delayed groups are flushed. It has an effect only between
-            ``enter_replay`` and ``exit_replay``.
+        delay_offload: offload the group when delayed groups are flushed, between ``enter_replay`` and ``exit_replay``.
 
     Raises:
         UsageError: see there.
@@ -155,7 +161,7 @@ def fine_grained_offloading_backward_record(tensor: torch.Tensor, event: Any = N
         tensor: a tensor of the graph, returned unchanged on the CPU.
         event: a ``torch.Event``, or the accelerator's own. ``None``: the event of ``cuda_graph_event``, if it exists.
     """
-    return tensor if _instance()._is_on_cpu else _BackwardRecord.apply(tensor, event)  # type: ignore[no-untyped-call]
+    return tensor if _instance()._is_on_cpu() else _BackwardRecord.apply(tensor, event)  # type: ignore[no-untyped-call]
 
 
 class _BackwardRecord(torch.autograd.Function):
@@ -266,31 +272,27 @@ class FineGrainedActivationOffloadingInterface:
 
     @staticmethod
     def cuda_graph_stream() -> Any:
-        """The stream for captured graphs: see :attr:`PipelineOffloadManager.cuda_graph_stream`."""
+        """:attr:`PipelineOffloadManager.cuda_graph_stream`."""
         return _instance().cuda_graph_stream
 
     @staticmethod
     def cuda_graph_event() -> Any:
-        """The event for captured graphs: see :attr:`PipelineOffloadManager.cuda_graph_event`."""
+        """:attr:`PipelineOffloadManager.cuda_graph_event`."""
         return _instance().cuda_graph_event
 
     @staticmethod
     def enter_replay() -> None:
         """Start the replay of a captured graph. Until :meth:`exit_replay`, :meth:`group_offload` may delay groups."""
-        _instance().enter_replay()
+        _instance().in_replay = True
 
     @staticmethod
     def exit_replay() -> None:
         """End the replay. Delayed groups wait for :meth:`flush_delayed_groups`."""
-        _instance().exit_replay()
+        _instance().in_replay = False
 
     @staticmethod
     def reset(process_group: dist.ProcessGroup | None = None) -> None:
-        """End the iteration. Call it between iterations.
-
-        Args:
-            process_group: accepted without effect: a reset gathers nothing from other ranks.
-        """
+        """End the iteration. Call it between iterations. ``process_group`` has no effect."""
         _instance().reset(process_group)
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""The chunks of an iteration and their groups.
+"""The chunks of an iteration, their groups, and a pool of tensors.
 
 NOTE [ Iterations ]
 
@@ -12,10 +12,10 @@ from __future__ import annotations
 import itertools
 import sys
 import threading
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, ClassVar
 
@@ -26,7 +26,6 @@ from spillway.capture.groups import Group
 from spillway.capture.identity import is_parameter, reach, why_unmovable
 from spillway.chunks import Chunk, aside
 from spillway.compat import current_device
-from spillway.compat.megatron.pool import OffloadTensorPool
 from spillway.errors import UsageError
 from spillway.groups import Groups
 from spillway.offloading import keep_tensor
@@ -35,11 +34,7 @@ from spillway.runtime.backend import Lane
 from spillway.session import Session
 
 _MIN_ELEMENTS = 1024 * 1024
-_NEWER_POSITIONAL = (
-    "delta_offload_bytes_across_pp_ranks",
-    "activation_offload_fraction",
-    "max_inflight_offloads",
-)
+_NEWER_POSITIONAL = ("delta_offload_bytes_across_pp_ranks", "activation_offload_fraction", "max_inflight_offloads")
 
 
 class PipelineOffloadManager:
@@ -53,6 +48,8 @@ class PipelineOffloadManager:
         0
     """
 
+    in_replay = False
+    """Whether a captured graph is being replayed."""
     _numbers: ClassVar[Iterator[int]] = itertools.count()
 
     def __init__(self) -> None:
@@ -61,8 +58,8 @@ class PipelineOffloadManager:
         self._pool: OffloadTensorPool | None = None
         self._graph_stream: torch.Stream | None = None
         self._graph_event: torch.Event | None = None
-        self._in_replay = False
-        self._entered = _Entered()
+        self._entered: defaultdict[int, list[ExitStack]] = defaultdict(list)
+        """Contexts that a thread has entered, the innermost last, by the thread."""
         self._rules = Groups(margin=1)
         self._summary: dict[str, int] = {}
         self._rules_of: dict[str, Groups] = {}
@@ -126,23 +123,10 @@ class PipelineOffloadManager:
         return self._graph_event
 
     @property
-    def in_replay(self) -> bool:
-        """Whether a captured graph is being replayed."""
-        return self._in_replay
-
-    def enter_replay(self) -> None:
-        """Start the replay of a captured graph: see ``FineGrainedActivationOffloadingInterface.enter_replay``."""
-        self._in_replay = True
-
-    def exit_replay(self) -> None:
-        """End the replay."""
-        self._in_replay = False
-
-    @property
     def offload_summary_bytes(self) -> dict[str, int]:
-        """Bytes that are offloaded when backward starts, by groups: those of all chunks up to the first one it reaches.
+        """Bytes that are offloaded when backward starts, by groups. Empty in the first iteration.
 
-        They are from the last iteration, with the groups that the next one offloads. Empty in the first iteration.
+        They are from the last iteration, up to the first chunk that backward reaches, with the next one's groups.
         """
         return dict(self._summary)
 
@@ -248,8 +232,7 @@ class PipelineOffloadManager:
     def reset(self, process_group: dist.ProcessGroup | None = None) -> None:
         """End the iteration. Its groups decide what stays in the next one. Groups that were never flushed stay.
 
-        Args:
-            process_group: accepted without effect: a reset gathers nothing from other ranks.
+        ``process_group`` has no effect: a reset gathers nothing from other ranks.
         """
         self._session.forget_groups()
         self._end_forward()
@@ -266,7 +249,7 @@ class PipelineOffloadManager:
             else:
                 stack.enter_context(_transformer_engine())
                 stack.enter_context(chunk.inside())
-            self._entered.stacks.append(stack.pop_all())
+            self._entered[threading.get_ident()].append(stack.pop_all())
 
     def __exit__(
         self,
@@ -274,16 +257,15 @@ class PipelineOffloadManager:
         error: BaseException | None = None,
         trace: TracebackType | None = None,
     ) -> None:
-        self._entered.stacks.pop().__exit__(kind, error, trace)
+        self._entered[threading.get_ident()].pop().__exit__(kind, error, trace)
 
-    @property
-    def _is_on_cpu(self) -> bool:
-        """Whether there is no accelerator, so that nothing is recorded."""
+    @staticmethod
+    def _is_on_cpu() -> bool:
         return current_device().type == "cpu"
 
     def _record(self, event: Any, lane: int) -> None:
         """Record the event, or that for graphs, on the current stream, which then waits for one of the lanes."""
-        if self._is_on_cpu:
+        if self._is_on_cpu():
             return
         event = self._graph_event if event is None else event
         if event is not None:
@@ -293,8 +275,7 @@ class PipelineOffloadManager:
         runtime.backend.wait(runtime.backend.compute(), runtime.backend.record(runtime.mover.lanes[lane]))
 
     def _live_chunk(self) -> Chunk | None:
-        chunk = None if self._forward is None else self._forward._chunk
-        return chunk if chunk is not None and chunk.is_live else None
+        return self._forward._chunk if self._forward is not None and self._forward._chunk.is_live else None
 
     def _start(self, name: str | None) -> Group | None:
         chunk = self._live_chunk()
@@ -314,10 +295,9 @@ class PipelineOffloadManager:
             self._forward = None
 
     def _on_backward(self, tag: str) -> None:
-        chunk = self._chunks.get(tag)
-        if chunk is not None:
+        if tag in self._chunks:
             self._reached.setdefault(tag)
-            self._backward = chunk
+            self._backward = self._chunks[tag]
 
     def _learn(self) -> None:
         """See NOTE [ Iterations ]."""
@@ -339,25 +319,14 @@ class PipelineOffloadManager:
         self._summary = {name: nbytes for name, nbytes in offloaded.items() if nbytes}
 
 
-class _Entered(threading.local):
-    """Contexts that the calling thread has entered, the innermost last."""
-
-    def __init__(self) -> None:
-        self.stacks: list[ExitStack] = []
-
-
 class ChunkOffloadHandler:
     """The forward of one micro-batch through one virtual stage. Read only."""
 
     def __init__(self, chunk: Chunk, min_offloaded_tensor_size: int) -> None:
-        self._min_elements = min_offloaded_tensor_size
+        self.min_offloaded_tensor_size = min_offloaded_tensor_size
+        """Least size of an offloaded tensor, in elements."""
         self._chunk = chunk
         self._groups: list[OffloadTensorGroup] = []
-
-    @property
-    def min_offloaded_tensor_size(self) -> int:
-        """Least size of an offloaded tensor, in elements."""
-        return self._min_elements
 
     @property
     def do_offload(self) -> bool:
@@ -391,19 +360,19 @@ class ChunkOffloadHandler:
         if self._chunk.session.marks.get(storage) is False:
             return False
         nbytes = reach(tensor, storage.nbytes())[1]
-        return nbytes >= self._min_elements * tensor.dtype.itemsize
+        return nbytes >= self.min_offloaded_tensor_size * tensor.dtype.itemsize
 
     def stats(self) -> StepStats:
         """Bytes and seconds of its forward and backward so far, also by groups. Megatron has no such method."""
         return self._chunk.stats()
 
 
+@dataclass(frozen=True)
 class OffloadTensorGroup:
     """One group of a chunk. Read only."""
 
-    def __init__(self, chunk: Chunk, group: Group) -> None:
-        self._chunk = chunk
-        self._group = group
+    _chunk: Chunk
+    _group: Group
 
     @property
     def name(self) -> str:
@@ -424,6 +393,103 @@ class OffloadTensorGroup:
     def total_tensor_count(self) -> int:
         """Number of storages of these tensors."""
         return self._group.count
+
+
+@dataclass(slots=True)
+class _Tensors:
+    """The tensors of one shape and dtype."""
+
+    free: deque[torch.Tensor] = field(default_factory=deque)
+    used: dict[int, torch.Tensor] = field(default_factory=dict)
+    """By ``id``."""
+
+
+class OffloadTensorPool:
+    """A pool of tensors by shape and dtype, on any device.
+
+    It is for your own tensors. The engine's CPU memory is elsewhere: see ``Session.host_bytes``.
+
+    Args:
+        device: of the tensors.
+        pin_memory: whether CPU tensors are pinned.
+
+    Example:
+        >>> pool = OffloadTensorPool("cpu")
+        >>> first = pool.allocate((2, 3))
+        >>> pool.free(first)
+        >>> pool.allocate((2, 3)) is first
+        True
+    """
+
+    def __init__(self, device: torch.device | str = "cuda", pin_memory: bool = False) -> None:
+        self.device = torch.device(device)
+        self.pin_memory = pin_memory
+        self._pools: defaultdict[tuple[tuple[int, ...], torch.dtype], _Tensors] = defaultdict(_Tensors)
+        self._allocated = self._freed = self._hits = 0
+
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """A tensor with undefined content: a freed one, or a new one."""
+        pool = self._pools[tuple(shape), dtype]
+        self._allocated += 1
+        self._hits += bool(pool.free)
+        tensor = (
+            pool.free.popleft()
+            if pool.free
+            else torch.empty(tuple(shape), dtype=dtype, device=self.device, pin_memory=self.pin_memory)
+        )
+        pool.used[id(tensor)] = tensor
+        return tensor
+
+    def free(self, tensor: torch.Tensor) -> None:
+        """Return a tensor to the pool.
+
+        Raises:
+            UsageError: a ``ValueError``: the tensor is not from this pool, or was freed already.
+        """
+        pool = self._pools.get((tuple(tensor.shape), tensor.dtype))
+        if pool is None or pool.used.pop(id(tensor), None) is None:
+            raise UsageError(
+                f"free: this tensor of shape {list(tensor.shape)} and {tensor.dtype} is not in use; free each tensor "
+                f"that allocate() has returned once, and the same object"
+            )
+        self._freed += 1
+        pool.free.append(tensor)
+
+    def get_pool_status(self, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None) -> dict[str, Any]:
+        """Numbers of tensors of one shape and dtype: ``utilization`` is in per cent.
+
+        Without arguments: of all, by ``(shape, dtype)`` under ``"pools"``, with ``"global_stats"``.
+
+        Raises:
+            UsageError: a ``ValueError``: a shape without a dtype, or an unknown one.
+        """
+        if shape is None:
+            misses = self._allocated - self._hits
+            stats = {"total_allocated": misses, "current_in_use": sum(len(pool.used) for pool in self._pools.values())}
+            stats |= {"allocation_requests": self._allocated, "free_requests": self._freed}
+            stats |= {"pool_hits": self._hits, "pool_misses": misses}
+            return {"global_stats": stats, "pools": {key: self.get_pool_status(*key) for key in self._pools}}
+        if dtype is None:
+            raise UsageError(f"get_pool_status: got shape {tuple(shape)} without a dtype; say dtype=")
+        pool = self._pools.get((tuple(shape), dtype))
+        if pool is None:
+            raise UsageError(
+                f"get_pool_status: nothing of shape {tuple(shape)} and {dtype} was allocated; there are "
+                f"{sorted(map(str, self._pools))}"
+            )
+        used, free = len(pool.used), len(pool.free)
+        counts = {"total_count": used + free, "allocated_count": used, "free_count": free}
+        return {"shape": tuple(shape), "dtype": dtype, **counts, "utilization": 100 * used / max(used + free, 1)}
+
+    def reset(self) -> None:
+        """Count all tensors as free, also those in use."""
+        for pool in self._pools.values():
+            pool.free.extend(pool.used.values())
+            pool.used.clear()
+
+    def clear(self) -> None:
+        """Release all tensors."""
+        self._pools.clear()
 
 
 @dataclass(frozen=True)
@@ -462,10 +528,8 @@ def _transformer_engine() -> Iterator[None]:
 
 
 def _make_stream(device: torch.device) -> torch.Stream | None:
-    if device.type == "cpu":
-        return None
-    stream: torch.Stream = torch.get_device_module(device).Stream(device=device)
-    return stream
+    # The device's own class: torch.cuda.graph() takes no other.
+    return None if device.type == "cpu" else torch.get_device_module(device).Stream(device=device)
 
 
 def _make_event(device: torch.device) -> torch.Event | None:
