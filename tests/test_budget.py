@@ -31,7 +31,7 @@ from spillway.attaching.budget import BudgetTarget, Planner
 from spillway.attaching.controller import MOST_APART
 from spillway.attaching.ranks import RankGroup
 from spillway.checkpointing import learned
-from spillway.integrations.options import AttachOptions
+from spillway.integrations import AttachOptions
 from spillway.planning.planner import parse_budget
 from spillway.planning.scaling import enlarged
 from spillway.profiling import meter

@@ -7,8 +7,7 @@ autograd saves. Backward makes their gradient and that of the logits: three time
 if the logits are cast first. 8192 rows of 128,256 classes in float32 are 4.2 GB each time.
 
 Rows are independent, up to the reduction to one number. So the loss is computed in chunks of rows. Forward keeps one
-number per row and saves only the logits. Backward recomputes the log-probabilities of a chunk. Beside the logits and
-their gradient, only a few chunks exist at a time.
+number per row and saves only the logits. Backward recomputes the log-probabilities of a chunk.
 
 The gradient of the log-probabilities is zero except for one class per row. One zero-filled buffer serves all chunks:
 these elements are set, and then cleared. Their values come from torch's own kernel, called with one class.
@@ -176,11 +175,13 @@ def _rows_of_a_chunk(logits: torch.Tensor) -> int:
     return -(-len(logits) // (_CHUNKS * _ALIGNMENT)) * _ALIGNMENT
 
 
-def _chunks(logits: torch.Tensor, rows: int) -> Iterator[torch.Tensor]:
-    """Chunks in the layout that the kernels would give all logits. Torch calls a single row dense wherever it lies."""
+def _in_chunks(logits: torch.Tensor, *others: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Chunks of rows. Those of the logits have the layout that the kernels would give all of them."""
+    parts = (torch.split(each, _rows_of_a_chunk(logits)) for each in (logits, *others))
+    # Torch calls a single row dense wherever it lies.
     is_dense = logits.is_contiguous()
-    for chunk in torch.split(logits, rows):
-        yield chunk if is_dense else chunk.clone(memory_format=torch.contiguous_format)
+    for chunk, *rest in zip(*parts, strict=True):
+        yield chunk if is_dense else chunk.clone(memory_format=torch.contiguous_format), *rest
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -190,11 +191,8 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, logits: torch.Tensor, target: torch.Tensor, dtypes: _Dtypes, ignore_index: int, reduction: str
     ) -> torch.Tensor:
-        rows = _rows_of_a_chunk(logits)
         one_class = torch.empty(logits.shape[0], 1, dtype=dtypes.losses, device=logits.device)
-        for chunk, its_target, losses in zip(
-            _chunks(logits, rows), torch.split(target, rows), torch.split(one_class.squeeze(1), rows), strict=True
-        ):
+        for chunk, its_target, losses in _in_chunks(logits, target, one_class.squeeze(1)):
             logarithms = _log_softmax(chunk, dtypes.logarithms).to(dtypes.losses)
             losses.copy_(_aten.nll_loss_forward(logarithms, its_target, None, 0, ignore_index)[0])
         one_class.neg_()  # since nll_loss negates its input
@@ -229,12 +227,9 @@ class _CrossEntropy(torch.autograd.Function):
             # vmap cannot write a batch of gradients into one buffer.
             zeros = torch.zeros(logits.shape, dtype=dtypes.logarithms, device=logits.device)
             return gradient_of(logits, zeros.scatter(1, classes, of_class)).to(logits.dtype), None, None, None, None
-        rows = _rows_of_a_chunk(logits)
         found = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-        zeros = torch.zeros(min(rows, logits.shape[0]), logits.shape[1], dtype=dtypes.logarithms, device=logits.device)
-        for chunk, its_classes, its_gradient, into in zip(
-            _chunks(logits, rows), *(torch.split(each, rows) for each in (classes, of_class, found)), strict=True
-        ):
+        zeros = torch.zeros(_rows_of_a_chunk(logits), logits.shape[1], dtype=dtypes.logarithms, device=logits.device)
+        for chunk, its_classes, its_gradient, into in _in_chunks(logits, classes, of_class, found):
             of_logarithms = zeros[: len(chunk)]
             of_logarithms.scatter_(1, its_classes, its_gradient)
             into.copy_(gradient_of(chunk, of_logarithms))

@@ -302,7 +302,7 @@ def left_out_case(way: str) -> None:
     window.backward(loss, weight=words)
     next(passing)
     with pytest.raises(
-        UsageError, match="last micro-batch of the pass had no backward, so gradients of the 1 before it"
+        UsageError, match="last micro-batch of the pass had no backward, so gradients of 1 of 3 micro-batches"
     ):
         next(passing)
     window.discard()

@@ -18,6 +18,7 @@ from spillway import OffloadedOptimizer, UnsupportedError, UsageError
 from spillway.compat.megatron import HybridDeviceOptimizer
 from spillway.optim.gradient import OffloadedGradient
 from spillway.testing import AdversaryBackend
+from support import pairwise
 
 WIDTH = 24
 ADAM: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -100,13 +101,18 @@ def assert_same(one: nn.Module, other: nn.Module) -> None:
     assert all(map(torch.equal, one.parameters(), other.parameters()))
 
 
-@pytest.mark.parametrize("classes", CLASSES)
-@pytest.mark.parametrize(("fraction", "overlap"), [(0, True), (0.5, True), (0.5, False), (1.0, True)])
-@pytest.mark.parametrize(("dtype", "fp32"), [(torch.float32, True), (torch.bfloat16, True), (torch.bfloat16, False)])
+@pytest.mark.parametrize(
+    ("classes", "moved", "precision"),
+    pairwise(
+        CLASSES,
+        [(0, True), (0.5, True), (0.5, False), (1.0, True)],
+        [(torch.float32, True), (torch.bfloat16, True), (torch.bfloat16, False)],
+    ),
+)
 def test_it_is_the_same_written_out_by_hand(
-    session: spillway.Session, classes: str, fraction: float, overlap: bool, dtype: torch.dtype, fp32: bool
+    session: spillway.Session, classes: str, moved: tuple[float, bool], precision: tuple[torch.dtype, bool]
 ) -> None:
-    host, device, options = CLASSES[classes]
+    (host, device, options), (fraction, overlap), (dtype, fp32) = CLASSES[classes], moved, precision
     plain, ours = model(dtype), model(dtype)
     train(plain, ByHand(list(plain.parameters()), fraction, (host, device), options, fp32))
     optimizer = HybridDeviceOptimizer(

@@ -79,7 +79,7 @@ def places(tmp_path: Path, tier: str, window: int, *, adversary: bool = False) -
         if backend is not None:
             backend.check()
         assert_nothing_left(session)
-        assert not torchtune._heads.entered
+        assert not torchtune._entered()
 
 
 @pytest.fixture(params=["host", "disk", "adversary"])
@@ -643,7 +643,7 @@ def test_an_exception_in_the_head_leaves_no_hook(here: Places) -> None:
             # What comes next is offloaded again, and not the head's.
             loss = exponentials(1)
         assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-        assert not torchtune._heads.entered
+        assert not torchtune._entered()
         loss.backward()
     gc.collect()
 
@@ -923,7 +923,7 @@ def test_a_compiled_model_with_a_head_that_is_left_alone_runs(here: Places) -> N
         loss = compiled(batch).sum()
     loss.backward()
     assert_identical(list(grads(*model.parameters())), expected)
-    assert not torchtune._heads.entered
+    assert not torchtune._entered()
 
 
 # The page.

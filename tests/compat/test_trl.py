@@ -35,7 +35,7 @@ def session(tmp_path: Path, events: EventList) -> Iterator[spillway.Session]:
         yield made
         gc.collect()
         assert_nothing_left(made)
-        assert not torchtune._heads.entered
+        assert not torchtune._entered()
 
 
 def left(events: EventList) -> int:

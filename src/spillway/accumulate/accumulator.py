@@ -93,18 +93,14 @@ class Accumulator:
     backward. Its forward and its backward are inside of it.
 
     Under DDP and FSDP2 all ranks need the same number of micro-batches, each with a backward. A micro-batch without
-    tokens has ``weight=0`` and a loss of 0 that depends on the model. Without DDP and FSDP2, gradients stay those of
-    this rank.
+    tokens has ``weight=0`` and a loss of 0 that depends on the model.
 
     The CPU stalls only in torch's ``GradScaler.step``, and when you read numbers of ``window.last``. With a scaler, a
     scheduler and a fused optimizer, the scheduler stalls too.
 
-    The accumulator owns the gradients of the optimizer's parameters. It clears them when an accumulation step begins
-    and after the optimizer has stepped.
-
-    An exception before the backward of a micro-batch drops that micro-batch only. An exception in a backward, in a
-    step, or in the forward of an FSDP2 module invalidates the gradients: call :meth:`discard` and start again. In both
-    cases the switches of DDP and FSDP2 are set back.
+    The accumulator clears the gradients of the optimizer's parameters when an accumulation step begins and after the
+    optimizer has stepped. An exception before the backward of a micro-batch drops that micro-batch only. An exception
+    in a backward, in a step, or in the forward of an FSDP2 module invalidates the gradients: call :meth:`discard`.
 
     Args:
         model: the model, after it was wrapped by DDP or ``fully_shard``.
@@ -182,9 +178,8 @@ class Accumulator:
         Call :meth:`backward` for each batch in the loop's body. A batch without one (``continue``) does not count. The
         last backward of an accumulation step also steps the optimizer; then :attr:`stepped` is true.
 
-        The next batch is fetched before this one is returned, to know which micro-batch is the last of the pass. There
-        are two exceptions: if this batch completes an accumulation step, and with ``partial="carry"``. So after a
-        complete accumulation step the loader has given only batches that were used.
+        The next batch is fetched before this one is returned, to know which is the last of the pass. It is not if this
+        batch completes an accumulation step, or with ``partial="carry"``.
 
         Raises:
             UsageError: in the middle of an accumulation step, unless ``partial`` is ``"carry"``.
@@ -259,7 +254,7 @@ class Accumulator:
                 self._leave(micro)
 
     def _leave(self, micro: _MicroBatch) -> None:
-        """Close a micro-batch. A generator does not see exceptions of the loop's body, so none is needed here."""
+        """Close a micro-batch."""
         self._micro = None
         micro.switches.close()
         if not micro.had_backward and not self._wrappers.leave(last=micro.last):

@@ -8,6 +8,7 @@ import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from fractions import Fraction
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -87,15 +88,15 @@ def split_equals_whole(
         wanted: Iterable[Split] = splits_of(rows, _DRAWN if splits is None else splits, seed)
     else:
         wanted = [_checked(each, rows) for each in splits]
-    run = _Run(step, model, optimizer, seed)
-    comparison = _Comparison(run((rows,), batch), 0.0 if exact else tolerance)
-    if comparison.difference(run((rows,), batch), (rows,))[1] is not None:
+    run = _runner(step, batch, model, optimizer, seed)
+    comparison = _Comparison(run((rows,)), 0.0 if exact else tolerance)
+    if comparison.difference(run((rows,)), (rows,))[1] is not None:
         raise UsageError(
             "step: it made different gradients for the same batch; make it deterministic, without state between calls"
         )
     largest = None
     for split in wanted:
-        found, message = comparison.difference(run(split, batch), split)
+        found, message = comparison.difference(run(split), split)
         if message is not None:
             raise SplitError(message)
         largest = max(largest or 0.0, found)
@@ -129,8 +130,8 @@ def splits_of(rows: int, count: int, seed: int) -> Iterator[Split]:
 
 def cut(batch: Any, split: Split) -> list[Any]:
     """The micro-batches of a batch, as views. Each of them has all values that are no tensors."""
-    ends = list(itertools.accumulate(split))
-    return [_rows(batch, end - rows, end) for rows, end in zip(split, ends, strict=True)]
+    ends = itertools.accumulate(split)
+    return [_mapped(itemgetter(slice(end - rows, end)), batch) for rows, end in zip(split, ends, strict=True)]
 
 
 def _checked(split: Sequence[int], rows: int) -> Split:
@@ -146,7 +147,8 @@ def _parts(rows: int, cuts: list[int]) -> Split:
 
 def _rows_of(batch: Any) -> int:
     """The length of the first dimension, which all tensors of a batch share."""
-    lengths = {tensor.shape[0] if tensor.dim() else 0 for tensor in _tensors(batch)}
+    lengths: set[int] = set()
+    _mapped(lambda tensor: lengths.add(tensor.shape[0] if tensor.dim() else 0), batch)
     if len(lengths) != 1 or 0 in lengths:
         raise UsageError(
             f"batch: got tensors of {sorted(lengths)} rows, expected a tensor, or tuples, lists and dictionaries of "
@@ -155,55 +157,49 @@ def _rows_of(batch: Any) -> int:
     return lengths.pop()
 
 
-def _tensors(batch: Any) -> Iterator[Tensor]:
+def _mapped(function: Callable[[Tensor], Any], batch: Any) -> Any:
     if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, (dict, tuple, list)):
-        for value in batch.values() if isinstance(batch, dict) else batch:
-            yield from _tensors(value)
-
-
-def _rows(batch: Any, start: int, end: int) -> Any:
-    if isinstance(batch, Tensor):
-        return batch[start:end]
+        return function(batch)
     if isinstance(batch, dict):
-        return type(batch)({key: _rows(value, start, end) for key, value in batch.items()})
+        return type(batch)({key: _mapped(function, value) for key, value in batch.items()})
     if isinstance(batch, (tuple, list)):
-        values = [_rows(value, start, end) for value in batch]
+        values = [_mapped(function, value) for value in batch]
         return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
     return batch
 
 
-class _Run:
-    """Runs a step from the state at the time of construction, and returns its gradients."""
+def _runner(
+    step: Callable[[list[Any]], object], batch: Any, model: Module, optimizer: Optimizer | None, seed: int
+) -> Callable[[Split], Gradients]:
+    """A function that runs a step from the state of now with a split of the batch, and returns its gradients."""
+    tensors = [*model.parameters(), *model.buffers()]
+    before = [tensor.detach().clone() for tensor in tensors]
+    state = None if optimizer is None else copy.deepcopy(optimizer.state_dict())
+    taken: list[Gradients] = []
 
-    def __init__(
-        self, step: Callable[[list[Any]], object], model: Module, optimizer: Optimizer | None, seed: int
-    ) -> None:
-        self._step = step
-        self._model = model
-        self._optimizer = optimizer
-        self._seed = seed
-        self._tensors = [tensor for _, tensor in (*model.named_parameters(), *model.named_buffers())]
-        self._before = [tensor.detach().clone() for tensor in self._tensors]
-        self._state = None if optimizer is None else copy.deepcopy(optimizer.state_dict())
+    def take(*args: object) -> None:
+        named = [(name, parameter.grad) for name, parameter in model.named_parameters()]
+        taken.append({name: _dense(gradient).detach().clone() for name, gradient in named if gradient is not None})
 
-    def __call__(self, split: Split, batch: Any) -> Gradients:
-        taken: list[Gradients] = []
-        hook = None
-        if self._optimizer is not None:
-            hook = self._optimizer.register_step_pre_hook(lambda *_: taken.append(self._gradients()))
-        self._model.zero_grad(set_to_none=True)
+    def run(split: Split) -> Gradients:
+        taken.clear()
+        model.zero_grad(set_to_none=True)
+        hook = None if optimizer is None else optimizer.register_step_pre_hook(take)
         try:
             with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(self._seed)
-                self._step(cut(batch, split))
-            if self._optimizer is None:
-                taken.append(self._gradients())
+                torch.manual_seed(seed)
+                step(cut(batch, split))
+            if hook is None:
+                take()
         finally:
             if hook is not None:
                 hook.remove()
-            self._restore()
+            with torch.no_grad():
+                for tensor, value in zip(tensors, before, strict=True):
+                    tensor.copy_(value)
+            model.zero_grad(set_to_none=True)
+            if optimizer is not None and state is not None:
+                optimizer.load_state_dict(copy.deepcopy(state))
         if len(taken) != 1 or not taken[0]:
             raise UsageError(
                 f"step: got {len(taken)} steps of the optimizer with gradients of "
@@ -211,17 +207,7 @@ class _Run:
             )
         return taken[0]
 
-    def _gradients(self) -> Gradients:
-        named = [(name, parameter.grad) for name, parameter in self._model.named_parameters()]
-        return {name: _dense(gradient).detach().clone() for name, gradient in named if gradient is not None}
-
-    @torch.no_grad()
-    def _restore(self) -> None:
-        for tensor, before in zip(self._tensors, self._before, strict=True):
-            tensor.copy_(before)
-        self._model.zero_grad(set_to_none=True)
-        if self._optimizer is not None and self._state is not None:
-            self._optimizer.load_state_dict(copy.deepcopy(self._state))
+    return run
 
 
 class _Comparison:

@@ -111,9 +111,7 @@ class _Replicated:
         for module in modules:
             _check_names(module.reducer, _REDUCER_NAMES, "DDP")
 
-    @property
-    def groups(self) -> Sequence[Any]:
-        return (max((module.process_group for module in self._modules), key=lambda group: group.size()),)
+        self.groups: Sequence[Any] = (max((each.process_group for each in modules), key=lambda group: group.size()),)
 
     def divisors(self) -> Iterator[tuple[Parameter, float]]:
         for module in self._modules:
@@ -149,18 +147,13 @@ class _Replicated:
                 ) from error
 
     def leave(self, *, last: bool) -> bool:
-        if self.reduces(last=last):
-            # DDP expects a backward that reduces, and would take the next one for it.
-            self._reset()
+        # DDP expects a backward that reduces, and would take the next one for it.
+        self.discard(failed=self.reduces(last=last))
         return True
 
     def discard(self, *, failed: bool) -> None:
-        if failed:
-            # After a failed backward DDP refuses the next forward.
-            self._reset()
-
-    def _reset(self) -> None:
-        for module in self._modules:
+        # After a failed backward DDP refuses the next forward.
+        for module in self._modules if failed else ():
             module.reducer._reset_state()
 
 
@@ -178,10 +171,8 @@ class _Sharded:
             if waits:
                 self._check_dtype(group)
 
-    @property
-    def groups(self) -> Sequence[Any]:
         found = [_process_groups(group) for group in self._parameter_groups()]
-        return max(found, key=_size_of, default=())
+        self.groups: Sequence[Any] = max(found, key=_size_of, default=())
 
     def divisors(self) -> Iterator[tuple[Parameter, float]]:
         for group in self._parameter_groups():
@@ -275,8 +266,7 @@ def _check_names(owner: object, names: Sequence[str], kind: str) -> None:
 def _process_groups(group: Any) -> list[Any]:
     """Process groups that FSDP2 reduces a parameter group over: shards, replicas, or both."""
     names = ("shard_process_group", "replicate_process_group")
-    found = [getattr(group.mesh_info, name, None) for name in names]
-    return [each for each in found if each is not None]
+    return [each for name in names if (each := getattr(group.mesh_info, name, None)) is not None]
 
 
 def _has_replicas(group: Any) -> bool:

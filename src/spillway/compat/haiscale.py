@@ -47,7 +47,7 @@ class TagInfo:
     def total_activations_memory(self) -> int:
         """Bytes that the last forward pass with gradients saved; in the first one, the bytes so far."""
         current = self._current
-        return self._memory.total_bytes or (0 if current is None else current.ledger.saved_bytes)
+        return self._memory.total_bytes or (current.ledger.saved_bytes if current else 0)
 
     @property
     def current_offload_memory(self) -> int:
@@ -62,9 +62,8 @@ class TagInfo:
 
     def reset_current_offload_memory(self) -> None:
         """Count from 0 again in the current forward pass of the calling thread. Every exit does so."""
-        current = self._current
-        if current is not None:
-            current.decider.offloaded_bytes = 0
+        if self._current is not None:
+            self._current.decider.offloaded_bytes = 0
 
     @property
     def _memory(self) -> Memory:
@@ -77,21 +76,17 @@ class TagInfo:
 
 @dataclass(frozen=True, eq=False)
 class CPUOffload:
-    """Offloads tensors that autograd saves inside, up to a ratio of the bytes that the tag saves.
+    """Offloads tensors that autograd saves inside, up to a ratio of the bytes that the tag saves, from 0 to 1.
 
     The first forward pass of a tag offloads everything and counts the bytes. Each ``with`` is one forward pass. Make a
     new object for each, with any ratio, or enter the same one again.
-
-    Args:
-        offload_ratio: from 0 to 1.
-        tag: name of the code inside.
 
     Raises:
         UsageError: if the ratio is no number from 0 to 1, or the tag is no string.
 
     Example:
         >>> with CPUOffload(0.5, "encoder"):  # doctest: +SKIP
-        ...     hidden = self.encoder(hidden)
+        ...     hidden = encoder(hidden)
     """
 
     offload_ratio: float

@@ -50,15 +50,13 @@ _INNER = ("module", "_fsdp_wrapped_module", "_orig_mod", "base_model.model")
 class OffloadActivations(offload):
     """Offloads tensors that autograd saves on an accelerator to CPU memory, and reloads them in backward.
 
-    :class:`~spillway.offload` by other names: a context manager and a decorator. It may be entered again, nested and
-    from several threads, with backward inside or outside of it. The attributes ``use_pin_memory``, ``use_streams``,
+    :class:`~spillway.offload` by other names. The attributes ``use_pin_memory``, ``use_streams``,
     ``max_fwd_stash_size``, ``min_tensor_size_bytes`` and ``virtual_memory_safe_pct`` may be set; they apply from the
     next time the context is entered.
 
     Args:
         use_pin_memory: CPU memory is always pinned. ``False`` only disables the warning below.
-        use_streams: copies always have streams of their own. ``False``: an in-flight limit of 0, whatever the stash
-            size, so that no copy overlaps compute.
+        use_streams: ``False``: an in-flight limit of 0, whatever the stash size, so that no copy overlaps compute.
         max_fwd_stash_size: tensors whose memory is held during their copy, at least 1. Each is a fifth of the session's
             in-flight limit, so 5 is all of it.
         min_offload_size: do not offload tensors of fewer bytes.
@@ -67,8 +65,8 @@ class OffloadActivations(offload):
         session: ``None``: the default one.
 
     Raises:
-        UsageError: a ``ValueError``, for an invalid argument.
-        UnsupportedError: a ``RuntimeError``, when an NF4 tensor of a torchao that is too old is saved.
+        UsageError: for an invalid argument.
+        UnsupportedError: when an NF4 tensor of a torchao that is too old is saved.
 
     Warns:
         UserWarning: if ``use_pin_memory`` and more than ``virtual_memory_safe_pct`` (60 %) of the system's memory is in
@@ -143,16 +141,7 @@ class OffloadActivations(offload):
 
 
 class NoOpManager(keep):
-    """Keeps tensors that autograd saves inside, whatever enclosing contexts would offload; the innermost context wins.
-
-    This is :class:`spillway.keep` by another name. One object may be entered again.
-
-    Example:
-        >>> with OffloadActivations():  # doctest: +SKIP
-        ...     hidden = body(batch)
-        ...     with NoOpManager():
-        ...         loss = head(hidden)
-    """
+    """:class:`spillway.keep` by another name: keeps tensors that autograd saves inside; the innermost context wins."""
 
 
 def get_act_offloading_ctx_manager(
@@ -173,16 +162,8 @@ def get_act_offloading_ctx_manager(
     ``decoder``, the ``lm_head`` of a ``language_model``; also inside of DDP, ``torch.compile`` and PEFT. It gets hooks,
     once, which do nothing outside of contexts. Local parts of distributed parameters are kept too.
 
-    Args:
-        model: the model that is trained.
-        enable_activation_offloading: ``False``: a context that does nothing, and no hooks.
-        use_pin_memory: see :class:`OffloadActivations`, also for the next three.
-        use_streams: see there.
-        max_fwd_stash_size: see there.
-        min_offload_size: see there.
-        warn_if_no_head: whether to warn if no head is found.
-        tier: see :class:`OffloadActivations`.
-        session: see there.
+    With ``enable_activation_offloading=False`` the context does nothing, and there are no hooks. With
+    ``warn_if_no_head=False`` there is no warning. Other arguments are those of :class:`OffloadActivations`.
 
     Raises:
         UsageError: for an invalid argument.
@@ -207,13 +188,7 @@ def get_act_offloading_ctx_manager(
 
 
 def keep_head(model: Module, heads: Sequence[str], *, warn_if_no_head: bool) -> None:
-    """Keep the tensors that a model's output head saves from now on. See NOTE [ Hooks of an output head ].
-
-    Args:
-        model: the model, or a wrapper around it.
-        heads: possible names of the head, the likeliest first.
-        warn_if_no_head: whether to warn if there is none.
-    """
+    """Keep the tensors that the first of these heads saves from now on. See NOTE [ Hooks of an output head ]."""
     found = _head_of(model, heads)
     if found is not None:
         keep_saved_by(*found)
@@ -227,7 +202,7 @@ def keep_head(model: Module, heads: Sequence[str], *, warn_if_no_head: bool) -> 
 
 
 def keep_saved_by(name: str, module: Module) -> None:
-    """Keep the tensors that a module saves from now on. See NOTE [ Hooks of an output head ]."""
+    """Keep the tensors that a module saves from now on."""
     if _enter_head not in module._forward_pre_hooks.values():
         module.register_forward_pre_hook(_enter_head, prepend=True)
         module.register_forward_hook(_leave_head, always_call=True)
@@ -272,14 +247,12 @@ def _attribute(model: Module, path: str) -> Any:
     return found
 
 
-class _Heads(threading.local):
+_of_thread = threading.local()
+
+
+def _entered() -> list[tuple[Module, NoOpManager]]:
     """Heads that the calling thread is inside of, with their contexts."""
-
-    def __init__(self) -> None:
-        self.entered: list[tuple[Module, NoOpManager]] = []
-
-
-_heads = _Heads()
+    return vars(_of_thread).setdefault("heads", [])  # type: ignore[no-any-return]
 
 
 def _enter_head(head: Module, args: Any) -> None:
@@ -287,9 +260,10 @@ def _enter_head(head: Module, args: Any) -> None:
     if _top_saved_tensors_default_hooks(True) is not None:
         manager = NoOpManager()
         manager.__enter__()
-        _heads.entered.append((head, manager))
+        _entered().append((head, manager))
 
 
 def _leave_head(head: Module, args: Any, output: Any) -> None:
-    if _heads.entered and _heads.entered[-1][0] is head:
-        _heads.entered.pop()[1].__exit__()
+    entered = _entered()
+    if entered and entered[-1][0] is head:
+        entered.pop()[1].__exit__()

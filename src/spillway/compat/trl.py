@@ -26,20 +26,6 @@ _LIGER = "liger"
 class OffloadActivations(torchtune.OffloadActivations):
     """:class:`spillway.compat.torchtune.OffloadActivations` with TRL's order of positional arguments.
 
-    Args:
-        use_pin_memory: see there, also for the next three.
-        use_streams: see there.
-        min_offload_size: do not offload tensors of fewer bytes.
-        max_fwd_stash_size: see there.
-        tier: see there.
-        session: ``None``: the default one.
-
-    Raises:
-        UsageError: a ``ValueError``, for an invalid argument.
-
-    Warns:
-        UserWarning: see there.
-
     Example:
         >>> context = OffloadActivations(True, True, 4096)
         >>> with context:  # doctest: +SKIP
@@ -63,9 +49,6 @@ class OffloadActivations(torchtune.OffloadActivations):
         """Keep the memory of a model's parameters, also views of it and parts of distributed parameters.
 
         Call it again after parameters were given other memory.
-
-        Args:
-            model: the model that is trained.
         """
         for parameter in model.parameters():
             keep_tensor(parameter, session=self._session)
@@ -87,21 +70,7 @@ def get_act_offloading_ctx_manager(
     The head is found by name: those of :func:`spillway.compat.torchtune.get_act_offloading_ctx_manager`, the
     ``lm_head`` of a ``decoder``, ``final_layer_norm`` and ``ln_f``. Modules with ``liger`` in their name are kept too.
 
-    Args:
-        model: the model that is trained.
-        use_pin_memory: see :class:`OffloadActivations`, also for the next three.
-        use_streams: see there.
-        min_offload_size: see there.
-        max_fwd_stash_size: see there.
-        warn_if_no_head: whether to warn if no head is found.
-        tier: see :class:`OffloadActivations`.
-        session: see there.
-
-    Raises:
-        UsageError: for an invalid argument.
-
-    Warns:
-        UserWarning: if no head is found. Its saved tensors are then offloaded too.
+    Arguments, errors and warnings are those of the other one.
 
     Example:
         >>> context = get_act_offloading_ctx_manager(model)  # doctest: +SKIP

@@ -1,1 +1,71 @@
-"""Trainers and other libraries under Spillway, one file each."""
+"""Trainers and other libraries under Spillway, one file each.
+
+They share the user's options for ``spillway.attach``, and attaching at a module's first call. Trainers build a model
+long before they train it: on the meta device, to be compiled, sharded, moved and loaded. So the options are checked at
+once, and some integrations attach only when the model is first called in training.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch.nn import Module
+
+from spillway.attaching import Attached, attach, policy_named
+from spillway.attaching.call import ModuleCall
+from spillway.blocks import Named, perhaps
+from spillway.errors import UsageError
+from spillway.recomputing import Recompute
+
+_KNOWN = tuple(inspect.signature(attach).parameters)[1:]
+
+
+@dataclass(frozen=True)
+class AttachOptions:
+    """Options of :func:`spillway.attach`, by name.
+
+    Raises:
+        UsageError: for an unknown option or policy.
+    """
+
+    options: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        for name, value in self.options.items():
+            if name not in _KNOWN:
+                raise UsageError(
+                    f"{name}={value!r:.200}: spillway.attach has no option {name!r}; {perhaps(name, _KNOWN)}there are "
+                    f"{', '.join(_KNOWN)}"
+                )
+        if isinstance(self.options.get("policy"), str):
+            policy_named(self.options["policy"])
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether blocks are checkpointed, so that the trainer must not checkpoint them too."""
+        policy = self.options.get("policy")
+        if isinstance(policy, str):
+            policy = policy_named(policy)
+        return isinstance(policy, Recompute) if policy is not None else self.options.get("groups") is None
+
+    def attach(self, model: Module) -> Attached:
+        """Attach to a model. Raises what :func:`spillway.attach` does."""
+        return attach(model, **self.options)
+
+
+class FirstCall(ModuleCall):
+    """Takes a module's call over until it is called in training mode with gradients.
+
+    ``attach`` is called then. If it attaches to the module, it gives this call back first and returns ``True``; the
+    module is then called again. See NOTE [ How a module's call is taken over ] in ``attaching/call.py``.
+    """
+
+    def __init__(self, named: Named, attach: Callable[[Module, tuple[Any, ...], dict[str, Any]], bool]) -> None:
+        super().__init__(named)
+        self._attach = attach
+
+    def run(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return module(*args, **kwargs) if self._attach(module, args, kwargs) else self.plain(module, args, kwargs)

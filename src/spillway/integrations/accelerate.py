@@ -9,7 +9,7 @@ from torch.nn import Module
 from spillway.attaching import Attached
 from spillway.attaching import attached_to as _attached_to
 from spillway.errors import UsageError
-from spillway.integrations.options import AttachOptions
+from spillway.integrations import AttachOptions
 
 if TYPE_CHECKING:
     from accelerate import Accelerator  # type: ignore[import-untyped, import-not-found, unused-ignore]

@@ -30,7 +30,7 @@ from spillway.attaching.call import ModuleCall
 from spillway.blocks import Named, find_blocks, is_called, walk
 from spillway.errors import UsageError
 from spillway.groups import Groups
-from spillway.integrations.options import AttachOptions, FirstCall
+from spillway.integrations import AttachOptions, FirstCall
 from spillway.profiling.machine import known_hardware
 
 if TYPE_CHECKING:
@@ -73,12 +73,11 @@ class SpillwayCallback(Callback):
 
     def __init__(self, *, model: str | None = None, **options: Any) -> None:
         if model is not None and not isinstance(model, str):
-            raise UsageError(
-                f"model: got {model!r:.200}, expected the name of a module of the LightningModule, or None"
-            )
+            raise UsageError(f"model: got {model!r:.200}, expected the name of a module of the LightningModule")
         super().__init__()
         self._model = model
         self._options = AttachOptions(options)
+        self._has_budget = options.get("budget") is not None
         self._search: _Search | None = None
         self._attached: dict[str, Attached] = {}
         self._batches = 0
@@ -88,15 +87,9 @@ class SpillwayCallback(Callback):
         """Results of :func:`spillway.attach` in the current or last fit, by module name: plans and statistics."""
         return MappingProxyType(self._attached)
 
-    @property
-    def _has_budget(self) -> bool:
-        return self._options.options.get("budget") is not None
-
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._remove()
-        self._attached = {}
-        self._batches = 0
-        options = self._options
+        self._attached, self._batches, options = {}, 0, self._options
         _refuse_others(self, trainer)
         if self._has_budget and options.options.get("hardware") is None:
             # Measure it now, not in the middle of the first step.
@@ -133,11 +126,7 @@ class SpillwayCallback(Callback):
 class _Search:
     """Waits for the models that a step calls, and attaches to them. See NOTE [ What a step calls ].
 
-    Args:
-        root: the ``LightningModule``.
-        name: of the only module to attach to; ``None``: any.
-        options: of ``attach``.
-        attached: results are added here, by name.
+    Results are added to ``attached``, by name.
     """
 
     def __init__(
@@ -233,12 +222,7 @@ class _Search:
 
 
 class _Bypass(ModuleCall):
-    """Bypasses what is attached to a ``LightningModule`` when its call is a whole step.
-
-    Args:
-        root: the ``LightningModule``.
-        forward: the instance's own forward, if it has one.
-    """
+    """Bypasses what is attached to a ``LightningModule`` when its call is a whole step."""
 
     def __init__(self, root: Module, forward: object) -> None:
         super().__init__(Named("", root))

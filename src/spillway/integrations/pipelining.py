@@ -6,8 +6,8 @@ Spillway learns its own order of reloads for each place in the schedule.
 NOTE [ How a stage is taken over ]
 
 Every schedule of torch calls ``stage.forward_one_chunk``, ``backward_one_chunk`` and ``backward_weight_one_chunk``.
-Attributes of the instance replace these methods until :meth:`OffloadedStages.remove`. The stage's module is touched only
-if it is recomputed, or if there is a budget.
+Attributes of the instance replace them until :meth:`OffloadedStages.remove`. The module is touched only if it is
+recomputed, or if there is a budget.
 
 NOTE [ Weight gradients on their own ]
 
@@ -20,7 +20,7 @@ both. A checkpointed block is recomputed for both. It would be recomputed for ea
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -41,7 +41,7 @@ from spillway.session import Session
 from spillway.units import parse_bytes
 
 if TYPE_CHECKING:
-    from spillway.attaching.pipeline import PipelinePlanController
+    from spillway.attaching.pipeline import PipelinePlanController, StageCollector
     from spillway.planning.hardware import Hardware
     from spillway.planning.plan import Plan
 
@@ -84,10 +84,8 @@ def offload_stages(
 ) -> OffloadedStages:
     """Offload the activations of pipeline stages, and reload them in time for their backward.
 
-    Call it once, before or after the schedule is made, and train as before: ``schedule.step(...)``. It works with every
-    schedule of ``torch.distributed.pipelining``, and the number of micro-batches may change. Losses and gradients are
-    bit for bit those of the same schedule without it.
-
+    Call it once, before or after the schedule is made, and train as before. It works with every schedule of
+    ``torch.distributed.pipelining``. Losses and gradients are bit for bit those of the same schedule without it.
     Activations of the loss stay on the device. Evaluation and torch's shape inference are not affected.
 
     Args:
@@ -96,23 +94,21 @@ def offload_stages(
             all and counts. ``None``, without ``nbytes`` and ``policy``: offload all, or with ``recompute`` only what
             that says.
         nbytes: offload the first tensors of a chunk, up to so many bytes: a number, or a size like ``"256MiB"``. A pair
-            is for the first and the last rank of the pipeline, with a linear share for the ranks between. In most
-            schedules the first rank holds the most chunks.
+            is for the first and the last rank of the pipeline, with a linear share for the ranks between.
         policy: decides instead, as in :class:`~spillway.offload`. For different policies call this for each stage.
-        min_bytes: do not offload smaller tensors. Bytes, or a size like ``"4MiB"``. ``None``: 1 MiB.
-        tier: ``"host"``, ``"disk"``, or ``"auto"``: CPU memory for an accelerator's tensors, disk for the CPU's.
-        window: in-flight limit of offloading in bytes, or a share of the session's, like ``"40%"``. ``None``: all of it.
+        min_bytes: as in :class:`~spillway.offload`, also for the next two.
+        tier: see there.
+        window: see there.
         recompute: recompute the stage's blocks with these options (:func:`spillway.attach`). A zero-bubble schedule
-            recomputes them twice: see ``docs/pipelining.md``.
+            recomputes them twice.
         blocks: which modules are blocks, as for :func:`spillway.attach`. ``None``: those that the stage repeats.
         budget: instead of all that: most bytes that this rank may allocate on its device, or a size like ``"40GiB"``.
             A plan then decides for each operator of each block whether to keep, offload or recompute, the same for all
-            chunks. Call this once for all stages of the rank. The first steps are profiled: see
-            ``docs/pipelining.md``.
-        hardware: with a budget: the machine, as for :func:`spillway.plan`. ``None``: as measured.
-        host_budget: with a budget: most bytes of CPU memory. ``None``: those of the session.
-        disk_budget: with a budget: most bytes of disk. ``None``: no limit.
-        allow: with a budget: what the plan may do, as for :func:`spillway.attach`.
+            chunks. Call this once for all stages of the rank. The first steps are profiled.
+        hardware: with a budget: as for :func:`spillway.attach`, also for the next three.
+        host_budget: see there.
+        disk_budget: see there.
+        allow: see there.
         session: ``None``: the default one.
 
     Returns:
@@ -132,42 +128,42 @@ def offload_stages(
         >>> offloaded.stats().offloaded_bytes  # doctest: +SKIP
     """
     found = _checked(stages)
-    limits: dict[str, Any] = {
-        "hardware": hardware,
-        "host_budget": host_budget,
-        "disk_budget": disk_budget,
-        "allow": allow,
-    }
+    ways = {"ratio": ratio, "nbytes": nbytes, "policy": policy}
+    limits = {"hardware": hardware, "host_budget": host_budget, "disk_budget": disk_budget, "allow": allow}
+
+    def given(options: Mapping[str, object]) -> list[str]:
+        return [name for name, each in options.items() if each is not None]
+
     if budget is not None:
-        others = {"ratio": ratio, "nbytes": nbytes, "policy": policy, "window": window, "recompute": recompute}
-        named = [name for name, each in others.items() if each is not None] + ["tier"] * (tier != "auto")
-        if named:
+        others = given({**ways, "window": window, "recompute": recompute}) + ["tier"] * (tier != "auto")
+        if others:
             raise UsageError(
-                f"{' and '.join(named)} beside a budget: the plan for the budget decides; leave it out, or leave out "
+                f"{' and '.join(others)} beside a budget: the plan for the budget decides; leave it out, or leave out "
                 f"the budget"
             )
-        return _planned(found, blocks, min_bytes, session, budget=budget, **limits)
-    named = [name for name, each in limits.items() if each is not None]
-    if named:
+    elif given(limits):
         raise UsageError(
-            f"{' and '.join(named)} without a budget: it has an effect only on the plan for a budget; give budget=..."
+            f"{' and '.join(given(limits))} without a budget: it has an effect only on the plan for a budget; give "
+            f"budget=..."
         )
-    given = [name for name, each in (("ratio", ratio), ("nbytes", nbytes), ("policy", policy)) if each is not None]
-    if len(given) > 1:
+    elif len(given(ways)) > 1:
         raise UsageError(
-            f"{' and '.join(given)}: each decides alone; give one of them, or a policy that contains the others"
+            f"{' and '.join(given(ways))}: each decides alone; give one of them, or a policy that contains the others"
         )
-    if recompute is not None and not isinstance(recompute, Recompute):
+    elif recompute is not None and not isinstance(recompute, Recompute):
         raise UsageError(f"recompute: got {recompute!r}, expected a spillway.Recompute(...) or None")
-    if blocks is not None and recompute is None:
+    elif blocks is not None and recompute is None:
         raise UsageError(f"blocks: got {blocks!r} without recompute; give recompute=spillway.Recompute(...) too")
-    if not given and recompute is not None:
+    elif not given(ways) and recompute is not None:
         policy = Keep()
-    elif not given:
+    elif not given(ways):
         # Explicit, so that offloading is not disabled for chunks that save little.
         ratio = 1.0
 
     def context(stage: Stage, tag: str) -> offload:
+        if budget is not None:
+            # Offloads nothing outside of blocks; blocks offload in the order of this pass, which the plan knows.
+            return ModelPass(tag=tag, min_bytes=min_bytes, policy=Keep(), session=session)
         decides = policy if nbytes is None else FirstBytes(_share_of(stage, nbytes))
         return offload(
             ratio=ratio, tag=tag, min_bytes=min_bytes, tier=tier, window=window, policy=decides, session=session
@@ -176,48 +172,26 @@ def offload_stages(
     for stage in found:
         # Raises for invalid arguments now, not in the first step.
         context(stage, "")
-    calls: list[_StageCalls] = []
-    offloaded = OffloadedStages(calls)
-    with ExitStack() as undo:
-        undo.callback(offloaded.remove)
-        for stage in found:
-            attached = None
-            if recompute is not None:
-                attached = attach(stage.submod, policy=recompute, blocks=blocks, min_bytes=min_bytes, session=session)
-            calls.append(_StageCalls(stage, functools.partial(context, stage), attached))
-            calls[-1].take()
-        undo.pop_all()
-    return offloaded
+    collectors: list[StageCollector] = []
+    rank: PipelinePlanController | None = None
+    if budget is not None:
+        # Slow to import, and only needed for plans.
+        from spillway.attaching.pipeline import StageCollector, pipeline_controller
 
-
-def _planned(
-    stages: Sequence[Stage],
-    blocks: Blocks | None,
-    min_bytes: int | str | None,
-    session: Session | None,
-    *,
-    hardware: Hardware | str | None,
-    **limits: Any,
-) -> OffloadedStages:
-    """Offload stages within a budget."""
-    # Slow to import, and only needed for plans.
-    from spillway.attaching.pipeline import StageCollector, pipeline_controller
-
-    collectors = [StageCollector(stage.stage_index, stage.submod, session, min_bytes) for stage in stages]
-    rank = pipeline_controller(collectors, session, hardware, **limits)
-
-    def context(tag: str) -> offload:
-        # Offloads nothing outside of blocks; blocks offload in the order of this pass, which the plan knows.
-        return ModelPass(tag=tag, min_bytes=min_bytes, policy=Keep(), session=session)
-
+        collectors = [StageCollector(stage.stage_index, stage.submod, session, min_bytes) for stage in found]
+        options: dict[str, Any] = {"host_budget": host_budget, "disk_budget": disk_budget, "allow": allow}
+        rank = pipeline_controller(collectors, session, hardware, budget=budget, **options)
     calls: list[_StageCalls] = []
     offloaded = OffloadedStages(calls, rank)
     with ExitStack() as undo:
         undo.callback(offloaded.remove)
-        for part, (stage, collector) in enumerate(zip(stages, collectors, strict=True)):
-            attached = attach(stage.submod, blocks=blocks, min_bytes=min_bytes, session=session)
-            calls.append(_StageCalls(stage, context, attached, rank, part))
-            attached.follow(collector)
+        for part, stage in enumerate(found):
+            attached = None
+            if recompute is not None or rank is not None:
+                attached = attach(stage.submod, policy=recompute, blocks=blocks, min_bytes=min_bytes, session=session)
+            calls.append(_StageCalls(stage, functools.partial(context, stage), attached, rank, part))
+            if attached is not None and rank is not None:
+                attached.follow(collectors[part])
             calls[-1].take()
         undo.pop_all()
     return offloaded
@@ -232,7 +206,7 @@ class OffloadedStages:
         >>> offloaded.stats().reloaded_bytes  # doctest: +SKIP
     """
 
-    def __init__(self, calls: Sequence[_StageCalls], rank: PipelinePlanController | None = None) -> None:
+    def __init__(self, calls: Sequence[_StageCalls], rank: PipelinePlanController | None) -> None:
         self._calls = calls
         self._rank = rank
 
@@ -268,10 +242,9 @@ class OffloadedStages:
         return self._rank.explain()
 
     def stats(self) -> StepStats:
-        """Statistics of all chunks of the last step on this rank, as far as their backward has run.
+        """Sums over all chunks of the last step on this rank, as far as their backward has run.
 
-        Bytes and stalls of chunks are summed. Reserved bytes and the peak are the current ones. A new step begins with a
-        chunk whose number occurs again.
+        Reserved bytes and the peak are the current ones.
         """
         return StepStats.together(context.stats() for call in self._calls for context in call.step.values())
 
@@ -309,8 +282,8 @@ class _StageCalls:
     Args:
         stage: the stage.
         context: makes the context of a chunk, by its tag.
-        attached: what is attached to its module, if anything.
-        rank: observes the schedule and plans for it, with a budget.
+        attached: what is attached to its module.
+        rank: with a budget: observes the schedule and plans for it.
         part: the stage's index among those of the rank.
     """
 
@@ -319,8 +292,8 @@ class _StageCalls:
         stage: Stage,
         context: Callable[[str], offload],
         attached: Attached | None,
-        rank: PipelinePlanController | None = None,
-        part: int = 0,
+        rank: PipelinePlanController | None,
+        part: int,
     ) -> None:
         self.stage = stage
         self.step: dict[int, offload] = {}

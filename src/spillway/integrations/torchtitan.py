@@ -7,40 +7,22 @@ allocates their memory and loads them. So Spillway attaches when the model is fi
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any
 
 from torch.nn import Module
+from torchtitan.distributed.activation_checkpoint import (  # type: ignore[import-not-found, unused-ignore]
+    ActivationCheckpointing,
+)
 
 from spillway.attaching import Attached, attach
 from spillway.blocks import Named
 from spillway.errors import UsageError
-from spillway.integrations.options import FirstCall
+from spillway.integrations import FirstCall
 from spillway.planning.plan import Plan
 from spillway.recomputing import Recompute
 
-if TYPE_CHECKING:
-    # Declared here, so that types are the same whether torchtitan is installed or not.
-    class ActivationCheckpointing:
-        """torchtitan's."""
 
-        @dataclass(kw_only=True, slots=True)
-        class Config:
-            """torchtitan's."""
-
-            _owner: ClassVar[type | None] = None
-            preserve_rng_state: bool = True
-            determinism_check: str = "default"
-            debug: bool = False
-
-        config: Config
-
-        def __init__(self, config: Config, dump_folder: str = "") -> None: ...
-
-else:
-    from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
-
-
-class SpillwayAC(ActivationCheckpointing):
+class SpillwayAC(ActivationCheckpointing):  # type: ignore[misc, unused-ignore]
     """Trains with a budget, with a plan, or with checkpointed blocks.
 
     Its ``Config`` is a value for ``Trainer.Config.activation_checkpoint``. Give it ``budget`` or ``plan``, or for
@@ -53,7 +35,7 @@ class SpillwayAC(ActivationCheckpointing):
     """
 
     @dataclass(kw_only=True, slots=True)
-    class Config(ActivationCheckpointing.Config):
+    class Config(ActivationCheckpointing.Config):  # type: ignore[misc, unused-ignore]
         """What to do with the activations of the model's layers."""
 
         budget: str | None = None

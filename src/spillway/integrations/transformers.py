@@ -24,8 +24,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from spillway.attaching import Attached, attached_to
 from spillway.errors import UsageError
+from spillway.integrations import AttachOptions
 from spillway.integrations.loggers import scalars
-from spillway.integrations.options import AttachOptions
 
 __all__ = ["SpillwayCallback"]
 
@@ -161,15 +161,13 @@ def _refuse(args: TrainingArguments, *, recomputes: bool) -> None:
 def _equivalent(args: TrainingArguments) -> str:
     """The callback that checkpoints like the trainer's arguments."""
     names = ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")
-    given = next((given for name in names if isinstance(given := getattr(args, name, None), dict) and given), {})
+    given: dict[str, Any] = next(
+        (each for name in names if isinstance(each := getattr(args, name, None), dict) and each), {}
+    )
     every = given.get("every_n_layers", 1)
     # "selective" is TRL's.
     how = [how for name, how in (("offload", 'offload="inputs"'), ("selective", 'save="attention"')) if given.get(name)]
-    how += [
-        f"{name}={given[name]!r}"
-        for name in _SAME_OPTIONS
-        if given.get(name, _SAME_OPTIONS[name]) != _SAME_OPTIONS[name]
-    ]
+    how += [f"{name}={given[name]!r}" for name, ours in _SAME_OPTIONS.items() if given.get(name, ours) != ours]
     options = [f"every={every}"] if every != 1 else []
     options += [f"policy=spillway.Recompute({', '.join(how)})"] if how else []
     return f"SpillwayCallback({', '.join(options)})"

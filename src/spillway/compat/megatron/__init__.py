@@ -63,11 +63,7 @@ _instance = PipelineOffloadManager.get_instance
 
 
 def fine_grained_offloading_group_start(tensor: torch.Tensor, name: str | None = None) -> torch.Tensor:
-    """Start a group. Returns the tensor itself.
-
-    Args:
-        tensor: any tensor.
-        name: of the group; ``None``: no group starts.
+    """Start a group of that name, unless it is ``None``. Returns the tensor itself.
 
     Example:
         >>> x = torch.ones(1)
@@ -84,10 +80,10 @@ def fine_grained_offloading_group_commit(
     forced_released_tensors: Iterable[torch.Tensor] | None = None,
     delay_offload: bool = False,
 ) -> _Value:
-    """End the first open group of that name and offload it. Does nothing if there is none.
+    """End the first open group of that name, if there is one, and offload it. Returns the tensor itself.
 
     Args:
-        tensor: a tensor, a tuple or a list, which is returned. An empty one commits nothing.
+        tensor: a tensor, a tuple or a list. An empty one commits nothing.
         name: of the group.
         forced_released_tensors: tensors of the group whose memory is freed now, even if they are referenced elsewhere:
             see :class:`~spillway.group`.
@@ -111,16 +107,7 @@ def fine_grained_offloading_group_offload(
     forced_released_tensors: Iterable[torch.Tensor] | None = None,
     delay_offload: bool = False,
 ) -> _Value:
-    """:func:`fine_grained_offloading_group_commit`, with the newer releases' meaning of ``delay_offload``.
-
-    Args:
-        tensor: see there, also for the next two.
-        name: see there.
-        forced_released_tensors: see there.
-        delay_offload: offload the group when delayed groups are flushed, between ``enter_replay`` and ``exit_replay``.
-
-    Raises:
-        UsageError: see there.
+    """:func:`fine_grained_offloading_group_commit`, but delays only between ``enter_replay`` and ``exit_replay``.
 
     Example:
         >>> fine_grained_offloading_group_offload((), "gdp_qkv")
@@ -148,19 +135,13 @@ def fine_grained_offloading_enable_offload() -> None:
 def fine_grained_offloading_forward_record(event: Any = None) -> None:
     """Record an event on the current stream, which then waits for offloading. Does nothing on the CPU.
 
-    Args:
-        event: a ``torch.Event``, or the accelerator's own. ``None``: the event of ``cuda_graph_event``, if it exists.
+    ``event`` is a ``torch.Event``, or the accelerator's own. ``None``: the event of ``cuda_graph_event``, if it exists.
     """
     _instance()._record(event, 0)
 
 
 def fine_grained_offloading_backward_record(tensor: torch.Tensor, event: Any = None) -> torch.Tensor:
-    """An identity. Its backward records an event on the current stream, which then waits for reloading.
-
-    Args:
-        tensor: a tensor of the graph, returned unchanged on the CPU.
-        event: a ``torch.Event``, or the accelerator's own. ``None``: the event of ``cuda_graph_event``, if it exists.
-    """
+    """An identity whose backward records an event, as in forward, on a stream which then waits for reloading."""
     return tensor if _instance()._is_on_cpu() else _BackwardRecord.apply(tensor, event)  # type: ignore[no-untyped-call]
 
 
@@ -179,13 +160,8 @@ class _BackwardRecord(torch.autograd.Function):
 class FineGrainedActivationOffloadingInterface:
     """A group: tensors that autograd saves inside are offloaded when the group is committed.
 
-    Entering starts the group and pushes hooks. Leaving pops them, also after an exception. Leaving does not commit:
-    call :meth:`group_commit`, or :meth:`group_offload` of the same object.
-
-    Args:
-        offload: ``False``: do nothing.
-        tensor: returned on entering.
-        name: of the group.
+    Entering starts the group, if ``offload``, and returns the tensor. Leaving does not commit it: call
+    :meth:`group_commit`, or :meth:`group_offload` of the same object.
 
     Example:
         >>> with FineGrainedActivationOffloadingInterface(True, hidden, "mlp_norm") as hidden:  # doctest: +SKIP
@@ -239,19 +215,15 @@ class FineGrainedActivationOffloadingInterface:
     ) -> None:
         """Start a chunk: the forward of a micro-batch through a virtual stage. Without gradients, do nothing.
 
-        Positional arguments are these three, or those of newer releases: ``pp_rank`` before them, and after them
-        ``delta_offload_bytes_across_pp_ranks``, ``activation_offload_fraction`` and ``max_inflight_offloads``.
-
         Args:
             vp_size: number of virtual stages of this rank; ``None``: 1.
             vp_stage: which one of them; ``None``: 0.
             min_offloaded_tensor_size: do not offload tensors of fewer elements.
-            newer: see above.
-            options: by name: ``pp_rank``, the rank's place in the pipeline (``None``: 0);
-                ``delta_offload_bytes_across_pp_ranks``, how many bytes more each rank keeps than the one before;
-                ``activation_offload_fraction``, the share of a chunk's eligible groups that is offloaded, from 0 to 1;
-                ``max_inflight_offloads``, how many groups of a name may be offloading at once (``None``: any number).
-                Only here: ``tier``, which is ``"host"``, ``"disk"`` or ``"auto"``.
+            newer: newer releases' positional arguments: ``pp_rank`` before those above, and the next three after them.
+            options: by name: ``delta_offload_bytes_across_pp_ranks``, how many bytes more each rank keeps than the one
+                before; ``activation_offload_fraction``, the share of a chunk's eligible groups that is offloaded, from
+                0 to 1; ``max_inflight_offloads``, how many groups of a name may be offloading at once (``None``: any
+                number); ``pp_rank``, the rank's place in the pipeline; only here, ``tier``: see ``spillway.offload``.
 
         Raises:
             UsageError: for an invalid argument.
@@ -317,9 +289,9 @@ def print_offload_summary_table(
     """Print the offloaded bytes of all ranks, by groups, on the first rank. All ranks of the process group call it.
 
     Args:
-        total_offload_bytes: bytes by group name, as ``PipelineOffloadManager.offload_summary_bytes``.
+        total_offload_bytes: by group name.
         duplicates: number and bytes of redundant copies, by group name. Spillway itself makes none.
-        process_group: the ranks; ``None``: all. Without ``torch.distributed``: this process.
+        process_group: the ranks; ``None``: all, or this process.
 
     Example:
         >>> print_offload_summary_table({"moe_act": 3 << 20}, {"moe_act": (1, 1 << 20)})

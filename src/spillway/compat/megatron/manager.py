@@ -14,9 +14,8 @@ import sys
 import threading
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from types import TracebackType
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -34,13 +33,15 @@ from spillway.runtime.backend import Lane
 from spillway.session import Session
 
 _MIN_ELEMENTS = 1024 * 1024
+_ENGINES_FLAG = "CPUOffloadEnabled"
+_Key = tuple[tuple[int, ...], torch.dtype]
 _NEWER_POSITIONAL = ("delta_offload_bytes_across_pp_ranks", "activation_offload_fraction", "max_inflight_offloads")
 
 
 class PipelineOffloadManager:
-    """The chunks of the default session. Also a context manager: see ``get_context``.
+    """The chunks of the default session. Get it by :meth:`get_instance`. Also a context manager: see ``get_context``.
 
-    Get it by :meth:`get_instance`. Call it in the thread that runs forward; other threads may only read.
+    Call it in the thread that runs forward; other threads may only read.
 
     Example:
         >>> manager = PipelineOffloadManager.get_instance()
@@ -58,8 +59,7 @@ class PipelineOffloadManager:
         self._pool: OffloadTensorPool | None = None
         self._graph_stream: torch.Stream | None = None
         self._graph_event: torch.Event | None = None
-        self._entered: defaultdict[int, list[ExitStack]] = defaultdict(list)
-        """Contexts that a thread has entered, the innermost last, by the thread."""
+        self._of_thread = threading.local()
         self._rules = Groups(margin=1)
         self._summary: dict[str, int] = {}
         self._rules_of: dict[str, Groups] = {}
@@ -77,10 +77,9 @@ class PipelineOffloadManager:
     @classmethod
     def get_instance(cls) -> PipelineOffloadManager:
         """The manager of the default session."""
-        adapters = Session.default().adapters
-        if "megatron" not in adapters:
-            adapters["megatron"] = cls()
-        manager: PipelineOffloadManager = adapters["megatron"]
+        if "megatron" not in Session.default().adapters:
+            cls.reset_instance()
+        manager: PipelineOffloadManager = Session.default().adapters["megatron"]
         return manager
 
     @classmethod
@@ -101,25 +100,19 @@ class PipelineOffloadManager:
     @property
     def cpu_tensor_pool(self) -> OffloadTensorPool:
         """A pool of CPU memory for your own tensors, pinned if there is an accelerator. Chunks do not use it."""
-        if self._pool is None:
-            self._pool = OffloadTensorPool("cpu", pin_memory=torch.accelerator.is_available())
+        self._pool = self._pool or OffloadTensorPool("cpu", pin_memory=torch.accelerator.is_available())
         return self._pool
 
     @property
     def cuda_graph_stream(self) -> torch.Stream | None:
         """A stream to capture and replay graphs on; ``None`` without an accelerator."""
-        if self._graph_stream is None:
-            self._graph_stream = _make_stream(current_device())
+        self._graph_stream = self._graph_stream or _make_stream(current_device())
         return self._graph_stream
 
     @property
     def cuda_graph_event(self) -> torch.Event | None:
-        """An event for graphs, which ``forward_record`` and ``backward_record`` record from now on.
-
-        ``None`` without an accelerator.
-        """
-        if self._graph_event is None:
-            self._graph_event = _make_event(current_device())
+        """The default event of ``forward_record`` and ``backward_record``; ``None`` without an accelerator."""
+        self._graph_event = self._graph_event or _make_event(current_device())
         return self._graph_event
 
     @property
@@ -144,25 +137,23 @@ class PipelineOffloadManager:
         **options: Any,
     ) -> None:
         """Start a chunk, with the options of ``FineGrainedActivationOffloadingInterface.init_chunk_handler``."""
+        given = (vp_size, vp_stage, min_offloaded_tensor_size, *newer)
+        names: tuple[str, ...] = ("vp_size", "vp_stage", "min_offloaded_tensor_size")
         if newer:
-            names = ("min_offloaded_tensor_size", *_NEWER_POSITIONAL)
-            if len(newer) > len(names) or "pp_rank" in options:
+            names = ("pp_rank", *names, *_NEWER_POSITIONAL)
+            if len(given) > len(names) or "pp_rank" in options:
                 raise UsageError(
-                    f"init_chunk_handler: got {3 + len(newer)} positional arguments, expected vp_size, vp_stage and "
+                    f"init_chunk_handler: got {len(given)} positional arguments, expected vp_size, vp_stage and "
                     f"min_offloaded_tensor_size, or pp_rank before these and {', '.join(_NEWER_POSITIONAL)} after; "
                     f"give them by name"
                 )
-            options = {**options, **dict(zip(names, newer, strict=False)), "pp_rank": vp_size}
-            vp_size, vp_stage = vp_stage, min_offloaded_tensor_size
-        else:
-            options["min_offloaded_tensor_size"] = min_offloaded_tensor_size
-        self._begin_chunk(1 if vp_size is None else vp_size, 0 if vp_stage is None else vp_stage, **options)
+        self._begin_chunk(**options, **dict(zip(names, given, strict=False)))
 
     def _begin_chunk(
         self,
-        vp_size: int,
-        vp_stage: int,
-        min_offloaded_tensor_size: int = _MIN_ELEMENTS,
+        vp_size: int | None,
+        vp_stage: int | None,
+        min_offloaded_tensor_size: int,
         *,
         pp_rank: int | None = None,
         delta_offload_bytes_across_pp_ranks: int = 0,
@@ -170,15 +161,12 @@ class PipelineOffloadManager:
         max_inflight_offloads: int | None = None,
         tier: str = "auto",
     ) -> None:
+        vp_size, vp_stage = 1 if vp_size is None else vp_size, 0 if vp_stage is None else vp_stage
         if vp_stage not in range(vp_size):
-            raise UsageError(
-                f"vp_stage: got {vp_stage!r}, expected a number from 0 to {vp_size - 1}, since vp_size says so"
-            )
-        if type(min_offloaded_tensor_size) is not int or min_offloaded_tensor_size < 0:
-            raise UsageError(
-                f"min_offloaded_tensor_size: got {min_offloaded_tensor_size!r}, expected a number of elements: an "
-                f"integer of at least 0"
-            )
+            raise UsageError(f"vp_stage: got {vp_stage!r}, expected a number from 0 to {vp_size - 1}, by vp_size")
+        least = min_offloaded_tensor_size
+        if type(least) is not int or least < 0:
+            raise UsageError(f"min_offloaded_tensor_size: got {least!r}, expected an integer of at least 0")
         rules = Groups(
             margin=1,
             fraction=activation_offload_fraction,
@@ -191,17 +179,21 @@ class PipelineOffloadManager:
         self._end_forward()
         tag = f"{self._name}, stage {vp_stage}, micro-batch {self._micro_batches[vp_stage]}"
         self._micro_batches[vp_stage] += 1
+
+        def by_elements(saved: SavedTensor) -> Decision:
+            return Decision.OFFLOAD if saved.nbytes >= least * saved.dtype.itemsize else Decision.KEEP
+
         chunk = Chunk(
             tag=tag,
             # A chunk that no iteration has had yet offloads all its groups.
             groups=self._rules_of.get(tag, Groups(in_flight=rules.in_flight)),
-            policy=_AtLeast(min_offloaded_tensor_size),
+            policy=by_elements,
             tier=tier,
             spares=_is_marked,
             on_backward=lambda: self._on_backward(tag),
             session=self._session,
         )
-        self._forward = self._chunks[tag] = ChunkOffloadHandler(chunk, min_offloaded_tensor_size)
+        self._forward = self._chunks[tag] = ChunkOffloadHandler(chunk, least)
 
     def cur_forward_chunk(self) -> ChunkOffloadHandler | None:
         """The chunk of this iteration that began last; ``None`` before the first."""
@@ -247,17 +239,20 @@ class PipelineOffloadManager:
             if chunk is None:
                 stack.enter_context(aside())
             else:
-                stack.enter_context(_transformer_engine())
+                # Transformer Engine, if it is imported, is to know that its saved tensors are offloaded.
+                engine: Any = sys.modules.get("transformer_engine.pytorch.cpu_offload")
+                if engine is not None:
+                    stack.callback(setattr, engine, _ENGINES_FLAG, getattr(engine, _ENGINES_FLAG, False))
+                    setattr(engine, _ENGINES_FLAG, True)
                 stack.enter_context(chunk.inside())
-            self._entered[threading.get_ident()].append(stack.pop_all())
+            self._entered().append(stack.pop_all())
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None = None,
-        error: BaseException | None = None,
-        trace: TracebackType | None = None,
-    ) -> None:
-        self._entered[threading.get_ident()].pop().__exit__(kind, error, trace)
+    def __exit__(self, *error: Any) -> None:
+        self._entered().pop().__exit__(*(error or (None, None, None)))
+
+    def _entered(self) -> list[ExitStack]:
+        """Contexts that the calling thread has entered, the innermost last."""
+        return vars(self._of_thread).setdefault("stacks", [])  # type: ignore[no-any-return]
 
     @staticmethod
     def _is_on_cpu() -> bool:
@@ -391,27 +386,14 @@ class OffloadTensorGroup:
 
     @property
     def total_tensor_count(self) -> int:
-        """Number of storages of these tensors."""
+        """Number of their storages."""
         return self._group.count
-
-
-@dataclass(slots=True)
-class _Tensors:
-    """The tensors of one shape and dtype."""
-
-    free: deque[torch.Tensor] = field(default_factory=deque)
-    used: dict[int, torch.Tensor] = field(default_factory=dict)
-    """By ``id``."""
 
 
 class OffloadTensorPool:
     """A pool of tensors by shape and dtype, on any device.
 
     It is for your own tensors. The engine's CPU memory is elsewhere: see ``Session.host_bytes``.
-
-    Args:
-        device: of the tensors.
-        pin_memory: whether CPU tensors are pinned.
 
     Example:
         >>> pool = OffloadTensorPool("cpu")
@@ -424,20 +406,21 @@ class OffloadTensorPool:
     def __init__(self, device: torch.device | str = "cuda", pin_memory: bool = False) -> None:
         self.device = torch.device(device)
         self.pin_memory = pin_memory
-        self._pools: defaultdict[tuple[tuple[int, ...], torch.dtype], _Tensors] = defaultdict(_Tensors)
+        self._free: defaultdict[_Key, deque[torch.Tensor]] = defaultdict(deque)
+        self._used: defaultdict[_Key, dict[int, torch.Tensor]] = defaultdict(dict)
+        """By ``id``."""
         self._allocated = self._freed = self._hits = 0
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """A tensor with undefined content: a freed one, or a new one."""
-        pool = self._pools[tuple(shape), dtype]
+        key = tuple(shape), dtype
         self._allocated += 1
-        self._hits += bool(pool.free)
-        tensor = (
-            pool.free.popleft()
-            if pool.free
-            else torch.empty(tuple(shape), dtype=dtype, device=self.device, pin_memory=self.pin_memory)
-        )
-        pool.used[id(tensor)] = tensor
+        self._hits += bool(self._free[key])
+        if self._free[key]:
+            tensor = self._free[key].popleft()
+        else:
+            tensor = torch.empty(key[0], dtype=dtype, device=self.device, pin_memory=self.pin_memory)
+        self._used[key][id(tensor)] = tensor
         return tensor
 
     def free(self, tensor: torch.Tensor) -> None:
@@ -446,14 +429,14 @@ class OffloadTensorPool:
         Raises:
             UsageError: a ``ValueError``: the tensor is not from this pool, or was freed already.
         """
-        pool = self._pools.get((tuple(tensor.shape), tensor.dtype))
-        if pool is None or pool.used.pop(id(tensor), None) is None:
+        key = tuple(tensor.shape), tensor.dtype
+        if key not in self._used or self._used[key].pop(id(tensor), None) is None:
             raise UsageError(
                 f"free: this tensor of shape {list(tensor.shape)} and {tensor.dtype} is not in use; free each tensor "
                 f"that allocate() has returned once, and the same object"
             )
         self._freed += 1
-        pool.free.append(tensor)
+        self._free[key].append(tensor)
 
     def get_pool_status(self, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None) -> dict[str, Any]:
         """Numbers of tensors of one shape and dtype: ``utilization`` is in per cent.
@@ -465,41 +448,32 @@ class OffloadTensorPool:
         """
         if shape is None:
             misses = self._allocated - self._hits
-            stats = {"total_allocated": misses, "current_in_use": sum(len(pool.used) for pool in self._pools.values())}
+            stats = {"total_allocated": misses, "current_in_use": sum(map(len, self._used.values()))}
             stats |= {"allocation_requests": self._allocated, "free_requests": self._freed}
             stats |= {"pool_hits": self._hits, "pool_misses": misses}
-            return {"global_stats": stats, "pools": {key: self.get_pool_status(*key) for key in self._pools}}
+            return {"global_stats": stats, "pools": {key: self.get_pool_status(*key) for key in self._used}}
         if dtype is None:
             raise UsageError(f"get_pool_status: got shape {tuple(shape)} without a dtype; say dtype=")
-        pool = self._pools.get((tuple(shape), dtype))
-        if pool is None:
+        key = tuple(shape), dtype
+        if key not in self._used:
             raise UsageError(
-                f"get_pool_status: nothing of shape {tuple(shape)} and {dtype} was allocated; there are "
-                f"{sorted(map(str, self._pools))}"
+                f"get_pool_status: nothing of shape {key[0]} and {dtype} was allocated; there are "
+                f"{sorted(map(str, self._used))}"
             )
-        used, free = len(pool.used), len(pool.free)
+        used, free = len(self._used[key]), len(self._free[key])
         counts = {"total_count": used + free, "allocated_count": used, "free_count": free}
-        return {"shape": tuple(shape), "dtype": dtype, **counts, "utilization": 100 * used / max(used + free, 1)}
+        return {"shape": key[0], "dtype": dtype, **counts, "utilization": 100 * used / max(used + free, 1)}
 
     def reset(self) -> None:
         """Count all tensors as free, also those in use."""
-        for pool in self._pools.values():
-            pool.free.extend(pool.used.values())
-            pool.used.clear()
+        for key, used in self._used.items():
+            self._free[key].extend(used.values())
+            used.clear()
 
     def clear(self) -> None:
         """Release all tensors."""
-        self._pools.clear()
-
-
-@dataclass(frozen=True)
-class _AtLeast:
-    """A policy: offload tensors of at least so many elements."""
-
-    elements: int
-
-    def __call__(self, saved: SavedTensor) -> Decision:
-        return Decision.OFFLOAD if saved.nbytes >= self.elements * saved.dtype.itemsize else Decision.KEEP
+        self._free.clear()
+        self._used.clear()
 
 
 def _is_marked(tensor: torch.Tensor) -> bool:
@@ -510,21 +484,6 @@ def _is_marked(tensor: torch.Tensor) -> bool:
         or getattr(each, "_do_not_offload", False)
         for each in (tensor, tensor._base)
     )
-
-
-@contextmanager
-def _transformer_engine() -> Iterator[None]:
-    """Inside, tell Transformer Engine, if it is imported, that its saved tensors are offloaded."""
-    engine: Any = sys.modules.get("transformer_engine.pytorch.cpu_offload")
-    if engine is None:
-        yield
-        return
-    before = getattr(engine, "CPUOffloadEnabled", False)
-    engine.CPUOffloadEnabled = True
-    try:
-        yield
-    finally:
-        engine.CPUOffloadEnabled = before
 
 
 def _make_stream(device: torch.device) -> torch.Stream | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,13 +16,8 @@ from spillway.optim.states import MASTER
 from spillway.session import Session
 
 _ARGUMENTS = (
-    "offload_fraction",
-    "cpu_optimizer_cls",
-    "gpu_optimizer_cls",
-    "param_update_in_fp32",
-    "pin_cpu_grads",
-    "pin_cpu_params",
-    "overlap_cpu_optimizer_d2h_h2d",
+    *("offload_fraction", "cpu_optimizer_cls", "gpu_optimizer_cls", "param_update_in_fp32"),
+    *("pin_cpu_grads", "pin_cpu_params", "overlap_cpu_optimizer_d2h_h2d"),
 )
 """Arguments that are attributes and defaults, but no settings of a group."""
 _NEWER = ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
@@ -41,8 +37,8 @@ class HybridDeviceOptimizer(OffloadedOptimizer):
         cpu_optimizer_cls: the class that steps on the CPU. ``None``: the other one.
         gpu_optimizer_cls: the class that steps on the accelerator. ``None``: the other one.
         param_update_in_fp32: whether parameters of a narrower dtype have fp32 master weights.
-        pin_cpu_grads: without effect: all transfers use the session's pinned memory.
-        pin_cpu_params: without effect, for the same reason.
+        pin_cpu_grads: without effect, like the next one: all transfers use the session's pinned memory.
+        pin_cpu_params: see there.
         overlap_cpu_optimizer_d2h_h2d: whether gradients are offloaded during backward. If not, they stay on the
             accelerator until they are cleared, and are copied in ``step()``.
         session: its pinned memory is used. ``None``: the default one.
@@ -79,11 +75,9 @@ class HybridDeviceOptimizer(OffloadedOptimizer):
         host_class, device_class = cpu_optimizer_cls or gpu_optimizer_cls, gpu_optimizer_cls or cpu_optimizer_cls
         if host_class is None or device_class is None:
             raise UsageError("cpu_optimizer_cls, gpu_optimizer_cls: both are None; give at least one optimizer class")
-        newer = [name for name in _NEWER if name in kwargs]
-        if newer:
+        if newer := [name for name in _NEWER if name in kwargs]:
             raise UnsupportedError(
-                f"{', '.join(newer)}: not supported; say param_update_in_fp32=True for master weights and moments in "
-                f"float32"
+                f"{', '.join(newer)}: not supported; param_update_in_fp32=True keeps master weights and moments in fp32"
             )
         self.offload_fraction = offload_fraction
         self.cpu_optimizer_cls = cpu_optimizer_cls
@@ -111,8 +105,8 @@ class HybridDeviceOptimizer(OffloadedOptimizer):
         # A new optimizer with these defaults is the same.
         self.defaults.update({**others, **{name: getattr(self, name) for name in _ARGUMENTS}})
         self.register_step_pre_hook(_take_decoupled)
-        self.register_state_dict_post_hook(_by_their_name)
-        self.register_load_state_dict_pre_hook(_by_our_name)
+        self.register_state_dict_post_hook(partial(_rename, before=MASTER, after=_THEIR_MASTER))
+        self.register_load_state_dict_pre_hook(partial(_rename, before=_THEIR_MASTER, after=MASTER))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group. The fraction is taken of each group by itself."""
@@ -170,15 +164,7 @@ def _take_decoupled(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                 parameter.grad = decoupled
 
 
-def _by_their_name(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    return _renamed(state_dict, MASTER, _THEIR_MASTER)
-
-
-def _by_our_name(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    return _renamed(state_dict, _THEIR_MASTER, MASTER)
-
-
-def _renamed(state_dict: dict[str, Any], before: str, after: str) -> dict[str, Any]:
+def _rename(optimizer: Optimizer, state_dict: dict[str, Any], *, before: str, after: str) -> dict[str, Any]:
     states = {
         number: {after if name == before else name: value for name, value in state.items()}
         for number, state in state_dict["state"].items()
