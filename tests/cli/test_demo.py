@@ -168,7 +168,7 @@ def test_progress_and_table_show_every_way(finished) -> None:
     out = finished[0].stdout
     for way in WAYS:
         assert f"{way:<11} step 11 " in out
-    assert "activations: the peak above" in out
+    assert "activations: the peak minus" in out
     assert "bit for bit" in out
 
 
