@@ -37,7 +37,7 @@ from torch.nn import functional
 import spillway
 from spillway.demo import add_to_hash, describe_hardware, describe_versions
 from spillway.running.bench import CHILD_ENVIRONMENT, PeakMeter
-from spillway.runtime.malloc import set_malloc
+from spillway.runtime.process_memory import set_malloc
 
 PLAIN = "plain"
 RATIOS = ("0", "0.25", "0.5", "0.75", "1")

@@ -25,10 +25,9 @@ from spillway.planning.hardware import seconds_of
 from spillway.planning.planner import USABLE
 from spillway.profiling.target_kernels import effort_of
 from spillway.regions.schema import facts_of
-from spillway.runtime.backend import Backend, Event, HostLane, Lane, Several, Task
+from spillway.runtime.backend import Backend, Event, HostLane, Lane, Several, Stalls, Task
 from spillway.runtime.bytes import Bytes, Cells, Form
 from spillway.runtime.cpu import anonymous_pages
-from spillway.runtime.ledger import Stalls
 
 
 def scaled(hardware: Hardware, *, nbytes: float, flops: float) -> Hardware:

@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 
 import spillway
 from spillway import EventKind
+from spillway.capture.hooks import SavedState
 
 IGNORED = [
     pytest.mark.filterwarnings(f"ignore:{message}:UserWarning")
@@ -184,10 +185,10 @@ class Bench:
     def check_given_back(self, name: str) -> None:
         """Nothing is held once the last graph is gone."""
         self.session.synchronize()
-        if self.session.used_bytes != (0, 0) or len(self.session.identity):
+        if self.session.used_bytes != (0, 0) or len(self.session.of(SavedState).identity):
             gc.collect()
         assert self.session.used_bytes == (0, 0), f"{name}: bytes on (host, disk) are still held"
-        assert len(self.session.identity) == 0, f"{name}: storages are still known"
+        assert len(self.session.of(SavedState).identity) == 0, f"{name}: storages are still known"
 
     def _run(self, sample: Sample, tier: str, *, twice: bool) -> Outcome:
         return run(sample, lambda: self.offload(tier), self.device, twice=twice)

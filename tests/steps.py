@@ -18,6 +18,7 @@ from torch.nn.modules import module as module_hooks
 from torch.overrides import _get_current_function_mode_stack
 
 import spillway
+from spillway.capture.hooks import SavedState
 from spillway.runtime.device import DeviceRuntime
 
 KiB = 2**10
@@ -119,7 +120,7 @@ def assert_nothing_left(session: spillway.Session) -> None:
     for runtime in session._runtimes.values():
         quiesce(runtime)
     assert session.used_bytes == (0, 0)
-    assert len(session.identity) == 0
+    assert len(session.of(SavedState).identity) == 0
     for runtime in session._runtimes.values():
         counts = runtime.mover.counts()
         assert counts.pop("compute lanes") >= 0

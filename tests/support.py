@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 import spillway
 from spillway import EventKind, EventList
+from spillway.capture.hooks import SavedState
 from spillway.runtime.backend import Lane
 from spillway.runtime.bytes import Bytes, Cells, Form
 from spillway.runtime.cpu import CpuBackend
@@ -153,7 +154,7 @@ def assert_nothing_left(session: spillway.Session) -> None:
     assert torch._C._len_torch_function_stack() == 0
     session.synchronize()
     assert session.used_bytes == (0, 0)
-    assert len(session.identity) == 0
+    assert len(session.of(SavedState).identity) == 0
     for runtime in session._runtimes.values():
         # Bytes that are counted as under way for ever would close the window for everything that comes later.
         counts = runtime.mover.counts()

@@ -35,7 +35,7 @@ from spillway.integrations import AttachOptions
 from spillway.planning.planner import parse_budget
 from spillway.planning.scaling import enlarged
 from spillway.profiling import meter
-from spillway.runtime.resident import resident_bytes
+from spillway.runtime.process_memory import resident_bytes
 from spillway.units import format_bytes
 from steps import Block, MiB, assert_nothing_left, failing
 from support import FailsInBackward

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import spillway
-from spillway.runtime.capturing import CapturedRuntime, CapturingBackend
+from spillway.runtime.cuda_graphs import CapturedRuntime, CapturingBackend
 from spillway.runtime.device import DeviceRuntime
 from spillway.testing import AdversaryBackend
 

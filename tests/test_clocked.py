@@ -24,7 +24,7 @@ from integrations.test_planned_stages import Stage, one_forward_one_backward
 from integrations.test_planned_stages import steps as step_by_step
 from spillway import Hardware, Plan, Profile, StepStats
 from spillway.attaching import meta_profile
-from spillway.capture.order import Course
+from spillway.capture.order import AccessOrder
 from spillway.integrations.pipelining import offload_stages
 from spillway.planning.plan import program_of
 from spillway.planning.planner import USABLE
@@ -34,10 +34,9 @@ from spillway.profiling import meter
 from spillway.runtime import mover as movers
 from spillway.runtime.arena import Arena
 from spillway.runtime.device import DeviceRuntime
-from spillway.runtime.entry import Entry
-from spillway.runtime.ledger import Ledger
+from spillway.runtime.entry import ByteCounters, Entry
 from spillway.runtime.mover import Mover
-from spillway.runtime.returns import Returns
+from spillway.runtime.queues import PrefetchQueue
 from spillway.runtime.tiers import HostTier
 
 ROOT = Path(__file__).parent.parent
@@ -265,7 +264,7 @@ def test_what_was_fetched_ahead_is_not_waited_for_to_the_last() -> None:
     backend = ClockedBackend(HARDWARE)
     mover = Mover(backend, window=sum(sizes))
     tier = HostTier(backend, Arena(backend.host_slab, capacity=1 << 26), out=mover.lanes[0], back=mover.lanes[1])
-    ledger = Ledger()
+    ledger = ByteCounters()
     entries = [
         Entry(number, torch.zeros(size, dtype=torch.uint8).untyped_storage(), 0, size, ledger)
         for number, size in enumerate(sizes)
@@ -290,12 +289,12 @@ def slowed(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, other: Any) 
 
 
 def test_without_fetching_ahead_it_takes_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert slowed(monkeypatch, Returns, "prefetch", lambda self, order, compute: None) > 1.1
+    assert slowed(monkeypatch, PrefetchQueue, "prefetch", lambda self, order, compute: None) > 1.1
 
 
 def test_in_an_order_that_is_not_learned_it_takes_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    def backward(self: Course) -> Iterator[Any]:
+    def backward(self: AccessOrder) -> Iterator[Any]:
         return iter(list(upcoming(self))[::-1])
 
-    upcoming = Course.upcoming
-    assert slowed(monkeypatch, Course, "upcoming", backward) > 1.02
+    upcoming = AccessOrder.upcoming
+    assert slowed(monkeypatch, AccessOrder, "upcoming", backward) > 1.02

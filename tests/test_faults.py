@@ -21,8 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import spillway
-from spillway.runtime.disk import SpillFile
-from spillway.runtime.system_calls import SystemCalls
+from spillway.runtime.spill_file import SpillFile, SystemCalls
 from steps import (
     KiB,
     MiB,

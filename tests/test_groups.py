@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 import spillway
 from spillway.capture.groups import _nonsense
+from spillway.capture.order import PastGroup
 from spillway.events import EventKind, EventList
-from spillway.groups import PastGroup
 from spillway.testing import AdversaryBackend
 
 LAYERS = 4

@@ -13,14 +13,11 @@ SOURCE = Path(__file__).parent.parent / "src"
 PACKAGE = SOURCE / "spillway"
 
 WORDS = {"errors", "units", "records", "events"}
-PURE = {"policies", "operators", "blocks", "groups", "planning", "report"}
-ENGINE = WORDS | PURE | {"runtime", "capture", "regions", "checkpointing", "losses"}
+PURE = {"policies", "operators", "blocks", "planning", "report"}
+ENGINE = WORDS | PURE | {"runtime", "session", "capture", "regions", "checkpointing", "losses"}
 SERVICES = ENGINE | {
     "binding",
-    "session",
     "offloading",
-    "grouping",
-    "chunks",
     "recomputing",
     "attaching",
     "profiling",
@@ -41,27 +38,24 @@ ALLOWED: dict[str, set[str]] = {
     "policies": WORDS,
     "operators": WORDS,
     "blocks": WORDS,
-    "groups": WORDS,
     "planning": WORDS,
     "report": WORDS | {"planning"},
     "runtime": WORDS,
-    "capture": WORDS | {"policies", "groups", "runtime"},
+    "session": WORDS | {"runtime"},
+    "capture": WORDS | {"policies", "runtime", "session"},
     "regions": WORDS | {"operators", "runtime", "capture"},
     "checkpointing": WORDS | {"operators", "runtime", "capture", "regions"},
     "losses": WORDS,
     "binding": WORDS | {"runtime"},
     "testing": WORDS | {"runtime"},
-    "session": ENGINE,
-    "offloading": ENGINE | {"session"},
-    "grouping": ENGINE | {"session", "offloading"},
-    "recomputing": ENGINE | {"session"},
-    "chunks": ENGINE | {"session", "offloading"},
-    "attaching": ENGINE | {"session", "offloading", "grouping", "recomputing", "profiling"},
-    "profiling": ENGINE | {"session", "offloading"},
+    "offloading": ENGINE,
+    "recomputing": ENGINE,
+    "attaching": ENGINE | {"offloading", "recomputing", "profiling"},
+    "profiling": ENGINE | {"offloading"},
     "summarizing": ENGINE,
-    "budgeting": ENGINE | {"session", "attaching", "profiling"},
-    "sizes": ENGINE | {"session", "attaching", "profiling", "budgeting"},
-    "doctor": ENGINE | {"requirements", "session"},
+    "budgeting": ENGINE | {"attaching", "profiling"},
+    "sizes": ENGINE | {"attaching", "profiling", "budgeting"},
+    "doctor": ENGINE | {"requirements"},
     "optim": SERVICES - {"testing"},
     "accumulate": SERVICES - {"testing"},
     "integrations": LIBRARY - {"testing"} | {"__init__"},

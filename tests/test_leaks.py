@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import spillway
 from spillway import Session
 from spillway.capture import identity
-from spillway.capture.hooks import Pass
+from spillway.capture.hooks import Pass, SavedState
 from steps import KiB, MiB, assert_no_hook, assert_nothing_left, failing, open_files, small_batch, small_model, step
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="counts descriptors in /proc")
@@ -261,25 +261,28 @@ def test_a_tensor_that_backward_was_given_may_outlive_the_graph(session: Session
 def sizes(session: Session) -> dict[str, int]:
     """Everything of a session that could grow."""
     session.synchronize()
+    memories = session.of(SavedState)._memories
     counts = {
-        "identity": len(session.identity),
-        "marks": len(session.marks._marks),
-        "memories": len(session._memories),
-        "signatures": sum(len(memory) for memory in session._memories.values()),
-        "waiting": sum(len(memory._waiting) for memory in session._memories.values()),
-        "course": sum(
-            len(course._entries) + sum(len(lap.asked) for lap in course._laps)
-            for memory in session._memories.values()
-            for course in (*memory._courses.values(), *memory._turns.values(), *(each for *_, each in memory._waiting))
+        "identity": len(session.of(SavedState).identity),
+        "marks": len(session.of(SavedState).marks._marks),
+        "memories": len(memories),
+        "signatures": sum(len(memory) for memory in memories.values()),
+        "waiting": sum(len(memory._waiting) for memory in memories.values()),
+        "orders": sum(
+            len(order._entries) + sum(len(each.asked) for each in order._traversals)
+            for memory in memories.values()
+            for order in (*memory._orders.values(), *memory._turns.values(), *(each for *_, each in memory._waiting))
         ),
         "host": session.host_bytes,
         "disk": session.disk_bytes,
     }
     for runtime in session._runtimes.values():
         counts |= runtime.mover.counts()
-        counts["free ranges"] = sum(len(slab.free) for slab in runtime.arena._slabs)
+        counts["free ranges"] = sum(len(slab.free.ranges) for slab in runtime.arena._slabs)
         counts["events of free ranges"] = sum(
-            sum(not event.query() for event in events) for slab in runtime.arena._slabs for _, _, events in slab.free
+            sum(not event.query() for event in events)
+            for slab in runtime.arena._slabs
+            for _, _, events in slab.free.ranges
         )
     return counts
 
@@ -321,7 +324,7 @@ def test_shapes_that_change_every_step_are_forgotten_in_the_end(session: Session
         with spillway.offload(min_bytes=0, session=session):
             loss = torch.ones(rows, requires_grad=True).exp().sum()
         loss.backward()
-    assert len(session.memory(None)) <= 64
+    assert len(session.of(SavedState).memory(None)) <= 64
 
 
 # Sessions

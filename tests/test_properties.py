@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import spillway
 from spillway import Decision, EventKind, EventList, SavedTensor
+from spillway.capture.hooks import SavedState
 from spillway.capture.identity import ALIGNMENT
 from spillway.policies import Keep, Offload
 
@@ -77,10 +78,10 @@ def check_given_back(session: spillway.Session) -> None:
     # passes over it on its way to older nodes.
     _OLDEST.backward(retain_graph=True)
     session.synchronize()
-    if session.used_bytes != (0, 0) or len(session.identity):
+    if session.used_bytes != (0, 0) or len(session.of(SavedState).identity):
         gc.collect()
     assert session.used_bytes == (0, 0)
-    assert len(session.identity) == 0
+    assert len(session.of(SavedState).identity) == 0
 
 
 def raw(tensor: torch.Tensor) -> bytes:

@@ -22,9 +22,8 @@ from torch import nn
 import spillway
 from budgets import NAMED, attached_to, hardware, one_step
 from spillway import Session
-from spillway.runtime import malloc, resident
-from spillway.runtime.malloc import MAPPED_BYTES, malloc_setting
-from spillway.runtime.resident import ResidentPeak, resident_bytes
+from spillway.runtime import process_memory
+from spillway.runtime.process_memory import MAPPED_BYTES, ResidentPeak, malloc_setting, resident_bytes
 from steps import MiB
 
 SOURCE = Path(__file__).parents[1] / "src"
@@ -32,7 +31,7 @@ LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="of glib
 
 TRAINING = """
     import json, sys, torch, spillway
-    from spillway.runtime.malloc import set_malloc
+    from spillway.runtime.process_memory import set_malloc
     from torch import nn
 
     def say(**what):
@@ -216,7 +215,7 @@ def test_one_peak_does_not_make_another_forget() -> None:
 
 
 def test_without_the_kernels_mark_a_thread_sees_what_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resident, "has_mark", lambda: False)
+    monkeypatch.setattr(process_memory, "has_mark", lambda: False)
     peak = ResidentPeak()
     before = peak.restart().now
     gone = torch.ones(48 * MiB, dtype=torch.uint8)
@@ -231,8 +230,8 @@ def test_without_the_kernels_mark_a_thread_sees_what_lasts(monkeypatch: pytest.M
 
 HOLES = """
     import sys, torch
-    from spillway.runtime.malloc import set_malloc
-    from spillway.runtime.resident import resident_bytes
+    from spillway.runtime.process_memory import set_malloc
+    from spillway.runtime.process_memory import resident_bytes
     torch.set_num_threads(1)
     print(set_malloc())
     before, pins = resident_bytes(), []
@@ -281,8 +280,8 @@ def test_a_users_own_setting_of_malloc_wins(variables: dict[str, str], says: str
 
 
 def test_without_glibc_malloc_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(malloc.sys, "platform", "darwin")
-    assert malloc._left_alone() == "left alone: the C library is not glibc"
+    monkeypatch.setattr(process_memory.sys, "platform", "darwin")
+    assert process_memory._left_alone() == "left alone: the C library is not glibc"
 
 
 def test_stats_say_how_malloc_is_set(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import spillway
-from spillway.capture.order import Course
-from spillway.capture.succession import Succession
+from spillway.capture.hooks import SavedState
+from spillway.capture.order import AccessOrder, NextPassPredictor
 from spillway.events import EventKind, EventList
 from spillway.testing import AdversaryBackend
 
@@ -32,19 +32,19 @@ def guesses(order: Sequence[tuple[str, int, int]], steps: int = 3) -> list[bool]
 
     Each of ``order`` is a tag, the place of its pass among those of the tag, and a lap.
     """
-    succession: Succession[Pass] = Succession()
+    predictor: NextPassPredictor[Pass] = NextPassPredictor()
     right: list[bool] = []
     for _ in range(steps):
         passes = {(tag, place): Pass(tag) for tag, place, _ in sorted(order)}
         for each in passes.values():
-            succession.add(each)
+            predictor.add(each)
         right = []
         foreseen = None
         for tag, place, lap in order:
             course = passes[tag, place]
             right.append(foreseen is not None and foreseen == (course, lap))
-            succession.begin(course, lap)
-            foreseen = succession.after(course, lap)
+            predictor.begin(course, lap)
+            foreseen = predictor.after(course, lap)
         for each in passes.values():
             each.alive = False
     return right[1:]
@@ -68,45 +68,45 @@ def test_a_schedule_that_repeats_is_foreseen(order: list[tuple[str, int, int]]) 
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 4)), unique=True, max_size=8))
 def test_whoever_is_foreseen_waits(order: list[tuple[str, int]]) -> None:
-    succession: Succession[Pass] = Succession()
+    predictor: NextPassPredictor[Pass] = NextPassPredictor()
     for _ in range(2):
         waiting = {(tag, place): Pass(tag) for tag, place in sorted(order)}
         for each in waiting.values():
-            succession.add(each)
+            predictor.add(each)
         begun = []
         for key in order:
             begun.append(waiting.pop(key))
-            succession.begin(begun[-1], 0)
-            foreseen = succession.after(begun[-1], 0)
+            predictor.begin(begun[-1], 0)
+            foreseen = predictor.after(begun[-1], 0)
             assert foreseen is None or foreseen[0] in waiting.values()
         for each in begun:
             each.alive = False
 
 
 def test_nobody_is_foreseen_who_does_not_wait() -> None:
-    succession: Succession[Pass] = Succession()
+    predictor: NextPassPredictor[Pass] = NextPassPredictor()
     for _ in range(3):
         one = Pass("a")
-        succession.add(one)
-        succession.begin(one, 0)
-        assert succession.after(one, 0) is None
+        predictor.add(one)
+        predictor.begin(one, 0)
+        assert predictor.after(one, 0) is None
         one.alive = False
 
 
 def test_passes_are_not_kept_alive() -> None:
-    succession: Succession[Pass] = Succession()
+    predictor: NextPassPredictor[Pass] = NextPassPredictor()
     one, other = Pass("a"), Pass("a")
-    succession.add(one)
-    succession.add(other)
-    succession.begin(one, 0)
-    succession.begin(other, 0)
+    predictor.add(one)
+    predictor.add(other)
+    predictor.begin(one, 0)
+    predictor.begin(other, 0)
     references = [weakref.ref(one), weakref.ref(other)]
     del one, other
     gc.collect()
     assert [reference() for reference in references] == [None, None]
     for _ in range(1000):
-        succession.add(Pass("a"))
-    assert sum(map(len, succession._waiting.values())) < 100
+        predictor.add(Pass("a"))
+    assert sum(map(len, predictor._waiting.values())) < 100
 
 
 def test_what_is_asked_for_each_tensor_does_not_grow_with_the_passes_that_wait() -> None:
@@ -120,16 +120,16 @@ def test_what_is_asked_for_each_tensor_does_not_grow_with_the_passes_that_wait()
 
     counts = []
     for count in (10, 1000):
-        succession: Succession[Counted] = Succession()
+        predictor: NextPassPredictor[Counted] = NextPassPredictor()
         for _ in range(2):
             passes = [Counted("a") for _ in range(count)]
             for each in passes:
-                succession.add(each)
+                predictor.add(each)
             looks = 0
             for place, each in enumerate(passes[:10]):
-                succession.begin(each, 0)
+                predictor.begin(each, 0)
                 for _ in range(20):
-                    following = succession.after(each, 0)
+                    following = predictor.after(each, 0)
                     assert following is None or following == (passes[place + 1], 0)
             for each in passes:
                 each.alive = False
@@ -149,10 +149,10 @@ def test_a_graph_that_is_retained_for_many_backwards_leaves_little_behind(graphs
         for _ in range(50):
             for loss in losses:
                 assert torch.equal(torch.autograd.grad(loss, x, retain_graph=True)[0], plain)
-        memory = session.memory(None)
+        memory = session.of(SavedState).memory(None)
         assert memory.total_bytes > 0
-        course = next(iter(memory._courses.values()))
-        assert len(course._laps) < 10
+        order = next(iter(memory._orders.values()))
+        assert len(order._traversals) < 10
         with spillway.offload(min_bytes=0, session=session):
             later = x.exp().sin().exp().sum()
         for _ in range(12):
@@ -161,9 +161,9 @@ def test_a_graph_that_is_retained_for_many_backwards_leaves_little_behind(graphs
 
 def test_devices_have_successions_of_their_own() -> None:
     with spillway.Session() as session:
-        one = session.succession(torch.device("cpu"))
-        assert one is session.succession(torch.device("cpu"))
-        assert one is not session.succession(torch.device("cuda", 0))
+        one = session.of(SavedState).predictor(torch.device("cpu"))
+        assert one is session.of(SavedState).predictor(torch.device("cpu"))
+        assert one is not session.of(SavedState).predictor(torch.device("cuda", 0))
 
 
 def test_the_next_backward_finds_its_first_tensors_on_the_way() -> None:
@@ -195,34 +195,34 @@ def test_what_was_fetched_of_the_next_pass_is_not_named_again() -> None:
         nonlocal looks
         looks += 1
 
-    succession: Succession[Course] = Succession()
+    predictor: NextPassPredictor[AccessOrder] = NextPassPredictor()
     for step in range(2):
-        courses = [Course(succession=succession) for _ in range(2)]
-        for course in courses:
+        orders = [AccessOrder(predictor=predictor) for _ in range(2)]
+        for order in orders:
             for _ in range(100):
-                course.add(look, 1)
-            course.is_alive = lambda: True  # type: ignore[method-assign]
-            succession.add(course)
-        for course in courses:
+                order.add(look, 1)
+            order.is_alive = lambda: True  # type: ignore[method-assign]
+            predictor.add(order)
+        for order in orders:
             for place in reversed(range(100)):
-                course.ask(place, 0, caught=False)
+                order.ask(place, 0, caught=False)
                 looks = 0
-                course.fetched(sum(1 for _ in course.upcoming()))
-                if step == 1 and course is courses[0]:
+                order.fetched(sum(1 for _ in order.upcoming()))
+                if step == 1 and order is orders[0]:
                     assert looks == (199 if place == 99 else 0)
-                if step == 1 and course is courses[1] and place == 99:
+                if step == 1 and order is orders[1] and place == 99:
                     # That it has begun says that all which had not left by then may be looked at again.
                     assert looks >= 99
-        for course in courses:
-            course.is_alive = lambda: False  # type: ignore[method-assign]
+        for order in orders:
+            order.is_alive = lambda: False  # type: ignore[method-assign]
 
 
 def test_a_turn_is_how_many_passes_have_ended_since_none_waited() -> None:
-    succession: Succession[Pass] = Succession()
+    predictor: NextPassPredictor[Pass] = NextPassPredictor()
 
     def forward() -> tuple[int, Pass]:
-        turn, made = succession.turn(), Pass("a")
-        succession.add(made)
+        turn, made = predictor.turn(), Pass("a")
+        predictor.add(made)
         return turn, made
 
     for _ in range(3):
@@ -233,9 +233,9 @@ def test_a_turn_is_how_many_passes_have_ended_since_none_waited() -> None:
             turns.append(turn)
             waiting.append(made)
             if len(waiting) == 3:
-                succession.begin(waiting.pop(0), 0)
+                predictor.begin(waiting.pop(0), 0)
         for each in waiting:
-            succession.begin(each, 0)
+            predictor.begin(each, 0)
         assert turns == list(range(6))
     # One that nobody goes back through, and is gone, does not wait.
     for _ in range(2):
@@ -248,7 +248,7 @@ def test_a_turn_is_how_many_passes_have_ended_since_none_waited() -> None:
     for _ in range(1000):
         turn, made = forward()
         turns.append(turn)
-        succession.begin(made, 0)
+        predictor.begin(made, 0)
     assert stays.is_alive()
     assert turns[:4] == [1, 2, 3, 4]
     assert turns[-1] == turns[-2]
@@ -281,8 +281,8 @@ def test_the_tail_of_the_last_micro_batch_is_that_of_no_other() -> None:
             forwards = []
             for _ in range(3):
                 loss = forward()
-                course = next(reversed([each for *_, each in session._memories[None]._waiting]))
-                held.append([course.in_tail(place) for place in range(len(course._entries))])
+                order = next(reversed([each for *_, each in session.of(SavedState).memory(None)._waiting]))
+                held.append([order.in_tail(place) for place in range(len(order._entries))])
                 forwards.append(loss)
             for each in forwards:
                 each.backward()

@@ -34,12 +34,11 @@ if TYPE_CHECKING:
     from spillway.attaching import Attached, attach
     from spillway.binding import Affinity, bind_to_device
     from spillway.budgeting import plan, profile, simulate
-    from spillway.capture.inspection import saved_tensors
+    from spillway.capture.decide import saved_tensors
+    from spillway.capture.groups import Groups
     from spillway.events import Event, EventKind, EventList
-    from spillway.grouping import group
-    from spillway.groups import Groups
     from spillway.losses import cross_entropy
-    from spillway.offloading import keep, keep_tensor, offload, offload_tensor
+    from spillway.offloading import group, keep, keep_tensor, offload, offload_tensor
     from spillway.operators import OperatorCall, saved_by, within
     from spillway.optim.optimizer import OffloadedOptimizer
     from spillway.planning.hardware import Hardware
@@ -124,7 +123,8 @@ _ROOMS = {
     "attaching": ["Attached", "attach"],
     "binding": ["Affinity", "bind_to_device"],
     "budgeting": ["plan", "profile", "simulate"],
-    "capture.inspection": ["saved_tensors"],
+    "capture.decide": ["saved_tensors"],
+    "capture.groups": ["Groups"],
     "events": ["Event", "EventKind", "EventList"],
     "grouping": ["group"],
     "groups": ["Groups"],

@@ -21,8 +21,7 @@ from typing import Self
 import torch
 
 from spillway.runtime.accelerator import pci_address
-from spillway.runtime.host_memory import count_nodes, near_node, node_cpus, online_cpus
-from spillway.runtime.which_device import which_device
+from spillway.runtime.system import count_nodes, near_node, node_cpus, online_cpus, which_device
 
 _THREADS = Path("/proc/self/task")
 _NOT_BINDING = {"OMP_PROC_BIND": {"false"}, "KMP_AFFINITY": {"none", "disabled"}}

@@ -25,7 +25,7 @@ from spillway.planning.timeline import Timeline, simulate_program
 from spillway.profiling.compile import without_lead
 from spillway.profiling.machine import known_hardware
 from spillway.profiling.meta_device import OptimizerOf
-from spillway.runtime.host_memory import local_ranks
+from spillway.runtime.system import local_ranks
 from spillway.session import Session
 
 Loss = Callable[[Any], torch.Tensor]

@@ -28,8 +28,8 @@ from torch.utils.checkpoint import checkpoint
 import spillway
 from spillway.errors import BudgetError, SpillwayError, UsageError
 from spillway.running.bench import CHILD_ENVIRONMENT, PeakMeter
-from spillway.runtime.device_name import cpu_name, device_name
-from spillway.runtime.malloc import malloc_setting, set_malloc
+from spillway.runtime.process_memory import malloc_setting, set_malloc
+from spillway.runtime.system import cpu_name, device_name
 from spillway.units import format_bytes, format_seconds, parse_bytes
 
 WAYS = {"keep": 3, "checkpoint": 3, "offload": 3, "planned": 11, "optimizer": 3}

@@ -20,12 +20,9 @@ from spillway.planning.hardware import Hardware
 from spillway.requirements import OLDEST_TORCH, require_torch
 from spillway.runtime.backend import Backend
 from spillway.runtime.device import backend_for
-from spillway.runtime.device_name import device_name
-from spillway.runtime.disk import SpillFile
-from spillway.runtime.host_memory import local_ranks, memory_limit
-from spillway.runtime.malloc import malloc_setting
-from spillway.runtime.spill_directory import mount_of
-from spillway.runtime.system_calls import SystemCalls
+from spillway.runtime.process_memory import malloc_setting
+from spillway.runtime.spill_file import SpillFile, SystemCalls, mount_of
+from spillway.runtime.system import device_name, local_ranks, memory_limit
 from spillway.session import HOST_SHARE
 from spillway.units import format_bytes
 

@@ -1,99 +1,105 @@
-"""The public contexts: what autograd saves inside goes out, or stays.
+"""The public contexts: ``offload``, ``keep``, ``group``, and marks on single tensors.
 
-They push saved-tensor hooks and pop them, whatever happens in between, and hold no state of their own but the passes
-that are under way: what is learned belongs to the session, by tag.
+They push saved-tensor hooks and pop them, whatever happens in between. Learned state belongs to the session, by tag.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ContextDecorator, ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ContextDecorator, ExitStack, contextmanager, nullcontext
 from types import TracebackType
 from typing import Any, Self
 
 import torch
-from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.autograd.graph import saved_tensors_hooks
 
-from spillway.capture.alone import see_again
-from spillway.capture.dynamo import keep_out
-from spillway.capture.handles import pack_kept, unpack
-from spillway.capture.hooks import Pass, in_backward, refuse_transforms
-from spillway.capture.location import Locator
-from spillway.capture.order import Memory
+from spillway.capture.decide import Locator
+from spillway.capture.groups import Group, Groups, check_name
+from spillway.capture.handles import Handle, pack_kept, unpack
+from spillway.capture.hooks import Pass, SavedState
+from spillway.capture.kept import see_again
+from spillway.capture.order import Memory, PastGroup
+from spillway.capture.torch_internals import in_backward, keep_out, refuse_transforms, top_hooks
 from spillway.errors import UsageError
-from spillway.groups import Groups
 from spillway.policies import Policy, Ratio, check_tier, wants_modules, wants_operators
 from spillway.records import StepStats
 from spillway.regions.rerun import in_rerun
-from spillway.runtime.ledger import Ledger
+from spillway.runtime.entry import ByteCounters
 from spillway.session import MIN_BYTES, Session
 from spillway.units import parse_bytes, parse_share
 
 
-class _ActivePasses(threading.local):
-    """The ``offload`` contexts that the thread is inside of, the innermost last; ``None`` for one that stands aside."""
+class _Active(threading.local):
+    """The ``offload`` contexts that the thread is inside of, the innermost last; ``None`` for a disabled one."""
 
     def __init__(self) -> None:
         self.passes: list[tuple[Session, Pass] | None] = []
 
 
-_active = _ActivePasses()
-
-
-def innermost_pass() -> tuple[Session, Pass] | None:
-    """The pass of the innermost ``offload`` context that the calling thread is inside of, with its session."""
-    return _active.passes[-1] if _active.passes else None
+_active = _Active()
 
 
 @contextmanager
-def within(session: Session, current: Pass) -> Iterator[None]:
-    """Inside, this is the calling thread's innermost pass: what regions and groups do belongs to it."""
-    session.passes.enter(current)
+def _within(session: Session, current: Pass) -> Iterator[None]:
+    """Inside, this is the calling thread's innermost pass, for checkpointed blocks and groups."""
+    passes = session.of(SavedState).passes
+    passes.enter(current)
     _active.passes.append((session, current))
     try:
         yield
     finally:
         _active.passes.pop()
-        session.passes.leave()
+        passes.leave()
+
+
+def _hooks_of(pack: Callable[[torch.Tensor], Any]) -> saved_tensors_hooks:
+    """A context: autograd calls ``pack`` with each saved tensor, and unpacks the handle that it returns."""
+    refuse_transforms()
+    keep_out()
+    return saved_tensors_hooks(pack, unpack)
+
+
+def _builds_a_graph() -> bool:
+    """Whether saved tensors belong to a forward that can be offloaded."""
+    return torch.is_grad_enabled() and not in_backward() and not in_rerun()
 
 
 class offload(ContextDecorator):  # noqa: N801  (a verb: people write ``with spillway.offload():``)
-    """What autograd saves inside leaves the device, and is back in time for backward.
+    """Offload the tensors that autograd saves inside, and reload them in time for backward.
 
-    A context manager and a decorator. One object may be entered again, nested and from several threads; a new object
-    for every call is just as good, since what is learned (the order of backward, the bytes of a pass) belongs to the
-    session, by ``tag``. Backward may run inside or outside. Gradients are bit for bit those without it.
+    A context manager and a decorator. One object may be entered again, nested and from several threads. A new object
+    per call works as well: learned state (the order of backward, the bytes of a pass) belongs to the session, by
+    ``tag``. Backward may run inside or outside. Gradients are bit for bit those without it.
 
-    Parameters and buffers never move, nor do views of them, nor what cannot be rebuilt exactly (sparse, quantised,
-    nested); ``spillway.saved_tensors`` lists what would. Inside of a backward (a checkpoint's re-run) nothing moves.
+    These tensors are kept: parameters and buffers and their views, tensors that cannot be rebuilt exactly (sparse,
+    quantised, nested), and tensors saved inside a backward (a checkpoint's replay). ``spillway.saved_tensors`` lists
+    the others.
 
     Args:
-        ratio: offload the first tensors of a pass, up to this ratio of its bytes; the first pass under a tag
-            offloads all, and counts (an evaluation, whose graph is dropped, does not). From 0 to 1. ``None``: all,
-            unless it is found that nothing is to be gained: a context that is told nothing (no ratio, policy, size,
-            tier or window) stands aside where a pass saves less than a 64th of an accelerator's memory and there is
-            room, and ``stats().notes`` says so.
-        tag: names the code inside, for what is learned: one for each model. ``None`` is a tag like any other.
-        min_bytes: leave smaller tensors where they are. Bytes, or a size like ``"4MiB"``. ``None``: 1 MiB, below which
-            a copy does not reach a link's rate.
-        tier: ``"host"``, ``"disk"``, or ``"auto"``: host memory for an accelerator's tensors, disk for the CPU's.
-        window: bytes that may be on their way out at once, or a share of the session's, like ``"40%"``. ``None``: all
-            of that.
+        ratio: offload the first tensors of a pass, up to this share of its bytes, from 0 to 1. The first pass under a
+            tag offloads all and counts them (an evaluation, whose graph is dropped, does not count). ``None``: all.
+            A context without ratio, policy, size, tier or window is disabled where it gains nothing: where a pass saves
+            less than a 64th of an accelerator's memory and there is room. ``stats().notes`` says so.
+        tag: names the code inside, for learned state: one for each model. ``None`` is a tag like any other.
+        min_bytes: keep smaller tensors. Bytes, or a size like ``"4MiB"``. ``None``: 1 MiB, below which a copy does not
+            reach the PCIe bandwidth.
+        tier: ``"host"``, ``"disk"``, or ``"auto"``: CPU memory for an accelerator's tensors, disk for the CPU's.
+        window: the in-flight limit: bytes that may be on their way out at once, or a share of the session's limit, like
+            ``"40%"``. ``None``: all of that.
         policy: decides instead of ``ratio``, about tensors of at least ``min_bytes``: any callable from
             :class:`~spillway.SavedTensor` to :class:`~spillway.Decision`. :mod:`spillway.policies` has some.
-        groups: rules about groups (:class:`~spillway.group`): only what is saved inside of one leaves, and of groups
-            those that the rules name. A ratio or a policy is asked, too.
-        on_backward: called without arguments when backward first asks for something of a pass that was to leave (of
-            each device, if there are several), in the thread that asks; what it raises is raised there.
+        groups: rules about groups (:class:`~spillway.group`): only tensors saved inside groups are offloaded, and only
+            in groups that the rules name. A ratio or a policy is asked, too.
+        on_backward: called without arguments when backward asks for the first offloaded tensor of a pass, once per
+            device, in the asking thread. Its exceptions are raised there.
         session: ``None``: the default one.
 
     Raises:
-        UsageError: an argument that cannot be meant.
-        PolicyError: on saving, if the policy answers with something else than a decision.
+        UsageError: an invalid argument.
+        PolicyError: on saving, if the policy returns no decision.
         UnsupportedError: on entering, inside of ``torch.func`` transforms, which allow no saved-tensor hooks.
-        TierError: on saving or in backward, if bytes cannot be stored or brought back.
+        TierError: on saving or in backward, if bytes cannot be stored or reloaded.
         InplaceError: in backward, if a saved tensor was changed in place: autograd's own error.
 
     Example:
@@ -130,103 +136,95 @@ class offload(ContextDecorator):  # noqa: N801  (a verb: people write ``with spi
             raise UsageError(f"on_backward: got {on_backward!r}, expected a callable without arguments")
         if tag is not None and not isinstance(tag, str):
             raise UsageError(f"tag: got {tag!r}, expected a string or None")
-        self._told_nothing = (ratio, min_bytes, window, policy, groups, tier) == (*[None] * 5, "auto")
-        # Everything is the usual case, and needs nobody asked.
-        self._policy = Ratio(ratio) if ratio is not None else policy
-        if ratio == 1:
-            self._policy = None
-        self._min_bytes = parse_bytes(MIN_BYTES if min_bytes is None else min_bytes, what="min_bytes")
         if session is not None and not isinstance(session, Session):
             raise UsageError(f"session: got {session!r}, expected a spillway.Session or None")
+        self._has_no_options = (ratio, min_bytes, window, policy, groups, tier) == (*[None] * 5, "auto")
+        # `None` offloads everything, which is the usual case, without a call.
+        self._policy = None if ratio == 1 else policy if ratio is None else Ratio(ratio)
+        self._min_bytes = parse_bytes(MIN_BYTES if min_bytes is None else min_bytes, what="min_bytes")
         self._tag = tag
         self._tier = check_tier(tier)
         self._window = None if window is None else parse_share(window, what="window")
         self._groups = groups
         self._on_backward = on_backward
         self._session = session
-        self._local = threading.local()
-        self._last: tuple[Session, Ledger] | None = None
+        self._local = _Entered()
+        self._last: tuple[Session, ByteCounters] | None = None
 
     def __enter__(self) -> Self:
         session = self._session if self._session is not None else Session.default()
         session.check_open()
-        memory, locator = self._memory_in(session), None
-        if self._told_nothing and memory.gains_nothing() and not session.marks.any:
-            with ExitStack() as stack:
-                if _top_saved_tensors_default_hooks(True) is not None:
-                    # Somebody around counts what is saved (a checkpoint does): as much as before, and as in a re-run.
-                    stack.enter_context(hooks_of(pack_kept))
-                self._passes().append((stack.pop_all(), session, _Aside(memory.gain.why_none)))
-            _active.passes.append(None)
-            return self
+        memory = self._memory_in(session)
         with ExitStack() as stack:
-            modules, operators = wants_modules(self._policy), wants_operators(self._policy)
-            if modules or operators:
-                locator = stack.enter_context(Locator(modules=modules, operators=operators))
-            current = Pass(
-                session,
-                self._policy,
-                memory,
-                min_bytes=self._min_bytes,
-                tag=self._tag,
-                tier=self._tier,
-                window=self._window,
-                locator=locator,
-                told_nothing=self._told_nothing,
-                on_backward=self._on_backward,
-                groups=self._groups,
-            )
-            stack.enter_context(hooks_of(pack_kept if in_backward() or in_rerun() else current.pack))
-            self._passes().append((stack.pop_all(), session, current))
-            session.passes.enter(current)
-        _active.passes.append((session, current))
+            if self._has_no_options and memory.gains_nothing() and not session.of(SavedState).marks.any:
+                why = memory.benefit.why_none
+                ledger = ByteCounters(notes=[] if why is None else [why])
+                # Hooks around this context may count saved tensors (a checkpoint's do): as many as before.
+                stack.enter_context(keep_if_counted())
+                _active.passes.append(None)
+                stack.callback(_active.passes.pop)
+            else:
+                ledger = self._enter(session, memory, stack)
+            self._local.entered.append((stack.pop_all(), session, ledger))
         return self
+
+    def _enter(self, session: Session, memory: Memory, stack: ExitStack) -> ByteCounters:
+        """Begin a pass that ``stack`` ends; gives its counters."""
+        modules, operators = wants_modules(self._policy), wants_operators(self._policy)
+        locator = Locator(modules=modules, operators=operators) if modules or operators else None
+        current = Pass(
+            session,
+            self._policy,
+            memory,
+            min_bytes=self._min_bytes,
+            tag=self._tag,
+            tier=self._tier,
+            window=self._window,
+            locator=locator,
+            may_stand_aside=self._has_no_options,
+            on_backward=self._on_backward,
+            groups=self._groups,
+        )
+        hooks = _hooks_of(pack_kept if in_backward() or in_rerun() else current.pack)
+        stack.push(lambda kind, *_: current.end(completed=kind is None))
+        if locator is not None:
+            stack.enter_context(locator)
+        stack.enter_context(hooks)
+        stack.enter_context(_within(session, current))
+        return current.ledger
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _active.passes.pop()
-        hooks, session, current = self._passes().pop()
-        if isinstance(current, Pass):
-            session.passes.leave()
-        try:
-            hooks.__exit__(kind, error, trace)
-        finally:
-            current.end(completed=kind is None)
-            self._last = session, current.ledger
+        stack, session, ledger = self._local.entered.pop()
+        self._last = session, ledger
+        stack.__exit__(kind, error, trace)
 
     def stats(self) -> StepStats:
-        """Bytes and seconds of the last pass through this object that has ended, as far as its backward has come."""
+        """Bytes and seconds of the last finished pass through this object, and of its backward so far."""
         if self._last is None:
             return StepStats()
         session, ledger = self._last
         return session.stats_of(ledger)
 
     def _memory_in(self, session: Session) -> Memory:
-        """What is known of the code inside."""
-        return session.memory(self._tag)
-
-    def _passes(self) -> list[tuple[ExitStack, Session, Pass | _Aside]]:
-        if not hasattr(self._local, "passes"):
-            self._local.passes = []
-        passes: list[tuple[ExitStack, Session, Pass | _Aside]] = self._local.passes
-        return passes
+        """The learned state of the code inside."""
+        return session.of(SavedState).memory(self._tag)
 
 
-class _Aside:
-    """A pass that is left alone."""
+class _Entered(threading.local):
+    """The contexts that the calling thread has entered with one object, the innermost last."""
 
-    def __init__(self, why: str | None) -> None:
-        self.ledger = Ledger(notes=[] if why is None else [why])
-
-    def end(self, *, completed: bool) -> None:
-        """Nothing was done."""
+    def __init__(self) -> None:
+        self.entered: list[Any] = []
+        self.last: tuple[Pass, Group] | None = None
+        """The last group that ended."""
 
 
 class keep(ContextDecorator):  # noqa: N801  (a verb, like offload)
-    """What autograd saves inside stays on the device, whatever ``offload`` is around it.
+    """Keep the tensors that autograd saves inside on the device, whatever ``offload`` is around it.
 
-    For what backward wants first, such as an output head. Autograd's check of in-place changes is made as ever.
+    For the code whose backward runs first, such as an output head. In-place changes raise autograd's error as usual.
 
     Raises:
         UnsupportedError: on entering, inside of ``torch.func`` transforms.
@@ -239,21 +237,27 @@ class keep(ContextDecorator):  # noqa: N801  (a verb, like offload)
     """
 
     def __init__(self) -> None:
-        self._local = threading.local()
+        self._local = _Entered()
 
     def __enter__(self) -> None:
-        hooks = hooks_of(pack_kept)
+        hooks = _hooks_of(pack_kept)
         hooks.__enter__()
-        if not hasattr(self._local, "hooks"):
-            self._local.hooks = []
-        self._local.hooks.append(hooks)
+        self._local.entered.append(hooks)
 
     def __exit__(self, *error: Any) -> None:
-        self._local.hooks.pop().__exit__(*error)
+        self._local.entered.pop().__exit__(*error)
+
+
+def keep_if_counted() -> AbstractContextManager[None]:
+    """A context for code whose tensors are kept.
+
+    Hooks around it, which may count saved tensors, see as many as usual.
+    """
+    return keep() if top_hooks(True) is not None else nullcontext()
 
 
 def keep_tensor(tensor: torch.Tensor, *, session: Session | None = None) -> torch.Tensor:
-    """Whatever autograd saves of this tensor's storage stays on the device, for as long as the storage lives.
+    """Keep everything that autograd saves of this tensor's storage, as long as the storage lives.
 
     Args:
         tensor: any tensor, or view: its whole storage is meant.
@@ -270,10 +274,10 @@ def keep_tensor(tensor: torch.Tensor, *, session: Session | None = None) -> torc
 
 
 def offload_tensor(tensor: torch.Tensor, *, session: Session | None = None) -> torch.Tensor:
-    """Whatever autograd saves of this tensor's storage leaves, whatever the policy and its size.
+    """Offload everything that autograd saves of this tensor's storage, whatever the policy and its size.
 
-    It takes an ``offload`` context to see what is saved: ``with spillway.offload(policy=Keep()):`` around the model
-    offloads marked tensors and nothing else.
+    An ``offload`` context must be around the code that saves it. ``with spillway.offload(policy=Keep()):`` around the
+    model offloads marked tensors and nothing else.
 
     Args:
         tensor: any tensor, or view: its whole storage is meant.
@@ -283,7 +287,7 @@ def offload_tensor(tensor: torch.Tensor, *, session: Session | None = None) -> t
         The same tensor.
 
     Raises:
-        UsageError: outside of any ``offload`` context with gradients on, where it could do nothing.
+        UsageError: outside of any ``offload`` context with gradients on, where it would do nothing.
 
     Example:
         >>> with spillway.offload(policy=spillway.policies.Keep()):  # doctest: +SKIP
@@ -306,11 +310,256 @@ def _mark(tensor: torch.Tensor, session: Session | None, *, offload: bool) -> No
     session = session if session is not None else Session.default()
     session.check_open()
     see_again()
-    session.marks.set(tensor, offload=offload)
+    session.of(SavedState).marks.set(tensor, offload)
 
 
-def hooks_of(pack: Callable[[torch.Tensor], Any]) -> saved_tensors_hooks:
-    """A context: autograd calls ``pack`` with what it saves, and unpacks the handles that this gives."""
-    refuse_transforms()
-    keep_out()
-    return saved_tensors_hooks(pack, unpack)
+class group(ContextDecorator):  # noqa: N801  (read aloud: with group("core_attn"))
+    """Make the tensors that autograd saves inside a group, which is offloaded together when the context exits.
+
+    A context manager and a decorator for the code of a model. The :class:`~spillway.offload` context around it decides.
+    With ``groups=spillway.Groups(...)`` only groups are offloaded, by these rules. Without, a group only sets when its
+    tensors are offloaded, and counts them by name (``stats().groups``). Outside of any such context, in a backward, and
+    with gradients off, it does nothing. Groups may be nested: the innermost counts.
+
+    Args:
+        name: of the group. Groups of one name are counted together.
+        release: tensors whose memory is to be freed once the group is offloaded, though the program still holds them:
+            each gets one element in place of its memory, not a number, at every place. :meth:`release` names more.
+            Tensors that are not offloaded with the group are not changed.
+        delay: do not offload the group when the context exits, but at the next :meth:`Session.flush_groups
+            <spillway.Session.flush_groups>`.
+
+    Raises:
+        UsageError: an invalid or empty name; on exit, a tensor to release whose memory another tensor sees, or an exit
+        in
+            another thread.
+
+    Example:
+        >>> with spillway.offload(groups=spillway.Groups(margin=1)):  # doctest: +SKIP
+        ...     for layer in layers:
+        ...         with spillway.group("attention"):
+        ...             hidden = layer.attention(hidden)
+        ...         hidden = layer.mlp(hidden)
+    """
+
+    def __init__(self, name: str, *, release: Iterable[torch.Tensor] = (), delay: bool = False) -> None:
+        self._name = check_name(name)
+        self._to_release = list(release)
+        self._delay = delay
+        self._local = _Entered()
+
+    def __enter__(self) -> Self:
+        found = _active.passes[-1] if _active.passes and _builds_a_graph() else None
+        if found is None or not found[0].enabled:
+            self._local.entered.append(None)
+            return self
+        see_again()
+        session, current = found
+        self._local.entered.append((session, current, current.groups.start(self._name), list(self._to_release)))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._local.entered:
+            raise UsageError(
+                f"group {self._name!r}: got an exit in a thread that has not entered it, expected the same"
+            )
+        entered = self._local.entered.pop()
+        if entered is None:
+            return
+        session, current, started, release = entered
+        if kind is not None:
+            current.groups.give_up(started)
+            return
+        current.groups.end(started, release=release, later=self._delay)
+        self._local.last = current, started
+        if self._delay:
+            session.delay(lambda: current.groups.send(started))
+
+    def leave(self) -> None:
+        """Offload the last delayed group that the calling thread ended with this object.
+
+        This, :meth:`settle` and :meth:`fetch` control by hand when one group is offloaded and reloaded.
+
+        Example:
+            >>> with spillway.group("layer 3", delay=True) as group:  # doctest: +SKIP
+            ...     hidden = layer(hidden)
+            >>> group.leave()  # start the copies  # doctest: +SKIP
+            >>> group.settle()  # free the device's memory when they are done  # doctest: +SKIP
+            >>> group.fetch()  # reload it now  # doctest: +SKIP
+        """
+        if self._local.last is not None:
+            current, group = self._local.last
+            current.groups.send(group)
+
+    def settle(self) -> None:
+        """Free the device's memory of that group: compute waits for the copies that are under way."""
+        if self._local.last is not None:
+            self._local.last[1].settle()
+
+    def fetch(self) -> None:
+        """Reload that group now, ahead of backward and whatever the in-flight limit.
+
+        Raises:
+            TierError: if bytes cannot be reloaded.
+            torch.OutOfMemoryError: if they do not fit.
+        """
+        if self._local.last is not None:
+            self._local.last[1].fetch()
+
+    def release(self, *tensors: torch.Tensor) -> None:
+        """Name tensors whose memory is to be freed once the group is offloaded. For use inside of the context.
+
+        Raises:
+            UsageError: outside of the context.
+        """
+        if not self._local.entered:
+            raise UsageError("release: got a call outside of the group's context, expected one inside; write `with`")
+        entered = self._local.entered[-1]
+        if entered is not None:
+            entered[3].extend(tensors)
+
+
+class Chunk:
+    """A pass in pieces, for code whose groups begin in one call and end in another: a micro-batch's forward, say.
+
+    Only tensors saved inside of :meth:`inside` belong to it. It is entered for a few operators at a time. In between,
+    no hooks are installed. Learned state belongs to the session, by tag.
+
+    Args:
+        tag: names the code, for learned state.
+        groups: rules about groups; no other tensors are offloaded.
+        policy: is asked about tensors saved in groups. ``None``: all of them are offloaded.
+        tier: ``"host"``, ``"disk"``, or ``"auto"``, as for :class:`~spillway.offload`.
+        spares: called with each saved tensor, the very object: its storage is kept if this is true.
+        on_backward: called when backward asks for the first offloaded tensor.
+        session: ``None``: the default one.
+
+    Raises:
+        UsageError: an invalid argument.
+        SessionError: if the session cannot be used here.
+
+    Example:
+        >>> chunk = Chunk(tag="stage 0", groups=spillway.Groups())  # doctest: +SKIP
+        >>> chunk.start("attention")  # doctest: +SKIP
+        >>> with chunk.inside():  # doctest: +SKIP
+        ...     hidden = attention(hidden)
+        >>> chunk.commit("attention")  # doctest: +SKIP
+        >>> chunk.end()  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        *,
+        tag: str,
+        groups: Groups,
+        policy: Policy | None = None,
+        tier: str = "auto",
+        spares: Callable[[torch.Tensor], bool] | None = None,
+        on_backward: Callable[[], object] | None = None,
+        session: Session | None = None,
+    ) -> None:
+        if wants_modules(policy) or wants_operators(policy):
+            raise UsageError(f"policy: got {policy!r}, expected one that asks for no module or operator")
+        self.session = Session.default() if session is None else session
+        self.session.check_open()
+        self.tag = tag
+        self._state = self.session.of(SavedState)
+        self._spares = spares
+        self._pass = Pass(
+            self.session,
+            policy,
+            self._state.memory(tag),
+            min_bytes=0,
+            tag=tag,
+            tier=check_tier(tier),
+            window=None,
+            locator=None,
+            on_backward=on_backward,
+            groups=groups,
+        )
+        self._has_failed = False
+
+    @property
+    def groups(self) -> Sequence[Group]:
+        """The groups that have begun, in order."""
+        return self._pass.groups.all
+
+    @property
+    def is_live(self) -> bool:
+        """Whether tensors saved now may be offloaded: not in a backward, without gradients, or if disabled."""
+        return self.session.enabled and _builds_a_graph()
+
+    def is_spared(self, storage: torch.UntypedStorage) -> bool:
+        """Whether the storage was marked to be kept."""
+        return self._state.marks.get(storage) is False
+
+    def inside(self) -> AbstractContextManager[None]:
+        """A context: tensors saved inside belong to the innermost group that has begun and not ended."""
+        return self._inside() if self.is_live else keep_if_counted()
+
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        with _hooks_of(self._pack), _within(self.session, self._pass):
+            yield
+
+    def start(self, name: str) -> Group | None:
+        """A group begins; ``None`` where nothing may be offloaded now.
+
+        Raises:
+            UsageError: for an invalid name.
+        """
+        check_name(name)
+        return self._pass.groups.start(name) if self.is_live else None
+
+    def commit(self, name: str, *, release: Iterable[torch.Tensor] = (), delay: bool = False) -> bool:
+        """The first open group of that name ends, and is offloaded if the rules do not keep it.
+
+        Args:
+            name: of the group.
+            release: tensors whose memory is to be freed then, as for :class:`~spillway.group`.
+            delay: do not offload it now, but at the next :meth:`Session.flush_groups`.
+
+        Returns:
+            Whether there was one. If nothing may be offloaded now, it is not changed.
+        """
+        group = self._pass.groups.find_open(name) if _builds_a_graph() else None
+        if group is None:
+            return False
+        if not self.session.enabled:
+            self._pass.groups.give_up(group)
+            return True
+        self._pass.groups.end(group, release=release, later=delay)
+        if delay:
+            self.session.delay(lambda: self._pass.groups.send(group))
+        return True
+
+    def fail(self, group: Group | None) -> None:
+        """An exception was raised in the group: its tensors are kept, and nothing is learned of the chunk."""
+        self._has_failed = True
+        if group is not None and group in self._pass.groups.open:
+            self._pass.groups.give_up(group)
+
+    def stays(self, group: Group) -> bool:
+        """Whether the rules keep the group."""
+        return self._pass.groups.stays(group)
+
+    def past(self) -> list[PastGroup]:
+        """Its groups so far, for :meth:`Groups.staying`."""
+        return self._pass.groups.past()
+
+    def end(self) -> None:
+        """The forward is over. Groups that were not committed are kept, and :meth:`stats` notes it."""
+        for group in self._pass.groups.abandon():
+            self._pass.ledger.note(f"group {group.name!r} was started and not committed: it stayed")
+        self._pass.end(completed=not self._has_failed)
+
+    def stats(self) -> StepStats:
+        """Bytes and seconds so far, of its backward too."""
+        return self.session.stats_of(self._pass.ledger)
+
+    def _pack(self, tensor: torch.Tensor) -> Handle:
+        if self._spares is not None and self._spares(tensor):
+            self._state.marks.set(tensor, False)
+        return self._pass.pack(tensor)

@@ -4,7 +4,7 @@ A policy is any callable from :class:`~spillway.records.SavedTensor` to :class:`
 are frozen values and pure functions: what a pass has done so far is in the record that they read.
 
 A policy whose answer depends on the module that saves has an attribute ``wants_modules = True``, one that depends on
-the operator ``wants_operators = True``; both cost time (``spillway/capture/location.py`` says how much), so neither is
+the operator ``wants_operators = True``; both cost time (``spillway/capture/decide.py`` says how much), so neither is
 looked up without. Parameters are never asked about.
 
 Example:

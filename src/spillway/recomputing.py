@@ -13,9 +13,9 @@ import torch
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.utils.checkpoint import CheckpointPolicy
 
-from spillway.capture.alone import see_again
-from spillway.capture.dynamo import keep_out, untraced
-from spillway.capture.hooks import Pass, in_backward, refuse_transforms
+from spillway.capture.hooks import Pass, SavedState, current_pass
+from spillway.capture.kept import see_again
+from spillway.capture.torch_internals import in_backward, keep_out, refuse_transforms, untraced
 from spillway.checkpointing.call import CheckpointedCall, shapes_of
 from spillway.checkpointing.decisions import Selection
 from spillway.checkpointing.learned import Learned
@@ -26,8 +26,9 @@ from spillway.errors import UsageError
 from spillway.operators import Choices, Planned, Selector
 from spillway.records import Decision
 from spillway.regions.arguments import Arguments
+from spillway.regions.outputs import DroppedOutput
 from spillway.regions.partition import Partition
-from spillway.regions.proofs import Proofs
+from spillway.regions.proofs import Proofs, ProofStore
 from spillway.regions.python_state import PythonState
 from spillway.regions.replayed_function import ReplayedFunction
 from spillway.regions.rerun import in_rerun
@@ -263,15 +264,15 @@ def _call_region(
             return first()
         again = ReplayedFunction(function, arguments, state, reentrant=how.use_reentrant)
         inputs = Decision.KEEP if how.choices.inputs is not None else None
-        passage = owner.current_pass()
+        passage = current_pass(owner)
         return _replayable(
-            how, again, state, Learned.believed(), passage, inputs, owner.verdicts, label=_label(function)
+            how, again, state, Learned.believed(), passage, inputs, owner.of(Verdicts), label=_label(function)
         ).run(first, tensors)
     session = session if session is not None else Session.default()
     session.check_open()
     see_again()
     choices = how.choices
-    passage = session.current_pass()
+    passage = current_pass(session)
     is_foreign, is_scoped = hooks_around()
     if how.drop_output and not is_scoped:
         raise UsageError(
@@ -280,7 +281,7 @@ def _call_region(
             "spillway.offload(policy=spillway.policies.Keep()):` around both"
         )
     label = _label(function)
-    proofs = session.proofs(_identity_of(function, arguments.callables()))
+    proofs = session.of(ProofStore).of(_identity_of(function, arguments.callables()))
     partition = _partition(how, passage, is_foreign=is_foreign)
     if partition is not None:
         partition.check(tensors, proofs)
@@ -313,7 +314,7 @@ def _call_region(
         learned,
         passage,
         choices.inputs,
-        session.verdicts,
+        session.of(Verdicts),
         label=label,
         checks=how.determinism_check != "none",
         drops_output=how.drop_output,
@@ -326,7 +327,7 @@ def _call_region(
     output = replayable.run(first, tensors)
     if isinstance(replayable, CheckpointedCall):
         for tensor, slot in replayable.outputs:
-            session.outputs.add(tensor, slot)
+            session.of(SavedState).outputs.set(tensor, DroppedOutput(tensor, slot))
         replayable.outputs.clear()
     return output
 

@@ -1,7 +1,7 @@
-"""The session: one object that owns what moves bytes in a process, and all that was learned.
+"""The session: one object that owns the runtimes, the spill file, and the state of every part of Spillway.
 
-Nothing of Spillway's is global. A session owns lanes, tiers, the spill file, the orders learned per tag; several may
-live on one device and never meet. One default session exists for convenience, made on first use.
+Spillway has no global state. Several sessions may live on one device without sharing anything. One default session
+exists for convenience, made on first use.
 """
 
 from __future__ import annotations
@@ -10,59 +10,65 @@ import atexit
 import functools
 import os
 import threading
-import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
 
-from spillway.capture.hooks import Pass
-from spillway.capture.identity import Identity, Marks
-from spillway.capture.order import Course, Memory
-from spillway.capture.passes import Passes
-from spillway.capture.succession import Succession
 from spillway.errors import RecomputeError, SessionError, UsageError
 from spillway.events import Recorder
 from spillway.records import GroupStats, StepStats
-from spillway.regions.outputs import DroppedOutputs
-from spillway.regions.proofs import Proofs
-from spillway.regions.verdicts import Verdicts
+from spillway.runtime.backend import quiet
 from spillway.runtime.device import DeviceRuntime, MakeBackend, Runtime, backend_for
-from spillway.runtime.disk import SpillFile
-from spillway.runtime.host_memory import local_ranks, memory_limit
-from spillway.runtime.ledger import Ledger
-from spillway.runtime.tasks import quiet
+from spillway.runtime.entry import ByteCounters
+from spillway.runtime.spill_file import SpillFile
+from spillway.runtime.system import local_ranks, memory_limit
 from spillway.units import parse_bytes
 
+_Kind = TypeVar("_Kind")
+
 MIN_BYTES = 1 << 20
-"""A copy of fewer bytes does not reach a link's rate."""
+"""A copy of fewer bytes does not reach the PCIe bandwidth."""
 
 HOST_SHARE = 0.7
-"""Of the host memory that a process may use, what goes into its default budget: the program needs some itself."""
+"""The default budget, as a share of the CPU memory that the process may use: the program needs some itself."""
 _CPU_WINDOW = 64 << 20
 _ACCELERATOR_WINDOW = 512 << 20
 
 
+@runtime_checkable
+class Ends(Protocol):
+    """State of a session that has an end."""
+
+    def end(self) -> None:
+        """The session is closed, or the process exits. May raise :class:`~spillway.errors.RecomputeError`."""
+        ...
+
+
+class _Unscoped(threading.local):
+    ledger: ByteCounters | None = None
+
+
 class Session:
-    """Owns lanes, tiers and learned orders. Use it as a context manager, or close it.
+    """Owns runtimes, tiers and learned orders. Use it as a context manager, or close it.
 
     Args:
-        window: bytes that may be on their way out of a device at once, and that may be on their way back ahead of
-            need: what the device holds beyond what compute itself needs. ``None``: 64 MiB on the CPU, 512 MiB on an
+        window: the in-flight limit: bytes that may be on their way out of a device at once, and bytes that may be
+            prefetched. The device needs this memory in addition. ``None``: 64 MiB on the CPU, 512 MiB on an
             accelerator.
-        host_budget: most bytes of host memory per device, of this process. ``None``: 70 % of what the process may use
-            (control groups are read), divided by the ranks on the machine (as torchrun, MPI or Slurm count them; see
-            :func:`spillway.integrations.fsdp.local_share`).
+        host_budget: most bytes of CPU memory per device, of this process. ``None``: 70 % of the memory that the process
+            may use (control groups are read), divided by the ranks on the machine (as torchrun, MPI or Slurm count
+            them; see :func:`spillway.integrations.fsdp.local_share`).
         disk_budget: most bytes in the spill file of this process. ``None``: as much as the file system has.
         disk_bytes_per_hour: most bytes written to the spill file in an hour, for the sake of the drive. ``None``: any.
         spill_directory: where the spill file is. ``None``: ``$SPILLWAY_DIR``, or the first of the system's temporary
             directory, ``/var/tmp`` and the working directory that is not held in memory.
-        allow_memory_filesystem: accept a ``spill_directory`` on tmpfs, which is host memory and saves none.
-        streams: streams of an accelerator to copy on, for the lanes ``"out"`` and ``"back"``: ``{"out": stream}``. What
-            else is queued there is waited for, too. Devices that they are not of get their own.
+        allow_memory_filesystem: accept a ``spill_directory`` on tmpfs, which is CPU memory and saves none.
+        streams: streams of an accelerator to copy on, for the lanes ``"out"`` and ``"back"``: ``{"out": stream}``. Your
+            own work on them is waited for, too. Other devices get their own streams.
         recorder: called with every :class:`~spillway.events.Event`.
-        backend: makes the backend of a device, instead of the ones that come with Spillway.
+        backend: makes the backend of a device, instead of Spillway's own.
 
     Raises:
         SizeError: a size that is none.
@@ -95,17 +101,12 @@ class Session:
             if value is not None and not callable(value):
                 raise UsageError(f"{name}: got {value!r}, expected a callable")
         _check_streams(streams, backend)
-        self.identity = Identity()
-        self.marks = Marks()
-        self.outputs = DroppedOutputs()
-        self.verdicts = Verdicts()
-        self.passes = Passes()
         self.enabled = True
-        """Whether anything may leave. What has left comes back all the same. Set it as you like, for all passes."""
-        self.adapters: dict[str, Any] = {}
-        """What adapters of other systems' names keep, for as long as the session lives, by their own names."""
+        """Whether tensors may be offloaded. You may set it at any time; offloaded tensors are reloaded all the same."""
+        self.unscoped = _Unscoped()
+        """The counters of what the calling thread saved outside of any ``offload`` context."""
+        self._state: dict[type[Any], Any] = {}
         self._delayed: deque[Callable[[], None]] = deque()
-        self._proofs: dict[Hashable, Proofs] = {}
         self._window = None if window is None else parse_bytes(window, what="window")
         self._host_budget = _host_budget() if host_budget is None else parse_bytes(host_budget, what="host_budget")
         capacity = None if disk_budget is None else parse_bytes(disk_budget, what="disk_budget")
@@ -115,30 +116,28 @@ class Session:
         self._recorder = recorder
         self._make_backend = backend if backend is not None else functools.partial(backend_for, streams=streams)
         self._runtimes: dict[torch.device, DeviceRuntime] = {}
-        self._memories: dict[str | None, Memory] = {}
-        self._successions: dict[torch.device, Succession[Course]] = {}
         self._lock = threading.RLock()
         self._process = os.getpid()
         self._closed = False
 
     @classmethod
     def default(cls) -> Session:
-        """The session that is used where none is given. A forked child gets one of its own."""
+        """The session used where none is given. A forked child gets its own."""
         with cls._default_lock:
             if cls._default is None or cls._default._closed or cls._default._process != os.getpid():
                 cls._default = cls()
-                # Most often nobody closes it.
-                atexit.register(cls._default.verdicts.end)
+                # It is rarely closed.
+                atexit.register(cls._default._end_state)
             return cls._default
 
     def use_as_default(self) -> None:
-        """Make this the session that is used where none is given."""
+        """Make this the session used where none is given."""
         self.check_open()
         with Session._default_lock:
             Session._default = self
 
     def runtime(self, device: torch.device) -> Runtime:
-        """What moves the bytes of ``device``, now; made when first asked for.
+        """The runtime of a device, made on first use; inside a capture, the one for captured work.
 
         Raises:
             BackendError: if no backend serves the device.
@@ -153,85 +152,76 @@ class Session:
                     runtime = self._runtimes[device] = self._make_runtime(device)
         return runtime.captured() if runtime.backend.is_capturing() else runtime
 
-    def memory(self, tag: str | None) -> Memory:
-        """What was learned under a tag."""
-        with self._lock:
-            return self._memories.setdefault(tag, Memory())
+    def of(self, kind: type[_Kind]) -> _Kind:
+        """The session's state of a kind: the one ``kind()``, made on first use.
 
-    def succession(self, device: torch.device) -> Succession[Course]:
-        """Whose backward comes next on a device, whose mover fetches nothing of another's."""
-        with self._lock:
-            return self._successions.setdefault(device, Succession())
+        Every part of Spillway keeps its state of a session in a class of its own, and finds it by this class. If it has
+        a method ``end``, closing the session calls it.
 
-    def proofs(self, function: Hashable) -> Proofs:
-        """Which re-runs of a function were seen to be right; by what tells it from others."""
-        with self._lock:
-            found = self._proofs.get(function)
-            if found is None:
-                # Of modules that are gone nobody asks again.
-                self._proofs = {known: each for known, each in self._proofs.items() if not _is_gone(known)}
-                found = self._proofs[function] = Proofs()
-            return found
-
-    def current_pass(self) -> Pass:
-        """The innermost pass that the calling thread is inside of, or one for what is saved outside of any."""
-        return self.passes.current(self._open_pass)
-
-    def _open_pass(self) -> Pass:
-        memory = self.memory(None)
-        return Pass(self, None, memory, min_bytes=MIN_BYTES, tag=None, tier="auto", window=None, locator=None)
+        Example:
+            >>> with Session() as session:
+            ...     session.of(dict) is session.of(dict)
+            True
+        """
+        state = self._state.get(kind)
+        if state is None:
+            with self._lock:
+                state = self._state.get(kind)
+                if state is None:
+                    state = self._state[kind] = kind()
+        return cast("_Kind", state)
 
     @property
     def window(self) -> int | None:
-        """The window that was given; ``None``: that of each device is chosen."""
+        """The in-flight limit that was given; ``None``: the default of each device."""
         return self._window
 
     def host_room(self, device: torch.device) -> int:
-        """Bytes of host memory that may still be used for a device: its budget, without what is in use."""
+        """Bytes of CPU memory that are left of a device's budget."""
         self.runtime(device)
         runtime = self._runtimes[device]
         return max(runtime.arena.capacity - runtime.used_host_bytes(), 0)
 
     @property
     def host_bytes(self) -> int:
-        """Host memory reserved, in use or free for use."""
+        """CPU memory reserved, in use or free."""
         return sum(runtime.arena.reserved_bytes for runtime in self._runtimes.values())
 
     @property
     def is_growing(self) -> bool:
-        """Whether host memory is being reserved in the background, which takes the host's own time, too."""
+        """Whether CPU memory is being reserved in the background, which takes CPU time."""
         return any(runtime.arena.is_growing for runtime in self._runtimes.values())
 
     @property
     def disk_bytes(self) -> int:
-        """Disk space reserved, in use or free for use."""
+        """Disk space reserved, in use or free."""
         return 0 if self._file is None else self._file.reserved_bytes
 
     @property
     def peak_bytes(self) -> int:
-        """Sum over the session's devices of the peak of what is allocated there (on the CPU: resident)."""
+        """Sum over the session's devices of the peak of allocated bytes (CPU: resident bytes)."""
         return sum(runtime.backend.peak_bytes() for runtime in self._runtimes.values())
 
     @property
     def used_bytes(self) -> tuple[int, int]:
-        """Bytes in use on host and disk.
+        """Bytes in use in CPU memory and on disk.
 
-        Both are 0 when no graph that was offloaded is alive, and no write is under way (:meth:`synchronize`).
+        Both are 0 when no offloaded graph is alive, and no write is under way (:meth:`synchronize`).
         """
         host = sum(runtime.used_host_bytes() for runtime in self._runtimes.values())
         with quiet():
             return host, 0 if self._file is None else self._file.used_bytes
 
     def stats(self) -> StepStats:
-        """Bytes and seconds of what the calling thread saved outside of any ``offload`` context, in regions, that is.
+        """Bytes and seconds of the checkpointed blocks that the calling thread ran outside of any ``offload`` context.
 
-        Of the last forward, as far as its backward has come: what is saved after a backward began belongs to the next.
+        They count the last forward and its backward so far. Tensors saved after a backward began belong to the next.
         """
-        current = self.passes.open
-        return StepStats() if current is None else self.stats_of(current.ledger)
+        ledger = self.unscoped.ledger
+        return StepStats() if ledger is None else self.stats_of(ledger)
 
-    def stats_of(self, ledger: Ledger) -> StepStats:
-        """What a ledger says, and what the session has reserved by now."""
+    def stats_of(self, ledger: ByteCounters) -> StepStats:
+        """The counters of a pass, and the bytes that the session has reserved by now."""
         groups = tuple(
             GroupStats(
                 name,
@@ -265,11 +255,11 @@ class Session:
         )
 
     def delay(self, send: Callable[[], None]) -> None:
-        """Call this when groups are flushed."""
+        """Call this at the next :meth:`flush_groups`."""
         self._delayed.append(send)
 
     def flush_groups(self) -> None:
-        """The groups that were delayed leave now, the oldest first."""
+        """Offload the delayed groups now, the oldest first."""
         while True:
             try:
                 send = self._delayed.popleft()
@@ -279,38 +269,38 @@ class Session:
             send()
 
     def forget_groups(self) -> None:
-        """The groups that were delayed stay where they are."""
+        """Keep the delayed groups on the device."""
         self._delayed.clear()
 
     def synchronize(self) -> None:
-        """Wait until every write that is under way has ended; raises what went wrong in one."""
+        """Wait for every write that is under way; raises the error of one that failed."""
         for runtime in self._runtimes.values():
             runtime.synchronize()
 
     def trim(self, device: torch.device | None = None) -> int:
-        """Give host memory that nobody uses back to the system; returns its bytes.
+        """Give unused CPU memory back to the system; returns its bytes.
 
         Args:
-            device: whose bytes would lie there. ``None``: that of all.
+            device: only the memory of this device's tier. ``None``: of all.
         """
         runtimes = self._runtimes if device is None else {device: self._runtimes.get(device)}
         return sum(runtime.trim() for runtime in runtimes.values() if runtime is not None)
 
     def release_graphs(self) -> int:
-        """Give back the host memory of CUDA graphs that were captured with offloading inside; returns its bytes.
+        """Free the CPU memory of CUDA graphs that were captured with offloading inside; returns its bytes.
 
-        Call it when they are gone: a graph that is replayed after this reads and writes what belongs to others.
+        Call it when they are gone: a graph replayed after this reads and writes other tensors' bytes.
         """
         return sum(runtime.release_graphs() for runtime in self._runtimes.values())
 
     def close(self) -> None:
-        """Stop the threads, give back memory and disk. What is away is lost: close after the last backward.
+        """Stop the threads, and free memory and disk. Offloaded bytes are lost: close after the last backward.
 
         Raises:
-            RecomputeError: if what a backward computed again was not what the forward had, and nobody was told yet.
+            RecomputeError: if a backward recomputed other values than the forward had, and this was not raised yet.
         """
         if self._process != os.getpid():
-            # A forked child has neither the threads nor a lock that it could trust. The file knows its owner by itself.
+            # A forked child has neither the threads nor a lock that it could trust. The file checks its owner itself.
             if self._file is not None:
                 self._file.close()
             return
@@ -323,11 +313,12 @@ class Session:
                 runtime.close()
             if self._file is not None:
                 self._file.close()
-            self.verdicts.end()
+            atexit.unregister(self._end_state)
+            self._end_state()
 
     @property
     def closed(self) -> bool:
-        """Whether it cannot be used here any more: closed, or of the process that this one was forked from."""
+        """Whether it cannot be used here: closed, or made by the process that this one was forked from."""
         return self._closed or self._process != os.getpid()
 
     def check_open(self) -> None:
@@ -350,8 +341,13 @@ class Session:
         except RecomputeError as late:
             if error is None:
                 raise
-            # It is of an earlier backward, and what is on its way is not to be hidden by it.
+            # It is of an earlier backward, and must not hide the error under way.
             error.add_note(str(late))
+
+    def _end_state(self) -> None:
+        for state in list(self._state.values()):
+            if isinstance(state, Ends):
+                state.end()
 
     def _make_runtime(self, device: torch.device) -> DeviceRuntime:
         window = self._window
@@ -387,12 +383,5 @@ def _check_streams(streams: object, backend: object) -> None:
 
 
 def _host_budget() -> int:
-    """The default cap on host memory: what the process may use, shared by the ranks that run on the machine."""
+    """The default cap on CPU memory: a share of what the process may use, divided by the ranks on the machine."""
     return int(memory_limit() * HOST_SHARE) // local_ranks()
-
-
-def _is_gone(function: Hashable) -> bool:
-    """Whether what tells a function from others names a module that is gone."""
-    if isinstance(function, tuple):
-        return any(map(_is_gone, function))
-    return isinstance(function, weakref.ref) and function() is None

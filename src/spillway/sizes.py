@@ -21,7 +21,7 @@ from spillway.planning.profile import Profile
 from spillway.planning.scaling import scaled
 from spillway.profiling.meta_device import OptimizerOf
 from spillway.profiling.meter import allocated
-from spillway.runtime.host_memory import local_ranks
+from spillway.runtime.system import local_ranks
 from spillway.session import Session
 from spillway.units import parse_bytes
 

@@ -41,10 +41,9 @@ from dataclasses import dataclass
 import torch
 
 from spillway.errors import RaceError
-from spillway.runtime.backend import Backend, Event, HostLane, Lane, Several, Task, TaskEnd, finish
+from spillway.runtime.backend import Backend, Event, HostLane, Lane, Several, Task, TaskEnd, finish, raise_again
 from spillway.runtime.bytes import Bytes, Cells, Form
 from spillway.runtime.cpu import anonymous_pages
-from spillway.runtime.tasks import raise_again
 
 POISON = 0xA5
 """The byte that unwritten memory is full of."""

@@ -40,8 +40,7 @@ from spillway.demo import (
 from spillway.errors import BudgetError, UsageError
 from spillway.profiling.machine import known_hardware
 from spillway.running.bench import PeakMeter
-from spillway.runtime.malloc import malloc_setting
-from spillway.runtime.resident import has_mark
+from spillway.runtime.process_memory import has_mark, malloc_setting
 
 SOURCE = Path(__file__).parents[2] / "src"
 CHILDREN = {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}

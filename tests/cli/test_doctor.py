@@ -19,7 +19,7 @@ from spillway.cli import doctor as command
 from spillway.cli.app import main
 from spillway.doctor import Device, Facts, Finding, Memory, Severity, Spill, findings, read_facts
 from spillway.planning.hardware import Hardware, Link
-from spillway.runtime.host_memory import memory_limit
+from spillway.runtime.system import memory_limit
 
 SOURCE = Path(__file__).parents[2] / "src"
 GIB = 1 << 30

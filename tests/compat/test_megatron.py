@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import spillway
 from spillway import EventKind, EventList
+from spillway.capture.order import PastGroup
 from spillway.compat import megatron
 from spillway.compat.megatron import (
     ChunkOffloadHandler,
@@ -32,7 +33,6 @@ from spillway.compat.megatron import (
     PipelineOffloadManager,
 )
 from spillway.compat.megatron import FineGrainedActivationOffloadingInterface as Interface
-from spillway.groups import PastGroup
 from spillway.testing import AdversaryBackend
 from support import assert_identical, assert_nothing_left, grads
 

@@ -12,8 +12,8 @@ import torch
 import spillway
 from runtime.scenarios import expect_same, step
 from spillway.runtime import accelerator
+from spillway.runtime.accelerator import CudaDriver
 from spillway.runtime.bytes import Bytes
-from spillway.runtime.cuda_driver import CudaDriver
 
 pytestmark = pytest.mark.gpu
 

@@ -22,6 +22,7 @@ from recompute.regions import HiddenAttribute
 from spillway.checkpointing.call import CheckpointedCall
 from spillway.checkpointing.partial_replay import PartialReplay
 from spillway.errors import RecomputeError
+from spillway.regions.verdicts import Verdicts
 from spillway.runtime.accelerator import AcceleratorBackend
 from spillway.runtime.backend import Lane
 from spillway.runtime.bytes import Bytes
@@ -252,7 +253,7 @@ def test_what_attention_gave_is_handed_in(
     for seed in range(5):
         ours = gradients(partial(spillway.recompute, session=session, **how), seed)
         # What was compared is asked for at the end of backward, not in the next forward, behind what leaves.
-        assert not session.verdicts._waiting
+        assert not session.of(Verdicts)._waiting
         expected = gradients(plainly, seed)
         assert [torch.equal(a, b) for a, b in zip(ours, expected, strict=True)] == [True] * len(expected)
     # But for the first call of each block, which is recorded.

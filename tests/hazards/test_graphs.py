@@ -13,6 +13,7 @@ import torch
 
 import spillway
 from spillway import EventKind
+from spillway.capture.hooks import SavedState
 from support import Context, Trial, Way, assert_nothing_left, grads, mlp
 
 
@@ -36,7 +37,7 @@ def test_h05_graph_dropped_inside_the_context(trial: Trial, no_collector: None) 
             loss = (leaf * 2).sin().exp().tanh().sum()
             del loss
         trial.session.runtime(leaf.device).mover.read_notes()  # as whoever saves next would
-        assert len(trial.session.identity) == 0
+        assert len(trial.session.of(SavedState).identity) == 0
     assert_nothing_left(trial.session)
 
 
@@ -74,7 +75,7 @@ def test_h06_an_unused_branch_is_given_back_with_its_graph(trial: Trial, no_coll
         used, unused = (leaf * 2).sin().exp().sum(), (leaf * 3).cos().exp().sum()
     used.backward()
     trial.push_out()
-    assert len(trial.session.identity) > 0, "the branch that was not used could still be asked for"
+    assert len(trial.session.of(SavedState).identity) > 0, "the branch that was not used could still be asked for"
     del unused
     assert_nothing_left(trial.session)
 

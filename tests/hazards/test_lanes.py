@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,13 @@ import torch
 
 import spillway
 from spillway import EventKind, EventList
+from spillway.capture.hooks import SavedState
 from spillway.errors import TierError
-from spillway.runtime.backend import Event, Lane
+from spillway.runtime.backend import Event, Lane, Stalls
 from spillway.runtime.bytes import Bytes, Form
 from spillway.runtime.cpu import CpuBackend
 from spillway.runtime.device import DeviceRuntime
-from spillway.runtime.disk import SpillFile
-from spillway.runtime.ledger import Stalls
+from spillway.runtime.spill_file import SpillFile
 from spillway.runtime.tiers import Slot, Tier
 from spillway.testing import AdversaryBackend
 from support import (
@@ -257,6 +258,46 @@ def test_h45_destinations_are_allocated_where_they_are_used(way: Way, events: Ev
     with session_on(backend.serve, way, events, tmp_path) as session:
         Trial(session, events, way)(training_step)
     assert backend.allocating_threads == {threading.get_ident()}
+
+
+class Allocating(AdversaryBackend):
+    """Writes down on which compute lane each tensor was allocated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lanes: weakref.WeakKeyDictionary[torch.UntypedStorage, str] = weakref.WeakKeyDictionary()
+
+    def empty(self, form: Form) -> torch.Tensor:
+        memory = super().empty(form)
+        self.lanes[memory.untyped_storage()] = self._line(self.compute()).name
+        return memory
+
+
+def test_h45_bytes_prefetched_for_another_compute_lane_are_fetched_again(tmp_path: Path) -> None:
+    """The allocator would give them back to the first lane while the second may still read them."""
+    adversary, events = Allocating(), EventList()
+    with session_on(adversary.serve, Way("host", 1 << 20), events, tmp_path) as session:
+        leaf = torch.randn(1024, requires_grad=True)
+        with spillway.offload(session=session, min_bytes=0, tier="host"):
+            made = [leaf * 2]
+            for _ in range(4):
+                made.append(made[-1].sin())
+        wanted = made[0].clone()
+        nodes: list[Any] = [each.grad_fn for each in made]
+        for entry in list(session.of(SavedState).memory(None)._waiting[-1][2]._entries):
+            session.runtime(CPU).mover.settle([found for found in (entry(),) if found is not None])
+        del made, entry
+        with adversary.stream("one"):
+            last = nodes[-1]._saved_self
+        prefetched = sum(event.kind is EventKind.RETURN for event in events.events)
+        assert prefetched > 1
+        with adversary.stream("two"):
+            first = nodes[1]._saved_self
+        assert adversary.lanes[last.untyped_storage()] == "one"
+        assert adversary.lanes[first.untyped_storage()] == "two"
+        assert torch.equal(first, wanted)
+        del nodes, last, first
+    adversary.check()
 
 
 def test_h43_bytes_are_held_until_their_copy_is_done(way: Way, events: EventList, tmp_path: Path) -> None:

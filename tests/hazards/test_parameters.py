@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from spillway import EventKind
+from spillway.capture.hooks import SavedState
 from support import Context, Trial, grads, mlp
 
 USES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
@@ -43,7 +44,8 @@ def test_h19_the_same_alias_is_handed_back(trial: Trial, use: str) -> None:
     handles: list[Any] = []
     context = trial.offload()
     with context:
-        current: Any = context._passes()[-1][2]
+        current = trial.session.of(SavedState).passes.under(None)
+        assert current is not None
         for view in (weight, weight.t(), weight[3:7], weight.view(-1)[None].expand(5, -1)):
             handles.append(current.pack(view))
     for handle in handles:

@@ -15,7 +15,8 @@ import spillway
 from integrations.ranks import World
 from integrations.training import LENGTH, ROWS, TOKENS, WAYS, WIDTH, Block, Detaching, Model, compare, local
 from spillway.capture.handles import KeptHandle, unpack
-from spillway.capture.sharded import Gathered
+from spillway.capture.hooks import current_pass
+from spillway.capture.torch_internals import Gathered
 from spillway.integrations.fsdp import local_share
 
 pytestmark = [
@@ -107,7 +108,7 @@ def detached_case(name: str) -> None:
         return handle
 
     with spillway.Session(window=0) as session, spillway.offload(session=session, min_bytes=0):
-        current = session.current_pass()
+        current = current_pass(session)
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             loss = module(torch.arange(8)[None]).sum()
         weights = [handle for shape, handle in packed if shape == (WIDTH, 2 * WIDTH)]
@@ -218,7 +219,7 @@ def test_a_torch_whose_fsdp_keeps_other_records_is_refused(monkeypatch: pytest.M
         all_gather_outputs = ()
 
     parameter = Parameter()
-    monkeypatch.setattr("spillway.capture.sharded._parameters", lambda: [parameter])
+    monkeypatch.setattr("spillway.capture.torch_internals._parameters", lambda: [parameter])
     with pytest.raises(spillway.UnsupportedError, match="whose FSDP2 keeps no _unsharded_inner_tensors"):
         Gathered()
 

@@ -21,6 +21,7 @@ from torch.nn import functional
 
 import spillway
 from spillway import Decision, SavedTensor
+from spillway.capture.hooks import SavedState
 from spillway.integrations.pipelining import OffloadedStages, offload_stages
 from spillway.testing import AdversaryBackend
 from steps import assert_no_hook
@@ -264,7 +265,7 @@ class Rooms:
             if session.used_bytes != (0, 0):
                 gc.collect()
             assert session.used_bytes == (0, 0)
-            assert len(session.identity) == 0
+            assert len(session.of(SavedState).identity) == 0
             assert_no_hook()
         self._sessions[key] = session, backend
         return total

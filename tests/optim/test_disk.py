@@ -20,8 +20,7 @@ from optim.test_streamed import elements, wide
 from spillway import CorruptError, OffloadedOptimizer, TierError, TierFullError, TransferError
 from spillway.optim import streaming
 from spillway.runtime.arena import PAGE
-from spillway.runtime.disk import SpillFile
-from spillway.runtime.system_calls import SystemCalls
+from spillway.runtime.spill_file import SpillFile, SystemCalls
 
 BF16 = torch.bfloat16
 KiB = 1024

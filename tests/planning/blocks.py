@@ -20,6 +20,7 @@ from spillway.planning.profile import Again, BlockCall, BlockProfile, OperatorPr
 from spillway.profiling.probe import Probe, WatchedCall
 from spillway.recomputing import Recompute, call_region
 from spillway.records import Decision
+from spillway.regions.proofs import ProofStore
 from spillway.regions.rerun import in_rerun
 from spillway.regions.schema import facts_of
 
@@ -189,7 +190,9 @@ class Replayed:
             with _Seeing() as seeing:
                 output.backward()
             seen.append(tuple(seeing.names))
-        ((program,),) = (each._programs.values() for each in session.proofs(weakref.ref(module)).learned.values())
+        ((program,),) = (
+            each._programs.values() for each in session.of(ProofStore).of(weakref.ref(module)).learned.values()
+        )
         decisions = Decisions.of(program, how.choices, None)
         # The first replay with these decisions is compared to its end, and one of 64 later ones is, too.
         ran = min(seen[1:], key=len)

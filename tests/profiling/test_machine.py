@@ -29,7 +29,7 @@ from spillway.profiling.rates import MOST_SAMPLES, measure_drive, measure_link, 
 from spillway.runtime.backend import Lane
 from spillway.runtime.bytes import Bytes
 from spillway.runtime.cpu import CpuBackend
-from spillway.runtime.host_memory import memory_limit
+from spillway.runtime.system import memory_limit
 
 CPU = torch.device("cpu")
 SECONDS = 0.3

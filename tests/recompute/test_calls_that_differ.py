@@ -14,6 +14,7 @@ from torch.nn import functional
 
 import spillway
 from recompute.regions import Call, Regions, gradients, one_place
+from spillway.regions.verdicts import Verdicts
 
 pytestmark = one_place
 
@@ -311,4 +312,4 @@ def test_statistics_that_are_first_written_in_a_sampled_call(regions: Regions, m
             yield from (*gradients(x), *(buffer.clone() for buffer in block.buffers()))
 
     regions(step)
-    regions.session.verdicts.read(wait=True)
+    regions.session.of(Verdicts).read(wait=True)

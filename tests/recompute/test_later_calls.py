@@ -36,6 +36,7 @@ from recompute.regions import (
     one_place,
 )
 from spillway.errors import InplaceError
+from spillway.regions.proofs import ProofStore
 from support import assert_identical, grads
 
 pytestmark = one_place
@@ -282,7 +283,7 @@ def test_a_session_holds_nothing_of_a_module_that_is_gone(regions: Regions) -> N
         gone += [weakref.ref(block), weakref.ref(block.bias)]
         del block, y
         gc.collect()
-        assert len(regions.session._proofs) == 1
+        assert len(regions.session.of(ProofStore)) == 1
     assert all(each() is None for each in gone)
 
 

@@ -29,7 +29,7 @@ class Late:
 def with_a_failure() -> spillway.Session:
     session = spillway.Session()
     differs = torch.tensor(True)
-    session.verdicts._sent.append(([("Block", differs)], differs[None], Late()))  # type: ignore[arg-type]
+    session.of(Verdicts)._sent.append(([("Block", differs)], differs[None], Late()))  # type: ignore[arg-type]
     return session
 
 
@@ -54,10 +54,10 @@ def test_the_default_session_tells_at_the_end() -> None:
         f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r})"
         + """
 import spillway, torch
-from recompute.test_verdicts import Late
+from recompute.test_verdicts import Late, Verdicts
 
 differs = torch.tensor(True)
-spillway.Session.default().verdicts._sent.append(([("Block", differs)], differs[None], Late()))
+spillway.Session.default().of(Verdicts)._sent.append(([("Block", differs)], differs[None], Late()))
 print("its end")
 """
     )
@@ -68,8 +68,7 @@ print("its end")
 
 def test_a_later_call_tells_of_what_nobody_was_told() -> None:
     with spillway.Session() as session:
-        verdicts = with_a_failure().verdicts
-        session.verdicts = verdicts
+        session.of(Verdicts)._sent.extend(with_a_failure().of(Verdicts)._sent)
         block = Changing()
         with pytest.raises(RecomputeError, match="got other values when Block ran again"):
             spillway.recompute(block, leaf() * 1, session=session)

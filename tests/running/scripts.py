@@ -15,7 +15,7 @@ import torch
 
 from spillway import Hardware
 from spillway.profiling.machine import cache_file
-from spillway.runtime.device_name import device_name
+from spillway.runtime.system import device_name
 
 SOURCE = Path(__file__).parents[2] / "src"
 

@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spillway.runtime.disk import Extent, SpillFile
-from spillway.runtime.system_calls import ALIGNMENT, SystemCalls
+from spillway.runtime.spill_file import ALIGNMENT, Extent, SpillFile, SystemCalls
 from steps import open_files
 
 MiB = 2**20

@@ -23,7 +23,7 @@ from runtime.disk_support import (
     system_error,
 )
 from spillway.errors import SpillPathError
-from spillway.runtime.system_calls import SystemCalls
+from spillway.runtime.spill_file import SystemCalls
 
 
 @pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.EMFILE])

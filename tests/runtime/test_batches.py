@@ -17,13 +17,12 @@ import spillway
 from spillway.errors import TierFullError, TransferError
 from spillway.events import Event, EventKind
 from spillway.runtime import arena as arena_module
-from spillway.runtime import disk_tiers
+from spillway.runtime import disk
 from spillway.runtime.arena import Arena
 from spillway.runtime.backend import Lane
 from spillway.runtime.bytes import Bytes
 from spillway.runtime.cpu import CpuBackend
-from spillway.runtime.entry import Entry
-from spillway.runtime.ledger import Ledger
+from spillway.runtime.entry import ByteCounters, Entry
 from spillway.runtime.mover import Mover
 from spillway.runtime.tiers import HostTier
 from spillway.testing import AdversaryBackend
@@ -33,7 +32,7 @@ NBYTES = 4000
 
 def entries(count: int) -> list[Entry]:
     """Entry ``n`` is a thousand times the number ``n``."""
-    return [Entry(n, torch.full((1000,), float(n)).untyped_storage(), 0, NBYTES, Ledger()) for n in range(count)]
+    return [Entry(n, torch.full((1000,), float(n)).untyped_storage(), 0, NBYTES, ByteCounters()) for n in range(count)]
 
 
 def host(adversary: AdversaryBackend, mover: Mover) -> HostTier:
@@ -59,7 +58,7 @@ def first_number(storage: torch.UntypedStorage) -> float:
 
 
 def push_out(mover: Mover, tier: HostTier) -> None:
-    mover.put([Entry(99, torch.ones(1000).untyped_storage(), 0, NBYTES, Ledger())], tier, window=0)
+    mover.put([Entry(99, torch.ones(1000).untyped_storage(), 0, NBYTES, ByteCounters())], tier, window=0)
 
 
 def test_an_entry_that_is_named_twice_is_fetched_once() -> None:
@@ -147,7 +146,7 @@ class LateBack(CpuBackend):
 def test_a_piece_that_cannot_be_read_does_not_free_what_the_others_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk_tiers, "PIECE_BYTES", 4096)
+    monkeypatch.setattr(disk, "PIECE_BYTES", 4096)
     backend = LateBack()
     options = {"spill_directory": tmp_path, "allow_memory_filesystem": True, "window": 0}
     with spillway.Session(backend=lambda device: backend, **options) as session:  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spillway.runtime.checksum import checksum
+from spillway.runtime.spill_file import checksum
 
 
 def of(content: bytes) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from spillway.runtime.host_memory import memory_limit, near_cpus
+from spillway.runtime.system import memory_limit, near_cpus
 
 TOTAL = psutil.virtual_memory().total
 

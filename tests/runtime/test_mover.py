@@ -56,7 +56,7 @@ def test_memory_that_was_taken_away_before_it_could_leave_is_left_alone() -> Non
             (leaf * 1).cos()
         assert hidden.untyped_storage().nbytes() == 0
         del saver
-        assert any("taken the memory" in note for note in context.stats().notes)
+        assert any("resized the storage" in note for note in context.stats().notes)
 
 
 @pytest.mark.parametrize("tier", ["host", "disk"])

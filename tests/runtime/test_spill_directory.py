@@ -12,8 +12,7 @@ import pytest
 
 from runtime.disk_support import get, make, needs_proc, put
 from spillway.errors import SpillPathError
-from spillway.runtime.disk import SpillFile
-from spillway.runtime.system_calls import Mount, SystemCalls
+from spillway.runtime.spill_file import Mount, SpillFile, SystemCalls
 
 
 class Mounted(SystemCalls):

@@ -23,7 +23,7 @@ from runtime.disk_support import (
     system_error,
 )
 from spillway.errors import CorruptError, TransferError
-from spillway.runtime.system_calls import ALIGNMENT, SystemCalls
+from spillway.runtime.spill_file import ALIGNMENT, SystemCalls
 
 
 def test_h51_write_error_is_raised_at_once_and_the_old_bytes_do_not_come_back(tmp_path: Path) -> None:

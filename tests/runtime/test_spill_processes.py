@@ -22,8 +22,7 @@ for name in ("spillway", "spillway.runtime"):
     sys.modules[name] = types.ModuleType(name)
     sys.modules[name].__path__ = [os.path.join(source, *name.split("."))]
 from spillway.errors import SessionError, TierFullError
-from spillway.runtime.disk import SpillFile
-from spillway.runtime.system_calls import ALIGNMENT, SystemCalls
+from spillway.runtime.spill_file import SpillFile, ALIGNMENT, SystemCalls
 signal.alarm(120)
 def page(content, nbytes=ALIGNMENT):
     memory = mmap.mmap(-1, nbytes)
@@ -94,7 +93,7 @@ if child == 0:
         assert f"expected its owner, process {{os.getppid()}}" in raises(SessionError, call)
     file.free(extent)
     file.free(extent)  # a finaliser of the parent's that ends here as well: nothing, and no error
-    file.used_bytes, file.reserved_bytes, file.written_bytes
+    file.used_bytes, file.reserved_bytes
     {end}
     sys.exit()  # with all that the interpreter does at its end
 assert os.waitpid(child, 0)[1] == 0

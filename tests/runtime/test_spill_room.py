@@ -24,8 +24,7 @@ from runtime.disk_support import (
     system_error,
 )
 from spillway.errors import SizeError, TierFullError, TransferError
-from spillway.runtime.disk import Extent
-from spillway.runtime.system_calls import ALIGNMENT, SystemCalls
+from spillway.runtime.spill_file import ALIGNMENT, Extent, SystemCalls
 
 
 def test_the_file_is_made_by_the_first_allocate_and_not_before(tmp_path: Path) -> None:

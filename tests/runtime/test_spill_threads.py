@@ -12,8 +12,7 @@ import pytest
 
 from runtime.disk_support import MiB, get, make, opened, page_aligned, put
 from spillway.errors import SessionError
-from spillway.runtime.disk import Extent, SpillFile
-from spillway.runtime.system_calls import ALIGNMENT, SystemCalls
+from spillway.runtime.spill_file import ALIGNMENT, Extent, SpillFile, SystemCalls
 
 
 def test_several_threads_store_and_bring_back_at_once(tmp_path: Path) -> None:

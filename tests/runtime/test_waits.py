@@ -12,7 +12,7 @@ import torch
 from removal import Without, parsed
 from runtime.scenarios import SCENARIOS
 from spillway.errors import SpillwayError
-from spillway.runtime import arena, compute_lanes, departures, disk_tiers, mover, returns, tiers
+from spillway.runtime import arena, disk, mover, queues, tiers
 from spillway.runtime.arena import Arena
 
 WAITS = ("wait", "timed_wait", "synchronize")
@@ -22,7 +22,7 @@ SPINS_WITHOUT = {"self._landed.wait()"}
 
 
 def _waits() -> Iterator[tuple[type, str, int, str]]:
-    for module in (mover, compute_lanes, departures, returns, tiers, disk_tiers, arena):
+    for module in (mover, queues, tiers, disk, arena):
         for cls in vars(module).values():
             if not inspect.isclass(cls) or cls.__module__ != module.__name__:
                 continue
@@ -51,7 +51,7 @@ def test_all_waits_are_found() -> None:
     assert len(CASES) >= 12
     assert {cls.__name__ for cls, *_ in CASES} == {
         "ComputeLanes",
-        "Returns",
+        "PrefetchQueue",
         "HostTier",
         "_DiskTier",
         "StagedDiskTier",

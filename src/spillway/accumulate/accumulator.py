@@ -28,7 +28,7 @@ from spillway.accumulate.gradients import (
 from spillway.accumulate.stepping import Stepper, Totals, WindowStep
 from spillway.accumulate.wrappers import Wrappers
 from spillway.errors import UsageError
-from spillway.runtime.labels import label
+from spillway.runtime.backend import label
 
 Batch = TypeVar("Batch")
 

@@ -11,6 +11,7 @@ from spillway.operators import Planned
 from spillway.planning.plan import BlockPlan, Plan
 from spillway.recomputing import Recompute
 from spillway.records import Decision
+from spillway.regions.proofs import ProofStore
 from spillway.session import Session
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def decisions_of(plan: Plan) -> Hashable:
 def learned_by(blocks: Iterable[BlockCall], session: Session) -> int:
     """How many calls of blocks were recorded or compared, and so cost more than others."""
     modules = [module for block in blocks if (module := block.module()) is not None]
-    found = (session.proofs(weakref.ref(module)).learned.values() for module in modules)
+    found = (session.of(ProofStore).of(weakref.ref(module)).learned.values() for module in modules)
     return sum(each.learned_from for several in found for each in several)
 
 

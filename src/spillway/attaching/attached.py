@@ -27,13 +27,13 @@ from spillway.attaching.validation import (
     refuse_unmatched,
 )
 from spillway.blocks import Blocks, Named, above, find_blocks, walk
+from spillway.capture.groups import Groups
 from spillway.errors import SpillwayError, UsageError, printable
-from spillway.groups import Groups
 from spillway.losses import own_losses
 from spillway.policies import Keep, Offload, Policy
 from spillway.recomputing import Recompute
 from spillway.records import StepStats
-from spillway.runtime.host_memory import local_ranks
+from spillway.runtime.system import local_ranks
 from spillway.session import Session
 from spillway.units import format_bytes, read_budget
 

@@ -24,8 +24,8 @@ from torch.nn.parameter import is_lazy
 
 from spillway.attaching.call import ModuleCall, is_attached
 from spillway.blocks import Named
-from spillway.capture.alone import LeftAlone
-from spillway.capture.location import Locator
+from spillway.capture.decide import Locator
+from spillway.capture.kept import PassthroughBlock
 from spillway.checkpointing.observer import Observer
 from spillway.errors import RecomputeError, UsageError
 from spillway.offloading import keep
@@ -126,7 +126,7 @@ class BlockCall(ModuleCall):
         """Whether there are checkpointed blocks inside."""
         self._session = session
         self._number = _Number()
-        self._alone = LeftAlone()
+        self._alone = PassthroughBlock()
         self._is_lazy = _has_lazy(named.module)
         self._forward = BlockForward(self.module, self.checkpointed)
 

@@ -18,7 +18,7 @@ from spillway.planning.planner import Curve, Lanes, aim_at, make_checkpointing_p
 from spillway.planning.stages import StageProfile, make_stage_plans, simulate_stages
 from spillway.profiling.machine import known_hardware
 from spillway.profiling.meter import Known, known_bytes
-from spillway.runtime.host_memory import local_ranks
+from spillway.runtime.system import local_ranks
 from spillway.session import MIN_BYTES, Session
 from spillway.units import format_bytes, parse_bytes
 

@@ -37,9 +37,9 @@ import torch.fx
 from torch.nn import Module
 
 from spillway.blocks import Named
-from spillway.capture.dynamo import callback
+from spillway.capture.torch_internals import callback
 from spillway.errors import BudgetError, SpillwayError, UnsupportedError, UsageError
-from spillway.grouping import group
+from spillway.offloading import group
 
 PLACE = "_compiled_call_impl"
 

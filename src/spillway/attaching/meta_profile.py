@@ -35,7 +35,7 @@ from spillway.capture.identity import is_parameter
 from spillway.checkpointing.decisions import Selection
 from spillway.checkpointing.recorder import Recorder
 from spillway.errors import UnsupportedError, UsageError
-from spillway.losses.own import own_losses
+from spillway.losses import own_losses
 from spillway.operators import Choices
 from spillway.planning.hardware import Hardware
 from spillway.planning.profile import Profile

@@ -1,21 +1,19 @@
-"""What autograd holds in place of a saved tensor.
+"""Handles: the objects that autograd holds in place of saved tensors.
 
 NOTE [ What autograd owns ]
 
-``pack`` gives autograd a *handle*; ``unpack`` turns it back into the tensor. Nothing else knows the handle: when
-autograd lets go of it (backward has used it, the graph is dropped, an exception unwinds), it dies, and what it stands
-for is given back. So there is no table to clear, no step to end, and any number of graphs may be alive. Unpacking
-changes nothing that a second unpacking would miss.
+``pack`` gives autograd a *handle*, and ``unpack`` turns it back into the tensor. Only autograd holds the handle. When
+autograd releases it (after backward, with the graph, on an exception), it dies, and its bytes are freed. So there is no
+table to clear and no step to end, and any number of graphs may be alive. Unpacking twice gives the same tensor.
 
 A handle must not hold a tensor that has a ``grad_fn``: an output would hold its own node, which holds the handle.
 
 NOTE [ The check that hooks switch off ]
 
-Autograd compares the version of a saved tensor with the version at saving, and refuses to go on if it was changed in
-place. Under hooks it does not. So each handle has a *tracker*: an alias that shares the version counter and no storage
-(``tracker = t.detach(); tracker.data = nothing``), good also when the bytes are away. What is handed to backward is
-made from the tracker, so it counts on the same counter, as autograd's own would: a backward function that writes into
-a saved tensor is noticed by the next one that reads it.
+Autograd raises an error if a saved tensor was changed in place, by its version. Under hooks it does not. So each handle
+has a *tracker*: an alias that shares the version counter and no storage (``tracker = t.detach(); tracker.data =
+nothing``), valid also while the bytes are offloaded. The tensor for backward is made from the tracker and shares the
+counter, as autograd's own does: if a backward function writes into it, the next one that reads it raises.
 """
 
 from __future__ import annotations
@@ -27,34 +25,34 @@ from typing import Any, Protocol
 
 import torch
 
-from spillway.capture.identity import Known, Saved, ViewRecipe
+from spillway.capture.identity import Known, SavedStorage, ViewRecipe
 from spillway.errors import InplaceError
 from spillway.runtime.device import Runtime
 
 
 class Handle(Protocol):
-    """What autograd holds in place of a saved tensor. See NOTE [ What autograd owns ]."""
+    """The object that autograd holds in place of a saved tensor. See NOTE [ What autograd owns ]."""
 
     def unpack(self) -> Any: ...
 
     def is_intact(self) -> bool:
-        """Whether what was saved was not written since, as far as versions tell."""
+        """Whether the tensor was not written since it was saved, according to its version."""
         ...
 
 
 class KeptHandle:
-    """Holds the tensor itself, or an alias without its history."""
+    """A handle of a kept tensor: holds the tensor itself, or an alias without its history."""
 
     __slots__ = ("__weakref__", "_constant", "_version", "alias", "saved")
 
     def __init__(self, tensor: torch.Tensor, saved: Known | None = None) -> None:
-        # A leaf that needs grad has no history and cannot get one. Any other plain tensor is held by an alias: a
-        # constant may still join the graph, by being written in place, and aliases are counted where memory is
-        # released. A subclass is held itself, since an alias of it may lack what only its own code knows of.
+        # A leaf that needs grad has no history and cannot get one. Any other plain tensor is held by an alias: an
+        # in-place write may still make a constant part of the graph, and `release` counts aliases. A subclass is held
+        # itself, since an alias may lack attributes that only its own code knows.
         stays_a_leaf = tensor.is_leaf and (tensor.requires_grad or type(tensor) is not torch.Tensor)
         self.alias = tensor if stays_a_leaf else tensor.detach()
         self._constant = None
-        """A weak reference to a constant: as long as its object lives, autograd gives that one back, and so do we."""
+        """A weak reference to a constant: while the object lives, autograd gives it back, and so does the handle."""
         if not stays_a_leaf:
             carry_attributes(tensor, self.alias)
             if tensor.is_leaf:
@@ -73,16 +71,16 @@ class KeptHandle:
 
 
 class AwayHandle:
-    """Stands for a tensor whose storage is an entry of the mover. It owns one of the entry's handles."""
+    """A handle of an offloaded tensor, whose storage is an entry of the mover."""
 
-    __slots__ = ("_laps", "_mover", "_recipe", "_round", "_tracker", "_version", "saved")
+    __slots__ = ("_recipe", "_round", "_tracker", "_traversals", "_version", "mover", "saved")
 
-    def __init__(self, tensor: torch.Tensor, saved: Saved, recipe: ViewRecipe, runtime: Runtime) -> None:
-        # What the finaliser reads comes first: it runs also if what follows raises.
+    def __init__(self, tensor: torch.Tensor, saved: SavedStorage, recipe: ViewRecipe, runtime: Runtime) -> None:
+        # First the attributes that the finaliser reads: it runs also if the rest raises.
         self._round = -1
         self.saved = saved
-        self._laps = 0
-        self._mover = runtime.mover
+        self._traversals = 0
+        self.mover = runtime.mover
         self._version = tensor._version
         self._recipe = recipe
         self._tracker = tensor.detach()
@@ -93,7 +91,7 @@ class AwayHandle:
         if self._tracker._version != self._version:
             check_version(self._tracker, self._version, self._recipe)
         if torch.is_inference_mode_enabled():
-            # What is made inside has no version counter, and could not share the user's.
+            # A tensor made inside has no version counter, and could not share the user's.
             with torch.inference_mode(mode=False):
                 return self.unpack()
         if torch._C._len_torch_dispatch_stack() > 0:
@@ -103,14 +101,14 @@ class AwayHandle:
 
     def _fetch(self) -> torch.Tensor:
         saved = self.saved
-        course = saved.course
-        if course is not None:
-            # Whether it was caught before it left is a hint to the order: reading it without the lock does no harm.
-            course.ask(saved.place, self._laps, caught=saved.round == 0 and saved.has_not_left())
-            self._laps += 1
-        storage, made, low, self._round = self._mover.take(saved, self._round, course)
+        order = saved.order
+        if order is not None:
+            # Read without the lock: whether it was caught before it left is a hint.
+            order.ask(saved.place, self._traversals, caught=saved.round == 0 and saved.has_not_left())
+            self._traversals += 1
+        storage, made, low, self._round = self.mover.take(saved, self._round, order)
         tensor = self._tracker.detach()
-        # A handle that has the entry's form takes the tensor as it came; any other makes its view of the storage.
+        # A handle of the entry's form takes the tensor as it came. Any other makes its own view of the storage.
         tensor.data = made if made is not None and self._recipe is saved.form else self._recipe.rebuild(storage, low)
         carry_attributes(self._tracker, tensor)
         return tensor
@@ -120,15 +118,15 @@ class AwayHandle:
 
     def __del__(self) -> None:
         if torch._C._len_torch_dispatch_stack() > 0:
-            # What is given back here is no operator of whoever's mode is in force.
+            # Releasing is no operator: an active dispatch mode must not see it.
             with torch._C._DisableTorchDispatch():
-                self._mover.forget(self.saved, self._round)
+                self.mover.forget(self.saved, self._round)
         else:
-            self._mover.forget(self.saved, self._round)
+            self.mover.forget(self.saved, self._round)
 
 
 class ObjectHandle:
-    """Holds a part of a wrapper subclass that is no tensor (a device mesh), or that must be the very object."""
+    """A handle of a part of a wrapper subclass that is no tensor (a device mesh), or that must be the very object."""
 
     __slots__ = ("_part",)
 
@@ -143,13 +141,13 @@ class ObjectHandle:
 
 
 class PartsHandle:
-    """Stands for a wrapper subclass, by the handles of what it is made of."""
+    """A handle of a wrapper subclass: the handles of its parts."""
 
     __slots__ = ("_context", "_owner", "_parts", "_size", "_stride", "_type", "_version")
 
     def __init__(self, tensor: torch.Tensor, parts: dict[str, Handle], context: Any) -> None:
-        # No alias of a wrapper shares its counter and not its parts. Its owner is looked at while it lives; a view of
-        # it keeps it alive.
+        # An alias that shares a wrapper's counter shares its parts too. So the owner is checked while it lives; its
+        # views keep it alive.
         base = tensor._base
         self._owner = weakref.ref(tensor if base is None else base)
         self._version = tensor._version
@@ -173,16 +171,16 @@ class PartsHandle:
 
 
 unpack: Callable[[Handle], torch.Tensor] = operator.methodcaller("unpack")
-"""The hook: what autograd gets for what it holds."""
+"""The unpack hook."""
 
 
 def pack_kept(tensor: torch.Tensor) -> KeptHandle:
-    """A hook that keeps everything."""
+    """A pack hook that keeps every tensor."""
     return KeptHandle(tensor)
 
 
 class Likeness(Protocol):
-    """What an error says of a tensor."""
+    """The properties that an error reports of a tensor."""
 
     @property
     def size(self) -> Sequence[int]: ...
@@ -195,7 +193,7 @@ class Likeness(Protocol):
 
 
 def carry_attributes(tensor: torch.Tensor, other: torch.Tensor) -> None:
-    """Give another tensor the attributes that Python code has set on this one."""
+    """Copy the attributes that Python code has set on a tensor to another one."""
     if tensor.__dict__:
         other.__dict__.update(tensor.__dict__)
 
@@ -205,7 +203,7 @@ def check_version(tracker: torch.Tensor, version: int, like: Likeness | torch.Te
     if tracker._version != version:
         size: Any = like.size
         if isinstance(like, torch.Tensor):
-            # A nested tensor has no one shape.
+            # A nested tensor has no single shape.
             size = (
                 like._nested_tensor_size().tolist() if like.is_nested and like.layout is torch.strided else like.shape
             )

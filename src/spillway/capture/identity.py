@@ -1,59 +1,58 @@
-"""Which bytes a saved tensor is made of, and who has saved them before.
+"""The registry of saved bytes: which bytes a tensor is made of, and whether they were saved before.
 
 NOTE [ One storage, many tensors ]
 
-A tenth to a quarter of what autograd saves is saved more than once: ``x`` by three projections, ``qkv`` by the chunks
-of it. The unit that moves is the storage, so an alias of bytes that are known already gets a handle of the same entry.
+A tenth to a quarter of saved tensors are saved more than once: ``x`` by three projections, ``qkv`` by its chunks. The
+unit of offloading is the storage, so an alias of registered bytes gets a handle of the same entry.
 
-An address does not name a storage, because the allocator hands it out again as soon as it is free; a weak reference to
-the storage does. And a storage does not name a content: it may have been written since. Two cases:
+An address does not identify a storage: the allocator reuses it as soon as it is free. A weak reference to the storage
+does. A storage does not identify a content: it may have been written since. Two cases:
 
-* The copy out has not been taken yet. Then it will hold what all aliases see, as autograd itself would: share it.
-* It has. Then the alias must be known to see the same content: the same version *of the same counter*. Views share the
-  counter of their base, so base and version say it. A ``.data`` alias has a counter of its own, whose numbers mean
-  nothing to the other's: it gets an entry, and a copy, of its own. So does a ``detach()``, which shares the counter but
-  does not show it: right, only not free.
+* The copy out has not been taken. It will hold what all aliases see, as autograd itself would: share it.
+* It has been taken. The alias must be known to see the same content: the same version *of the same counter*. Views
+share
+  the counter of their base, so base and version show it. A ``.data`` alias has its own counter, and gets its own entry
+  and copy. So does a ``detach()``, which shares the counter without showing it: correct, only not free.
 
 NOTE [ What a view reaches ]
 
-Of a storage, only what the tensor reaches has to move. A broadcast tensor reaches one element of each row that it
-repeats; a row of a data set, that row. Where the tensor reaches half of the storage or more (the chunks of ``qkv`` do),
-all of it moves, so that the other half need not be moved apart. What moves starts at a multiple of ``ALIGNMENT``, as
-the allocator's own storages do, because kernels choose their code by the alignment of their operands, and their last
-bits with it. For the same reason a storage at an odd address (memory that came from elsewhere) is kept.
+Only the bytes that a tensor reaches are offloaded: one element per repeated row of a broadcast tensor, one row of a
+data set. If the tensor reaches half of the storage or more (as chunks of ``qkv`` do), the whole storage is, so that the
+other half needs no second copy. Offloaded bytes start at a multiple of ``ALIGNMENT``, as the allocator's storages do:
+kernels choose their code, and so their last bits, by the alignment of their operands. A storage at another address is
+kept.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from spillway.capture.order import Course
+from spillway.capture.order import AccessOrder
 from spillway.runtime.bytes import over
-from spillway.runtime.entry import Entry
-from spillway.runtime.ledger import Ledger
+from spillway.runtime.entry import ByteCounters, Entry
 
 ALIGNMENT = 512
 """The coarsest alignment that an allocator of torch gives (the CUDA caching allocator's)."""
 
-
 _FIRST_SWEEP = 4096
+Mark = TypeVar("Mark")
 
 # Named tensors are gone from the newest torch.
 _HAS_NAMES = hasattr(torch.Tensor, "has_names")
 
 
-class Saved(Entry):
+class SavedStorage(Entry):
     """Bytes that autograd saved: alive as long as one of the handles that share them.
 
-    The runtime's entry and what capture knows of it are one object, since there is one for every saved tensor.
+    It is the runtime's entry with more fields: one object, since there is one for every saved tensor.
     """
 
-    __slots__ = ("counter", "course", "in_tail", "origin", "place", "reference", "version")
+    __slots__ = ("counter", "order", "origin", "place", "reference", "version")
 
     def __init__(
         self,
@@ -62,7 +61,7 @@ class Saved(Entry):
         start: int,
         nbytes: int,
         number: int,
-        ledger: Ledger,
+        ledger: ByteCounters,
     ) -> None:
         Entry.__init__(self, number, storage, start, nbytes, ledger)
         self.origin = self.alive
@@ -70,14 +69,12 @@ class Saved(Entry):
         self.version = tensor._version
         self.counter = weakref.ref(version_owner(tensor))
         self.reference = weakref.ref(self)
-        self.course: Course | None = None
+        self.order: AccessOrder | None = None
         self.place = 0
-        """Its place in the course."""
-        self.in_tail = False
-        """Whether backward will ask for it before it could have left."""
+        """Its place in the order."""
 
     def is_content_of(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor is known to see what this was made from. See NOTE [ One storage, many tensors ]."""
+        """Whether the tensor is known to see the same content. See NOTE [ One storage, many tensors ]."""
         return tensor._version == self.version and self.counter() is version_owner(tensor)
 
     def reaches(self, start: int, nbytes: int) -> bool:
@@ -85,13 +82,13 @@ class Saved(Entry):
         return self.start <= start and start + nbytes <= self.start + self.nbytes
 
 
-class Staying:
-    """Bytes that autograd saved, and of which it was decided that they stay. The runtime never hears of them."""
+class KeptStorage:
+    """Saved bytes that are kept. The runtime does not know them."""
 
     __slots__ = ("__weakref__", "nbytes", "origin", "reference", "start")
 
     handles = 1
-    """They are known for as long as anybody has this."""
+    """They are registered while this object lives."""
 
     def __init__(self, storage: torch.UntypedStorage, start: int, nbytes: int) -> None:
         self.origin: Callable[[], torch.UntypedStorage | None] = weakref.ref(storage)
@@ -104,19 +101,19 @@ class Staying:
         return self.start <= start and start + nbytes <= self.start + self.nbytes
 
 
-Known = Saved | Staying
+Known = SavedStorage | KeptStorage
 
 
 class Identity:
-    """Finds the bytes that are known already. One per session."""
+    """The registry of saved bytes. One per session."""
 
     def __init__(self) -> None:
         # A plain dictionary of weak references, swept now and then, costs a third of a WeakValueDictionary.
-        self._known: dict[int, tuple[weakref.ref[Saved] | weakref.ref[Staying], ...]] = {}
+        self._known: dict[int, tuple[weakref.ref[SavedStorage] | weakref.ref[KeptStorage], ...]] = {}
         self._sweep_at = _FIRST_SWEEP
 
     def find(self, storage: torch.UntypedStorage, start: int, nbytes: int) -> Known | None:
-        """What is known of these bytes, if all of them are. The latest counts."""
+        """The latest record that covers all of these bytes."""
         for reference in self._known.get(storage._cdata, ()):
             saved = reference()
             if saved is not None and saved.origin() is storage and saved.reaches(start, nbytes):
@@ -125,7 +122,7 @@ class Identity:
 
     def add(self, storage: torch.UntypedStorage, saved: Known) -> None:
         key = storage._cdata
-        # Other parts of the same storage stay known.
+        # Other parts of the same storage stay registered.
         others = [
             reference
             for reference in self._known.get(key, ())
@@ -142,25 +139,26 @@ class Identity:
         return sum(_any_alive(parts) for parts in list(self._known.values()))
 
 
-def _any_alive(parts: tuple[weakref.ref[Saved] | weakref.ref[Staying], ...]) -> bool:
+def _any_alive(parts: tuple[weakref.ref[SavedStorage] | weakref.ref[KeptStorage], ...]) -> bool:
     return any((saved := reference()) is not None and saved.handles > 0 for reference in parts)
 
 
-class Marks:
-    """Storages that the user said something of, for as long as they live."""
+class StorageMarks(Generic[Mark]):
+    """Marked storages, while they live."""
 
     def __init__(self) -> None:
-        self._marks: weakref.WeakKeyDictionary[torch.UntypedStorage, bool] = weakref.WeakKeyDictionary()
+        self._marks: weakref.WeakKeyDictionary[torch.UntypedStorage, Mark] = weakref.WeakKeyDictionary()
         self.any = False
-        """Whether anything was ever said."""
+        """Whether a storage was ever marked."""
 
-    def set(self, tensor: torch.Tensor, *, offload: bool) -> None:
+    def set(self, tensor: torch.Tensor, mark: Mark) -> None:
+        """Mark the tensor's storage, or those of a wrapper's parts."""
         self.any = True
         for part in storage_parts(tensor):
-            self._marks[part.untyped_storage()] = offload
+            self._marks[part.untyped_storage()] = mark
 
-    def get(self, storage: torch.UntypedStorage) -> bool | None:
-        """True: offload it; False: keep it; ``None``: nobody said."""
+    def get(self, storage: torch.UntypedStorage) -> Mark | None:
+        """The storage's mark, if it has one."""
         return self._marks.get(storage) if self.any else None
 
 
@@ -192,12 +190,12 @@ def storage_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
-    """Whether it is made of other tensors, and says which (``__tensor_flatten__``)."""
+    """Whether it is made of other tensors, and names them (``__tensor_flatten__``)."""
     return type(tensor) is not torch.Tensor and bool(is_traceable_wrapper_subclass(tensor))
 
 
 def flatten(tensor: torch.Tensor) -> tuple[list[str], Any]:
-    """The names of a wrapper's parts, and what else it takes to rebuild it."""
+    """The names of a wrapper's parts, and the context to rebuild it with."""
     names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
     return names, context
 
@@ -227,7 +225,7 @@ def why_unmovable(tensor: torch.Tensor) -> str | None:
 
 
 def reach(tensor: torch.Tensor, storage_nbytes: int) -> tuple[int, int]:
-    """The bytes that move for a tensor: the first, and how many. See NOTE [ What a view reaches ]."""
+    """The bytes to offload for a tensor: the first, and how many. See NOTE [ What a view reaches ]."""
     if tensor.nbytes == storage_nbytes and tensor.is_contiguous():
         return 0, storage_nbytes
     itemsize = tensor.itemsize
@@ -241,7 +239,7 @@ def reach(tensor: torch.Tensor, storage_nbytes: int) -> tuple[int, int]:
 
 
 class ViewRecipe(NamedTuple):
-    """What turns a storage back into the saved tensor."""
+    """The recipe of a view: turns a storage back into the saved tensor."""
 
     dtype: torch.dtype
     device: torch.device
@@ -291,6 +289,6 @@ class ViewRecipe(NamedTuple):
         return tensor
 
 
-# Like tensors have one recipe: of many small objects, Python's collector would have to look at each.
+# Equal recipes are one object, to give the garbage collector fewer of them.
 _recipes: dict[ViewRecipe, ViewRecipe] = {}
 _MOST_RECIPES = 4096

@@ -1,68 +1,235 @@
-"""The order in which backward asks for what forward saved, learned from use.
+"""The order in which backward asks for saved tensors, learned from use, so that they can be prefetched.
 
-A *course* is the list of entries of one pass, in packing order, and the orders in which they were asked for: one for
-each *lap*, since a backward may run over a graph again, or in two halves, and each may go its own way. The first pass
-knows nothing, and guesses: backward asks in reverse. A later pass over code of the same signature (the tag, and shape
-and dtype of the first tensor saved) knows the orders of the one before. Whose backward comes next, where several passes
-are alive, is in ``succession.py``.
+NOTE [ Learned order ]
 
-What of a pass's tail had not left when it was asked for is not sent the next time. But it would have left if another
-pass had come between its forward and its backward. So a tail is that of a pass with the same turn: of a pipeline's
-micro-batches it may be the last alone that has one.
+An *access order* lists the entries of one pass in packing order, and the orders in which backward asked for them: one
+for each *traversal*. A backward may run over a graph again, or in two halves, and each may differ. The first pass knows
+nothing and predicts reverse packing order. A later pass of the same signature (the tag, and shape and dtype of the
+first saved tensor) predicts the orders of the one before.
 
-A forward counts what it saves, and its backward shows the order. As long as no pass of a signature has had a backward,
-the last one counts whose backward can still come (gradients may be accumulated). One whose graph was dropped before
-backward asked for anything was an evaluation, say, and is forgotten: the training that comes after it is not like it.
+The tail of a pass is what had not left when backward asked for it. The next pass does not offload its tail. But if
+another pass had come between forward and backward, the tail would have left. So a tail is learned per turn: in a
+pipeline, perhaps only the last micro-batch has one.
 
-All of this is a hint. A wrong guess fetches something too early; what is asked for is fetched all the same.
+A pass is learned from when backward has asked for it. Until a pass of a signature has had a backward, the last one
+whose backward can still come is used (gradients may be accumulated). A pass whose graph was dropped before backward
+asked was an evaluation, say, and is forgotten.
+
+NOTE [ The next pass ]
+
+With micro-batches in a pipeline, or forwards first and backwards after, a pass waits while others begin and end. When
+backward has gone through one pass it asks for another's tensors, and the ``back`` lane is idle until it does. Schedules
+repeat. So passes are told apart by tag and traversal, and those alike by their age among the waiting ones. The pass
+that followed on the last few the last time is predicted again. A second traversal of a pass (the other half of a split
+backward, say) waits like the first.
+
+NOTE [ Where offloading gains nothing ]
+
+A context without options is disabled, hooks and all, where a pass saves less than a :data:`SHARE` of the device's
+memory and many times as much is free. Free memory is checked again before each pass, in one driver call. If it shrinks,
+the next pass is offloaded and judged again.
+
+All of this is a hint. A wrong prediction prefetches a tensor too early. Every tensor that backward asks for is fetched.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
+import weakref
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from spillway.capture.gain import Gain, Verdict
-from spillway.capture.succession import Succession
-from spillway.groups import PastGroup
+from spillway.runtime.backend import Backend
 from spillway.runtime.entry import Entry
+from spillway.units import format_bytes
 
 Signature = Hashable
 
-_REMEMBERED = 64
-_TURNS = 1024
-"""Turns of all signatures that are remembered."""
-_MOST_LAPS = 8
+SHARE = 64
+"""Less than one in so many bytes of the device is little."""
+_ROOM = 8  # So many times as much has to be free.
+_SIGNATURES = 64  # Remembered by a Memory.
+_TURNS = 1024  # Remembered by a Memory, of all signatures.
+_MOST_TRAVERSALS = 8
+_PAST = 512  # Beginnings of traversals that a predictor remembers.
+_LONGEST = 6
+_FIRST_SWEEP = 64
 
 
-class Lap:
-    """One time through a course.
+class PastGroup(NamedTuple):
+    """One group of a pass that has ended."""
+
+    name: str
+    nbytes: int
+    """Bytes that were saved in it and could be offloaded."""
+
+
+class Benefit(NamedTuple):
+    """Whether offloading a pass gains memory that matters."""
+
+    why_none: str | None = None
+    """Why it gains nothing, if so."""
+    least_free: tuple[tuple[Backend, int], ...] = ()
+    """Free bytes of each device below which this no longer holds."""
+
+    def is_none(self) -> bool:
+        """Whether it still gains nothing."""
+        if self.why_none is None:
+            return False
+        free = [(backend.memory_info(), least) for backend, least in self.least_free]
+        return all(info is not None and info[0] >= least for info, least in free)
+
+
+def offload_benefit(saved_bytes: int, backends: Iterable[Backend]) -> Benefit:
+    """The benefit of offloading a pass that saved so many bytes on these devices."""
+    least_free = []
+    for backend in backends:
+        info = backend.memory_info()
+        if info is None or saved_bytes * SHARE >= info[1] or saved_bytes * _ROOM > info[0]:
+            return Benefit()
+        least_free.append((backend, info[0] - info[1] // SHARE))
+    if not least_free:
+        return Benefit()
+    return Benefit(
+        f"stood aside: a pass saves {format_bytes(saved_bytes)}, less than a {SHARE}th of the device's memory, and "
+        f"there is room; say ratio=1.0 to offload all the same",
+        tuple(least_free),
+    )
+
+
+class _Waiter(Protocol):
+    """A pass that waits for its backward."""
+
+    @property
+    def tag(self) -> str | None: ...
+
+    def is_alive(self) -> bool:
+        """Whether backward may still ask for any of it."""
+        ...
+
+
+_Pass = TypeVar("_Pass", bound=_Waiter)
+_Key = tuple[str | None, int, int]
+"""Tag, traversal, and age among those alike that wait."""
+
+
+class NextPassPredictor(Generic[_Pass]):
+    """The passes on one device that wait for their backward, and which followed which. See NOTE [ The next pass ]."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: dict[int, list[weakref.ref[_Pass]]] = {}
+        self._past: deque[_Key] = deque(maxlen=_PAST)
+        self._sweep_at = _FIRST_SWEEP
+        self._turn = 0
+        self._next: _Key | None = None
+        self._found: weakref.ref[_Pass] | None = None
+        """The pass of that key."""
+        self._looked = False
+        """Whether it was looked for since the waiting passes changed."""
+
+    def turn(self) -> int:
+        """The turn of a pass that begins now: how many have ended since no pass waited."""
+        with self._lock:
+            if next(self._alike(0), None) is None:
+                self._turn = 0
+            return self._turn
+
+    def add(self, waiter: _Pass, traversal: int = 0) -> None:
+        """A pass waits for a traversal: after its end, or after the start of the one before."""
+        with self._lock:
+            if not traversal:
+                # Capped, since a pass may wait for ever.
+                self._turn = min(self._turn + 1, _PAST)
+            waiting = self._waiting.setdefault(traversal, [])
+            waiting.append(weakref.ref(waiter))
+            if len(waiting) >= self._sweep_at:
+                waiting[:] = [weakref.ref(each) for each in self._alike(traversal)]
+                self._sweep_at = max(_FIRST_SWEEP, 2 * len(waiting))
+            self._looked = False
+
+    def begin(self, waiter: _Pass, traversal: int) -> None:
+        """Backward starts a traversal of a pass."""
+        with self._lock:
+            waiting, age = self._waiting.get(traversal, []), 0
+            for place, reference in enumerate(waiting):
+                each = reference()
+                if each is waiter:
+                    del waiting[place]
+                    break
+                age += each is not None and each.tag == waiter.tag and each.is_alive()
+            self._past.append((waiter.tag, traversal, age))
+            self._next = self._expected()
+        self.add(waiter, traversal + 1)
+
+    def after(self, waiter: _Pass, traversal: int) -> tuple[_Pass, int] | None:
+        """The pass and traversal expected to begin next, if this one was the last that began."""
+        if self._looked and self._found is None:
+            return None
+        with self._lock:
+            if self._next is None or self._past[-1][:2] != (waiter.tag, traversal):
+                return None
+            if not self._looked:
+                # Once, since this is called for every tensor.
+                self._found, self._looked = self._find(*self._next), True
+            following = None if self._found is None else self._found()
+            return None if following is None else (following, self._next[1])
+
+    def _find(self, tag: str | None, traversal: int, age: int) -> weakref.ref[_Pass] | None:
+        alike = (each for each in self._alike(traversal) if each.tag == tag)
+        found = next(itertools.islice(alike, age, None), None)
+        return None if found is None else weakref.ref(found)
+
+    def _alike(self, traversal: int) -> Iterator[_Pass]:
+        """The passes that wait for a traversal."""
+        waiting = (reference() for reference in self._waiting.get(traversal, ()))
+        return (each for each in waiting if each is not None and each.is_alive())
+
+    def _expected(self) -> _Key | None:
+        """The key that followed on the longest matching past."""
+        past = list(self._past)
+        longest, expected = 0, None
+        for last in range(len(past) - 2, -1, -1):
+            length = 0
+            while length <= min(last, _LONGEST - 1) and past[last - length] == past[-1 - length]:
+                length += 1
+            if length > longest:
+                longest, expected = length, past[last + 1]
+            if longest == _LONGEST:
+                break
+        return expected
+
+
+class Traversal:
+    """One traversal of a pass by a backward.
 
     Args:
-        expected: the places in the order in which they will be asked for, as far as that is known.
+        expected: the predicted order of places, if there is one.
     """
 
     def __init__(self, expected: Sequence[int]) -> None:
         self.asked: dict[int, None] = {}
-        """The places that were asked for, in order."""
+        """Places that backward asked for, in order."""
         self.fetched = 0
-        """How many of the sequence need not be named again."""
+        """How many of the sequence are fetched or asked for."""
         self._expected = expected
         self._sequence: Sequence[int] | None = None
         self._place: dict[int, int] = {}
 
     def ask(self, place: int, count: int) -> None:
-        """The entry at ``place``, of so many, is asked for."""
+        """Backward asks for the entry at ``place``, of ``count``."""
         if place not in self.asked:
             self.asked[place] = None
         self.sequence(count)
         position = self._place.get(place)
-        # Another thread predicted for fewer entries just now, or there is none. All this is a hint.
+        # Missing if another thread predicted for fewer entries just now.
         if position is not None and position >= self.fetched:
             self.fetched = position + 1
 
     def sequence(self, count: int) -> Sequence[int]:
-        """The places in the order that is expected."""
+        """The places in the predicted order."""
         sequence = self._sequence
         if sequence is None or len(sequence) != count:
             expected = self._expected
@@ -72,135 +239,136 @@ class Lap:
         return sequence
 
     def learned(self, count: int) -> list[int]:
-        """The places in the order in which they were asked for; those that nobody asked for come last."""
-        # One look at it: another thread's backward may be adding to it.
+        """The places in the order of asking, then the rest."""
+        # Copied: another thread's backward may add to it.
         asked = list(self.asked)
         done = set(asked)
         return [*asked, *(place for place in reversed(range(count)) if place not in done)]
 
 
-class Course:
-    """One pass: what was saved, and the orders in which it was asked for.
+class AccessOrder:
+    """The entries of one pass on one device, and the orders of asking. See NOTE [ Learned order ].
 
     Args:
-        previous: the last finished pass of the same signature.
-        alike: the last one that had the same turn as well.
+        previous: that of the last finished pass of the same signature.
+        alike: that of the last one that had the same turn as well.
         window: bytes that may be LEAVING at once.
-        on_backward: called when backward asks for the first of them.
-        succession: whose backward comes next.
+        on_backward: called when backward asks for the first entry.
+        predictor: predicts whose backward comes next.
         tag: of the pass.
     """
 
     def __init__(
         self,
-        previous: Course | None = None,
-        alike: Course | None = None,
+        previous: AccessOrder | None = None,
+        alike: AccessOrder | None = None,
         window: int = 0,
         on_backward: Callable[[], object] | None = None,
-        succession: Succession[Course] | None = None,
+        predictor: NextPassPredictor[AccessOrder] | None = None,
         tag: str | None = None,
     ) -> None:
         self.tag = tag
         self._window = window
         self._on_backward = on_backward
-        self._succession = succession
+        self._predictor = predictor
         self._sizes: list[int] = []
         self._entries: list[Callable[[], Entry | None]] = []
         self._caught: set[int] = set()
-        self._laps: list[Lap] = []
+        self._traversals: list[Traversal] = []
         self._begun = 0
-        """How many laps have begun; of many, only the last ones are told apart."""
+        """How many traversals have begun; of many, only the last ones are told apart."""
         self._here = 0
-        self._next: tuple[int, Lap] | None = None
-        """A lap that has not begun, and what of it was fetched ahead, with its number."""
+        self._next: tuple[int, Traversal] | None = None
+        """A traversal that has not begun, with its number: it knows what was prefetched of it."""
         self._expected = previous.sequences() if previous is not None else []
         self._tail = alike.tail_to_come() if alike is not None else frozenset()
         self.total_bytes = 0
         """Distinct bytes saved, once the pass has ended."""
         self.groups: list[PastGroup] = []
         """Its groups, once the pass has ended."""
-        self.verdict: Verdict | None = None
-        """What was to be gained from it, once the pass has ended, if that was a question."""
+        self.benefit: Benefit | None = None
+        """Of offloading it, once the pass has ended, if that matters."""
 
     def add(self, reference: Callable[[], Entry | None], nbytes: int) -> int:
-        """The next entry saved, weakly referred to, takes the next place in packing order, which this gives."""
+        """Add an entry, weakly referenced, and give its place in packing order."""
         self._entries.append(reference)
         self._sizes.append(nbytes)
         return len(self._entries) - 1
 
     @property
     def was_asked(self) -> bool:
-        """Whether backward has asked for any of them."""
+        """Whether backward has asked for an entry."""
         return self._begun > 0
 
     @property
     def was_dropped(self) -> bool:
-        """Whether nobody has asked for any of them, or ever will: their graph is gone."""
-        return not self._laps and not self.is_empty and not self.is_alive()
+        """Whether the graph is gone before backward asked for an entry."""
+        return not self._traversals and not self.is_empty and not self.is_alive()
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to ask for."""
+        """Whether it has no entry."""
         return not self._entries
 
     def in_tail(self, place: int) -> bool:
-        """Whether backward will ask for the entry there before it could have left."""
+        """Whether backward is expected to ask for the entry before it could have left."""
         return place in self._tail
 
-    def ask(self, place: int, lap: int, *, caught: bool) -> None:
+    def ask(self, place: int, traversal: int, *, caught: bool) -> None:
         """Backward asks for the entry at ``place``.
 
         Args:
             place: of the entry.
-            lap: how often the same handle has asked before.
+            traversal: how often the same handle has asked before.
             caught: whether the entry has not left yet.
         """
         if self._on_backward is not None:
-            # Let go of first: a course is remembered, and whoever is called need not be.
+            # Released first: an order is remembered, and the callback need not be.
             begin, self._on_backward = self._on_backward, None
             begin()
-        number = lap if lap < _MOST_LAPS else _MOST_LAPS - 1
-        if lap >= self._begun:
+        number = traversal if traversal < _MOST_TRAVERSALS else _MOST_TRAVERSALS - 1
+        if traversal >= self._begun:
             self._begin(number)
-            self._begun = lap + 1
+            self._begun = traversal + 1
         self._here = number
-        if caught and lap == 0:
+        if caught and traversal == 0:
             self._caught.add(place)
-        self._laps[number].ask(place, len(self._entries))
+        self._traversals[number].ask(place, len(self._entries))
 
     def upcoming(self) -> Iterator[Entry | None]:
-        """The entries that are expected to be asked for next, and that were not :meth:`fetched`, of this pass first."""
-        yield from self._rest(self._lap(self._here))
+        """The entries expected next and not :meth:`fetched`: of this pass, then of the predicted one."""
+        yield from self._rest(self._traversal(self._here))
         following = self._following()
         if following is not None:
-            course, lap = following
-            yield from course._rest(lap)
+            order, traversal = following
+            yield from order._rest(traversal)
 
     def fetched(self, count: int) -> None:
-        """So many of the upcoming ones need not be named again."""
-        lap = self._laps[self._here]
-        here = min(count, len(self._entries) - lap.fetched)
-        lap.fetched += here
+        """The first ``count`` upcoming entries need not be named again."""
+        traversal = self._traversals[self._here]
+        here = min(count, len(self._entries) - traversal.fetched)
+        traversal.fetched += here
         if count > here and (following := self._following()) is not None:
-            # Until that lap begins: then what had not left by now is looked at again.
+            # Until that traversal begins: entries that had not left by now are looked at again.
             following[1].fetched += count - here
 
     def sequences(self) -> list[list[int]]:
-        """For each lap, places in the order of asking."""
-        if not self._laps and self._expected and len(self._expected[0]) == len(self._entries):
-            # Nobody asked, in an evaluation say: what was learned before still stands.
+        """The places in the order of asking, for each traversal."""
+        if not self._traversals and self._expected and len(self._expected[0]) == len(self._entries):
+            # Backward did not ask, in an evaluation say: the earlier orders are still the best.
             return self._expected
-        return [lap.learned(len(self._entries)) for lap in list(self._laps)] or [Lap(()).learned(len(self._entries))]
+        count = len(self._entries)
+        return [traversal.learned(count) for traversal in list(self._traversals)] or [Traversal(()).learned(count)]
 
     def tail_to_come(self) -> frozenset[int]:
         """The tail for the next pass.
 
-        It is learned once: with the tail held back, what comes before it is in the window when backward begins, and
-        would be taken for the tail in its turn. Only a pass of another length is looked at anew.
+        It is learned once. With the tail held back, the entries before it are in flight when backward begins, and would
+        be taken for the tail in their turn. A pass of another length is learned again.
         """
-        if self._expected and len(self._expected[0]) == len(self._entries) and (self._tail or not self._laps):
+        if self._expected and len(self._expected[0]) == len(self._entries) and (self._tail or not self._traversals):
             return self._tail
-        # What is held back takes room in the window: of more than fits, the first would be sent after all, and late.
+        # Held entries count towards the in-flight limit: of more than fit, the first would leave after all, and late.
         tail: set[int] = set()
         nbytes = 0
         for place in sorted(self._caught, reverse=True):
@@ -211,55 +379,56 @@ class Course:
         return frozenset(tail)
 
     def is_alive(self) -> bool:
-        """Whether anything of it may still be asked for."""
+        """Whether backward may still ask for an entry."""
         return any((entry := reference()) is not None and entry.handles > 0 for reference in self._entries)
 
-    def _begin(self, lap: int) -> None:
-        """A lap begins."""
-        if lap < len(self._laps):
-            # Whoever goes on and on over a graph that is retained leaves no more behind than a few laps.
-            self._laps[lap] = Lap(self._expected_in(lap))
-        while len(self._laps) <= lap:
-            self._laps.append(Lap(self._expected_in(len(self._laps))))
-        if self._succession is not None:
-            self._succession.begin(self, lap)
+    def _begin(self, traversal: int) -> None:
+        """A traversal begins."""
+        if traversal < len(self._traversals):
+            # Endless backwards over a retained graph keep only a few traversals.
+            self._traversals[traversal] = Traversal(self._expected_in(traversal))
+        while len(self._traversals) <= traversal:
+            self._traversals.append(Traversal(self._expected_in(len(self._traversals))))
+        if self._predictor is not None:
+            self._predictor.begin(self, traversal)
 
-    def _expected_in(self, lap: int) -> Sequence[int]:
-        return self._expected[min(lap, len(self._expected) - 1)] if self._expected else ()
+    def _expected_in(self, traversal: int) -> Sequence[int]:
+        return self._expected[min(traversal, len(self._expected) - 1)] if self._expected else ()
 
-    def _lap(self, number: int) -> Lap:
-        """The lap of this number, also if it has not begun."""
-        if number < len(self._laps):
-            return self._laps[number]
+    def _traversal(self, number: int) -> Traversal:
+        """The traversal of this number, also if it has not begun."""
+        if number < len(self._traversals):
+            return self._traversals[number]
         following = self._next
         if following is None or following[0] != number:
-            following = self._next = number, Lap(self._expected_in(number))
+            following = self._next = number, Traversal(self._expected_in(number))
         return following[1]
 
-    def _following(self) -> tuple[Course, Lap] | None:
-        """The pass whose backward is expected next, and its lap."""
-        following = None if self._succession is None else self._succession.after(self, self._here)
-        return None if following is None else (following[0], following[0]._lap(following[1]))
+    def _following(self) -> tuple[AccessOrder, Traversal] | None:
+        """The pass whose backward is predicted next, and its traversal."""
+        following = None if self._predictor is None else self._predictor.after(self, self._here)
+        return None if following is None else (following[0], following[0]._traversal(following[1]))
 
-    def _rest(self, lap: Lap) -> Iterator[Entry | None]:
-        """The entries that a lap has still to ask for, in the order that is expected."""
+    def _rest(self, traversal: Traversal) -> Iterator[Entry | None]:
+        """The entries that a traversal has still to ask for, in predicted order."""
         count = len(self._entries)
-        sequence = lap.sequence(count)
-        return (self._entries[sequence[index]]() for index in range(lap.fetched, count))
+        sequence = traversal.sequence(count)
+        return (self._entries[sequence[index]]() for index in range(traversal.fetched, count))
 
 
 class Memory:
-    """What is known of a tag: the last course of each signature, and whether moving it gains anything.
+    """What was learned under a tag: the last order of each signature, and whether offloading gains anything.
 
     Old signatures are forgotten. Its length is how many are known.
     """
 
     def __init__(self) -> None:
-        self.gain = Gain()
-        self._courses: dict[Signature, Course] = {}
-        self._turns: dict[tuple[Signature, int], Course] = {}
-        """The last of each turn."""
-        self._waiting: list[tuple[Signature, int, Course]] = []
+        self.benefit = Benefit()
+        """Of the last pass that was judged."""
+        self._orders: dict[Signature, AccessOrder] = {}
+        self._turns: dict[tuple[Signature, int], AccessOrder] = {}
+        """The last order of each turn."""
+        self._waiting: list[tuple[Signature, int, AccessOrder]] = []
         self._lock = threading.RLock()
 
     @property
@@ -267,52 +436,54 @@ class Memory:
         """Distinct bytes that the last finished pass saved; 0 before there is one."""
         with self._lock:
             self._sort()
-            last = self._waiting[-1][2] if self._waiting else next(reversed(self._courses.values()), None)
+            last = self._waiting[-1][2] if self._waiting else next(reversed(self._orders.values()), None)
             return 0 if last is None else last.total_bytes
 
     def gains_nothing(self) -> bool:
-        """Whether the next pass that is told nothing can be left alone."""
+        """Whether the next pass without options can be disabled."""
         with self._lock:
             self._sort()
-        return self.gain.is_none()
+        if not self.benefit.is_none():
+            self.benefit = Benefit()
+        return self.benefit.why_none is not None
 
-    def recall(self, signature: Signature) -> Course | None:
-        """The last course of the signature that backward has asked for, or else the last whose backward can come."""
+    def recall(self, signature: Signature) -> AccessOrder | None:
+        """The last order of the signature with a backward, or else the last whose backward can come."""
         with self._lock:
             self._sort()
-            waiting = (course for known, _, course in reversed(self._waiting) if known == signature)
-            return self._courses.get(signature) or next(waiting, None)
+            waiting = (order for known, _, order in reversed(self._waiting) if known == signature)
+            return self._orders.get(signature) or next(waiting, None)
 
-    def recall_turn(self, signature: Signature, turn: int) -> Course | None:
-        """The last course of the signature that had the same turn, and that backward has asked for."""
+    def recall_turn(self, signature: Signature, turn: int) -> AccessOrder | None:
+        """The last order of the signature and turn with a backward."""
         with self._lock:
             self._sort()
             return self._turns.get((signature, turn))
 
-    def keep(self, signature: Signature, turn: int, course: Course) -> None:
+    def keep(self, signature: Signature, turn: int, order: AccessOrder) -> None:
         """A pass has ended."""
         with self._lock:
             self._sort()
-            self._waiting = [*self._waiting[1 - _REMEMBERED :], (signature, turn, course)]
+            self._waiting = [*self._waiting[1 - _SIGNATURES :], (signature, turn, order)]
 
     def _sort(self) -> None:
-        """Of the courses that wait for their backward, those that have had it are learned from; dropped ones go."""
+        """Learn from the waiting orders that have had their backward, and forget those that never will."""
         waiting = []
-        for signature, turn, course in self._waiting:
-            if course.was_asked or course.is_empty:
-                self._courses.pop(signature, None)
-                self._courses[signature] = course
+        for signature, turn, order in self._waiting:
+            if order.was_asked or order.is_empty:
+                self._orders.pop(signature, None)
+                self._orders[signature] = order
                 self._turns.pop((signature, turn), None)
-                self._turns[signature, turn] = course
-                if course.verdict is not None:
-                    self.gain.learn(course.verdict)
-            elif not course.was_dropped:
-                waiting.append((signature, turn, course))
+                self._turns[signature, turn] = order
+                if order.benefit is not None:
+                    self.benefit = order.benefit
+            elif not order.was_dropped:
+                waiting.append((signature, turn, order))
         self._waiting = waiting
-        while len(self._courses) > _REMEMBERED:
-            del self._courses[next(iter(self._courses))]
+        while len(self._orders) > _SIGNATURES:
+            del self._orders[next(iter(self._orders))]
         while len(self._turns) > _TURNS:
             del self._turns[next(iter(self._turns))]
 
     def __len__(self) -> int:
-        return len(self._courses)
+        return len(self._orders)

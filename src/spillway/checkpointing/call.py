@@ -39,9 +39,9 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from spillway.capture.dynamo import untraced
 from spillway.capture.handles import Handle, check_version, unpack
 from spillway.capture.hooks import Pass
+from spillway.capture.torch_internals import untraced
 from spillway.checkpointing.collector import Collector, Enough, Meta, meta_of, storages_of
 from spillway.checkpointing.contents import print_of
 from spillway.checkpointing.decisions import Decisions, Selection

@@ -23,7 +23,7 @@ import torch
 from spillway.capture.handles import AwayHandle, Handle, KeptHandle
 from spillway.capture.hooks import Pass
 from spillway.capture.identity import ViewRecipe
-from spillway.capture.keeping import Keeping
+from spillway.capture.kept import Keeping
 from spillway.checkpointing.decisions import Decisions, Input, Preserved, PreservedParts
 from spillway.checkpointing.program import lies_within
 from spillway.records import Decision

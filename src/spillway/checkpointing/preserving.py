@@ -16,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from spillway.capture.handles import Handle, KeptHandle, unpack
 from spillway.capture.hooks import Pass
-from spillway.capture.keeping import Keeping
+from spillway.capture.kept import Keeping
 from spillway.checkpointing.program import Program
 from spillway.operators import Planned
 from spillway.records import Decision

@@ -22,8 +22,8 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from spillway.capture.decide import Locator
 from spillway.capture.identity import ViewRecipe, is_parameter
-from spillway.capture.location import Locator
 from spillway.checkpointing.decisions import Selection
 from spillway.checkpointing.program import Argument, Operator, Program, SavedTensor
 from spillway.operators import OperatorCall

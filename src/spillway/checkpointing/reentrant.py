@@ -46,8 +46,8 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from spillway.capture.dynamo import untraced
 from spillway.capture.handles import KeptHandle, unpack
+from spillway.capture.torch_internals import untraced
 from spillway.checkpointing.collector import Meta, meta_of, name_of, storages_of
 from spillway.checkpointing.contents import copy_of, prints_of
 from spillway.checkpointing.refusing import Reads

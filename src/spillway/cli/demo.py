@@ -65,7 +65,7 @@ def demo(
     from spillway.demo import WAYS, DemoError, Settings, choose_ways, compare, to_json
     from spillway.errors import UsageError
     from spillway.planning.files import check_writable, write_file
-    from spillway.runtime.which_device import which_device
+    from spillway.runtime.system import which_device
     from spillway.units import parse_bytes
 
     where = which_device(None if device == "auto" else device)

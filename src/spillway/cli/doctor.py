@@ -45,7 +45,7 @@ def doctor(
 
     import spillway.requirements  # noqa: F401  (first: it says so if torch is too old)
     from spillway.doctor import findings, read_facts
-    from spillway.runtime.which_device import which_device
+    from spillway.runtime.system import which_device
 
     if fast and fresh:
         raise UsageError("got --fast and --fresh, expected one of them: --fast does not measure, --fresh does")

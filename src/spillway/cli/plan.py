@@ -56,7 +56,7 @@ def plan(
     from spillway.planning.files import check_writable
     from spillway.report.facts import facts_of
     from spillway.report.text import to_text
-    from spillway.runtime.host_memory import local_ranks
+    from spillway.runtime.system import local_ranks
 
     check_writable("--output", output)
     measured = spillway.Profile.load(profile)

@@ -58,7 +58,7 @@ def report(
     from spillway.report.page import to_page
     from spillway.report.text import to_text
     from spillway.report.trace import to_trace
-    from spillway.runtime.host_memory import local_ranks
+    from spillway.runtime.system import local_ranks
 
     page = output if output is not None or text else Path("report.html")
     check_writable("--output", page)

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 import torch
 
-from spillway.capture.hooks import Pass
+from spillway.capture.hooks import Pass, SavedState
 from spillway.capture.order import Memory
 from spillway.compat import current_device
 from spillway.errors import UsageError
@@ -67,11 +67,11 @@ class TagInfo:
 
     @property
     def _memory(self) -> Memory:
-        return Session.default().memory(self.tag)
+        return Session.default().of(SavedState).memory(self.tag)
 
     @property
     def _current(self) -> Pass | None:
-        return Session.default().passes.under(self.tag)
+        return Session.default().of(SavedState).passes.under(self.tag)
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch.distributed
 
 from spillway.errors import UsageError
-from spillway.runtime.host_memory import local_ranks
+from spillway.runtime.system import local_ranks
 from spillway.units import parse_bytes
 
 if TYPE_CHECKING:

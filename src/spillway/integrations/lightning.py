@@ -28,8 +28,8 @@ from torch.utils._pytree import tree_leaves
 from spillway.attaching import Attached
 from spillway.attaching.call import ModuleCall
 from spillway.blocks import Named, find_blocks, is_called, walk
+from spillway.capture.groups import Groups
 from spillway.errors import UsageError
-from spillway.groups import Groups
 from spillway.integrations import AttachOptions, FirstCall
 from spillway.profiling.machine import known_hardware
 

@@ -30,8 +30,8 @@ from spillway.runtime.arena import Block, pages
 from spillway.runtime.backend import Backend, Event, Several
 from spillway.runtime.bytes import Bytes, Cells
 from spillway.runtime.cpu import anonymous_pages
-from spillway.runtime.disk import Extent, SpillFile
-from spillway.runtime.disk_tiers import PIECE_BYTES
+from spillway.runtime.disk import PIECE_BYTES
+from spillway.runtime.spill_file import Extent, SpillFile
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

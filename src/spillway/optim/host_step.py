@@ -27,8 +27,7 @@ from spillway.optim.options import StepTimes
 from spillway.optim.states import follow_first
 from spillway.optim.tensors import CHUNK, batches, scratch_of
 from spillway.records import OptimizerStats
-from spillway.runtime.backend import Event, HostLane, TaskEnd
-from spillway.runtime.ledger import Stalls
+from spillway.runtime.backend import Event, HostLane, Stalls, TaskEnd
 
 Settings = dict[str, Any]
 

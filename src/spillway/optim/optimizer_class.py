@@ -13,7 +13,7 @@ import torch
 from torch.optim import Optimizer
 
 from spillway.errors import UnsupportedError, UsageError
-from spillway.runtime.labels import label
+from spillway.runtime.backend import label
 
 State = dict[Hashable, Any]
 """A parameter's state: tensors, numbers, and a ``Slot`` (``states.py``) for each tensor that is elsewhere."""

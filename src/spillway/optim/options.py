@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from spillway.errors import UnsupportedError, UsageError
-from spillway.runtime.host_memory import local_ranks
+from spillway.runtime.system import local_ranks
 from spillway.units import parse_bytes
 
 Fraction = float | str | None

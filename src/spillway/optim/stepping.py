@@ -22,8 +22,7 @@ from spillway.optim.host_step import ParamStep, StepCost
 from spillway.optim.placement import Groups, Placement
 from spillway.optim.states import StateViews, check_shapes
 from spillway.optim.tensors import is_distributed, local_of, many_processes, put_local
-from spillway.runtime.backend import Event
-from spillway.runtime.labels import label
+from spillway.runtime.backend import Event, label
 
 _TOGETHER = 1 << 20
 """Least elements that are stepped at once in backward. Small parameters wait for each other, or for ``step``."""

@@ -21,9 +21,8 @@ from spillway.optim.state_store import SettingsOf, StateStore
 from spillway.optim.states import MASTER, Layout, Slot, follow_first, moves, without_master
 from spillway.optim.tensors import CHUNK, batches
 from spillway.optim.transfers import SentTensor
-from spillway.runtime.backend import Event
+from spillway.runtime.backend import Event, raise_again
 from spillway.runtime.bytes import Bytes, over
-from spillway.runtime.tasks import raise_again
 
 _LEAST = 1 << 16
 _BYTES_AN_ELEMENT = 16

@@ -20,11 +20,9 @@ import torch
 
 from spillway.optim.tensors import memory_of
 from spillway.runtime.arena import Arena, Block
-from spillway.runtime.backend import Event, Lane
+from spillway.runtime.backend import Event, Lane, Stalls, label
 from spillway.runtime.bytes import Bytes, Cells
 from spillway.runtime.device import DeviceRuntime
-from spillway.runtime.labels import label
-from spillway.runtime.ledger import Stalls
 
 _TOGETHER = 1 << 20
 """Smaller tensors share a batch, up to this many bytes."""

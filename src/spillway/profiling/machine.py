@@ -32,11 +32,8 @@ from spillway.planning.hardware import Hardware
 from spillway.profiling.rates import Drive, measure_drive, measure_link, measure_memory, measure_products
 from spillway.runtime.backend import Backend
 from spillway.runtime.device import backend_for
-from spillway.runtime.device_name import device_name
-from spillway.runtime.disk import SpillFile
-from spillway.runtime.host_memory import memory_limit
-from spillway.runtime.system_calls import ALIGNMENT
-from spillway.runtime.which_device import which_device
+from spillway.runtime.spill_file import ALIGNMENT, SpillFile
+from spillway.runtime.system import device_name, memory_limit, which_device
 
 _LINK_SHARE, _PRODUCT_SHARE, _MEMORY_SHARE, _DISK_SHARE = 0.3, 0.15, 0.1, 0.35
 """Of the time, together less than all: starting up takes the rest."""

@@ -22,7 +22,7 @@ from torch.nn import Module
 
 from spillway.capture.identity import storage_parts
 from spillway.planning.profile import Static
-from spillway.runtime.resident import Resident, ResidentPeak, resident_bytes
+from spillway.runtime.process_memory import Resident, ResidentPeak, resident_bytes
 
 _CYCLES = 1.5e9
 """Of an accelerator, in a second, about."""

@@ -25,9 +25,8 @@ from spillway.planning.hardware import Link
 from spillway.runtime.backend import Backend, Event, Lane
 from spillway.runtime.bytes import Bytes
 from spillway.runtime.cpu import anonymous_pages
-from spillway.runtime.disk import Extent, SpillFile
-from spillway.runtime.disk_tiers import PIECE_BYTES
-from spillway.runtime.system_calls import ALIGNMENT
+from spillway.runtime.disk import PIECE_BYTES
+from spillway.runtime.spill_file import ALIGNMENT, Extent, SpillFile
 from spillway.units import format_bytes
 
 if TYPE_CHECKING:

@@ -95,20 +95,3 @@ class OutputHandle:
 
     def __del__(self) -> None:
         self._output.forget()
-
-
-class DroppedOutputs:
-    """Those of a session, by their storages, for as long as these live."""
-
-    def __init__(self) -> None:
-        self._outputs: weakref.WeakKeyDictionary[torch.UntypedStorage, DroppedOutput] = weakref.WeakKeyDictionary()
-        self.any = False
-        """Whether there was ever one."""
-
-    def add(self, tensor: torch.Tensor, computed: Computed) -> None:
-        self.any = True
-        self._outputs[tensor.untyped_storage()] = DroppedOutput(tensor, computed)
-
-    def get(self, storage: torch.UntypedStorage) -> DroppedOutput | None:
-        """The output that lives there, if one does."""
-        return self._outputs.get(storage)

@@ -20,6 +20,8 @@ what is being offloaded.
 from __future__ import annotations
 
 import math
+import threading
+import weakref
 from collections.abc import Hashable, Iterator
 from functools import lru_cache
 from typing import Any
@@ -53,6 +55,34 @@ class Proofs:
         """What calls of each kind taught."""
         self.ranks_agreed = False
         """Whether the ranks that share its inputs were seen to have the same ones."""
+
+
+class ProofStore:
+    """The proofs of a session, by function: ``session.of(ProofStore)``."""
+
+    def __init__(self) -> None:
+        self._proofs: dict[Hashable, Proofs] = {}
+        self._lock = threading.Lock()
+
+    def of(self, function: Hashable) -> Proofs:
+        """The proofs of the function that this key identifies."""
+        with self._lock:
+            found = self._proofs.get(function)
+            if found is None:
+                # Modules that are gone are never asked for again.
+                self._proofs = {known: each for known, each in self._proofs.items() if not _is_gone(known)}
+                found = self._proofs[function] = Proofs()
+            return found
+
+    def __len__(self) -> int:
+        return len(self._proofs)
+
+
+def _is_gone(function: Hashable) -> bool:
+    """Whether the key of a function names a module that is gone."""
+    if isinstance(function, tuple):
+        return any(map(_is_gone, function))
+    return isinstance(function, weakref.ref) and function() is None
 
 
 def fingerprint(tensor: torch.Tensor) -> torch.Tensor | None:

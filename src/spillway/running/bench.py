@@ -27,8 +27,7 @@ from spillway.running.observer import ScriptObserver, StepClock
 from spillway.running.options import PLAIN, options_of_way
 from spillway.running.result import RunResult, result_of, wrapped
 from spillway.running.script import Script, ScriptExit
-from spillway.runtime.malloc import set_malloc
-from spillway.runtime.resident import ResidentPeak, has_mark
+from spillway.runtime.process_memory import ResidentPeak, has_mark, set_malloc
 from spillway.units import format_bytes, format_seconds
 
 LEAST_STEPS = 3

@@ -28,7 +28,7 @@ from spillway.running.observer import ScriptObserver
 from spillway.running.options import RunOptions
 from spillway.running.result import NOTHING_CALLED, result_of, wrapped
 from spillway.running.script import Script, ScriptExit, is_of_script, numbered, rank_of
-from spillway.runtime.malloc import set_malloc
+from spillway.runtime.process_memory import set_malloc
 from spillway.session import MIN_BYTES
 from spillway.units import format_bytes, format_seconds
 

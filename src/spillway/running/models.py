@@ -50,7 +50,7 @@ from torch.nn.parallel import DistributedDataParallel
 from spillway.attaching import Attached
 from spillway.attaching.call import PLACE, ModuleCall, is_attached, is_compiled_around, is_traced
 from spillway.blocks import built_in, find_blocks, is_compiled
-from spillway.capture.hooks import in_backward
+from spillway.capture.torch_internals import in_backward
 from spillway.errors import BudgetError, SpillwayError, UsageError
 
 NO_BLOCKS = (

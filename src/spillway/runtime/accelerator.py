@@ -1,26 +1,32 @@
-"""The accelerator's backend: streams, events and registered host memory through ``torch.accelerator``.
+"""The accelerator's backend: streams, events and registered CPU memory through ``torch.accelerator``.
 
-Written against ``torch.Stream`` and ``torch.Event``, which CUDA, XPU and others share. Host memory is the exception:
-on CUDA slabs are the process's own pages, touched by several threads at once and then registered
-(``cudaHostRegister``), in exact sizes. On an H200's host 4 GiB are pinned so in a quarter of a second, where torch's
-pinned allocator takes two. Elsewhere slabs come from that allocator.
+It uses ``torch.Stream`` and ``torch.Event``, which CUDA, XPU and others share, and was tried on CUDA only. On CUDA,
+slabs are the process's own pages, touched by several threads at once and then registered (``cudaHostRegister``), in
+exact sizes. On an H200's host this pins 4 GiB in a quarter of a second, where torch's pinned allocator takes two. On
+other devices slabs come from that allocator.
 
-Tried on CUDA only.
+NOTE [ Copies past torch ]
+
+``Tensor.copy_`` of bytes between a device and registered CPU memory costs several times the CPU time of the driver
+call: torch dispatches it, enters and leaves a stream, and looks up whose memory it is. A CPU-bound training pays that
+for each offloaded tensor. A lane's copies are plain ranges of bytes, and the mover keeps their order and lifetimes, so
+they are given to the driver as they are. Profilers see them on the device, without a torch operator. If the calling
+thread is on another device, if the driver refuses, or if this torch lacks a name, torch makes the copy.
 
 NOTE [ Copies of others ]
 
-A device has one engine for what comes from host memory, whose copies follow one another. A copy of a few bytes on the
-stream that computes waits for all copies that are ready before it, and with it whatever comes after. FSDP2 makes such
-with each layer: on two H100s its steps waited 14 of 384 ms for what a lane brought back, in storages of 235 MB. Smaller
-copies alone change nothing: a stream keeps the engine for as long as it has more for it. Where the stream has to wait
-for another one, the engine is free: so where several processes train together, what comes back is copied in parts by
-two streams in turn, each of which waits for the other. A copy of 0.8 MB then waits for 0.05 ms, 0.3 at most, where it
-waited for all that was queued, and parts of 16 MiB come at 0.98 of the rate of the whole (one H100).
+A device has one engine for copies from CPU memory. A small copy on the compute stream waits for every copy that is
+ready before it, and compute waits with it. FSDP2 makes such copies with each layer: on two H100s its steps waited 14 of
+384 ms for prefetched storages of 235 MB. Smaller copies alone change nothing: a stream keeps the engine while it has
+more for it. The engine becomes free when the stream has to wait for another one. So where several processes train
+together, two streams take turns copying parts, each waiting for the other. A copy of 0.8 MB then waits 0.05 ms, 0.3 at
+most, and parts of 16 MiB reach 0.98 of the bandwidth of the whole (one H100).
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 import os
 import sys
@@ -33,13 +39,21 @@ from typing import Any
 import torch
 
 from spillway.errors import BackendError, TierFullError, UnsupportedError
-from spillway.runtime.backend import Backend, Event, HostLane, Lane, Several, Task
+from spillway.runtime.backend import (
+    Backend,
+    Event,
+    HostLane,
+    HostTasks,
+    Lane,
+    Several,
+    Stalls,
+    Task,
+    TaskEvent,
+    be_in_task,
+)
 from spillway.runtime.bytes import Bytes, Cells, Form
 from spillway.runtime.cpu import anonymous_pages
-from spillway.runtime.cuda_driver import CudaDriver, library
-from spillway.runtime.host_memory import near_cpus
-from spillway.runtime.ledger import Stalls
-from spillway.runtime.tasks import HostTasks, TaskEvent, be_in_task, chained
+from spillway.runtime.system import near_cpus
 
 _MOST_THREADS = 16
 _CAPTURE_ACTIVE = 1
@@ -48,13 +62,45 @@ _PART = 16 << 20
 """Bytes of a part: see NOTE [ Copies of others ]."""
 
 
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The driver's library."""
+    return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+
+
+class CudaDriver:
+    """See NOTE [ Copies past torch ]."""
+
+    def __init__(self, current: Callable[[int], int], device: Callable[[], int]) -> None:
+        self.current = current
+        """The handle of the calling thread's current stream on a device, by its number."""
+        self._device = device
+        self._copy = library().cuMemcpyAsync
+        self._copy.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
+
+    @classmethod
+    def of(cls, device: torch.device) -> CudaDriver | None:
+        """``None`` on another device than CUDA, or with a torch that has other names for this."""
+        names = ("_cuda_getCurrentRawStream", "_cuda_getDevice")
+        current, its_device = (getattr(torch._C, name, None) for name in names)
+        if device.type != "cuda" or torch.version.hip is not None or current is None or its_device is None:
+            return None
+        return cls(current, its_device)
+
+    def copy(self, device: int, stream: int, destination: int, source: int, nbytes: int) -> bool:
+        """Queue a copy between two addresses; says whether it was queued."""
+        if self._device() != device:
+            return False
+        return not self._copy(destination, source, nbytes, stream)
+
+
 class AcceleratorBackend(Backend):
     """Lanes are streams of the device.
 
     Args:
         device: with an index: ``torch.device("cuda", 0)``.
         threads: how many threads read and write the spill file. ``None``: one a CPU, up to 16.
-        streams: the user's own, for the lanes ``"out"`` and ``"back"``, as far as they are of this device.
+        streams: the user's streams for the lanes ``"out"`` and ``"back"``, if they are of this device.
     """
 
     # The caching allocator cuts at multiples of 512 bytes.
@@ -76,14 +122,14 @@ class AcceleratorBackend(Backend):
         self._handles: dict[Lane, int] = {}
         """The handles of lanes that copies are queued on."""
         self._beside: dict[Lane, Lane] = {}
-        """Of a lane, the stream that takes turns with it: see NOTE [ Copies of others ]."""
+        """The stream that takes turns with a lane: see NOTE [ Copies of others ]."""
 
     def compute(self) -> Lane:
         index = self.device.index
         if self._driver is None:
-            # By its number, which takes torch a third of the time.
+            # By its index, which takes torch a third of the time.
             return torch.accelerator.current_stream(index)
-        # It is asked for with each tensor that is saved, and to make a stream takes ten times as long as its handle.
+        # Called for each saved tensor, and making a stream object takes ten times as long as its handle.
         handle = self._driver.current(index)
         lane = self._computes.get(handle)
         if lane is None:
@@ -98,7 +144,7 @@ class AcceleratorBackend(Backend):
         return self._lanes[-1]
 
     def record(self, lane: Lane) -> Event:
-        # With timing, which costs a microsecond, so that a stall can be told without anybody waiting.
+        # Timing costs a microsecond, and tells a stall without waiting for it.
         event = torch.Event(device=self.device, enable_timing=True)
         event.record(lane)  # type: ignore[arg-type]
         return event
@@ -108,7 +154,7 @@ class AcceleratorBackend(Backend):
 
     def timed_wait(self, lane: Lane, event: Event, stalls: Stalls) -> None:
         if isinstance(event, torch.Event) and event.query():
-            # It was reached while the host was on its way here.
+            # It was reached while the CPU came here.
             return
         arrived = self.record(lane)
         waited: list[torch.Event] = []
@@ -121,7 +167,7 @@ class AcceleratorBackend(Backend):
             event.each(lambda one: self._wait(lane, one, waited))
             return
         if isinstance(event, TaskEvent):
-            # Blocks until host work that comes before it is done.
+            # Blocks until the host work before it is done.
             inner = event.resolve()
             if inner is not None:
                 self._wait(lane, inner, waited)
@@ -134,7 +180,7 @@ class AcceleratorBackend(Backend):
         if self._driver is not None and self._by_driver(self._driver, lane, destination, source):
             return
         written, read = destination.tensor(), source.tensor()
-        # A stream object remembers which stream it has taken the place of: two threads must not be inside of one.
+        # A stream object remembers which stream it replaced, so two threads must not be inside of one.
         with self._entering, lane:  # type: ignore[attr-defined]
             written.copy_(read, non_blocking=True)
 
@@ -142,14 +188,14 @@ class AcceleratorBackend(Backend):
         handle = self._handles.get(lane)
         is_whole = destination.nbytes == source.nbytes and destination.is_there() and source.is_there()
         if handle is None or not is_whole:
-            # Torch says what is wrong.
+            # Torch reports the error.
             return False
         if source.nbytes > _PART and source.storage.device.type == "cpu" and _trains_with_others():
             return self._in_parts(driver, lane, destination, source)
         return driver.copy(self.device.index, handle, destination.address, source.address, source.nbytes)
 
     def _in_parts(self, driver: CudaDriver, lane: Lane, destination: Bytes, source: Bytes) -> bool:
-        """See NOTE [ Copies of others ]. All of it is done when the lane goes on."""
+        """See NOTE [ Copies of others ]. The lane continues when all parts are done."""
         if lane not in self._beside:
             self._beside[lane] = self.lane("beside")
         turns = itertools.cycle((lane, self._beside[lane]))
@@ -157,7 +203,7 @@ class AcceleratorBackend(Backend):
         for start in range(0, source.nbytes, _PART):
             part = min(_PART, source.nbytes - start)
             if not driver.copy(self.device.index, self._handles[here], to + start, since + start, part):
-                # What is queued is done before all of it is copied once more.
+                # The queued parts end before torch copies everything once more.
                 self._hand_on(here, lane)
                 return False
             if start + part < source.nbytes:
@@ -167,7 +213,7 @@ class AcceleratorBackend(Backend):
         return True
 
     def _hand_on(self, before: Lane, after: Lane) -> None:
-        """The one goes on when the other is done."""
+        """The second lane continues when the first is done."""
         if before is not after:
             event: Any = torch.Event(device=self.device)
             event.record(before)
@@ -176,21 +222,21 @@ class AcceleratorBackend(Backend):
     def convert(self, lane: Lane, destination: Cells, source: Cells) -> None:
         written, read = destination.tensor(), source.tensor()
         with self._entering, lane:  # type: ignore[attr-defined]
-            # By way of memory of the lane's own, which the next one has again: torch would convert on the host.
+            # Through memory of the lane's own, which the next call reuses: torch would convert on the CPU.
             written.copy_(read.to(self.device, non_blocking=True))
 
     def run(self, task: Task) -> Event:
         return self._tasks.run(task)
 
     def host_lane(self, name: str, *, threads: int = 1, begin: Callable[[], None] | None = None) -> HostLane:
-        return HostTasks(threads, chained(self._begin_tasks, begin), name=name)
+        return HostTasks(threads, self._begin_tasks, begin, name=name)
 
     def empty(self, form: Form) -> torch.Tensor:
         return torch.empty_strided(form.size, form.stride, dtype=form.dtype, device=self.device)
 
     def hand_back(self, memory: Bytes, lanes: Iterable[Lane]) -> None:
-        # The allocator ignores the stream that it allocated the storage on, so this does nothing, and the peak goes by
-        # program order, unless the storage comes from a stream that the mover has never seen: a data loader's, say.
+        # The allocator ignores the stream on which it allocated the storage. So this only matters for a storage from a
+        # stream that the mover has never seen, such as a data loader's.
         tensor = memory.tensor()
         for lane in lanes:
             tensor.record_stream(lane)  # type: ignore[arg-type]
@@ -198,10 +244,10 @@ class AcceleratorBackend(Backend):
     def host_slab(self, nbytes: int) -> torch.Tensor:
         if self.device.type != "cuda":
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-        # A child would get its own copies of pinned pages, at the first write to them.
+        # At the first write a forked child would get its own copies of pinned pages.
         slab = anonymous_pages(nbytes, huge=True, for_children=False)
         _touch(slab, self._near_cpus())
-        # Also in a thread of the arena's, whose current device would be the first.
+        # A thread of the arena has the first device as its current one.
         with torch.cuda.device(self.device):
             return _registered(slab)
 
@@ -215,7 +261,7 @@ class AcceleratorBackend(Backend):
         return _capture_of(_as_cuda(lane))
 
     def record_captured(self, lane: Lane) -> Event:
-        # Nobody may ask it for a time.
+        # An event of a capture cannot be timed.
         event = torch.Event(device=self.device)
         event.record(lane)  # type: ignore[arg-type]
         return event
@@ -235,8 +281,8 @@ class AcceleratorBackend(Backend):
 
     def _begin_tasks(self) -> None:
         be_in_task()
-        # A thread's current device is the first, until it is told otherwise: entering a lane would put a context of
-        # this process, half a gigabyte, on a device that belongs to another rank.
+        # A new thread's current device is the first one. Entering a lane there would create a context of half a
+        # gigabyte on a device that belongs to another rank.
         torch.accelerator.set_device_index(self.device)
 
     def _near_cpus(self) -> set[int]:
@@ -245,7 +291,7 @@ class AcceleratorBackend(Backend):
 
 
 def pci_address(device: torch.device) -> str | None:
-    """Where a device is, as ``"0000:3b:00.0"``; ``None`` where torch does not say."""
+    """A device's PCI address, as ``"0000:3b:00.0"``; ``None`` where torch does not know it."""
     properties: Any = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     if not hasattr(properties, "pci_bus_id"):
         return None
@@ -253,7 +299,7 @@ def pci_address(device: torch.device) -> str | None:
 
 
 class _Stall:
-    """Compute came to ``arrived`` and went on when the events were reached."""
+    """The time from ``arrived`` until the events were reached."""
 
     __slots__ = ("_arrived", "_events")
 
@@ -282,7 +328,7 @@ def _as_cuda(lane: Lane) -> torch.cuda.Stream:
 
 
 def _capture_of(stream: torch.cuda.Stream) -> int | None:
-    """What the driver numbers the stream's capture with. Torch says whether there is one, and not which."""
+    """The driver's number for the stream's capture. Torch says whether there is one, and not which."""
     if torch.version.hip is not None:
         raise UnsupportedError("got a graph that is captured on ROCm, expected CUDA, which is all that was tried")
     status, number = ctypes.c_int(), ctypes.c_uint64()
@@ -302,9 +348,9 @@ def _is_unified(device: torch.device) -> bool:
 
 
 def _touch(slab: torch.Tensor, cpus: set[int]) -> None:
-    """Write to every page, in several threads: the kernel clears pages faster so than one by one while pinning.
+    """Write to every page, in several threads, which is faster than clearing them one by one while pinning.
 
-    A page comes from the node of the CPU that touches it first, so the threads run on those near to the device.
+    A page belongs to the NUMA node of the CPU that touches it first, so the threads run on CPUs near the device.
     """
     pages = slab[::_PAGE]
     threads = max(1, min(_MOST_THREADS, os.cpu_count() or 1))
@@ -331,7 +377,7 @@ def _registered(slab: torch.Tensor) -> torch.Tensor:
             f"host memory: cudaHostRegister gave error {error} for {slab.numel()} bytes, expected pinned memory; raise "
             f"the limit on locked memory (ulimit -l), or lower host_budget"
         )
-    # The registration has to end before the pages are unmapped: the storage's finaliser runs first, since the tensor
-    # that it is made of still holds them.
+    # The registration must end before the pages are unmapped. The storage's finaliser runs first, since the tensor
+    # under it still holds them.
     weakref.finalize(slab.untyped_storage(), runtime.cudaHostUnregister, slab.data_ptr())
     return slab

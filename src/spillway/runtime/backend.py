@@ -1,37 +1,41 @@
-"""What the runtime asks of a device.
+"""The interface between the runtime and a device, and the threads for host work.
 
 NOTE [ Lanes, events, waits ]
 
-A *lane* is an ordered queue of copies: what was queued first is done first, and lanes do not wait for each other
-unless told to. An *event* is a point in a lane. ``wait(lane, event)`` makes everything that is queued on the lane
-afterwards start after the event. That is the only order there is: two accesses to the same bytes from different lanes
-are ordered by a chain of recorded and awaited events, or they race.
+A *lane* is a stream of copies: an ordered queue. Lanes do not wait for each other unless told to. An *event* is a point
+in a lane. After ``wait(lane, event)`` everything queued on the lane starts after the event. There is no other order.
+Two accesses to the same bytes from different lanes race, unless a chain of recorded and awaited events orders them.
 
-The *compute* lane is the caller's: on an accelerator the current stream of the calling thread, asked for at the time of
-use, since the user may have changed it; on the CPU the calling thread itself, so that waiting on it blocks.
+The *compute* lane belongs to the caller. On an accelerator it is the current stream of the calling thread, which the
+user may change at any time. On the CPU it is the calling thread itself, so waiting on it blocks.
 
-A *task* is host work (a read or a write of the spill file) done by one of a few threads. Its event is reached when the
-task is done and, if it returned an event itself (of a copy that it queued), when that one is. An error in a task is
-raised to whoever waits for its event. A *host lane* does tasks one after the other, in a thread of its own, or in
-several at a time, in threads of its own.
+A *task* is host work, such as a read of the spill file, done by one of a few threads. Its event is reached when the
+task is done. If the task returned the event of a copy that it queued, that one must be reached too. An error in a task
+is raised to every caller that waits for its event. A *host lane* runs tasks in order, in one thread or in several.
 
-Copies are between ranges of bytes (``bytes.py``). Three backends exist: the CPU's in ``cpu.py``, the
-accelerator's in ``accelerator.py``, and the adversary in :mod:`spillway.testing`.
+Three backends exist: ``cpu.py``, ``accelerator.py``, and the adversary in :mod:`spillway.testing`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import ctypes
+import functools
+import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import NoReturn, ParamSpec, Protocol, TypeVar, runtime_checkable
 
 import torch
 
 from spillway.runtime.bytes import Bytes, Cells, Form
-from spillway.runtime.ledger import Stalls
+
+# Events, lanes and stalls.
 
 
 class Event(Protocol):
@@ -42,7 +46,7 @@ class Event(Protocol):
         ...
 
     def synchronize(self) -> None:
-        """Block the calling thread until it is reached; raises what the task raised."""
+        """Block the calling thread until it is reached; raises the task's error."""
         ...
 
 
@@ -57,157 +61,27 @@ Task = Callable[[], Event | None]
 
 @runtime_checkable
 class TaskEnd(Event, Protocol):
-    """The end of a task, and of what it queued."""
+    """The end of a task and of the copies that it queued."""
 
     def finish(self) -> None:
-        """Block until the task is done, and those that it queued, or failed: whoever waits for them hears of that."""
+        """Block until the task, and every task that it queued, is done or has failed. Raises no error of theirs."""
         ...
 
 
 class HostLane(Protocol):
-    """A queue of host work: begun in order, by one thread or by several."""
+    """A queue of host work, started in order by one thread or by several."""
 
     def run(self, task: Task) -> TaskEnd:
-        """Queue it behind what was queued before. An error in one task does not keep the next from being done."""
+        """Queue a task. An error in one task does not stop the next."""
         ...
 
     def close(self) -> None:
-        """Do what was queued, and end."""
+        """Run every queued task, then stop the threads."""
         ...
-
-
-class Backend(ABC):
-    """One device, as the runtime sees it. See NOTE [ Lanes, events, waits ]."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    alignment: int
-    """Every address that the device's allocator gives for a storage is a multiple of this."""
-    malloc: str = ""
-    """How the C library's ``malloc`` is set, if it allocates the device's memory."""
-
-    @abstractmethod
-    def compute(self) -> Lane:
-        """The compute lane of the calling thread, now."""
-
-    @abstractmethod
-    def lane(self, name: str) -> Lane:
-        """A new lane for copies."""
-
-    @abstractmethod
-    def record(self, lane: Lane) -> Event:
-        """An event at the end of what is queued on ``lane``."""
-
-    @abstractmethod
-    def wait(self, lane: Lane, event: Event) -> None:
-        """Whatever is queued on ``lane`` from now on starts after ``event``."""
-
-    def all_of(self, events: Sequence[Event]) -> Event:
-        """An event that is reached when all of these are. Not to be recorded again, only waited for."""
-        return events[0] if len(events) == 1 else Several(events)
-
-    def timed_wait(self, lane: Lane, event: Event, stalls: Stalls) -> None:
-        """The same, and count how long the lane has to wait."""
-        before = time.perf_counter()
-        self.wait(lane, event)
-        stalls.known_seconds += time.perf_counter() - before
-
-    @abstractmethod
-    def copy(self, lane: Lane, destination: Bytes, source: Bytes) -> None:
-        """Queue a copy of as many bytes. Both must live until an event after it is reached."""
-
-    @abstractmethod
-    def convert(self, lane: Lane, destination: Cells, source: Cells) -> None:
-        """Queue a copy of as many elements of host memory to the device, where they become of the other type."""
-
-    @abstractmethod
-    def run(self, task: Task) -> Event:
-        """Queue host work."""
-
-    @abstractmethod
-    def host_lane(self, name: str, *, threads: int = 1, begin: Callable[[], None] | None = None) -> HostLane:
-        """A new lane for host work. ``begin`` is the first that each of its threads does."""
-
-    @abstractmethod
-    def empty(self, form: Form) -> torch.Tensor:
-        """An unwritten tensor on the device, for use on the calling thread's compute lane."""
-
-    def hand_back(self, memory: Bytes, lanes: Iterable[Lane]) -> None:  # noqa: B027
-        """Told before the runtime lets go of memory that it did not allocate, and that these lanes have used."""
-
-    @abstractmethod
-    def host_slab(self, nbytes: int) -> torch.Tensor:
-        """Page-aligned host memory that lanes copy from and to at full rate. It is given back when it dies."""
-
-    direct_disk: bool = False
-    """Whether the device's memory is host memory, which files can be written from and read into."""
-
-    poisons: bool = False
-    """Whether memory that nobody wrote must show, if somebody reads it all the same: for a backend that checks."""
-
-    unified: bool = False
-    """Whether the device's memory is the host's own, so that moving bytes to host memory frees none."""
-
-    def memory_info(self) -> tuple[int, int] | None:
-        """Bytes of the device that nobody has reserved, and all of them; ``None`` where it is not worth knowing."""
-        return None
-
-    def is_capturing(self) -> bool:
-        """Whether what the calling thread's compute lane is given is captured into a graph: see ``capturing.py``."""
-        return False
-
-    def may_wait(self) -> bool:
-        """Whether the calling thread's compute lane may wait for whatever was queued: not inside of a capture."""
-        return not self.is_capturing()
-
-    def capture(self) -> int | None:
-        """A number for that capture; ``None`` for none."""
-        return None
-
-    def capture_of(self, lane: Lane) -> int | None:
-        """A number for the capture that the lane is part of; ``None`` for none."""
-        return None
-
-    def record_captured(self, lane: Lane) -> Event:
-        """An event on a lane that is part of a capture."""
-        return self.record(lane)
-
-    def alias(self, block: Bytes) -> torch.Tensor:
-        """Host memory as a storage of its own, for use on the calling thread's compute lane. It keeps the memory."""
-        memory = (ctypes.c_ubyte * block.nbytes).from_address(block.address)
-        memory.storage = block.storage  # type: ignore[attr-defined]
-        return torch.frombuffer(memory, dtype=torch.uint8)
-
-    def host_access(self, block: Bytes, *, write: bool) -> None:  # noqa: B027  (nothing to do by default)
-        """Told before host code reads or writes a block itself, for a backend that checks."""
-
-    def compute_access(self, memory: Bytes) -> None:  # noqa: B027  (nothing to do by default)
-        """Told that what compute was given by now may write memory, and that it is given no more that does for a while.
-
-        For a backend that checks, where a copy is queued by another thread later.
-        """
-
-    @abstractmethod
-    def peak_bytes(self) -> int:
-        """Peak of allocated device bytes (on the CPU: resident bytes of the process) since it was last reset."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Stop the threads. What was queued is done first."""
-
-
-def finish(event: Event | None) -> None:
-    """Block until tasks are done or have failed; copies may still be under way."""
-    if isinstance(event, Several):
-        for one in event.events:
-            finish(one)
-    elif isinstance(event, TaskEnd):
-        event.finish()
 
 
 class Several:
-    """All of some events."""
+    """An event that is reached when all of its events are."""
 
     __slots__ = ("events",)
 
@@ -221,7 +95,301 @@ class Several:
         self.each(lambda event: event.synchronize())
 
     def each(self, wait: Callable[[Event], None]) -> None:
-        """Wait for all of them, also for those behind one that failed: they may still be reading and writing."""
+        """Wait for all of them. If one fails, wait for the rest too: they may still be reading and writing."""
         with contextlib.ExitStack() as stack:
             for event in reversed(self.events):
                 stack.callback(wait, event)
+
+
+def finish(event: Event | None) -> None:
+    """Block until tasks are done or have failed. Copies may still be under way."""
+    if isinstance(event, Several):
+        for one in event.events:
+            finish(one)
+    elif isinstance(event, TaskEnd):
+        event.finish()
+
+
+class Stall(Protocol):
+    """One wait of the compute lane, timed by a device clock that may still be running."""
+
+    def seconds(self) -> float | None:
+        """Its length; ``None`` while it is not over. Never blocks."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class Stalls:
+    """The waits of the compute lane for one other lane."""
+
+    known_seconds: float = 0.0
+    """Sum of the finished waits."""
+    pending: list[Stall] = field(default_factory=list)
+    """Waits that may not be finished."""
+
+    def seconds(self) -> float:
+        """Sum of the waits that are finished by now."""
+        unknown = []
+        for stall in self.pending:
+            seconds = stall.seconds()
+            if seconds is None:
+                unknown.append(stall)
+            else:
+                self.known_seconds += seconds
+        self.pending = unknown
+        return self.known_seconds
+
+
+class Backend(ABC):
+    """One device, as the runtime uses it. See NOTE [ Lanes, events, waits ]."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    alignment: int
+    """Every address from the device's allocator is a multiple of this."""
+    malloc: str = ""
+    """How the C library's ``malloc`` is configured, if it allocates the device's memory."""
+    direct_disk: bool = False
+    """Whether the device's memory is CPU memory, which files can be written from and read into."""
+    poisons: bool = False
+    """Whether a read of unwritten memory must be noticed: for a backend that checks."""
+    unified: bool = False
+    """Whether device and CPU share one memory, so that copying to CPU memory frees nothing."""
+
+    @abstractmethod
+    def compute(self) -> Lane:
+        """The compute lane of the calling thread, now."""
+
+    @abstractmethod
+    def lane(self, name: str) -> Lane:
+        """A new lane for copies."""
+
+    @abstractmethod
+    def record(self, lane: Lane) -> Event:
+        """An event at the end of everything queued on ``lane``."""
+
+    @abstractmethod
+    def wait(self, lane: Lane, event: Event) -> None:
+        """Everything queued on ``lane`` from now on starts after ``event``."""
+
+    def all_of(self, events: Sequence[Event]) -> Event:
+        """An event that is reached when all of these are. It can be waited for, not recorded again."""
+        return events[0] if len(events) == 1 else Several(events)
+
+    def timed_wait(self, lane: Lane, event: Event, stalls: Stalls) -> None:
+        """Wait, and add the time that the lane had to wait to ``stalls``."""
+        before = time.perf_counter()
+        self.wait(lane, event)
+        stalls.known_seconds += time.perf_counter() - before
+
+    @abstractmethod
+    def copy(self, lane: Lane, destination: Bytes, source: Bytes) -> None:
+        """Queue a copy of equally many bytes. Both must live until an event after it is reached."""
+
+    @abstractmethod
+    def convert(self, lane: Lane, destination: Cells, source: Cells) -> None:
+        """Queue a copy of elements from CPU memory to the device, converted to the destination's dtype."""
+
+    @abstractmethod
+    def run(self, task: Task) -> Event:
+        """Queue host work."""
+
+    @abstractmethod
+    def host_lane(self, name: str, *, threads: int = 1, begin: Callable[[], None] | None = None) -> HostLane:
+        """A new lane for host work. Each of its threads calls ``begin`` first."""
+
+    @abstractmethod
+    def empty(self, form: Form) -> torch.Tensor:
+        """An unwritten tensor on the device, for the calling thread's compute lane."""
+
+    def hand_back(self, memory: Bytes, lanes: Iterable[Lane]) -> None:  # noqa: B027
+        """Called before the runtime releases memory that it did not allocate and that these lanes have used."""
+
+    @abstractmethod
+    def host_slab(self, nbytes: int) -> torch.Tensor:
+        """Page-aligned CPU memory that lanes copy at full rate. It is freed when the tensor dies."""
+
+    def memory_info(self) -> tuple[int, int] | None:
+        """Free and total bytes of the device; ``None`` where the device has no memory of its own."""
+        return None
+
+    def is_capturing(self) -> bool:
+        """Whether the calling thread's compute lane is being captured into a graph: see ``cuda_graphs.py``."""
+        return False
+
+    def may_wait(self) -> bool:
+        """Whether the calling thread's compute lane may wait for any event: not inside a capture."""
+        return not self.is_capturing()
+
+    def capture(self) -> int | None:
+        """The number of the capture under way; ``None`` for none."""
+        return None
+
+    def capture_of(self, lane: Lane) -> int | None:
+        """The number of the capture that the lane is part of; ``None`` for none."""
+        return None
+
+    def record_captured(self, lane: Lane) -> Event:
+        """An event on a lane that is part of a capture."""
+        return self.record(lane)
+
+    def alias(self, block: Bytes) -> torch.Tensor:
+        """CPU memory as a storage of its own, for the calling thread's compute lane. It keeps the memory alive."""
+        memory = (ctypes.c_ubyte * block.nbytes).from_address(block.address)
+        memory.storage = block.storage  # type: ignore[attr-defined]
+        return torch.frombuffer(memory, dtype=torch.uint8)
+
+    def host_access(self, block: Bytes, *, write: bool) -> None:  # noqa: B027
+        """Called before host code reads or writes a block itself, for a backend that checks."""
+
+    def compute_access(self, memory: Bytes) -> None:  # noqa: B027
+        """For a backend that checks: queued compute may write this memory, and no later compute will for a while.
+
+        Called where another thread queues a copy later.
+        """
+
+    @abstractmethod
+    def peak_bytes(self) -> int:
+        """Peak of allocated device bytes (CPU: resident bytes of the process) since the last reset."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Finish everything queued, then stop the threads."""
+
+
+# Host work.
+
+
+class _Here(threading.local):
+    task = False
+
+
+_here = _Here()
+
+
+def in_task() -> bool:
+    """Whether the calling thread runs a task, or holds a lock that a task may need: it must not wait for one."""
+    return _here.task
+
+
+def be_in_task() -> None:
+    """From now on the calling thread runs tasks."""
+    _here.task = True
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Inside, the calling thread counts as one that runs a task."""
+    before, _here.task = _here.task, True
+    try:
+        yield
+    finally:
+        _here.task = before
+
+
+class HostTasks:
+    """A few threads for host work, started with the first task.
+
+    Args:
+        threads: how many.
+        begin: called first by each thread.
+        after: called by each thread after ``begin``.
+        name: of the threads.
+    """
+
+    def __init__(
+        self,
+        threads: int,
+        begin: Callable[[], None] = be_in_task,
+        after: Callable[[], None] | None = None,
+        *,
+        name: str = "task",
+    ) -> None:
+        def start() -> None:
+            begin()
+            if after is not None:
+                after()
+
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix=f"spillway-{name}", initializer=start)
+
+    def run(self, task: Task) -> TaskEvent:
+        # A worker keeps its arguments until shortly after the event is reached, and a task holds memory. So the worker
+        # gets a box, and takes the task out of it.
+        return TaskEvent(self._pool.submit(_take_and_run, [task]))
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True)
+
+
+def _take_and_run(box: list[Task]) -> Event | None:
+    return box.pop()()
+
+
+class TaskEvent:
+    """The end of a task, and of the copy that it queued."""
+
+    __slots__ = ("_future",)
+
+    def __init__(self, future: Future[Event | None]) -> None:
+        self._future = future
+
+    def query(self) -> bool:
+        if not self._future.done():
+            return False
+        inner = None if self._future.exception() else self._future.result()
+        return inner is None or inner.query()
+
+    def finish(self) -> None:
+        """Block until the task, and every task that it queued, is done or has failed."""
+        if self._future.exception() is None:
+            finish(self._future.result())
+
+    def resolve(self) -> Event | None:
+        """Block until the task is done; gives the event of the copy that it queued, if any."""
+        error = self._future.exception()
+        if error is not None:
+            raise_again(error)
+        return self._future.result()
+
+    def synchronize(self) -> None:
+        inner = self.resolve()
+        if inner is not None:
+            inner.synchronize()
+
+
+def raise_again(error: BaseException) -> NoReturn:
+    """Raise a copy of an error that several callers may ask for.
+
+    Raising the object itself would attach the callers' frames to it. An event that keeps the error would then keep the
+    graph in those frames alive, in a cycle that the garbage collector cannot see.
+    """
+    raise copy.copy(error).with_traceback(None) from error
+
+
+# Spans in a profiler's trace.
+
+_is_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
+
+def label(name: str) -> AbstractContextManager[object]:
+    """A span ``spillway.<name>`` in a profiler's trace (an NVTX range under ``emit_nvtx``). Free without a profiler."""
+    return torch.profiler.record_function(f"spillway.{name}") if _is_profiling() else nullcontext()
+
+
+def labelled(name: str) -> Callable[[Callable[_Arguments, _Result]], Callable[_Arguments, _Result]]:
+    """A decorator: calls of the function appear in a trace as ``spillway.<name>``."""
+
+    def decorate(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+        @functools.wraps(function)
+        def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+            if not _is_profiling():
+                return function(*args, **kwargs)
+            with label(name):
+                return function(*args, **kwargs)
+
+        return call
+
+    return decorate

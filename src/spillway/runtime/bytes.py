@@ -1,4 +1,4 @@
-"""A range of bytes of a storage: what lanes copy, tiers store and host work reads."""
+"""A range of bytes of a storage, which lanes copy and tiers store."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 class Bytes:
     """``nbytes`` bytes of a storage from byte ``start``. Holding it holds the storage.
 
-    No tensor, because a view of a storage costs as much as all the rest of a copy's bookkeeping: the first copy makes
-    it, and the next one has it.
+    It is no tensor, because a view of a storage costs as much as all other bookkeeping of a copy. The first copy makes
+    the view, and the next one reuses it.
     """
 
     __slots__ = ("_flat", "nbytes", "start", "storage")
@@ -31,16 +31,16 @@ class Bytes:
 
     @property
     def address(self) -> int:
-        """Of the first byte."""
+        """Address of the first byte."""
         return self.storage.data_ptr() + self.start
 
     def is_there(self) -> bool:
-        """Whether the storage has them still: its owner may have taken the memory from under it."""
+        """Whether the storage still has them: its owner may have resized it."""
         return self.storage.nbytes() >= self.start + self.nbytes
 
     def buffer(self) -> ctypes.Array[ctypes.c_ubyte]:
-        """They themselves, for reading and writing files. It does not hold the storage."""
-        # Not by way of numpy: that would make the user's storage one that can never be resized again.
+        """Their memory, for reading and writing files. It does not hold the storage."""
+        # Not through numpy, after which the user's storage could never be resized.
         return (ctypes.c_ubyte * self.nbytes).from_address(self.address)
 
     def first(self, nbytes: int) -> Bytes:
@@ -53,7 +53,7 @@ class Bytes:
             return self._flat
         flat = over(self.storage, torch.uint8, self.start, (self.nbytes,), (1,))
         if not flat.is_inference():
-            # What is made in inference mode cannot be written outside of it.
+            # A tensor made in inference mode cannot be written outside of it.
             self._flat = flat
         return flat
 
@@ -63,8 +63,8 @@ def over(
 ) -> torch.Tensor:
     """A tensor over a storage.
 
-    Dispatch modes do not see how it is made: it computes nothing, and a user's counter of operators, or the sanitizer
-    of CUDA streams, would take it for a kernel.
+    It computes nothing, so dispatch modes do not see it: a user's counter of operators, or the sanitizer of CUDA
+    streams, would take it for a kernel.
     """
     if torch._C._len_torch_dispatch_stack() > 0:
         with torch._C._DisableTorchDispatch():
@@ -73,19 +73,19 @@ def over(
 
 
 class Cells(NamedTuple):
-    """Bytes that are elements of a type."""
+    """Bytes that are elements of a dtype."""
 
     memory: Bytes
     dtype: torch.dtype
 
     def tensor(self) -> torch.Tensor:
-        """They, as a flat tensor."""
+        """The elements as a flat tensor."""
         size = self.dtype.itemsize
         return over(self.memory.storage, self.dtype, self.memory.start // size, (self.memory.nbytes // size,), (1,))
 
 
 class Form(Protocol):
-    """What a tensor that covers a storage from end to end looks like."""
+    """The form of a tensor that covers a storage from end to end."""
 
     @property
     def size(self) -> Sequence[int]: ...

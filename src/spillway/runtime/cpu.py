@@ -1,4 +1,4 @@
-"""The backend of the CPU: its memory is host memory, its lanes are queues that are worked off when somebody waits."""
+"""The CPU's backend: a lane is a queue with a thread, and compute is the calling thread."""
 
 from __future__ import annotations
 
@@ -15,15 +15,13 @@ from collections.abc import Callable
 import torch
 
 from spillway.errors import SessionError
-from spillway.runtime.backend import Backend, Event, HostLane, Lane, Task
+from spillway.runtime.backend import Backend, Event, HostLane, HostTasks, Lane, Task, be_in_task
 from spillway.runtime.bytes import Bytes, Cells, Form
-from spillway.runtime.malloc import set_malloc
-from spillway.runtime.resident import ResidentPeak
-from spillway.runtime.tasks import HostTasks, be_in_task, chained
+from spillway.runtime.process_memory import ResidentPeak, set_malloc
 
 
 def anonymous_pages(nbytes: int, *, huge: bool = False, for_children: bool = True) -> torch.Tensor:
-    """Page-aligned zeroed host memory, given back to the system when the tensor dies.
+    """Page-aligned zeroed CPU memory, given back to the system when the tensor dies.
 
     Args:
         nbytes: how many.
@@ -32,7 +30,7 @@ def anonymous_pages(nbytes: int, *, huge: bool = False, for_children: bool = Tru
     """
     if sys.platform == "win32":
         return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
-    # Private: shared pages, which are Python's default, are those of a file in memory, and come four times slower.
+    # Private: Python's default is shared pages, those of a file in memory, which are four times slower.
     pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     for wanted, advice in ((huge, "MADV_HUGEPAGE"), (not for_children, "MADV_DONTFORK")):
         if wanted and hasattr(mmap, advice):
@@ -42,7 +40,7 @@ def anonymous_pages(nbytes: int, *, huge: bool = False, for_children: bool = Tru
 
 
 class _CpuQueue:
-    """What a CPU lane and its thread share. The thread holds no lane, so that a lane that nobody holds can end it."""
+    """The state that a CPU lane shares with its thread. The thread does not hold the lane, so a dead lane ends it."""
 
     def __init__(self) -> None:
         self.works: deque[Callable[[], None]] = deque()
@@ -60,7 +58,7 @@ class _CpuQueue:
                     return
                 work = self.works.popleft()
             work()
-            # The work may hold the last reference to a tensor: let go of it before its event is seen as reached.
+            # The work may hold the last reference to a tensor: drop it before its event counts as reached.
             del work
             with self.changed:
                 self.done += 1
@@ -75,7 +73,7 @@ class _CpuQueue:
 
 
 class _CpuLane:
-    """A thread that does what is queued, in order. An event is a number: how many copies were queued before it."""
+    """A thread that runs queued copies in order. An event is a number: how many were queued before it."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -87,7 +85,7 @@ class _CpuLane:
         queue = self._queue
         with queue.changed:
             if queue.closing:
-                # Nobody would do it, and whoever waits for it would wait for ever.
+                # The work would never run, and its waiter would wait for ever.
                 raise SessionError(
                     "got a closed session with work of an optimizer or of a backward under way, expected an open one; "
                     "close the session last"
@@ -95,7 +93,7 @@ class _CpuLane:
             queue.works.append(work)
             queue.queued += 1
             if self._thread is None:
-                # A daemon: a lane that nobody closed must not keep the interpreter from ending.
+                # A daemon: a lane that was not closed must not keep the interpreter alive.
                 self._thread = threading.Thread(target=queue.serve, name=f"spillway-{self._name}", daemon=True)
                 self._thread.start()
             queue.changed.notify_all()
@@ -127,7 +125,7 @@ class _CpuEvent:
 
 
 class _Compute:
-    """The calling thread as a lane: whatever it did is done."""
+    """The calling thread as a lane: its work is always done."""
 
     def query(self) -> bool:
         return True
@@ -175,8 +173,8 @@ class CpuBackend(Backend):
         assert isinstance(lane, _CpuLane)
 
         def work() -> None:
-            # memmove and not Tensor.copy_: one thread, without the interpreter's lock, and no second team of OpenMP
-            # threads beside the one that computes.
+            # memmove instead of Tensor.copy_: one thread, without the interpreter's lock, and no second team of OpenMP
+            # threads.
             ctypes.memmove(destination.address, source.address, source.nbytes)
 
         lane.submit(work)
@@ -189,7 +187,7 @@ class CpuBackend(Backend):
         return self._tasks.run(task)
 
     def host_lane(self, name: str, *, threads: int = 1, begin: Callable[[], None] | None = None) -> HostLane:
-        return HostTasks(threads, chained(be_in_task, begin), name=name)
+        return HostTasks(threads, be_in_task, begin, name=name)
 
     def empty(self, form: Form) -> torch.Tensor:
         # The device is named, since the user's default may be another one.

@@ -1,4 +1,4 @@
-"""All that moves the bytes of one device: its backend, its arena, its mover and its tiers."""
+"""The runtime of one device: its backend, arena, mover and tiers."""
 
 from __future__ import annotations
 
@@ -11,20 +11,19 @@ from spillway.errors import BackendError
 from spillway.events import Recorder
 from spillway.runtime.accelerator import AcceleratorBackend
 from spillway.runtime.arena import Arena
-from spillway.runtime.backend import Backend
-from spillway.runtime.capturing import CapturedRuntime
+from spillway.runtime.backend import Backend, quiet
 from spillway.runtime.cpu import CpuBackend
-from spillway.runtime.disk import SpillFile
-from spillway.runtime.disk_tiers import DirectDiskTier, StagedDiskTier
+from spillway.runtime.cuda_graphs import CapturedRuntime
+from spillway.runtime.disk import DirectDiskTier, StagedDiskTier
 from spillway.runtime.mover import Mover
-from spillway.runtime.tasks import quiet
+from spillway.runtime.spill_file import SpillFile
 from spillway.runtime.tiers import HostTier, Tier
 
 MakeBackend = Callable[[torch.device], Backend]
 
 
 class Runtime(Protocol):
-    """What moves a device's bytes now: its runtime, or the one for what is captured into a graph."""
+    """A device's runtime, or its runtime for work that is captured into a graph."""
 
     backend: Backend
     mover: Mover
@@ -36,7 +35,7 @@ class Runtime(Protocol):
     def tier(self, name: str) -> Tier: ...
 
     def join(self) -> None:
-        """A pass ends."""
+        """A forward pass ends."""
         ...
 
 
@@ -45,10 +44,10 @@ class DeviceRuntime:
 
     Args:
         backend: the device.
-        file: where the disk tier's bytes go. It is made when the first of them goes there.
-        window: bytes that may be LEAVING, and bytes that may be RETURNING, at once.
-        host_budget: most bytes of host memory.
-        recorder: told of everything that happens.
+        file: gives the spill file, when the disk tier is first used.
+        window: the in-flight limit: bytes that may be LEAVING, and bytes that may be RETURNING, at once.
+        host_budget: most bytes of CPU memory.
+        recorder: receives every event.
     """
 
     def __init__(
@@ -64,7 +63,7 @@ class DeviceRuntime:
         self.arena = Arena(backend.host_slab, capacity=host_budget)
         self.mover = Mover(backend, window=window, recorder=recorder)
         self.nothing = torch.empty(0, device=backend.device)
-        """What a tracker's data is."""
+        """An empty tensor on the device: the data of every tracker."""
         self._file = file
         self._recorder = recorder
         self._tiers: dict[str, Tier] = {}
@@ -72,11 +71,11 @@ class DeviceRuntime:
 
     @property
     def window(self) -> int:
-        """Bytes that may be LEAVING, and bytes that may be RETURNING, at once."""
+        """The in-flight limit, in bytes."""
         return self.mover.window
 
     def tier(self, name: str) -> Tier:
-        """The tier ``"host"`` or ``"disk"``; ``"auto"`` is host memory for an accelerator, and disk for the CPU."""
+        """The tier ``"host"`` or ``"disk"``; ``"auto"`` is CPU memory for an accelerator, and disk for the CPU."""
         tier = self._tiers.get(name)
         if tier is None:
             if name == "auto":
@@ -87,18 +86,14 @@ class DeviceRuntime:
         return tier
 
     def spill_file(self) -> SpillFile:
-        """The session's file on disk; made when first asked for.
-
-        Raises:
-            SpillPathError: if none can be made.
-        """
+        """The session's spill file, made on first use. Raises ``SpillPathError`` if none can be made."""
         return self._file()
 
     def join(self) -> None:
         """Nothing has to be waited for."""
 
     def captured(self) -> CapturedRuntime:
-        """The runtime for what is captured into a graph."""
+        """The runtime for work that is captured into a graph."""
         if self._captured is None:
             lanes = dict(zip(("out", "back"), self.mover.lanes, strict=True))
             self._captured = CapturedRuntime(
@@ -107,28 +102,28 @@ class DeviceRuntime:
         return self._captured
 
     def release_graphs(self) -> int:
-        """Give back the host memory of captured graphs, which are gone; returns its bytes."""
+        """Free the CPU memory of captured graphs that are gone; returns its bytes."""
         return 0 if self._captured is None else self._captured.release()
 
     def used_host_bytes(self) -> int:
-        """Bytes of host memory in slots."""
+        """Bytes of CPU memory in slots."""
         self.mover.read_notes()
         with quiet():
             return self.arena.used_bytes
 
     def synchronize(self) -> None:
-        """Wait until every write that is under way has ended."""
+        """Wait for every write that is under way."""
         with self.mover.exclusive():
             for tier in set(self._tiers.values()):
                 tier.synchronize()
 
     def trim(self) -> int:
-        """Give host memory that nobody uses back to the system; returns its bytes."""
+        """Give unused CPU memory back to the system; returns its bytes."""
         with self.mover.exclusive():
             return self.arena.trim() + sum(tier.trim() for tier in set(self._tiers.values()))
 
     def close(self) -> None:
-        """Stop. What is away is lost."""
+        """Stop. Offloaded bytes are lost."""
         if self._captured is not None:
             self._captured.close()
         self.mover.close()
@@ -146,11 +141,7 @@ class DeviceRuntime:
 
 
 def backend_for(device: torch.device, *, streams: Mapping[str, torch.Stream] | None = None) -> Backend:
-    """The backend that serves a device, on streams of the user's if there are any.
-
-    Raises:
-        BackendError: if none does.
-    """
+    """The backend of a device, on the user's ``streams`` if there are any. Raises ``BackendError`` if there is none."""
     if device.type == "cpu":
         return CpuBackend(device)
     accelerator = torch.accelerator.current_accelerator()

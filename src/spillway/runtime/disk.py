@@ -1,400 +1,353 @@
-"""The disk tier: one anonymous, preallocated file a session, cut into extents that each have a checksum.
+"""The disk tier, in two variants: staged through CPU memory, and directly from and into a tensor's own memory.
 
-Note: who may use the file, and when
-------------------------------------
+*Staged*, for an accelerator. Direct I/O needs page-aligned CPU memory. On the way out, the ``out`` lane copies the
+device's bytes to a block of the arena, and a task writes the block. On the way back, a task reads into a block, and the
+``back`` lane copies it to the device. The bytes that wait in blocks for their write are limited: above the limit,
+``reserve`` and ``store`` block the caller. Otherwise a slow disk would become a CPU-memory tier without a cap. A large
+storage is cut into pieces, which several threads move at once.
 
-*Aligned.* Every extent begins on a 4 KiB boundary and reserves a multiple of 4 KiB, as direct I/O wants it. A buffer
-holds all of what is reserved, though only the first ``nbytes`` bytes count: raw bytes, nothing is pickled.
+*Direct*, for the CPU, where a copy would cost the cores that compute. The file is written from the storage itself,
+which is released when its write is done. It is read into memory that then belongs to the tensor: a block of the tier's
+own arena, given back when that storage dies. Bytes lie at the same distance from a page in the file as in memory, so
+all but the two edges move without a copy.
 
-*Forked.* A child shares the open file with its parent: what it wrote, truncated or punched would be the parent's loss.
-So the file belongs to the process that made it. In a child every call but ``free`` and ``close`` raises, ``free`` does
-nothing, and closing closes the child's descriptor. The process id is looked at before the lock is touched: the lock may
-have been held by a thread that the child does not have.
-
-*Freed from anywhere.* ``free`` runs in finalisers, which the garbage collector may start inside any call here, with the
-lock held. So ``free`` takes no lock: one ``dict.pop`` decides who frees, one ``deque.append`` leaves the range to
-whoever next holds the lock. A range that a thread is still writing or reading is given back when that thread is done,
-and so is the descriptor on ``close``: a number that is reused too early is another file.
+An entry, its write and its reads each use the extent, and the last of them frees it. If it were freed with its write
+still queued, the late write would overwrite the next owner's bytes.
 """
 
 from __future__ import annotations
 
-import itertools
-import mmap
-import os
+import sys
 import threading
+import weakref
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
-import numpy as np
+import torch
 
-from spillway.errors import CorruptError, SessionError, SizeError, TierFullError, TransferError, UsageError
-from spillway.runtime.anonymous_file import AnonymousFile
-from spillway.runtime.checksum import checksum
-from spillway.runtime.free_ranges import FreeRanges
-from spillway.runtime.spill_directory import choose_directory
-from spillway.runtime.system_calls import ALIGNMENT, SystemCalls
-from spillway.runtime.wear import Bucket, Wear
-from spillway.units import format_bytes
+from spillway.errors import TierError, TierFullError, TransferError
+from spillway.runtime.arena import PAGE, Arena, Block, pages
+from spillway.runtime.backend import Backend, Event, Lane, quiet
+from spillway.runtime.bytes import Bytes, Form
+from spillway.runtime.spill_file import Extent, SpillFile
+from spillway.runtime.tiers import Slot, Tier
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-    from typing_extensions import Buffer
-
-_GROWTH = 64 * 2**20  # The file grows by this or by what is needed: few calls, and no rush for the whole disk.
+PIECE_BYTES = 16 << 20
+"""Bytes that one thread writes or reads at a time."""
 
 
-@dataclass(frozen=True, slots=True)
-class Extent:
-    """A place in a spill file.
+class _Piece:
+    """One extent's worth of a storage."""
 
-    It is known by what it is, not by its numbers: a copy, or an extent whose place was given to another since, is
-    refused.
-    """
+    __slots__ = ("block", "extent", "nbytes", "released", "users", "written")
 
-    offset: int
-    """Where it begins, in bytes; a multiple of :data:`ALIGNMENT`."""
-    nbytes: int
-    """Bytes that count."""
-    reserved: int
-    """Bytes that it takes in the file: ``phase + nbytes`` rounded up to :data:`ALIGNMENT`."""
-    phase: int = 0
-    """How far behind ``offset`` the bytes begin: as far as they begin behind a page in memory."""
-
-
-@dataclass(slots=True)
-class _Slot:
-    """An extent's life: from ``allocate`` until its range is free again."""
-
-    extent: Extent
-    promise: Bucket | None
-    """Where its first write is counted before it is made."""
-    checksum: int | None = None
-    """Of what it holds; ``None`` while it holds nothing."""
-    users: int = 0
-    """Threads that read or write it now."""
-
-    def withdraw(self) -> None:
-        """Count the promise no more: it was kept, and is counted as what was written, or never will be."""
-        if self.promise is not None:
-            self.promise.nbytes -= self.extent.reserved
-            self.promise = None
+    def __init__(self, nbytes: int, extent: Extent) -> None:
+        self.nbytes = nbytes
+        self.extent = extent
+        self.block: Block | None = None
+        """On the staged way out: where the bytes wait for their write."""
+        self.written: Event | None = None
+        self.users = 1
+        """Who needs the extent: the entry, the write, the reads."""
+        self.released = False
+        """Whether the entry needs it no more."""
 
 
-class SpillFile(AnonymousFile):
-    """One anonymous, preallocated file, and the extents in it.
+class _DiskSlot:
+    """A storage's place on disk, in pieces."""
 
-    Every method may be called from several threads at once. Only the process that made it may use it.
+    __slots__ = ("nbytes", "pieces")
 
-    Args:
-        directory: where the file lives; ``None`` for what :func:`choose_directory` finds.
-        capacity: the most bytes that the file may have; ``None`` for as many as the disk has.
-        bytes_per_hour: the most bytes that may be promised and written in any hour (flash wears out); ``None`` for no
-            limit. Above it, ``allocate`` refuses. Writing an extent again counts too, but is not refused.
-        allow_memory_filesystem: accept a directory on a file system that is host memory, where spilling saves nothing.
-        calls: the system calls to use.
+    def __init__(self, nbytes: int, pieces: Sequence[_Piece]) -> None:
+        self.nbytes = nbytes
+        self.pieces = pieces
 
-    Raises:
-        SpillPathError: no file can be made there, or the directory is in memory.
-        SizeError: a negative ``capacity`` or ``bytes_per_hour``.
 
-    Example:
-        >>> file = SpillFile("/var/tmp", capacity=2**30)  # doctest: +SKIP
-        >>> extent = file.allocate(len(tensor_bytes))  # doctest: +SKIP
-        >>> file.write(extent, page_aligned_block_of_extent_reserved_bytes)  # doctest: +SKIP
-    """
+class _DiskTier(Tier):
+    """Both variants share the ownership of extents, and the list of writes under way."""
 
-    capacity: int | None
-    """The most bytes that the file may have."""
-
-    def __init__(
-        self,
-        directory: str | os.PathLike[str] | None = None,
-        *,
-        capacity: int | None = None,
-        bytes_per_hour: int | None = None,
-        allow_memory_filesystem: bool = False,
-        calls: SystemCalls | None = None,
-    ) -> None:
-        for what, limit in (("capacity", capacity), ("bytes_per_hour", bytes_per_hour)):
-            if limit is not None and limit < 0:
-                raise SizeError(f"{what}: got {limit}, expected at least 0 bytes, or None for no limit")
-        calls = calls or SystemCalls()
-        super().__init__(choose_directory(directory, allow_memory_filesystem, calls.mounts()), calls)
-        self.capacity = capacity
-        self._pid = os.getpid()
+    def __init__(self, backend: Backend, file: SpillFile, *, out: Lane, back: Lane) -> None:
+        super().__init__(backend)
+        self._file = file
+        self._out = out
+        self._back = back
+        self._writes: deque[_Piece] = deque()
         self._lock = threading.Lock()
-        self._closed = False
-        self._used = 0
-        self._written = 0
-        self._transfers = 0
-        self._wear = Wear(bytes_per_hour, calls.monotonic)
-        self._ranges = FreeRanges()
-        self._live: dict[int, _Slot] = {}
-        self._freed: deque[_Slot] = deque()
 
-    @property
-    def used_bytes(self) -> int:
-        """Bytes reserved by extents that are not given back yet."""
-        if os.getpid() == self._pid:
-            with self._lock:
-                if not self._closed:
-                    self._settle()
-        return self._used
+    def cancel(self, slot: Slot) -> None:
+        assert isinstance(slot, _DiskSlot)
+        for piece in slot.pieces:
+            piece.released = True
 
-    @property
-    def written_bytes(self) -> int:
-        """Bytes written since the file was made, rounded up to whole blocks as the extents are."""
-        return self._written
+    def release(self, slot: Slot) -> None:
+        assert isinstance(slot, _DiskSlot)
+        for piece in slot.pieces:
+            self._release(piece)
 
-    def allocate(self, nbytes: int, *, phase: int = 0) -> Extent:
-        """Reserve a place for ``nbytes`` bytes.
-
-        Args:
-            nbytes: how many.
-            phase: how far behind a page the buffers begin that it will be written from and read into.
-
-        Raises:
-            TierFullError: the capacity, the disk or the hour's budget has no room for them.
-            SpillPathError: the first call makes the file, and its directory is no longer there.
-            TransferError: the disk failed.
-            SizeError: ``nbytes`` is less than 1.
-            SessionError: the file is closed, or belongs to the parent of this process.
-        """
-        if nbytes < 1:
-            raise SizeError(f"extent: got {nbytes} bytes, expected at least 1; what is empty needs no place on a disk")
-        self._check_owner()
-        reserved = -(-(phase + nbytes) // ALIGNMENT) * ALIGNMENT
-        with self._lock:
-            self._check_open()
+    def synchronize(self) -> None:
+        while self._writes:
             self._settle()
-            self._wear.check(reserved)
-            while (offset := self._ranges.take(reserved)) is None:
-                self._grow(reserved)
-            extent = Extent(offset, nbytes, reserved, phase)
-            self._used += reserved
-            self._live[id(extent)] = _Slot(extent, self._wear.charge(reserved))
-        return extent
 
-    def free(self, extent: Extent) -> None:
-        """Give an extent back. It takes no lock and may run in a finaliser; in a forked child it does nothing.
+    def _allocate(self, nbytes: int, *, phase: int = 0) -> _Piece:
+        with quiet():
+            return _Piece(nbytes, self._file.allocate(nbytes, phase=phase))
 
-        Raises:
-            UsageError: the extent is not of this file, or was given back before.
-            SessionError: the file is closed.
-        """
-        if os.getpid() != self._pid:
-            return
-        slot = self._live.pop(id(extent), None)
-        if slot is None or self._closed:
-            self._check_open()
-            raise UsageError(self._unknown(extent))
-        self._freed.append(slot)
+    def _release(self, piece: _Piece) -> None:
+        piece.released = True
+        self._let_go(piece)
 
-    def write(self, extent: Extent, buffer: Buffer, *, shared: bool = False) -> None:
-        """Write the first ``extent.nbytes`` bytes of ``buffer``, and return when the system has taken all of them.
-
-        Args:
-            extent: from :meth:`allocate`.
-            buffer: at least so many contiguous bytes of memory, which begin ``extent.phase`` behind a page if
-                :attr:`direct`. Whole pages of it move without a copy, and so does the last one if the buffer has all
-                of it.
-            shared: others may write to the buffer meanwhile: it is written again until it is found unchanged, so that
-                the checksum is of what is in the file.
-
-        Raises:
-            TransferError: the write failed; the extent holds nothing now.
-            TierFullError: the disk is full, on a file system where ``allocate`` could not reserve.
-            UsageError: an extent that is not alive, or a buffer that is too short or not aligned.
-            SessionError: the file is closed, or belongs to the parent of this process.
-        """
-        with self._transfer(extent) as slot:
-            data = self._bytes_of(buffer, extent)
-            slot.checksum = None  # from here on the old bytes are gone, whatever comes
-            sum_of_it = checksum(data[: extent.nbytes])
-            self._write_pieces(data, extent)
-            while shared and (sum_now := checksum(data[: extent.nbytes])) != sum_of_it:
-                sum_of_it = sum_now
-                self._write_pieces(data, extent)
-            with self._lock:
-                self._written += extent.reserved
-                slot.withdraw()
-                self._wear.charge(extent.reserved)
-            slot.checksum = sum_of_it
-
-    def read(self, extent: Extent, buffer: Buffer) -> None:
-        """Fill the first ``extent.nbytes`` bytes of ``buffer``, and verify them.
-
-        Args:
-            extent: from :meth:`allocate`, and written since.
-            buffer: writable; otherwise as for :meth:`write`.
-
-        Raises:
-            CorruptError: other bytes came back than were written, or too few. ``buffer`` holds nothing of use.
-            TransferError: the read failed, or nothing was ever written there.
-            UsageError: an extent that is not alive, or a buffer that is too short, not aligned or read-only.
-            SessionError: the file is closed, or belongs to the parent of this process.
-        """
-        with self._transfer(extent) as slot:
-            data = self._bytes_of(buffer, extent)
-            if not data.flags.writeable:
-                raise UsageError(f"spill file: got a read-only buffer to read {extent} into; give a writable one")
-            expected = slot.checksum
-            if expected is None:
-                raise TransferError(
-                    f"spill file: got a read of {extent}, which holds nothing, as no write to it has succeeded; "
-                    f"do not drop a tensor before its write has returned"
-                )
-            self._read_pieces(data, extent)
-            got = checksum(data[: extent.nbytes])
-            if got != expected:
-                raise CorruptError(
-                    f"spill file in {self.directory}: {extent.nbytes} bytes at offset {extent.offset} came back with "
-                    f"checksum {got:#018x}, expected {expected:#018x}; these are not the bytes that were written: "
-                    f"look for errors of the disk in the system's log, or spill to another directory"
-                )
-
-    def close(self) -> None:
-        """Give everything back. A second call does nothing; any other later call raises ``SessionError``.
-
-        Transfers that are under way end first. In a forked child only the child's descriptor is closed.
-        """
-        if os.getpid() != self._pid:
-            self._closed = True
-            self._release()
-            return
+    def _let_go(self, piece: _Piece) -> None:
+        """One user less."""
         with self._lock:
-            self._closed = True
-            if self._transfers == 0:
-                self._let_go()
+            piece.users -= 1
+            last = piece.users == 0
+        if last:
+            self._file.free(piece.extent)
 
-    def _let_go(self) -> None:
-        """Close the descriptor; under the lock, with no transfer under way."""
-        self._release()
-        self._used = 0
-        self._live.clear()
-        self._freed.clear()
+    def _start(self, piece: _Piece, work: Callable[[], Event | None]) -> Event:
+        """Queue a task that uses the piece's extent until it is done."""
 
-    def _check_owner(self) -> None:
-        if os.getpid() != self._pid:
-            raise SessionError(
-                f"spill file: used in process {os.getpid()}, expected its owner, process {self._pid}, from which this "
-                f"one was forked; make a session in each process"
-            )
+        def task() -> Event | None:
+            try:
+                return work()
+            finally:
+                self._let_go(piece)
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise SessionError("spill file: it is closed, expected an open one; make a new session")
-
-    def _unknown(self, extent: Extent) -> str:
-        return (
-            f"spill file: got {extent}, expected an extent that this file gave out and that was not given back since; "
-            f"use each extent with its own file, and free it once"
-        )
-
-    @contextmanager
-    def _transfer(self, extent: Extent) -> Iterator[_Slot]:
-        """Holds the extent's place and the descriptor while a thread reads or writes without the lock."""
-        self._check_owner()
         with self._lock:
-            self._check_open()
-            slot = self._live.get(id(extent))
-            if slot is None:
-                raise UsageError(self._unknown(extent))
-            slot.users += 1
-            self._transfers += 1
-        try:
-            yield slot
-        finally:
-            with self._lock:
-                slot.users -= 1
-                self._transfers -= 1
-                if self._closed and self._transfers == 0:
-                    self._let_go()
+            piece.users += 1
+        return self._backend.run(task)
+
+    def _start_write(self, piece: _Piece, work: Callable[[], None]) -> None:
+        piece.written = self._start(piece, work)
+        self._writes.append(piece)
 
     def _settle(self) -> None:
-        """Give back the ranges that were freed and that no thread uses; under the lock."""
-        for _ in range(len(self._freed)):
-            slot = self._freed.popleft()
-            if slot.users:
-                self._freed.append(slot)
-            else:
-                self._ranges.give(slot.extent.offset, slot.extent.reserved)
-                self._used -= slot.extent.reserved
-                slot.withdraw()
-
-    def _grow(self, nbytes: int) -> None:
-        """Lengthen the file until its last free range holds ``nbytes``; under the lock."""
-        end = self._size
-        needed = nbytes - self._ranges.tail(end)
-        step = max(needed, _GROWTH)
-        if self.capacity is not None:
-            room = self.capacity // ALIGNMENT * ALIGNMENT - end
-            if needed > room:
-                raise TierFullError(
-                    f"spill file in {self.directory}: got {format_bytes(nbytes)} to place, expected no more than fits "
-                    f"into the capacity of {format_bytes(self.capacity)}, of which {format_bytes(self._used)} are in "
-                    f"use and the rest is in pieces of at most {format_bytes(self._ranges.largest(end, room))}; raise "
-                    f"the capacity, or offload less"
-                )
-            step = min(step, room)
-        self._ranges.give(end, self._lengthen(step, needed))
-
-    def _bytes_of(self, buffer: Buffer, extent: Extent) -> NDArray[np.uint8]:
-        """The buffer's bytes that belong to the extent, checked for what the file's mode of I/O asks."""
+        """Wait for the oldest write. If it failed, this raises: in the forward of the step that it belongs to."""
+        piece = self._writes.popleft()
+        assert piece.written is not None
         try:
-            data: NDArray[np.uint8] = np.frombuffer(memoryview(buffer), dtype=np.uint8)
-        except (TypeError, ValueError, BufferError) as error:
-            raise UsageError(
-                f"spill file: got {type(buffer).__name__} ({error}), expected a buffer of {extent.reserved} "
-                f"contiguous bytes; cut it from the arena"
-            ) from error
-        if len(data) < extent.nbytes:
-            raise UsageError(
-                f"spill file: got a buffer of {len(data)} bytes for {extent}, expected at least {extent.nbytes}"
-            )
-        if self._direct and (address := data.ctypes.data) % ALIGNMENT != extent.phase:
-            raise UsageError(
-                f"spill file: got a buffer at address {address:#x}, expected one {extent.phase} bytes behind a "
-                f"multiple of {ALIGNMENT}, since {self.directory} is used with O_DIRECT; allocate the extent with the "
-                f"phase of its buffers"
-            )
-        return data[: extent.reserved - extent.phase]
-
-    def _write_pieces(self, data: NDArray[np.uint8], extent: Extent) -> None:
-        for piece, offset in self._pieces(data, extent):
-            if self._direct and len(piece) % ALIGNMENT:
-                page, begin = _edge_page(), offset % ALIGNMENT
-                page[begin : begin + len(piece)] = piece
-                self._write_all(page, offset - begin)
-            else:
-                self._write_all(piece, offset)
-
-    def _read_pieces(self, data: NDArray[np.uint8], extent: Extent) -> None:
-        for piece, offset in self._pieces(data, extent):
-            if self._direct and len(piece) % ALIGNMENT:
-                page, begin = _edge_page(), offset % ALIGNMENT
-                self._read_all(page, offset - begin)
-                piece[:] = page[begin : begin + len(piece)]
-            else:
-                self._read_all(piece, offset)
-
-    def _pieces(self, data: NDArray[np.uint8], extent: Extent) -> Iterator[tuple[memoryview, int]]:
-        """Parts of the buffer and where they go: whole blocks, and the edges before and behind them."""
-        begin = extent.offset + extent.phase
-        end = len(data) if len(data) == extent.reserved - extent.phase else extent.nbytes
-        cuts = [0, end]
-        if self._direct:
-            head = min(-extent.phase % ALIGNMENT, end)
-            cuts = [0, head, end - (end - head) % ALIGNMENT, end]
-        for first, last in itertools.pairwise(cuts):
-            if first < last:
-                yield data.data[first:last], begin + first
+            piece.written.synchronize()
+        except TierError as error:
+            if not piece.released:
+                raise TransferError(
+                    f"a storage of {piece.nbytes} bytes could not be written to disk: {error}"
+                ) from error
 
 
-def _edge_page() -> memoryview:
-    """A page for a part of one. It goes when its last view does, which may be in a traceback."""
-    return memoryview(mmap.mmap(-1, ALIGNMENT))
+class StagedDiskTier(_DiskTier):
+    """Extents of the session's spill file, through blocks of the arena.
+
+    Args:
+        backend: the device.
+        arena: where the blocks are cut from.
+        file: the spill file.
+        out: the lane from the device.
+        back: the lane to the device.
+        staging: most bytes that may wait in blocks for their write.
+    """
+
+    def __init__(self, backend: Backend, arena: Arena, file: SpillFile, *, out: Lane, back: Lane, staging: int) -> None:
+        super().__init__(backend, file, out=out, back=back)
+        self._arena = arena
+        self._staging = staging
+        self._writing_bytes = 0
+        self._landed = threading.Condition()
+        self._landing_blocks = 0
+
+    def reserve(self, source: Bytes) -> _DiskSlot:
+        pieces: list[_Piece] = []
+        done = False
+        try:
+            for part in _cut(source):
+                pieces.append(self._allocate(part.nbytes))  # noqa: PERF401  (after a failure, those before are freed)
+            # The other blocks follow as writes end. Without the first, none would ever be free.
+            pieces[0].block = self._stage(pieces[0].nbytes)
+            done = True
+            return _DiskSlot(source.nbytes, pieces)
+        finally:
+            if not done:
+                for piece in pieces:
+                    self._release(piece)
+
+    def store(self, slots: Sequence[Slot], sources: Sequence[Bytes]) -> Sequence[Event]:
+        copied = []
+        for slot, source in zip(slots, sources, strict=True):
+            assert isinstance(slot, _DiskSlot)
+            # Pieces are copied in order: after the last one, the source is no longer needed.
+            copied.append([self._store(*piece) for piece in zip(slot.pieces, _cut(source), strict=True)][-1])
+        return copied
+
+    def _store(self, piece: _Piece, source: Bytes) -> Event:
+        block = piece.block = piece.block if piece.block is not None else self._stage(piece.nbytes, over_cap=True)
+        for event in block.after:
+            self._backend.wait(self._out, event)
+        self._backend.copy(self._out, block.first(piece.nbytes), source)
+        copied = self._backend.record(self._out)
+
+        def write() -> None:
+            try:
+                copied.synchronize()
+                # A piece that was released meanwhile needs no write.
+                if not piece.released:
+                    self._backend.host_access(block, write=False)
+                    self._file.write(piece.extent, block.buffer())
+            finally:
+                self._arena.free(block)
+
+        self._start_write(piece, write)
+        self._writing_bytes += block.nbytes
+        return copied
+
+    def load(self, slots: Sequence[Slot], destinations: Sequence[Bytes]) -> Sequence[Event]:
+        loaded = []
+        for slot, destination in zip(slots, destinations, strict=True):
+            assert isinstance(slot, _DiskSlot)
+            events = [self._load(*piece) for piece in zip(slot.pieces, _cut(destination), strict=True)]
+            loaded.append(self._backend.all_of(events))
+        return loaded
+
+    def _load(self, piece: _Piece, destination: Bytes) -> Event:
+        assert piece.written is not None
+        written = piece.written
+
+        def read() -> Event:
+            written.synchronize()
+            block = self._landing(piece.nbytes)
+            copied: tuple[Event, ...] = ()
+            try:
+                for event in block.after:
+                    event.synchronize()
+                self._backend.host_access(block, write=True)
+                self._file.read(piece.extent, block.buffer())
+                self._backend.copy(self._back, destination, block.first(piece.nbytes))
+                copied = (self._backend.record(self._back),)
+                return copied[0]
+            finally:
+                self._arena.free(block, copied)
+                with self._landed:
+                    self._landing_blocks -= 1
+                    self._landed.notify_all()
+
+        return self._start(piece, read)
+
+    def _release(self, piece: _Piece) -> None:
+        if piece.written is None and piece.block is not None:
+            self._arena.free(piece.block)
+        super()._release(piece)
+
+    def _stage(self, nbytes: int, *, over_cap: bool = False) -> Block:
+        """A block for the way out; waits for the oldest writes where too many bytes wait already."""
+        wanted = pages(nbytes)
+        while self._writes and (_is_done(self._writes[0]) or self._writing_bytes + wanted > self._staging):
+            self._settle()
+        while True:
+            try:
+                return self._arena.allocate(nbytes, over_cap=over_cap and not self._writes)
+            except TierFullError:
+                if not self._writes:
+                    raise
+                self._settle()
+
+    def _landing(self, nbytes: int) -> Block:
+        """A block for the way back; called in a task.
+
+        At the cap it waits for other reads, which are short. If no read is under way it exceeds the cap: without these
+        bytes the graph is lost. It does not wait for writes, which may stand in the queue behind it.
+        """
+        with self._landed:
+            while True:
+                try:
+                    block = self._arena.allocate(nbytes, over_cap=self._landing_blocks == 0)
+                except TierFullError:
+                    if self._landing_blocks == 0:
+                        # The machine has no more CPU memory, and no read is under way that would free some.
+                        raise
+                    self._landed.wait()
+                else:
+                    self._landing_blocks += 1
+                    return block
+
+    def _settle(self) -> None:
+        block = self._writes[0].block
+        assert block is not None
+        self._writing_bytes -= block.nbytes
+        super()._settle()
+
+
+def _cut(whole: Bytes) -> list[Bytes]:
+    """Pieces of equal length, but for the last."""
+    starts = range(0, whole.nbytes, PIECE_BYTES)
+    return [Bytes(whole.storage, whole.start + start, min(PIECE_BYTES, whole.nbytes - start)) for start in starts]
+
+
+class DirectDiskTier(_DiskTier):
+    """Extents of the session's spill file, from and into the tensors' own memory.
+
+    For a backend whose device is CPU memory (:attr:`Backend.direct_disk`).
+    """
+
+    def __init__(self, backend: Backend, file: SpillFile, *, out: Lane, back: Lane) -> None:
+        super().__init__(backend, file, out=out, back=back)
+        # This is the device's own memory, as from its allocator: the CPU-memory budget does not apply.
+        self._memory = Arena(backend.host_slab, capacity=sys.maxsize)
+
+    def reserve(self, source: Bytes) -> _DiskSlot:
+        # A failed write is reported where its storage was to be released: the storage is still there.
+        while self._writes and _is_done(self._writes[0]):
+            self._writes.popleft()
+        return _DiskSlot(source.nbytes, [self._allocate(source.nbytes, phase=source.address % PAGE)])
+
+    def store(self, slots: Sequence[Slot], sources: Sequence[Bytes]) -> Sequence[Event]:
+        ready = self._backend.record(self._out)
+        return [self._store(slot, source, ready) for slot, source in zip(slots, sources, strict=True)]
+
+    def _store(self, slot: Slot, source: Bytes, ready: Event) -> Event:
+        piece = _only_piece(slot)
+        # No byte of it yet. But a checking backend must see the source as it is now, not when the task runs.
+        self._backend.host_access(source.first(0), write=False)
+
+        def write() -> None:
+            ready.synchronize()
+            if not piece.released:
+                self._backend.host_access(source, write=False)
+                # The user may write to it unseen, through an alias with its own version counter (`.data`).
+                self._file.write(piece.extent, source.buffer(), shared=True)
+
+        self._start_write(piece, write)
+        assert piece.written is not None
+        return piece.written
+
+    def destination(self, slot: Slot, nbytes: int, form: Form | None) -> torch.Tensor:
+        phase = _only_piece(slot).extent.phase
+        block = self._memory.allocate(phase + nbytes)
+        memory = self._backend.alias(Bytes(block.storage, block.start + phase, nbytes))
+        weakref.finalize(memory.untyped_storage(), self._memory.free, block).atexit = False
+        return memory
+
+    def trim(self) -> int:
+        return self._memory.trim()
+
+    def load(self, slots: Sequence[Slot], destinations: Sequence[Bytes]) -> Sequence[Event]:
+        ready = self._backend.record(self._back)
+        return [self._load(slot, place, ready) for slot, place in zip(slots, destinations, strict=True)]
+
+    def _load(self, slot: Slot, destination: Bytes, ready: Event) -> Event:
+        piece = _only_piece(slot)
+
+        def read() -> None:
+            # The write is done: the storage was not released before.
+            ready.synchronize()
+            self._backend.host_access(destination, write=True)
+            self._file.read(piece.extent, destination.buffer())
+
+        return self._start(piece, read)
+
+
+def _only_piece(slot: Slot) -> _Piece:
+    assert isinstance(slot, _DiskSlot)
+    (piece,) = slot.pieces
+    return piece
+
+
+def _is_done(piece: _Piece) -> bool:
+    return piece.written is None or piece.written.query()

@@ -1,4 +1,4 @@
-r"""One storage's life in Spillway.
+r"""One storage's life in Spillway, and the byte counters of a pass.
 
 NOTE [ One storage's life ]
 
@@ -7,28 +7,77 @@ An :class:`Entry` is a storage that autograd saved, or the part of one that the 
     RESIDENT --put--> LEAVING --settle--> AWAY --fetch--> RETURNING --take--> RESIDENT
         \________________________ drop, from anywhere ________________________/
 
-While it is RESIDENT or LEAVING the entry holds the storage, so taking it costs nothing. It is *settled* when the
-window is full and it is the oldest: the compute lane waits for its copy, and only then is the storage let go, so that
-whoever gets those bytes next, gets them after the copy has read them. Settling goes by program order alone, never by
-what happens to be done: the peak of a step does not depend on timing.
+While it is RESIDENT or LEAVING, the entry holds the storage, so taking it costs nothing. The oldest LEAVING entry is
+*settled* when the in-flight limit is reached. The compute lane waits for its copy, and only then the storage is
+released: the next owner of those bytes gets them after the copy has read them. Settling follows program order, never
+what happens to be done, so the peak of a step does not depend on timing.
 
-After RETURNING the entry holds the storage until each of its live handles has asked for it once: out once, back at
-most once per backward, with ``retain_graph`` too. Then it keeps only a weak reference, and the slot: should the
-storage die and be asked for again, it is fetched again. A storage that is still alive is simply used again.
+After RETURNING the entry holds the storage until each live handle has asked for it once. So a storage goes out once and
+comes back at most once per backward, with ``retain_graph`` too. After that the entry keeps a weak reference and the
+slot. If the storage dies and a handle asks again, it is fetched again. A storage that is still alive is used as it is.
 """
 
 from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
 import torch
 
-from spillway.runtime.backend import Event, Lane
+from spillway.runtime.backend import Event, Lane, Stalls
 from spillway.runtime.bytes import Bytes, Form
-from spillway.runtime.ledger import Ledger
 from spillway.runtime.tiers import Slot, Tier
+
+
+@dataclass(slots=True, eq=False)
+class ByteCounters:
+    """The counters of one pass, behind :class:`~spillway.records.StepStats`."""
+
+    saved_bytes: int = 0
+    kept_bytes: int = 0
+    offloaded_bytes: int = 0
+    reloaded_bytes: int = 0
+    reused_bytes: int = 0
+    recomputed_bytes: int = 0
+    out: Stalls = field(default_factory=Stalls)
+    back: Stalls = field(default_factory=Stalls)
+    notes: list[str] = field(default_factory=list)
+    groups: dict[str, ByteCounters] = field(default_factory=dict)
+    """Counters of groups, by name. Bytes counted there are not counted here."""
+
+    def of_group(self, name: str) -> ByteCounters:
+        """The counters of the groups of one name. They share the notes."""
+        ledger = self.groups.get(name)
+        if ledger is None:
+            ledger = self.groups[name] = ByteCounters(notes=self.notes)
+        return ledger
+
+    def total(self) -> ByteCounters:
+        """The sum of this and all groups."""
+        parts = (self, *self.groups.values())
+        total = ByteCounters(notes=self.notes)
+        for part in parts:
+            total.saved_bytes += part.saved_bytes
+            total.kept_bytes += part.kept_bytes
+            total.offloaded_bytes += part.offloaded_bytes
+            total.reloaded_bytes += part.reloaded_bytes
+            total.reused_bytes += part.reused_bytes
+            total.recomputed_bytes += part.recomputed_bytes
+            total.out.known_seconds += part.out.seconds()
+            total.back.known_seconds += part.back.seconds()
+        return total
+
+    def note(self, text: str) -> None:
+        """Add a note, once, about a difference from what was asked."""
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def note_unused(self, selectors: Iterable[object]) -> None:
+        """Note selectors that matched no operator of a checkpointed block."""
+        for selector in selectors:
+            self.note(f"{selector!r} decided nothing: it names no operator that ran, or others do, too")
 
 
 class State(enum.Enum):
@@ -37,22 +86,22 @@ class State(enum.Enum):
     RESIDENT = enum.auto()
     """On the device, and nothing is under way."""
     LEAVING = enum.auto()
-    """On the device; the copy out is queued, or will be when the window wants the room."""
+    """On the device. The copy out is queued, or will be when later entries need the room."""
     AWAY = enum.auto()
-    """In a slot of a tier only, as far as the entry knows."""
+    """In a slot of a tier only. The program may still hold the storage."""
     RETURNING = enum.auto()
     """In the slot, and a copy back is queued."""
 
 
 class Entry:
-    """One storage's life. Changed by the mover alone.
+    """One storage. Changed by the mover alone.
 
     Args:
         number: names the storage, unique within its session.
         storage: where the bytes are.
         start: first byte of the storage that belongs to the entry.
         nbytes: how many do.
-        ledger: counts what becomes of it.
+        ledger: counts its bytes.
     """
 
     __slots__ = (
@@ -79,25 +128,27 @@ class Entry:
         "tier",
     )
 
-    def __init__(self, number: int, storage: torch.UntypedStorage, start: int, nbytes: int, ledger: Ledger) -> None:
+    def __init__(
+        self, number: int, storage: torch.UntypedStorage, start: int, nbytes: int, ledger: ByteCounters
+    ) -> None:
         self.number = number
         self.nbytes = nbytes
         self.start = start
         self.form: Form | None = None
-        """What a tensor looks like that covers the storage from end to end, if such a tensor was saved."""
+        """The form of a saved tensor that covers the whole storage, if one was saved."""
         self.state = State.RESIDENT
         self.storage: torch.UntypedStorage | None = storage
         """Held while the bytes must not die."""
         self.alive: Callable[[], torch.UntypedStorage | None] = weakref.ref(storage)
         """Where the bytes were last seen on the device."""
         self.source: Bytes | None = None
-        """What a copy out reads, while it is under way."""
+        """The bytes that a copy out reads, while it is under way."""
         self.low = 0
-        """Bytes of the original storage that come before the first byte of ``alive``: ``start`` once it came back."""
+        """Bytes of the original storage before the first byte of ``alive``: ``start`` once it came back."""
         self.made: torch.Tensor | None = None
         """The tensor in ``form`` that ``storage`` came back as."""
         self.mover: object = None
-        """The mover that has seen it, and the only one that may move it."""
+        """The only mover that may move it."""
         self.tier: Tier | None = None
         self.slot: Slot | None = None
         self.copied: Event | None = None
@@ -106,11 +157,11 @@ class Entry:
         """The compute lane that the destination was allocated on."""
         self.ledger = ledger
         self.counted = False
-        """Whether the ledger has it among what was reused or refused."""
+        """Whether it was counted as reused or refused."""
         self.handles = 1
-        """Handles alive."""
+        """Live handles."""
         self.asked = 0
-        """Handles alive that asked since the storage last came back."""
+        """Live handles that asked since the storage last came back."""
         self.round = 0
         """How often it came back."""
 
@@ -119,7 +170,7 @@ class Entry:
         return self.state in (State.RESIDENT, State.LEAVING)
 
     def let_go(self) -> None:
-        """Hold the bytes no longer."""
+        """Release the bytes."""
         self.storage = self.made = self.source = None
 
     def __repr__(self) -> str:

@@ -1,9 +1,8 @@
-"""What a tier is, and the host tier.
+"""The interface of a tier, and the tier in CPU memory. The disk tier is in ``disk.py``.
 
-A tier stores bytes in *slots*. ``store`` queues the way out and says when the sources are no longer needed; ``load``
-queues the way back and says when the destinations are written; both take several at once, so that what a lane has to
-be told is told once for all of them, and return at once. The caller has made the ``out`` lane wait for the sources, and
-the ``back`` lane for the destinations. The disk tiers are in ``disk_tiers.py``.
+A tier stores bytes in *slots*. ``store`` queues copies out and returns events after which the sources are not needed.
+``load`` queues copies back and returns events after which the destinations are written. Both take a batch and do not
+block. The caller has made the ``out`` lane wait for the sources, and the ``back`` lane for the destinations.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ class Slot(Protocol):
     """A place in a tier for one storage, owned by one entry."""
 
     nbytes: int
-    """Bytes that it has room for."""
+    """Bytes that fit into it."""
 
 
 class Tier(ABC):
-    """Where bytes can go."""
+    """Memory or a disk that bytes are offloaded to."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -38,36 +37,36 @@ class Tier(ABC):
 
     @abstractmethod
     def store(self, slots: Sequence[Slot], sources: Sequence[Bytes]) -> Sequence[Event]:
-        """Queue the way out. After its event a source is no longer needed."""
+        """Queue the copies out. After its event a source is no longer needed."""
 
     def destination(self, slot: Slot, nbytes: int, form: Form | None) -> torch.Tensor:
-        """A tensor on the device over ``nbytes`` bytes that the slot can be loaded into, in ``form`` if it can.
+        """A tensor over ``nbytes`` bytes of the device to load the slot into, in ``form`` where possible.
 
-        It is for use on the calling thread's compute lane.
+        It is for the calling thread's compute lane.
         """
         return self._backend.empty(form if form is not None else Flat((nbytes,)))
 
     @abstractmethod
     def load(self, slots: Sequence[Slot], destinations: Sequence[Bytes]) -> Sequence[Event]:
-        """Queue the way back, into what :meth:`destination` gave. After its event a destination is written."""
+        """Queue the copies back, into tensors of :meth:`destination`. After its event a destination is written."""
 
-    def cancel(self, slot: Slot) -> None:  # noqa: B027  (a copy is quick, and is done)
-        """Nobody will load it: what is queued for it need not be done."""
+    def cancel(self, slot: Slot) -> None:  # noqa: B027  (a copy is quick)
+        """The slot will not be loaded, so work queued for it can be skipped."""
 
     @abstractmethod
     def release(self, slot: Slot) -> None:
         """Give the slot back, whatever is still queued for it."""
 
     def synchronize(self) -> None:  # noqa: B027  (nothing to wait for by default)
-        """Wait until every write that is under way has ended."""
+        """Wait for every write that is under way."""
 
     def trim(self) -> int:
-        """Give memory of its own that nobody uses back to the system; returns its bytes."""
+        """Give unused memory of the tier back to the system; returns its bytes."""
         return 0
 
 
 class Slots(Protocol):
-    """Where host memory comes from: an arena, as a rule."""
+    """A source of CPU memory, normally an arena."""
 
     def allocate(self, nbytes: int) -> Block: ...
 
@@ -75,7 +74,7 @@ class Slots(Protocol):
 
 
 class HostTier(Tier):
-    """Blocks of host memory. A slot is a block, and its ``after`` the end of the last copy from or to it."""
+    """Blocks of CPU memory. A slot is a block; its ``after`` is the end of the last copy from or to it."""
 
     def __init__(self, backend: Backend, arena: Slots, *, out: Lane, back: Lane) -> None:
         super().__init__(backend)
@@ -95,7 +94,7 @@ class HostTier(Tier):
                     backend.wait(out, event)
                 backend.copy(out, block.first(source.nbytes), source)
         finally:
-            # Also where one failed: the others are under way.
+            # Also after a failure: the other copies are under way.
             copied = self._recorded(out, slots)
         return copied
 
@@ -104,9 +103,9 @@ class HostTier(Tier):
         last: Event | None = None
         for block, destination in zip(slots, destinations, strict=True):
             assert isinstance(block, Block)
-            # The two lanes know nothing of each other: a copy back that overtakes its own copy out brings back garbage.
+            # The two lanes are not ordered: a copy back must not overtake its own copy out.
             for event in block.after:
-                # What left together has one event.
+                # A batch has one event.
                 if event is not last:
                     backend.wait(back, event)
                     last = event

@@ -21,13 +21,11 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from spillway.capture.groups import Group
+from spillway.capture.groups import Group, Groups
 from spillway.capture.identity import is_parameter, reach, why_unmovable
-from spillway.chunks import Chunk, aside
 from spillway.compat import current_device
 from spillway.errors import UsageError
-from spillway.groups import Groups
-from spillway.offloading import keep_tensor
+from spillway.offloading import Chunk, keep_if_counted, keep_tensor
 from spillway.records import Decision, SavedTensor, StepStats
 from spillway.runtime.backend import Lane
 from spillway.session import Session
@@ -36,6 +34,12 @@ _MIN_ELEMENTS = 1024 * 1024
 _ENGINES_FLAG = "CPUOffloadEnabled"
 _Key = tuple[tuple[int, ...], torch.dtype]
 _NEWER_POSITIONAL = ("delta_offload_bytes_across_pp_ranks", "activation_offload_fraction", "max_inflight_offloads")
+
+
+class _Instance:
+    """The manager of a session."""
+
+    manager: PipelineOffloadManager | None = None
 
 
 class PipelineOffloadManager:
@@ -77,15 +81,15 @@ class PipelineOffloadManager:
     @classmethod
     def get_instance(cls) -> PipelineOffloadManager:
         """The manager of the default session."""
-        if "megatron" not in Session.default().adapters:
-            cls.reset_instance()
-        manager: PipelineOffloadManager = Session.default().adapters["megatron"]
-        return manager
+        instance = Session.default().of(_Instance)
+        if instance.manager is None:
+            instance.manager = cls()
+        return instance.manager
 
     @classmethod
     def reset_instance(cls) -> None:
         """Replace the manager by a new one, which has learned nothing. Live graphs are still reloaded."""
-        Session.default().adapters["megatron"] = cls()
+        Session.default().of(_Instance).manager = cls()
 
     @property
     def d2h_stream(self) -> Lane:
@@ -237,7 +241,7 @@ class PipelineOffloadManager:
         with ExitStack() as stack:
             chunk = self._live_chunk()
             if chunk is None:
-                stack.enter_context(aside())
+                stack.enter_context(keep_if_counted())
             else:
                 # Transformer Engine, if it is imported, is to know that its saved tensors are offloaded.
                 engine: Any = sys.modules.get("transformer_engine.pytorch.cpu_offload")
@@ -352,7 +356,7 @@ class ChunkOffloadHandler:
         if is_parameter(tensor) or why_unmovable(tensor) is not None or _is_marked(tensor):
             return False
         storage = tensor.untyped_storage()
-        if self._chunk.session.marks.get(storage) is False:
+        if self._chunk.is_spared(storage):
             return False
         nbytes = reach(tensor, storage.nbytes())[1]
         return nbytes >= self.min_offloaded_tensor_size * tensor.dtype.itemsize

@@ -1,23 +1,21 @@
-"""The runtime while a device's work is captured into a graph.
+"""The runtime while a device's work is captured into a CUDA graph.
 
 NOTE [ Captured work ]
 
-What is queued while a graph is captured is not done. It is noted, and done each time that the graph is replayed,
-without any of this code. So
+Work queued during a capture is recorded, and runs at each replay of the graph, without any of this code. So
 
-* it may wait only for events of its own capture. What was queued before is over: torch waits for the device before a
-  capture begins. And what an earlier capture noted has been replayed by then, since graphs that share tensors are
-  replayed in the order in which they were captured. Such waits are left out;
-* nobody may ask whether an event has been reached, and no time can be taken;
-* what an earlier step left behind may die meanwhile. It is given back later (NOTE [ Handles die anywhere ]);
-* memory cannot be registered meanwhile: slots come from slabs that are there, which the steps before the capture have
-  left (torch asks for some of these, too). What does not fit stays on the device, and a note says so;
-* its slots are its own for as long as the graph may be replayed. They are never handed out again, until
-  ``Session.release_graphs`` says that the graphs are gone;
-* so it shares no copy with what is not captured. That of an earlier step is given back when that step has ended, and a
-  captured one holds nothing before the first replay. What both save of one tensor is copied by each;
-* a capture must end with one stream: when a pass ends, compute waits for all copies out;
-* host work cannot be part of it, so there is no disk.
+* it waits only for events of its own capture. Other waits are left out. Work queued before is over: torch waits for the
+  device before a capture. Work of an earlier capture has been replayed: graphs that share tensors are replayed in the
+  order of their capture;
+* no event can be queried, and no time measured;
+* handles of an earlier step may die during a capture. They are processed later (NOTE [ Handles die anywhere ]);
+* no memory can be registered. Slots come from slabs that the steps before the capture have left. A tensor that does not
+  fit stays on the device, with a note;
+* a slot belongs to its graph while that may be replayed. It is reused after ``Session.release_graphs``;
+* a captured copy is shared only within the capture. A copy of an earlier step is freed when that step has ended, and a
+  captured one is empty before the first replay;
+* a capture must end on one stream: when a pass ends, compute waits for all copies out;
+* host work cannot be captured, so there is no disk tier.
 """
 
 from __future__ import annotations
@@ -29,15 +27,14 @@ import torch
 from spillway.errors import TierFullError, UnsupportedError
 from spillway.events import Recorder
 from spillway.runtime.arena import Arena, Block
-from spillway.runtime.backend import Backend, Event, HostLane, Lane, Several, Task
+from spillway.runtime.backend import Backend, Event, HostLane, Lane, Several, Stalls, Task
 from spillway.runtime.bytes import Bytes, Cells, Form
-from spillway.runtime.ledger import Stalls
 from spillway.runtime.mover import Mover
 from spillway.runtime.tiers import HostTier, Tier
 
 
 class CapturedEvent:
-    """An event, and the capture that it is part of; ``None`` for what is over."""
+    """An event and its capture; ``None`` for an event that is over."""
 
     __slots__ = ("capture", "inner")
 
@@ -49,16 +46,11 @@ class CapturedEvent:
         return True
 
     def synchronize(self) -> None:
-        """It is over, or no host can wait for it."""
+        """It is over, or the CPU cannot wait for it."""
 
 
 class CapturingBackend(Backend):
-    """A device as it is while its work is captured. See NOTE [ Captured work ].
-
-    Args:
-        inner: the device as it is otherwise.
-        lanes: its lanes for copies, by their names.
-    """
+    """A device's backend during a capture. See NOTE [ Captured work ]."""
 
     def __init__(self, inner: Backend, lanes: dict[str, Lane]) -> None:
         super().__init__(inner.device)
@@ -72,7 +64,7 @@ class CapturingBackend(Backend):
         return self._inner.is_capturing()
 
     def may_wait(self) -> bool:
-        """Waits that a capture does not allow are left out."""
+        """Always: `wait` leaves out the waits that a capture does not allow."""
         return True
 
     def compute(self) -> Lane:
@@ -93,7 +85,7 @@ class CapturingBackend(Backend):
         now = self._inner.capture()
         if event.inner is None or now is None or event.capture != now:
             return
-        # A lane for copies becomes part of the capture by waiting; another stream of compute's must not.
+        # A lane for copies joins the capture by waiting. Another compute stream must not.
         if lane in self._lanes.values() or self._inner.capture_of(lane) == now:
             self._inner.wait(lane, event.inner)
 
@@ -125,15 +117,11 @@ class CapturingBackend(Backend):
         return self._inner.peak_bytes()
 
     def close(self) -> None:
-        """The device is closed by itself."""
+        """The device closes its own backend."""
 
 
 class CapturedSlots:
-    """Blocks of an arena that captured work has, for good. What a tier takes for an arena.
-
-    Args:
-        arena: where they come from.
-    """
+    """Blocks of an arena that belong to captured graphs. A tier uses this in place of the arena."""
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
@@ -141,16 +129,16 @@ class CapturedSlots:
 
     def allocate(self, nbytes: int) -> Block:
         block = self._arena.allocate(nbytes, grows=False)
-        # What was queued for these bytes before is over.
+        # Work queued before for these bytes is over.
         block.after = ()
         self._blocks.append(block)
         return block
 
     def free(self, block: Block, after: tuple[Event, ...] = ()) -> None:
-        """Replays will write there again."""
+        """Keep it: replays will write there again."""
 
     def release(self) -> int:
-        """Give all of them back; returns their bytes."""
+        """Free all of them; returns their bytes."""
         blocks, self._blocks = self._blocks, []
         for block in blocks:
             self._arena.free(block)
@@ -158,16 +146,7 @@ class CapturedSlots:
 
 
 class CapturedRuntime:
-    """The runtime of one device for what is captured.
-
-    Args:
-        inner: the device.
-        lanes: its lanes for copies, by their names.
-        arena: its host memory.
-        nothing: what a tracker's data is.
-        window: bytes that may be LEAVING, and bytes that may be RETURNING, at once.
-        recorder: told of everything that happens.
-    """
+    """The runtime of one device for captured work. The arguments are those of its other runtime."""
 
     def __init__(
         self,
@@ -194,13 +173,13 @@ class CapturedRuntime:
         return self._host
 
     def join(self) -> None:
-        """Compute waits for all that is queued on the lanes: see NOTE [ Captured work ]."""
+        """Compute waits for everything queued on the lanes: see NOTE [ Captured work ]."""
         compute = self.backend.compute()
         for lane in self.mover.lanes:
             self.backend.wait(compute, self.backend.record(lane))
 
     def release(self) -> int:
-        """Give all slots back, of graphs that are gone; returns their bytes."""
+        """Free all slots, of graphs that are gone; returns their bytes."""
         return self._slots.release()
 
     def close(self) -> None:

@@ -1,27 +1,28 @@
-"""How much host memory a process may use, and which of it is near to a device. Read from the system's own files."""
+"""The machine of this process: its devices, its CPU memory and its NUMA nodes. Read from the system's own files."""
 
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Mapping
 from pathlib import Path
+
+import torch
 
 from spillway.errors import UsageError
 
 _ROOT = Path("/")
+_CPU_INFO = Path("/proc/cpuinfo")
 
-# What launchers say: torchrun, Open MPI, Intel MPI and MPICH, Slurm.
+# Launchers say how many processes run: torchrun, Open MPI, Intel MPI and MPICH, Slurm.
 _LOCAL_RANKS = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_PER_NODE")
 
 
 def local_ranks(environment: Mapping[str, str] = os.environ) -> int:
-    """How many processes of this training run on the machine, by what the launcher says; 1 if it says nothing.
-
-    Args:
-        environment: where it says so.
+    """How many processes of this job run on the machine, according to the launcher; 1 without one.
 
     Raises:
-        UsageError: if that is no number of processes.
+        UsageError: the launcher's variable is no number of processes.
     """
     for name in _LOCAL_RANKS:
         said = environment.get(name)
@@ -36,10 +37,9 @@ def local_ranks(environment: Mapping[str, str] = os.environ) -> int:
 
 
 def memory_limit(root: Path = _ROOT) -> int:
-    """Bytes that this process may use: what the machine has, or less where a control group says so (a container).
+    """CPU-memory bytes that this process may use.
 
-    Args:
-        root: where ``/proc`` and ``/sys`` are.
+    All of the machine, or the limit of its control group (a container).
     """
     import psutil  # not at the top: only a session needs it, and it takes long
 
@@ -78,12 +78,7 @@ def _number_in(file: Path) -> list[int]:
 
 
 def near_cpus(pci_address: str, root: Path = _ROOT) -> set[int]:
-    """The CPUs on the NUMA node of a PCI device, which get memory of that node; empty where it makes no difference.
-
-    Args:
-        pci_address: as ``"0000:3b:00.0"``.
-        root: where ``/sys`` is.
-    """
+    """The CPUs on the NUMA node of a PCI device (``"0000:3b:00.0"``); empty on a machine with one node."""
     node = near_node(pci_address, root)
     return set() if node is None or count_nodes(root) < 2 else node_cpus(node, root)
 
@@ -117,10 +112,54 @@ def _cpus_in(file: Path) -> set[int]:
 
 
 def _cpus(text: str) -> set[int]:
-    """``"0-3,8"`` is 0, 1, 2, 3 and 8."""
+    """``"0-3,8"`` names 0, 1, 2, 3 and 8."""
     found: set[int] = set()
     for part in text.strip().split(","):
         if part:
             first, _, last = part.partition("-")
             found.update(range(int(first), int(last or first) + 1))
     return found
+
+
+def which_device(device: torch.device | str | None = None) -> torch.device:
+    """The device of a user's argument, with an index unless it is the CPU.
+
+    ``None`` is the current accelerator, or the CPU where there is none.
+
+    Raises:
+        UsageError: no device, or one that this machine does not have.
+    """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if device is None:
+        device = accelerator if accelerator is not None else torch.device("cpu")
+    try:
+        device = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise UsageError(f'device: got {device!r}, expected a device such as "cuda:0", or None') from error
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if accelerator is None or accelerator.type != device.type:
+        raise UsageError(f"device: got {device}, expected {accelerator or 'the CPU'}, which is here, or None")
+    count = torch.accelerator.device_count()
+    index = torch.accelerator.current_device_index() if device.index is None else device.index
+    if index >= count:
+        raise UsageError(f"device: got {device}, expected an index below {count}, as many as are here")
+    return torch.device(device.type, index)
+
+
+def device_name(device: torch.device) -> str:
+    """The accelerator's name by its driver, or the processor's."""
+    if device.type == "cpu":
+        return cpu_name()
+    # torch.accelerator knows no names; the module of the device's type does, where it has one.
+    module = torch.get_device_module(device)
+    return str(module.get_device_name(device)) if hasattr(module, "get_device_name") else device.type
+
+
+def cpu_name() -> str:
+    """The processor's, by the kernel, or its architecture."""
+    if _CPU_INFO.exists():
+        for line in _CPU_INFO.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

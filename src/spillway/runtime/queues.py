@@ -1,0 +1,412 @@
+"""The two queues of copies, out and back, and the compute lanes that they are ordered with.
+
+NOTE [ Whose stream ]
+
+A storage's bytes return to the stream on which they were allocated. The mover cannot know that stream. So it remembers
+every compute lane on which a tensor was saved or asked for (nearly always one). The ``out`` lane waits for all of them
+before it reads. All of them wait before the mover releases bytes that a copy reads or writes. The bytes may also belong
+to a stream on which nothing was saved, such as a data loader's: so the backend is told which lanes used them
+(``hand_back``). A destination prefetched on one compute lane and asked for on another is dropped and fetched again.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+import torch
+
+from spillway.errors import TierError, TierFullError
+from spillway.events import EventKind
+from spillway.runtime.backend import Backend, Event, Lane, Stalls, labelled
+from spillway.runtime.bytes import Bytes, Form
+from spillway.runtime.entry import Entry, State
+from spillway.runtime.tiers import Slot, Tier
+
+Tell = Callable[[EventKind, Entry], None]
+
+
+class ComputeLanes:
+    """Every compute lane on which a tensor was saved or asked for. Used with the mover's lock held.
+
+    See NOTE [ Whose stream ].
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._seen: dict[Lane, None] = {}
+        self._awaited: Event | None = None
+
+    def now(self) -> Lane:
+        """The calling thread's."""
+        lane = self._backend.compute()
+        if lane not in self._seen:
+            # A new dictionary, since `knows` reads it without the lock.
+            self._seen = {**self._seen, lane: None}
+            self._awaited = None
+        return lane
+
+    def knows(self) -> bool:
+        """Whether the calling thread's lane is among them. Needs no lock."""
+        return self._backend.compute() in self._seen
+
+    def go_before(self, lane: Lane) -> None:
+        """Everything queued on ``lane`` from now on starts after everything queued here by now."""
+        for seen in self._seen:
+            self._backend.wait(lane, self._backend.record(seen))
+
+    def let_go(self, entry: Entry, stalls: Stalls) -> None:
+        """Release an entry's bytes once the copy under way is done."""
+        copied = entry.copied
+        assert copied is not None
+        # A batch has one event, and is waited for once.
+        if copied is not self._awaited:
+            self._wait(tuple(self._seen), copied, stalls)
+            self._awaited = copied
+        entry.copied = None
+        if entry.source is not None and entry.round == 0:
+            self._backend.hand_back(entry.source, self._seen)
+        entry.let_go()
+
+    def _wait(self, lanes: Sequence[Lane], event: Event, stalls: Stalls) -> None:
+        """All of them, also those behind one that gets an error."""
+        try:
+            self._backend.timed_wait(lanes[0], event, stalls)
+        finally:
+            if len(lanes) > 1:
+                self._wait(lanes[1:], event, stalls)
+
+    def __len__(self) -> int:
+        return len(self._seen)
+
+
+class OffloadQueue:
+    """Entries that are LEAVING, oldest first. Used with the mover's lock held.
+
+    Args:
+        out: the lane of the copies.
+        compute: the lanes that the copies are ordered with.
+        tell: receives events, or ``None``.
+    """
+
+    def __init__(self, out: Lane, compute: ComputeLanes, tell: Tell | None) -> None:
+        self._out = out
+        self._compute = compute
+        self._tell = tell
+        self._leaving: OrderedDict[Entry, None] = OrderedDict()
+        self.nbytes = 0
+        """Bytes of all of them."""
+        self._held: weakref.WeakValueDictionary[int, Entry] = weakref.WeakValueDictionary()
+        """Entries, by number, that were released while the program still held their memory."""
+
+    def __len__(self) -> int:
+        return len(self._leaving)
+
+    def held_bytes(self) -> int:
+        """Bytes of entries that are AWAY and still on the device, because the program holds them. Needs no lock."""
+        entries = [entry for reference in self._held.valuerefs() if (entry := reference()) is not None]
+        return sum(
+            entry.nbytes
+            for entry in entries
+            if entry.state is State.AWAY and entry.round == 0 and entry.alive() is not None
+        )
+
+    @labelled("release")
+    def make_room(self, nbytes: int, window: int) -> None:
+        """Release the oldest entries until ``nbytes`` more are within the in-flight limit."""
+        while self._leaving and self.nbytes + nbytes > window:
+            self._settle(next(iter(self._leaving)))
+
+    @labelled("release")
+    def settle(self, entries: Sequence[Entry]) -> None:
+        """Release these entries, where their copies are under way."""
+        for entry in entries:
+            if entry.state is State.LEAVING and entry.copied is not None:
+                self._settle(entry)
+
+    def follow(self) -> None:
+        """Copies queued from now on start after everything that compute was given by now."""
+        self._compute.go_before(self._out)
+
+    def hold(self, entries: Sequence[Entry], tier: Tier) -> None:
+        """Add entries that are copied only if later entries need their room."""
+        for entry in entries:
+            entry.tier = tier
+            self._add(entry)
+
+    @labelled("leave")
+    def start(self, entries: Sequence[Entry], tier: Tier) -> None:
+        """Queue the copies out, after :meth:`follow`. Entries that do not fit into the tier stay RESIDENT."""
+        started = self._store(entries, tier)
+        for entry in started:
+            self._add(entry)
+        # At the end, since a recorder may raise.
+        if self._tell is not None:
+            for entry in started:
+                self._tell(EventKind.LEAVE, entry)
+
+    def drop(self, entry: Entry) -> None:
+        """Remove an entry whose last handle has died."""
+        self._remove(entry)
+        if entry.copied is not None:
+            if entry.tier is not None and entry.slot is not None:
+                entry.tier.cancel(entry.slot)
+            try:
+                self._compute.let_go(entry, entry.ledger.out)
+            except TierError:
+                # The write failed, so it is over, and no handle is left to ask for these bytes.
+                entry.copied = None
+                entry.let_go()
+
+    def clear(self) -> None:
+        """Forget all of them."""
+        self._leaving.clear()
+        self._held.clear()
+        self.nbytes = 0
+
+    def _add(self, entry: Entry) -> None:
+        entry.state = State.LEAVING
+        self._leaving[entry] = None
+        self.nbytes += entry.nbytes
+
+    def _remove(self, entry: Entry) -> None:
+        del self._leaving[entry]
+        self.nbytes -= entry.nbytes
+
+    def _store(self, entries: Sequence[Entry], tier: Tier) -> list[Entry]:
+        """Queue the copies of all entries that fit into the tier; gives these."""
+        stored: list[Entry] = []
+        slots: list[Slot] = []
+        sources: list[Bytes] = []
+        copied: Sequence[Event] | None = None
+        try:
+            for entry in entries:
+                assert entry.storage is not None
+                source = Bytes(entry.storage, entry.start, entry.nbytes)
+                if not source.is_there():
+                    self._refuse(entry, "its owner has resized the storage")
+                    continue
+                try:
+                    slots.append(tier.reserve(source))
+                except TierFullError as error:
+                    self._refuse(entry, str(error))
+                    continue
+                sources.append(source)
+                stored.append(entry)
+            if stored:
+                copied = tier.store(slots, sources)
+        finally:
+            if copied is None:
+                # Also the slots reserved before the entry that failed.
+                for slot in slots:
+                    tier.release(slot)
+        for entry, slot, source, event in zip(stored, slots, sources, copied or (), strict=True):
+            entry.tier, entry.slot, entry.source, entry.copied = tier, slot, source, event
+            entry.ledger.offloaded_bytes += entry.nbytes
+        return stored
+
+    def _refuse(self, entry: Entry, why: str) -> None:
+        """Keep an entry. Using it later is no reuse."""
+        entry.counted = True
+        entry.ledger.kept_bytes += entry.nbytes
+        entry.ledger.note(f"kept on the device, since no tier could take it: {why}")
+        if self._tell is not None:
+            self._tell(EventKind.REFUSE, entry)
+
+    def _settle(self, entry: Entry) -> None:
+        """Wait for an entry's copy on the compute lanes, and release its bytes."""
+        self._remove(entry)
+        entry.state = State.RESIDENT
+        held = entry.copied is None
+        if held:
+            # It was held back in the hope that backward would ask first.
+            assert entry.tier is not None
+            self.follow()
+            if not self._store((entry,), entry.tier):
+                return
+        try:
+            self._compute.let_go(entry, entry.ledger.out)
+        except TierError:
+            # It was not stored, but it is still on the device. It stays there, and this caller gets the error.
+            assert entry.tier is not None
+            assert entry.slot is not None
+            slot, entry.slot, entry.copied = entry.slot, None, None
+            entry.tier.release(slot)
+            raise
+        entry.state = State.AWAY
+        if entry.alive() is not None:
+            self._held[entry.number] = entry
+        if self._tell is not None:
+            if held:
+                self._tell(EventKind.LEAVE, entry)
+            self._tell(EventKind.RELEASE, entry)
+
+
+class Order(Protocol):
+    """Predicts which entries backward will ask for."""
+
+    def upcoming(self) -> Iterator[Entry | None]:
+        """Entries in the order in which backward is expected to ask; ``None`` for those that have died."""
+        ...
+
+    def fetched(self, count: int) -> None:
+        """The first ``count`` of them need not be named again."""
+        ...
+
+
+class PrefetchQueue:
+    """Entries that are RETURNING. Used with the mover's lock held.
+
+    Args:
+        backend: the device.
+        back: the lane of the copies.
+        compute: the lanes that the copies are ordered with.
+        window: bytes that may be prefetched.
+        batch: bytes that are fetched with one event.
+        tell: receives events, or ``None``.
+    """
+
+    def __init__(
+        self, backend: Backend, back: Lane, compute: ComputeLanes, *, window: int, batch: int, tell: Tell | None
+    ) -> None:
+        self._backend = backend
+        self._back = back
+        self._compute = compute
+        self.resize(window, batch)
+        self._tell = tell
+        self._awaited: Event | None = None
+        self.nbytes = 0
+        """Bytes of all of them."""
+
+    def resize(self, window: int, batch: int) -> None:
+        """Set how many bytes may be prefetched, and how many have one event."""
+        self._window = window
+        self._batch = batch
+        self._refill_at = window - batch
+
+    @labelled("take")
+    def take(self, entry: Entry, compute: Lane) -> torch.UntypedStorage:
+        """The bytes of an entry that is not on the device yet, or not for this compute lane."""
+        if entry.state is State.RETURNING and entry.lane != compute:
+            self.give_up(entry)
+        if entry.state is not State.RETURNING:
+            self._fetch((entry,), compute)
+        storage, copied, entry.copied = entry.storage, entry.copied, None
+        assert storage is not None
+        assert copied is not None
+        self.nbytes -= entry.nbytes
+        entry.state = State.AWAY
+        # A batch has one lane and one event, and is waited for once.
+        if copied is not self._awaited:
+            self._awaited = None
+            try:
+                self._backend.timed_wait(compute, copied, entry.ledger.back)
+                self._awaited = copied
+            finally:
+                if self._awaited is None:
+                    # A read failed, and the reads queued beside it were waited for. The next caller tries again.
+                    entry.let_go()
+        entry.state = State.RESIDENT
+        entry.ledger.reloaded_bytes += entry.nbytes
+        entry.alive = weakref.ref(storage)
+        entry.low = entry.start
+        entry.round += 1
+        entry.asked = 0
+        if self._tell is not None:
+            self._tell(EventKind.TAKE, entry)
+        return storage
+
+    def fetch(self, entries: Sequence[Entry], compute: Lane) -> None:
+        """Fetch these, whatever the limit. Entries that are not AWAY, or that are alive, are skipped."""
+        wanted = [entry for entry in entries if _is_needed(entry)]
+        if wanted:
+            self._fetch(wanted, compute)
+
+    def prefetch(self, order: Order, compute: Lane) -> None:
+        """Fetch what backward will ask for next, in order, within the limit."""
+        if self.nbytes > self._refill_at:
+            return
+        count, nbytes = 0, self.nbytes
+        wanted: dict[Entry, None] = {}
+        for entry in order.upcoming():
+            if entry is not None and _is_needed(entry) and entry not in wanted:
+                nbytes += entry.nbytes
+                if nbytes > self._window:
+                    break
+                wanted[entry] = None
+            count += 1
+        if wanted:
+            try:
+                self._fetch(list(wanted), compute)
+            except (TierError, torch.OutOfMemoryError):
+                # Backward has not asked for it yet. When it does, it fetches the entry and gets the error.
+                return
+        order.fetched(count)
+
+    def give_up(self, entry: Entry) -> None:
+        """Drop a fetched entry that is not needed, or not on this lane."""
+        self.nbytes -= entry.nbytes
+        entry.state = State.AWAY
+        try:
+            self._compute.let_go(entry, entry.ledger.back)
+        except TierError:
+            # The read failed, so it is over, and no caller asks for these bytes.
+            entry.copied = None
+            entry.let_go()
+
+    @labelled("fetch")
+    def _fetch(self, entries: Sequence[Entry], compute: Lane) -> None:
+        made = []
+        for entry in entries:
+            assert entry.tier is not None
+            assert entry.slot is not None
+            made.append(entry.tier.destination(entry.slot, entry.nbytes, entry.form))
+        # The allocator may have given bytes that queued work on the compute lane still uses.
+        self._backend.wait(self._back, self._backend.record(compute))
+        first = 0
+        while first < len(entries):
+            # Neighbours of one tier share an event, which the first of them to be asked for waits for.
+            tier, end, nbytes = entries[first].tier, first + 1, entries[first].nbytes
+            while end < len(entries) and entries[end].tier is tier and nbytes + entries[end].nbytes <= self._batch:
+                nbytes += entries[end].nbytes
+                end += 1
+            self._load(entries[first:end], made[first:end], compute)
+            first = end
+
+    def _load(self, entries: Sequence[Entry], made: Sequence[torch.Tensor], compute: Lane) -> None:
+        tier = entries[0].tier
+        assert tier is not None
+        storages = [tensor.untyped_storage() for tensor in made]
+        slots = [entry.slot for entry in entries if entry.slot is not None]
+        destinations = [Bytes(storage, 0, entry.nbytes) for storage, entry in zip(storages, entries, strict=True)]
+        copied = tier.load(slots, destinations)
+        for entry, tensor, storage, event in zip(entries, made, storages, copied, strict=True):
+            entry.copied = event
+            entry.storage = storage
+            entry.made = tensor if _has_form(tensor, entry.form) else None
+            # Not before the bytes are there: after a failed read a traceback may keep the destination alive.
+            entry.alive = _nowhere
+            entry.lane = compute
+            entry.state = State.RETURNING
+            self.nbytes += entry.nbytes
+        if self._tell is not None:
+            for entry in entries:
+                self._tell(EventKind.RETURN, entry)
+
+
+def _is_needed(entry: Entry) -> bool:
+    """Whether its bytes are in a tier only, and a handle may ask for them."""
+    return entry.state is State.AWAY and entry.handles > 0 and entry.alive() is None
+
+
+def _has_form(tensor: torch.Tensor, form: Form | None) -> bool:
+    # The stride too: along a dimension of length 1 it may be anything.
+    return (
+        form is not None and tensor.dtype == form.dtype and tensor.shape == form.size and tensor.stride() == form.stride
+    )
+
+
+def _nowhere() -> None:
+    return None
