@@ -14,7 +14,7 @@ PACKAGE = SOURCE / "spillway"
 
 WORDS = {"errors", "units", "records", "events"}
 PURE = {"policies", "operators", "blocks", "planning", "report"}
-ENGINE = WORDS | PURE | {"runtime", "session", "capture", "regions", "checkpointing", "losses"}
+ENGINE = WORDS | PURE | {"runtime", "session", "capture", "checkpointing", "losses"}
 SERVICES = ENGINE | {
     "binding",
     "offloading",
@@ -43,8 +43,7 @@ ALLOWED: dict[str, set[str]] = {
     "runtime": WORDS,
     "session": WORDS | {"runtime"},
     "capture": WORDS | {"policies", "runtime", "session"},
-    "regions": WORDS | {"operators", "runtime", "capture"},
-    "checkpointing": WORDS | {"operators", "runtime", "capture", "regions"},
+    "checkpointing": WORDS | {"operators", "runtime", "capture"},
     "losses": WORDS,
     "binding": WORDS | {"runtime"},
     "testing": WORDS | {"runtime"},

@@ -21,10 +21,10 @@ from spillway.capture.hooks import Pass, SavedState
 from spillway.capture.kept import see_again
 from spillway.capture.order import Memory, PastGroup
 from spillway.capture.torch_internals import in_backward, keep_out, refuse_transforms, top_hooks
+from spillway.checkpointing.function import in_rerun
 from spillway.errors import UsageError
 from spillway.policies import Policy, Ratio, check_tier, wants_modules, wants_operators
 from spillway.records import StepStats
-from spillway.regions.rerun import in_rerun
 from spillway.runtime.entry import ByteCounters
 from spillway.session import MIN_BYTES, Session
 from spillway.units import parse_bytes, parse_share

@@ -17,22 +17,19 @@ from spillway.capture.hooks import Pass, SavedState, current_pass
 from spillway.capture.kept import see_again
 from spillway.capture.torch_internals import in_backward, keep_out, refuse_transforms, untraced
 from spillway.checkpointing.call import CheckpointedCall, shapes_of
-from spillway.checkpointing.decisions import Selection
-from spillway.checkpointing.learned import Learned
-from spillway.checkpointing.observer import Observer
-from spillway.checkpointing.preserving import PreservingCall
+from spillway.checkpointing.checks import Verdicts
+from spillway.checkpointing.function import Arguments, ReplayedFunction, in_rerun
+from spillway.checkpointing.learned import Learned, Proofs, ProofStore
+from spillway.checkpointing.partition import Partition
+from spillway.checkpointing.preserved import PreservingCall
+from spillway.checkpointing.program import Selection
+from spillway.checkpointing.python_state import PythonState
+from spillway.checkpointing.recorder import Observer
 from spillway.checkpointing.reentrant import ReentrantCall
+from spillway.checkpointing.slots import DroppedOutput
 from spillway.errors import UsageError
 from spillway.operators import Choices, Planned, Selector
 from spillway.records import Decision
-from spillway.regions.arguments import Arguments
-from spillway.regions.outputs import DroppedOutput
-from spillway.regions.partition import Partition
-from spillway.regions.proofs import Proofs, ProofStore
-from spillway.regions.python_state import PythonState
-from spillway.regions.replayed_function import ReplayedFunction
-from spillway.regions.rerun import in_rerun
-from spillway.regions.verdicts import Verdicts
 from spillway.session import Session
 
 if TYPE_CHECKING:

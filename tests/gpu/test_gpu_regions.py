@@ -20,9 +20,9 @@ from recompute.models import HOWS, MODELS, plainly, recomputed, steps
 from recompute.region_bench import RegionBench, few_samples
 from recompute.regions import HiddenAttribute
 from spillway.checkpointing.call import CheckpointedCall
+from spillway.checkpointing.checks import Verdicts
 from spillway.checkpointing.partial_replay import PartialReplay
 from spillway.errors import RecomputeError
-from spillway.regions.verdicts import Verdicts
 from spillway.runtime.accelerator import AcceleratorBackend
 from spillway.runtime.backend import Lane
 from spillway.runtime.bytes import Bytes

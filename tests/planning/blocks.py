@@ -13,16 +13,16 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import spillway
-from spillway.checkpointing.decisions import Decisions
-from spillway.checkpointing.observer import Observer
+from spillway.checkpointing.function import in_rerun
+from spillway.checkpointing.learned import ProofStore
+from spillway.checkpointing.program import Decisions
+from spillway.checkpointing.recorder import Observer
+from spillway.checkpointing.schema import facts_of
 from spillway.operators import full_name
 from spillway.planning.profile import Again, BlockCall, BlockProfile, OperatorProfile, Outside, Profile, Value
 from spillway.profiling.probe import Probe, WatchedCall
 from spillway.recomputing import Recompute, call_region
 from spillway.records import Decision
-from spillway.regions.proofs import ProofStore
-from spillway.regions.rerun import in_rerun
-from spillway.regions.schema import facts_of
 
 KEEP, HOST, DISK, AGAIN = Decision.KEEP, Decision.OFFLOAD_HOST, Decision.OFFLOAD_DISK, Decision.RECOMPUTE
 

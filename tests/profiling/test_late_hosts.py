@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from spillway.checkpointing.decisions import Selection
+from spillway.checkpointing.program import Selection
 from spillway.checkpointing.recorder import Recorder
 from spillway.operators import Choices
 from spillway.profiling.probe import Probe

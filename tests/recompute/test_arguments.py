@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from spillway.regions import arguments as own
-from spillway.regions.arguments import Arguments, Kind
+from spillway.checkpointing import function as own
+from spillway.checkpointing.function import Arguments, Kind
 
 Pair = namedtuple("Pair", ["first", "second"])
 A, B, C = torch.ones(2), torch.zeros(2, 3), torch.full((), 2.0)

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 import spillway
 from recompute.regions import Call, Regions, gradients, one_place
-from spillway.regions.verdicts import Verdicts
+from spillway.checkpointing.checks import Verdicts
 
 pytestmark = one_place
 

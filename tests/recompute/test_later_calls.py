@@ -35,8 +35,8 @@ from recompute.regions import (
     leaf,
     one_place,
 )
+from spillway.checkpointing.learned import ProofStore
 from spillway.errors import InplaceError
-from spillway.regions.proofs import ProofStore
 from support import assert_identical, grads
 
 pytestmark = one_place

@@ -33,10 +33,10 @@ from recompute.regions import (
     one_place,
     operators_of_backward,
 )
+from spillway.checkpointing.function import in_rerun
 from spillway.operators import Planned, full_name
 from spillway.planning.plan import BlockPlan, OperatorPlan
 from spillway.records import Decision
-from spillway.regions.rerun import in_rerun
 from support import assert_identical, grads
 
 pytestmark = one_place

@@ -11,7 +11,7 @@ import torch
 
 from spillway.capture.identity import ViewRecipe
 from spillway.checkpointing.program import Act, Operator, Program, SavedTensor, lies_within, needed
-from spillway.regions.schema import facts_of
+from spillway.checkpointing.schema import facts_of
 
 aten = torch.ops.aten
 RUN, GIVE, SKIP = Act.RUN, Act.GIVE, Act.SKIP

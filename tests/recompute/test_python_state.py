@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 import spillway
 from recompute.regions import Call, HiddenAttribute, Regions, gradients, one_place, ways
-from spillway.regions.proofs import ProofStore
-from spillway.regions.python_state import PythonState
+from spillway.checkpointing.learned import ProofStore
+from spillway.checkpointing.python_state import PythonState
 from support import assert_identical
 
 pytestmark = one_place

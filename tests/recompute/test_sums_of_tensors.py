@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spillway.regions.proofs import _FEW, _SMALL, _rows, sums
+from spillway.checkpointing.checks import _FEW, _SMALL, _rows, sums
 
 _TYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.bool, torch.complex64)
 

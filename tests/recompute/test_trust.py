@@ -14,8 +14,8 @@ from torch.nn import functional
 import spillway
 from allocations import ExactMeter
 from recompute.regions import Call, HiddenAttribute, HiddenList, Regions, gradients, hides, modes, one_place
-from spillway.regions import proofs
-from spillway.regions.proofs import fingerprint
+from spillway.checkpointing import checks
+from spillway.checkpointing.checks import fingerprint
 
 
 def swapped_inputs(x: torch.Tensor, y: torch.Tensor, run: int) -> torch.Tensor:
@@ -388,7 +388,7 @@ def test_what_is_written_when_it_was_saved_and_is_never_asked_for_is_not_compare
     "dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.bool, torch.complex64]
 )
 def test_a_fingerprint_is_of_elements_wherever_they_lie(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proofs, "_HOST_PIECE", 64)
+    monkeypatch.setattr(checks, "_HOST_PIECE", 64)
     x = torch.randn(7, 13, 5, 3, generator=torch.Generator().manual_seed(1)) * 10
     x = x > 0 if dtype is torch.bool else x.to(dtype)
     expected = fingerprint(x)

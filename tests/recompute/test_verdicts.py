@@ -11,8 +11,8 @@ import torch
 
 import spillway
 from recompute.regions import Changing, leaf
+from spillway.checkpointing.checks import Verdicts
 from spillway.errors import RecomputeError
-from spillway.regions.verdicts import Verdicts
 from support import run_script
 
 

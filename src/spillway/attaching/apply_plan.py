@@ -6,12 +6,12 @@ import weakref
 from collections.abc import Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from spillway.checkpointing.learned import ProofStore
 from spillway.errors import UsageError
 from spillway.operators import Planned
 from spillway.planning.plan import BlockPlan, Plan
 from spillway.recomputing import Recompute
 from spillway.records import Decision
-from spillway.regions.proofs import ProofStore
 from spillway.session import Session
 
 if TYPE_CHECKING:

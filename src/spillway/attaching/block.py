@@ -26,11 +26,11 @@ from spillway.attaching.call import ModuleCall, is_attached
 from spillway.blocks import Named
 from spillway.capture.decide import Locator
 from spillway.capture.kept import PassthroughBlock
-from spillway.checkpointing.observer import Observer
+from spillway.checkpointing.function import in_rerun
+from spillway.checkpointing.recorder import Observer
 from spillway.errors import RecomputeError, UsageError
 from spillway.offloading import keep
 from spillway.recomputing import Recompute, call_untraced_region
-from spillway.regions.rerun import in_rerun
 from spillway.session import Session
 
 if TYPE_CHECKING:

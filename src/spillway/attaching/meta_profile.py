@@ -32,7 +32,7 @@ from spillway.attaching.budget import device_of
 from spillway.attaching.model import Caches
 from spillway.blocks import Named, signature
 from spillway.capture.identity import is_parameter
-from spillway.checkpointing.decisions import Selection
+from spillway.checkpointing.program import Selection
 from spillway.checkpointing.recorder import Recorder
 from spillway.errors import UnsupportedError, UsageError
 from spillway.losses import own_losses

@@ -42,25 +42,21 @@ from torch.utils._pytree import tree_leaves
 from spillway.capture.handles import Handle, check_version, unpack
 from spillway.capture.hooks import Pass
 from spillway.capture.torch_internals import untraced
+from spillway.checkpointing.checks import Verdicts, differed, print_of
 from spillway.checkpointing.collector import Collector, Enough, Meta, meta_of, storages_of
-from spillway.checkpointing.contents import print_of
-from spillway.checkpointing.decisions import Decisions, Selection
+from spillway.checkpointing.function import ReplayedFunction, rerunning
 from spillway.checkpointing.learned import Learned
-from spillway.checkpointing.observer import Observer
 from spillway.checkpointing.partial_replay import PartialReplay
+from spillway.checkpointing.partition import Partition
 from spillway.checkpointing.preserved import PreservedTensors
-from spillway.checkpointing.program import Program
-from spillway.checkpointing.recorder import Recorder
+from spillway.checkpointing.program import Decisions, Program, Selection
+from spillway.checkpointing.python_state import PythonState
+from spillway.checkpointing.recorder import Observer, Recorder
 from spillway.checkpointing.replayable import ReplayableCall
 from spillway.checkpointing.slots import OutputSlot, SavedSlot
+from spillway.checkpointing.tensors import PLAIN, below_modes, is_strided, tensors_in, whole_view_of
 from spillway.errors import RecomputeError
 from spillway.records import Decision
-from spillway.regions.partition import Partition
-from spillway.regions.python_state import PythonState
-from spillway.regions.replayed_function import ReplayedFunction
-from spillway.regions.rerun import rerunning
-from spillway.regions.tensors import PLAIN, below_modes, is_strided, tensors_in, whole_view_of
-from spillway.regions.verdicts import Verdicts, differed
 
 _NOTHING: AbstractContextManager[object] = nullcontext()
 _VIEWS = frozenset(("TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "ExpandBackward0"))

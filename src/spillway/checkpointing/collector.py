@@ -16,11 +16,10 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from spillway.capture.handles import carry_attributes
-from spillway.checkpointing.contents import print_of, prints_of
-from spillway.checkpointing.refused import refuse_written
+from spillway.checkpointing.checks import differed, print_of, prints_of
+from spillway.checkpointing.reached import refuse_written
+from spillway.checkpointing.tensors import PLAIN, below_modes, is_strided, tensors_in
 from spillway.errors import RecomputeError
-from spillway.regions.tensors import PLAIN, below_modes, is_strided, tensors_in
-from spillway.regions.verdicts import differed
 
 _next_node = torch._C._autograd._get_sequence_nr
 _modes = torch._C._len_torch_dispatch_stack

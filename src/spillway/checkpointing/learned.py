@@ -17,14 +17,18 @@ Later calls rely on it. One call in 64 is compared again, by fingerprints that t
 from __future__ import annotations
 
 import itertools
+import threading
+import weakref
 from collections.abc import Hashable, Sequence, Set
+from typing import TYPE_CHECKING, Any
 
-from spillway.checkpointing.collector import Collector, Meta
-from spillway.checkpointing.decisions import Decisions, Selection
-from spillway.checkpointing.preserving import Order
-from spillway.checkpointing.program import Program
+from spillway.checkpointing.preserved import Order
+from spillway.checkpointing.program import Decisions, Program, Selection
 from spillway.errors import UnsupportedError
 from spillway.operators import Planned
+
+if TYPE_CHECKING:
+    from spillway.checkpointing.collector import Collector, Meta
 
 _EVERY = 64
 """Calls of which one is compared."""
@@ -170,3 +174,41 @@ class Learned:
     def is_sampled(self) -> bool:
         """Whether this call is one of those that are compared now and then."""
         return (self._calls + self._offset) % _EVERY == 0
+
+
+class Proofs:
+    """What is known of one function, over all its calls."""
+
+    def __init__(self) -> None:
+        self.learned: dict[Hashable, Any] = {}
+        """What calls of each kind taught."""
+        self.ranks_agreed = False
+        """Whether the ranks that share its inputs were seen to have the same ones."""
+
+
+class ProofStore:
+    """The proofs of a session, by function: ``session.of(ProofStore)``."""
+
+    def __init__(self) -> None:
+        self._proofs: dict[Hashable, Proofs] = {}
+        self._lock = threading.Lock()
+
+    def of(self, function: Hashable) -> Proofs:
+        """The proofs of the function that this key identifies."""
+        with self._lock:
+            found = self._proofs.get(function)
+            if found is None:
+                # Modules that are gone are never asked for again.
+                self._proofs = {known: each for known, each in self._proofs.items() if not _is_gone(known)}
+                found = self._proofs[function] = Proofs()
+            return found
+
+    def __len__(self) -> int:
+        return len(self._proofs)
+
+
+def _is_gone(function: Hashable) -> bool:
+    """Whether the key of a function names a module that is gone."""
+    if isinstance(function, tuple):
+        return any(map(_is_gone, function))
+    return isinstance(function, weakref.ref) and function() is None

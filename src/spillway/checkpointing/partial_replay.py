@@ -29,14 +29,11 @@ from typing import Any
 import torch
 
 from spillway.capture.identity import ViewRecipe
-from spillway.checkpointing.decisions import Decisions, Preserved, PreservedParts
-from spillway.checkpointing.program import Act, Argument, Operator
-from spillway.checkpointing.recorder import advance, is_cast
-from spillway.regions.generators import default_generator, device_of
-from spillway.regions.labels import Unseen
-from spillway.regions.mode import OperatorMode
-from spillway.regions.schema import argument, facts_of
-from spillway.regions.tensors import PLAIN, alias_of, is_strided, split, tensors_in
+from spillway.checkpointing.ambient import default_generator, device_of
+from spillway.checkpointing.program import Act, Argument, Decisions, Operator, Preserved, PreservedParts
+from spillway.checkpointing.recorder import Unseen, advance, is_cast
+from spillway.checkpointing.schema import argument, facts_of
+from spillway.checkpointing.tensors import PLAIN, OperatorMode, alias_of, is_strided, split, tensors_in
 from spillway.runtime.bytes import Bytes
 
 _RUN, _GIVE = Act.RUN, Act.GIVE

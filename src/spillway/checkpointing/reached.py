@@ -12,20 +12,40 @@ get copies for as long as the replay runs. Other tensors are written twice: befo
 
 What forward has written without a copy of it (a large tensor, for the first time) cannot be put back. In a call that is
 compared in full the comparison decides whether that matters. In another call the replay is refused if it reads it.
+
+NOTE [ What was written since forward ]
+
+To see what operators read takes a dispatch mode, and under a mode torch takes other kernels for some operators. So for
+as long as the replay runs, containers of Python state have stand-ins in the place of such tensors. A stand-in tells its
+shape and type, and raises where its content is asked for. Who does not touch it runs as before.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.utils._pytree import tree_leaves
 
-from spillway.checkpointing.contents import copies_of, has_content_of, may_be_written, write_back
-from spillway.checkpointing.learned import Learned
-from spillway.regions.tensors import PLAIN, below_modes, is_strided
+from spillway.checkpointing.checks import has_content_of
+from spillway.checkpointing.schema import facts_of
+from spillway.checkpointing.tensors import (
+    PLAIN,
+    OperatorMode,
+    below_modes,
+    has_bits,
+    is_strided,
+    split,
+)
+from spillway.errors import RecomputeError
+from spillway.runtime.bytes import over
+
+if TYPE_CHECKING:
+    from spillway.checkpointing.learned import Learned
 
 _MOST_OBSERVED, _MOST_COPIED = 64 << 20, 1 << 20
 """Bytes of a tensor that is copied in case that the function writes it, in observed calls and in others."""
@@ -165,3 +185,206 @@ class ReachedTensors:
             for each in self._copied
             if id(each) in sole and type(each) is torch.Tensor and storages[each.untyped_storage()._cdata] == 1
         }
+
+
+def may_be_written(tensor: torch.Tensor, most: int) -> bool:
+    """Whether a function that reaches this tensor may write it in place, and a copy takes no more bytes than that."""
+    # Frozen parameters may be many. Whoever writes one in place is noticed by its version.
+    is_parameter = type(tensor) is torch.nn.Parameter or (tensor.requires_grad and tensor.is_leaf)
+    if is_parameter or not is_strided(tensor) or not has_bits(tensor):
+        return False
+    # Several elements in one place of memory cannot be written: torch refuses that.
+    return tensor.untyped_storage().nbytes() <= most and (tensor.is_contiguous() or 0 not in tensor.stride())
+
+
+def copy_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy with the same strides, without history."""
+    with torch.no_grad():
+        if type(tensor) not in PLAIN or not is_strided(tensor) or tensor.is_conj() or tensor.is_neg():
+            return tensor.detach().clone()
+        storage = tensor.untyped_storage().clone()  # type: ignore[no-untyped-call, unused-ignore]
+        return over(storage, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
+
+
+def overlap(tensors: Sequence[torch.Tensor], places: Iterable[int]) -> bool:
+    """Whether one at these places shares some of its memory with another one."""
+    spans = [_span_of(tensor) if is_strided(tensor) and has_bits(tensor) else None for tensor in tensors]
+    for place in places:
+        span = spans[place] if place < len(spans) else None
+        if span is None:
+            continue
+        for other_place, other in enumerate(spans):
+            if other_place != place and other is not None and span[0] < other[1] and other[0] < span[1]:
+                return True
+    return False
+
+
+def _span_of(tensor: torch.Tensor) -> tuple[int, int] | None:
+    """Where its memory begins and ends."""
+    if type(tensor) not in PLAIN or not tensor.numel():
+        return None
+    start = tensor.data_ptr()
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (last + 1) * tensor.element_size()
+
+
+def copies_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """As :func:`copy_of` each, with one kernel for many small tensors: batch norms have three each."""
+    copies: list[torch.Tensor | None] = [None] * len(tensors)
+    several: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        if _is_simple(tensor):
+            several.setdefault((tensor.dtype, tensor.device), []).append(place)
+        else:
+            copies[place] = copy_of(tensor)
+    with torch.no_grad():
+        for places in several.values():
+            sources = [tensors[place].detach() for place in places]
+            made = [torch.empty_like(source) for source in sources]
+            torch._foreach_copy_(made, sources)
+            for place, copy in zip(places, made, strict=True):
+                copies[place] = copy
+    return copies  # type: ignore[return-value]
+
+
+def write_back(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Give tensors their earlier content, which no version counter tells."""
+    if not pairs:
+        return
+    several: dict[tuple[torch.dtype, torch.device], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    with torch.no_grad(), _unsafe_preserve_version_counter(tuple(tensor for tensor, _ in pairs)):
+        for tensor, content in pairs:
+            if _is_simple(tensor):
+                targets, contents = several.setdefault((tensor.dtype, tensor.device), ([], []))
+                targets.append(tensor.detach())
+                contents.append(content)
+            else:
+                tensor.detach().copy_(content)
+        for targets, contents in several.values():
+            torch._foreach_copy_(targets, contents)
+
+
+def _is_simple(tensor: torch.Tensor) -> bool:
+    """Whether it is nothing but its bytes in order."""
+    if type(tensor) not in PLAIN or not is_strided(tensor) or not tensor.is_contiguous():
+        return False
+    return not (tensor.is_neg() or tensor.is_conj())
+
+
+_TOLD = frozenset(
+    ("__get__", "size", "dim", "ndimension", "numel", "stride", "is_contiguous", "__len__", "element_size")
+)
+"""Functions of tensors that give a tensor only where they give its content."""
+
+
+class RefusedTensor(torch.Tensor):
+    """See NOTE [ What was written since forward ]."""
+
+    _stands_for: tuple[torch.Tensor, int]
+    _asked: list[RefusedTensor]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, version: int, asked: list[RefusedTensor]) -> RefusedTensor:
+        """Stand for a tensor.
+
+        Args:
+            tensor: the tensor.
+            version: its version when forward had ended.
+            asked: gets it when its content is asked for, since the function may catch the error.
+        """
+        with below_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+            memory = torch.empty((), dtype=tensor.dtype, device=tensor.device)
+            stand_in: RefusedTensor = memory.expand(tensor.shape).as_subclass(cls)
+            if tensor.requires_grad:
+                stand_in.requires_grad_()
+        stand_in._stands_for, stand_in._asked = (tensor, version), asked
+        return stand_in
+
+    def refuse(self) -> None:
+        """Raise the error.
+
+        Raises:
+            RecomputeError: always.
+        """
+        refuse_written(*self._stands_for)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if getattr(func, "__name__", "") in _TOLD:
+            with torch._C.DisableTorchFunctionSubclass():
+                result = func(*args, **(kwargs or {}))
+            if not isinstance(result, torch.Tensor):
+                return result
+        found = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, RefusedTensor))
+        found._asked.append(found)
+        return found.refuse()
+
+
+def refuse_written(tensor: torch.Tensor, version: int) -> NoReturn:
+    """What a region has read was written since."""
+    raise RecomputeError(
+        f"got a tensor of shape {list(tensor.shape)} and dtype {tensor.dtype} that was written in place (version "
+        f"{tensor._version}, expected {version}) after a checkpointed function had read it, expected it unchanged "
+        f"until backward; write a copy, or save or offload what the function computes from it"
+    )
+
+
+class Reads(OperatorMode):  # type: ignore[no-untyped-call]
+    """Sees which of some tensors operators read.
+
+    Args:
+        tensors: by names.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._names = {each.untyped_storage()._cdata: name for name, each in tensors.items() if is_strided(each)}
+        self.names: set[str] = {name for name, each in tensors.items() if not is_strided(each)}
+        """Those of what was read, as far as that can be told."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not facts_of(func).is_view:
+            for tensor in split(args, kwargs)[0]:
+                if is_strided(tensor) and (name := self._names.get(tensor.untyped_storage()._cdata)) is not None:
+                    self.names.add(name)
+        return func(*args, **kwargs)
+
+
+class Refusing(OperatorMode):  # type: ignore[no-untyped-call]
+    """Sees what operators read.
+
+    Args:
+        written: tensors that were written, and their versions as they were.
+
+    Raises:
+        RecomputeError: from within an operator that reads one of them.
+    """
+
+    def __init__(self, written: Sequence[tuple[torch.Tensor, int]]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._written = {
+            tensor.untyped_storage()._cdata: (tensor, version) for tensor, version in written if is_strided(tensor)
+        }
+        self._refused: tuple[torch.Tensor, int] | None = None
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not facts_of(func).is_view:
+            for tensor in split(args, kwargs)[0]:
+                known = self._written.get(tensor.untyped_storage()._cdata) if is_strided(tensor) else None
+                if known is not None:
+                    self._refused = known
+                    refuse_written(*known)
+        return func(*args, **kwargs)
+
+    def check(self) -> None:
+        """The run has ended, though the function may have made nothing of what it was told."""
+        if self._refused is not None:
+            refuse_written(*self._refused)

@@ -10,13 +10,24 @@ NOTE [ Autocast's casts ]
 
 Autocast casts a weight once, and remembers it until its outermost context exits. So the cast is a part of one replay
 and not of another one. Casts of leaves that require grad are therefore not counted: they always run.
+
+NOTE [ Values of storages ]
+
+A *value* is a number for the bytes of one storage: an operator that gives a new tensor makes a value, views of it are
+the same value, and in-place operators write it.
+
+NOTE [ Operators that are not seen ]
+
+FSDP2 gathers parameters in the hooks of modules, under labels for the profiler. In a re-run it gathers nothing, if its
+parameters are still there: its operators are no part of what the region computes, and are let through unseen.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -24,16 +35,12 @@ from torch.utils._pytree import tree_leaves
 
 from spillway.capture.decide import Locator
 from spillway.capture.identity import ViewRecipe, is_parameter
-from spillway.checkpointing.decisions import Selection
-from spillway.checkpointing.program import Argument, Operator, Program, SavedTensor
+from spillway.checkpointing.ambient import default_generator, device_of, given_generator, state_now
+from spillway.checkpointing.program import Argument, Operator, Program, SavedTensor, Selection
+from spillway.checkpointing.schema import Facts, argument, facts_of_call
+from spillway.checkpointing.tensors import PLAIN, OperatorMode, is_strided, nbytes_of, split, tensors_in
 from spillway.operators import OperatorCall
 from spillway.records import Decision
-from spillway.regions.generators import default_generator, device_of, given_generator, state_now
-from spillway.regions.labels import Unseen
-from spillway.regions.mode import OperatorMode
-from spillway.regions.schema import Facts, argument, facts_of_call
-from spillway.regions.tensors import PLAIN, is_strided, nbytes_of, split, tensors_in
-from spillway.regions.values import Values
 
 _next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
 _graph_task: Callable[[], int] = torch._C._current_graph_task_id
@@ -304,3 +311,125 @@ def advance(generator: torch.Generator, count: int) -> None:
         state = generator.get_state()
         state[_OFFSET:].view(torch.int64).add_(count)
         generator.set_state(state)
+
+
+class Observer(Protocol):
+    """Sees what a call does, and changes nothing."""
+
+    @property
+    def wants_operators(self) -> bool:
+        """Whether the call's operators are to be measured: then the function runs once more, after its forward."""
+        ...
+
+    def watching(self, recorder: Recorder) -> AbstractContextManager[object]:
+        """A context around that run, inside of the mode that records it."""
+        ...
+
+    def ended(self, recorder: Recorder) -> None:
+        """That run has ended."""
+        ...
+
+    def casts(self, storage: torch.UntypedStorage) -> None:
+        """The forward has cast a leaf to this, which is still there."""
+        ...
+
+    def asked(self, place: int, tensor: torch.Tensor, handle: object) -> None:
+        """Backward is given what autograd saved after so many operators, by a handle that autograd holds."""
+        ...
+
+
+_ENTER = torch.ops.profiler._record_function_enter_new.default
+_EXIT = torch.ops.profiler._record_function_exit._RecordFunction
+_LABEL = "FSDP::"
+_CASTS = "FSDP::cast_forward"
+"""Casts of a module's inputs and outputs, which are computed again like anything else."""
+
+
+class Unseen:
+    """Follows the labels of one run."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+        """How many labels are open, from the first that hides what is below it."""
+        self.any = False
+        """Whether anything was hidden."""
+
+    def __call__(self, operator: Any, args: tuple[Any, ...]) -> bool:
+        """Whether the region does not see this operator."""
+        if operator is _ENTER:
+            label = str(args[0])
+            if self.depth or (label.startswith(_LABEL) and not label.startswith(_CASTS)):
+                self.depth += 1
+                self.any = True
+            return True
+        if operator is _EXIT:
+            self.depth = max(0, self.depth - 1)
+            return True
+        return self.depth > 0
+
+
+class Values:
+    """Numbers for storages, for one run of a region."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self.opaque: str | None = None
+        """Why bytes cannot be told apart here, if they cannot."""
+
+    def find(self, tensor: torch.Tensor) -> int | None:
+        """The value of a plain tensor, if it has one."""
+        try:
+            memory: Any = tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):
+            memory = self._memory(tensor)
+        known = self._known.get(memory._cdata)
+        # An address is handed out again when it is free.
+        return known[1] if known is not None and known[0]() is memory else None
+
+    def find_or_name(self, tensor: torch.Tensor, value: int) -> int:
+        """The value of a plain tensor, which is this one from now on if it had none."""
+        memory = self._memory(tensor)
+        known = self._known.get(memory._cdata)
+        if known is not None and known[0]() is memory:
+            return known[1]
+        self._known[memory._cdata] = weakref.ref(memory), value
+        return value
+
+    def name(self, tensor: torch.Tensor, value: int) -> None:
+        """The tensor's bytes are this value from now on."""
+        memory = self._memory(tensor)
+        self._known[memory._cdata] = weakref.ref(memory), value
+
+    def forget(self) -> None:
+        """No tensor is asked about any more."""
+        self._known.clear()
+
+    def shares(self, tensor: torch.Tensor, value: int) -> bool:
+        """Whether another storage that is known begins, or ends, in the tensor's."""
+        memory = self._memory(tensor)
+        if memory.device.type == "meta":
+            # There is no memory, and all addresses are 0.
+            return False
+        start, end = memory.data_ptr(), memory.data_ptr() + memory.nbytes()
+        for reference, other in self._known.values():
+            storage = reference() if other != value else None
+            if isinstance(storage, torch.UntypedStorage) and storage.device == memory.device and start < end:
+                first = _address(storage) if storage.nbytes() else None
+                if first is not None and first < end and start < first + storage.nbytes():
+                    return True
+        return False
+
+    def _memory(self, tensor: torch.Tensor) -> Any:
+        try:
+            return tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):
+            self.opaque = f"a tensor of layout {tensor.layout} and class {type(tensor).__name__}"
+            return tensor
+
+
+def _address(storage: torch.UntypedStorage) -> int | None:
+    try:
+        return storage.data_ptr()
+    except RuntimeError:
+        # Of a wrapper without memory torch refuses to tell it.
+        return None

@@ -48,13 +48,12 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from spillway.capture.handles import KeptHandle, unpack
 from spillway.capture.torch_internals import untraced
+from spillway.checkpointing.checks import differed, prints_of
 from spillway.checkpointing.collector import Meta, meta_of, name_of, storages_of
-from spillway.checkpointing.contents import copy_of, prints_of
-from spillway.checkpointing.refusing import Reads
+from spillway.checkpointing.reached import Reads, copy_of
 from spillway.checkpointing.replayable import ReplayableCall
+from spillway.checkpointing.tensors import PLAIN, below_modes, is_strided, whole_view_of
 from spillway.errors import RecomputeError, UnsupportedError
-from spillway.regions.tensors import PLAIN, below_modes, is_strided, whole_view_of
-from spillway.regions.verdicts import differed
 
 _NOTHING = nullcontext()
 _is_plain_backward: Callable[[], bool] = torch.autograd._is_checkpoint_valid

@@ -13,19 +13,15 @@ from torch._C._autograd import _top_saved_tensors_default_hooks
 
 from spillway.capture.handles import KeptHandle, unpack
 from spillway.capture.hooks import Pass
-from spillway.checkpointing.contents import copy_of, has_content_of, overlap, prints_of
+from spillway.checkpointing.ambient import Ambience, drawing, generators_of, states_of
+from spillway.checkpointing.checks import Verdicts, has_content_of, prints_of
+from spillway.checkpointing.function import ReplayedFunction
 from spillway.checkpointing.learned import Learned
-from spillway.checkpointing.reached import ReachedTensors
-from spillway.checkpointing.refused import RefusedTensor
-from spillway.checkpointing.refusing import Refusing
+from spillway.checkpointing.partition import PartHandle, Partition
+from spillway.checkpointing.python_state import PythonState
+from spillway.checkpointing.reached import ReachedTensors, RefusedTensor, Refusing, copy_of, overlap
+from spillway.checkpointing.tensors import PLAIN, below_modes, is_strided
 from spillway.records import Decision
-from spillway.regions.generators import drawing, generators_of, states_of
-from spillway.regions.globals import Ambience
-from spillway.regions.partition import PartHandle, Partition
-from spillway.regions.python_state import PythonState
-from spillway.regions.replayed_function import ReplayedFunction
-from spillway.regions.tensors import PLAIN, below_modes, is_strided
-from spillway.regions.verdicts import Verdicts
 
 _KEEP = Decision.KEEP
 HasRun = Callable[[Iterable[torch.Tensor]], None]

@@ -33,13 +33,12 @@ from torch.nn import Module, Parameter
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map
 
+from spillway.checkpointing.schema import Facts, argument, facts_of, facts_of_call
+from spillway.checkpointing.tensors import PLAIN, OperatorMode, is_strided, split, tensors_in
 from spillway.errors import UnsupportedError
 from spillway.planning.hardware import Hardware, seconds_of
 from spillway.profiling.meter import Meter, Reading
 from spillway.profiling.target_kernels import effort_of, workspace_of
-from spillway.regions.mode import OperatorMode
-from spillway.regions.schema import Facts, argument, facts_of, facts_of_call
-from spillway.regions.tensors import PLAIN, is_strided, split, tensors_in
 from spillway.runtime.bytes import over
 
 META, _CPU = torch.device("meta"), torch.device("cpu")

@@ -22,11 +22,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from spillway.checkpointing.program import Operator
 from spillway.checkpointing.recorder import Recorder
+from spillway.checkpointing.tensors import OperatorMode, tensors_in
 from spillway.operators import full_name
 from spillway.planning.profile import Again, OperatorProfile, Value
 from spillway.profiling.meter import AcceleratorMeter, ClockMeter, Meter, Reading
-from spillway.regions.mode import OperatorMode
-from spillway.regions.tensors import tensors_in
 
 _WIDTH = 4096
 _ODD = 251
@@ -204,7 +203,7 @@ class Probe:
 
 
 class WatchedCall:
-    """An :class:`~spillway.checkpointing.observer.Observer` of one call.
+    """An :class:`~spillway.checkpointing.recorder.Observer` of one call.
 
     Args:
         probe: measures its operators, if they are to be measured.

@@ -48,10 +48,10 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from spillway.checkpointing.schema import Facts, argument
+from spillway.checkpointing.tensors import split, tensors_in
 from spillway.errors import UnsupportedError, UsageError
 from spillway.planning.hardware import Effort, Hardware, Precision, Work
-from spillway.regions.schema import Facts, argument
-from spillway.regions.tensors import split, tensors_in
 
 aten = torch.ops.aten
 

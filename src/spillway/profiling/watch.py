@@ -43,8 +43,8 @@ from itertools import pairwise
 import torch
 from torch.utils._pytree import tree_leaves
 
+from spillway.checkpointing.tensors import is_strided
 from spillway.profiling.meter import Meter, Reading, meter_of
-from spillway.regions.tensors import is_strided
 
 Place = tuple[str, int]
 """An instant: what happens, and to which call of a block."""

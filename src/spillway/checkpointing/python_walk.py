@@ -18,9 +18,22 @@ import torch
 from torch.nn import Embedding, EmbeddingBag, Module, Parameter
 from torch.nn.parameter import is_lazy
 
-from spillway.regions import containers
-from spillway.regions.containers import INTERNAL, MISSING, Container, are_plain
-from spillway.regions.python_generators import Generator, generator_of
+from spillway.checkpointing.python_containers import (
+    ATTRIBUTES,
+    CELL,
+    CLASS,
+    DICTIONARY,
+    GLOBALS,
+    INTERNAL,
+    ITEMS,
+    MISSING,
+    PARAMETERS,
+    SLOTS,
+    Container,
+    Generator,
+    are_plain,
+    generator_of,
+)
 
 _DEPTH = 6
 """How many containers and objects deep state is copied."""
@@ -185,11 +198,11 @@ class Walk:
             content = value.copy() if type(value) is dict else dict(value.items())
             # Other keys may be equal and not the same: 1 and True, say.
             found = self._dictionaries if _STRINGS.issuperset(map(type, content)) else self._others
-            found.append((containers.DICTIONARY, value, content))
+            found.append((DICTIONARY, value, content))
             self._meet(content.items(), depth, is_shared)
         elif what == "items":
             items = list(value)
-            self._others.append((containers.ITEMS, value, items))
+            self._others.append((ITEMS, value, items))
             self._meet(zip(repeat(f"an item of a {type(value).__name__}"), items), depth, is_shared)
         else:
             self._read_fixed(value, "an item of a tuple", depth, is_shared)
@@ -238,7 +251,7 @@ class Walk:
         if not are_plain(content.values()):
             self.is_lazy = self.is_lazy or any(map(is_lazy, content.values()))
             return
-        self._dictionaries.append((containers.PARAMETERS, parameters, content))
+        self._dictionaries.append((PARAMETERS, parameters, content))
         for pair in content.items():
             if pair[1] is not None:
                 self._tensors.append(pair)
@@ -261,7 +274,7 @@ class Walk:
             self._seen.add(id(base))
             if _facts_of(base)[2]:
                 content = vars(base).copy()
-                self._owners.append((containers.CLASS, base, content))
+                self._owners.append((CLASS, base, content))
                 if not _CODE.issuperset(map(type, content.values())):
                     self._meet([pair for pair in content.items() if pair[0][:2] != "__"], 1, is_shared=True)
                 forward = content.get("forward")
@@ -274,23 +287,23 @@ class Walk:
         self._add_classes(type(value))
         if type(attributes := getattr(value, "__dict__", None)) is dict:
             content = attributes.copy()
-            self._owners.append((containers.ATTRIBUTES, value, content))
+            self._owners.append((ATTRIBUTES, value, content))
             self._meet(content.items(), depth)
         if names := _facts_of(type(value))[1]:
-            in_slots = containers.SLOTS.copy(value, names)
-            self._others.append((containers.SLOTS, value, in_slots))
+            in_slots = SLOTS.copy(value, names)
+            self._others.append((SLOTS, value, in_slots))
             self._meet(in_slots.items(), depth)
 
     def _read_function(self, function: types.FunctionType, depth: int, *, opens: bool) -> None:
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            content = containers.CELL.copy(cell, (name,))
-            self._others.append((containers.CELL, cell, content))
+            content = CELL.copy(cell, (name,))
+            self._others.append((CELL, cell, content))
             self._meet(content.items(), depth)
         defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
         self._read_fixed(defaults, "a default of an argument", depth)
         self._add_globals(function, opens=opens)
         attributes = vars(function).copy()
-        self._owners.append((containers.ATTRIBUTES, function, attributes))
+        self._owners.append((ATTRIBUTES, function, attributes))
         self._meet(attributes.items(), depth)
 
     def _add_globals(self, function: types.FunctionType, *, opens: bool) -> None:
@@ -313,7 +326,7 @@ class Walk:
         self._seen.update(map(id, new))
         self._todo += [(each, "helper", 1, False) for each in new]
         if state or helpers:
-            self._others.append((containers.GLOBALS, now, state | helpers))
+            self._others.append((GLOBALS, now, state | helpers))
 
 
 _known: dict[int, tuple[str, tuple[str, ...], bool, weakref.ref[type]]] = {}

@@ -25,13 +25,15 @@ import torch.distributed
 
 from spillway.capture.handles import check_version
 from spillway.capture.identity import ALIGNMENT, ViewRecipe, is_parameter, why_unmovable
+from spillway.checkpointing.checks import fingerprint
 from spillway.errors import UsageError
-from spillway.regions.proofs import Proofs, fingerprint
 from spillway.runtime.bytes import over
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
+
+    from spillway.checkpointing.learned import Proofs
 
 
 class Partition:

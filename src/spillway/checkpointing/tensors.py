@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from spillway.capture.identity import is_wrapper, storage_parts
 from spillway.runtime.bytes import over
@@ -178,3 +178,19 @@ def is_dense(size: torch.Size, stride: tuple[int, ...]) -> bool:
             return False
         expected *= count
     return True
+
+
+class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees every operator, those of higher order too, and what a compiled function is as one."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Without a wrapper against Dynamo around each operator: see ``dynamo.py``."""
+        return False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """What a compiled function does inside is one operator's business."""
+        return True

@@ -50,9 +50,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import Module
 
-from spillway.regions.containers import DICTIONARY, MODULE, PARAMETERS
-from spillway.regions.python_generators import global_generators
-from spillway.regions.python_walk import Contents, Entry, Walk, layout_of
+from spillway.checkpointing.python_containers import DICTIONARY, MODULE, PARAMETERS, global_generators
+from spillway.checkpointing.python_walk import Contents, Entry, Walk, layout_of
 
 if TYPE_CHECKING:
     from typing import Self

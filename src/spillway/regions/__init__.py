@@ -1,1 +1,0 @@
-"""What checkpointed functions read and hang on: arguments, Python state, settings, random generators, tensors."""
