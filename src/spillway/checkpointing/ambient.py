@@ -13,7 +13,7 @@ runs must draw what it drew. So both states are noted in the first run, of rando
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -184,13 +184,6 @@ drawing = threading.RLock()
 """Held while default generators are not where their user left them: several threads may go through graphs at once."""
 
 
-class GeneratorState(NamedTuple):
-    """The state of a generator at some moment."""
-
-    device: torch.device
-    state: torch.Tensor
-
-
 def state_now(generator: torch.Generator) -> torch.Tensor:
     """The generator's state: a real tensor, whatever modes are in force."""
     with _no_modes():
@@ -208,21 +201,9 @@ def _no_modes() -> AbstractContextManager[object]:
     return _disable_current_modes() if torch._C._len_torch_dispatch_stack() > 0 else nullcontext()
 
 
-def generator_of(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> torch.Generator:
-    """The generator that a call draws from: the one it is given, or its device's own."""
-    given = given_generator(args, kwargs)
-    return default_generator(device) if given is None else given
-
-
 def given_generator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Generator | None:
     """The generator among the arguments, if there is one."""
     return next((value for value in (*kwargs.values(), *args) if isinstance(value, torch.Generator)), None)
-
-
-def state_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> GeneratorState:
-    """Its state now."""
-    device = device_of(args, kwargs)
-    return GeneratorState(device, state_now(generator_of(args, kwargs, device)))
 
 
 def device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
@@ -249,24 +230,6 @@ def _generator_of_index(kind: str, index: int) -> torch.Generator:
     module: Any = torch.get_device_module(kind)
     generator: torch.Generator = module.default_generators[index]
     return generator
-
-
-@contextmanager
-def drawn_from(moment: GeneratorState) -> Iterator[None]:
-    """A context in which a device's default generator is where it was, and after which it is where it is now."""
-    generator = default_generator(moment.device)
-    with drawing:
-        now = state_now(generator)
-        put_state(generator, moment.state)
-        try:
-            yield
-        finally:
-            put_state(generator, now)
-
-
-def generators_now(tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
-    """Gives what sets the default generators, the host's and those of the tensors' devices, back to where they are."""
-    return states_of(generators_of({each.device for each in tensors}))
 
 
 def generators_of(devices: Iterable[torch.device]) -> list[torch.Generator]:

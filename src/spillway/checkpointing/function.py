@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import islice
@@ -14,56 +13,11 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from spillway.checkpointing.python_state import PythonState
-from spillway.checkpointing.tensors import PLAIN, is_strided
+from spillway.checkpointing.tensors import PLAIN
 
 _NUMBERS = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device))
 _LEAVES = PLAIN | _NUMBERS
 _SEQUENCES = (tuple, list)
-_FIRST_SWEEP = 1024
-
-
-class Kind:
-    """What tells calls apart that do other things. Of each there is one, told from others by what it is.
-
-    It is looked up several times in each call, and the hash of what it says takes as long as all that.
-    """
-
-    __slots__ = ("__weakref__", "said")
-
-    def __init__(self, said: Hashable) -> None:
-        self.said = said
-
-
-class _Kinds:
-    """Those that somebody has."""
-
-    def __init__(self) -> None:
-        self._known: dict[Hashable, weakref.ref[Kind]] = {}
-        self._sweep_at = _FIRST_SWEEP
-        self._lock = threading.Lock()
-
-    def of(self, said: Hashable) -> Kind:
-        """The one that says this."""
-        reference = self._known.get(said)
-        kind = None if reference is None else reference()
-        return self._new(said) if kind is None else kind
-
-    def _new(self, said: Hashable) -> Kind:
-        with self._lock:
-            reference = self._known.get(said)
-            kind = None if reference is None else reference()
-            if kind is not None:
-                # Another thread has made it.
-                return kind
-            if len(self._known) >= self._sweep_at:
-                self._known = {each: kept for each, kept in self._known.items() if kept() is not None}
-                self._sweep_at = max(_FIRST_SWEEP, 2 * len(self._known))
-            kind = Kind(said)
-            self._known[said] = weakref.ref(kind)
-            return kind
-
-
-_kinds = _Kinds()
 
 
 class Arguments:
@@ -124,23 +78,6 @@ class Arguments:
         """The numbers, words and flags among them."""
         return tuple([(type(leaf), leaf) for leaf in self._leaves if leaf is not None and type(leaf) in _NUMBERS])
 
-    def kind(self, tensors: Sequence[torch.Tensor]) -> Kind | None:
-        """What tells calls apart: forms of tensors, and numbers. ``None``: it cannot be said."""
-        said: list[Any] = []
-        for tensor in tensors:
-            if type(tensor) not in PLAIN or not is_strided(tensor) or tensor.is_neg() or tensor.is_conj():
-                return None
-            said += tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.requires_grad
-        said += self._numbers
-        for leaf in self._leaves:
-            if leaf is not None:
-                kind = type(leaf)
-                said += (kind, leaf) if kind in _NUMBERS else (kind,)
-        if torch._C._is_any_autocast_enabled():
-            devices = {"cpu", *(tensor.device.type for tensor in tensors)}
-            said += [(each, torch.get_autocast_dtype(each)) for each in devices if torch.is_autocast_enabled(each)]
-        return _kinds.of(tuple(said))
-
     def put(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with these tensors in them."""
         leaves = list(self._leaves)
@@ -161,7 +98,6 @@ class ReplayedFunction:
         function: the function.
         arguments: its arguments.
         state: the Python state before the first run.
-        is_first: whether the first call of this object is the first run, which changes the state as usual.
         reentrant: whether backward goes through the graph of this run.
     """
 
@@ -171,14 +107,12 @@ class ReplayedFunction:
         arguments: Arguments,
         state: PythonState,
         *,
-        is_first: bool = False,
         reentrant: bool = False,
     ) -> None:
         self._reentrant = reentrant
         self._function = function
         self._arguments = arguments
         self._state = state
-        self._is_first = is_first
         self._as_it_is = False
         self.histories: dict[str, torch.Tensor] = {}
         """In the reentrant mode: attributes in which the latest run left a tensor with a history, and what they had."""
@@ -204,8 +138,7 @@ class ReplayedFunction:
             within: a context around its code, on its Python state.
         """
         args, kwargs = self._arguments.put(tensors)
-        is_first, self._is_first = self._is_first, False
-        if is_first or self._as_it_is:
+        if self._as_it_is:
             with within:
                 return self._function(*args, **kwargs)
         with self._state.in_force(), within:

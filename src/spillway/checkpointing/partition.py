@@ -26,6 +26,7 @@ import torch.distributed
 from spillway.capture.handles import check_version
 from spillway.capture.identity import ALIGNMENT, ViewRecipe, is_parameter, why_unmovable
 from spillway.checkpointing.checks import fingerprint
+from spillway.checkpointing.tensors import is_dense
 from spillway.errors import UsageError
 from spillway.runtime.bytes import over
 
@@ -66,7 +67,7 @@ class Partition:
             and tensor.numel() >= self.ranks
             and why_unmovable(tensor) is None
             and not (tensor.is_conj() or tensor.is_neg())
-            and _is_dense(tensor)
+            and is_dense(tensor.shape, tensor.stride())
         )
 
     def check(self, tensors: Sequence[torch.Tensor], proofs: Proofs) -> None:
@@ -188,17 +189,6 @@ def _group_of(group: Any) -> ProcessGroup:
         found: Any = group
         return found  # type: ignore[no-any-return]
     raise UsageError(f"partition_inputs: got {group!r}, expected a torch.distributed.ProcessGroup or a DeviceMesh")
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether its elements lie in one run of memory, each in a place of its own."""
-    expected = 1
-    dimensions = zip(tensor.stride(), tensor.shape, strict=True)
-    for stride, size in sorted(each for each in dimensions if each[1] != 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 def _structure(split: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:

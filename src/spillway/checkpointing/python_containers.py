@@ -54,8 +54,6 @@ class Container:
     """Gives all names and values; ``None``: names that are not in the content are none of the state."""
     is_left_out: Callable[[Any], bool] = lambda name: False
     """Whether a name is none of the state."""
-    is_plain: bool = False
-    """Whether tensors in it may be released: see :meth:`PythonState.release`."""
 
     def value(self, thing: Any, name: Any) -> Any:
         """The value of a name now, or ``MISSING``."""
@@ -165,8 +163,8 @@ def _of(open_: Callable[[Any], Any]) -> tuple[Any, Any, Any, Any]:
 
 
 # A setter of the object's own would do more.
-ATTRIBUTES = Container(*_of(_attributes), is_plain=True)
-MODULE = Container(*_of(_attributes), is_left_out=INTERNAL.__contains__, is_plain=True)
+ATTRIBUTES = Container(*_of(_attributes))
+MODULE = Container(*_of(_attributes), is_left_out=INTERNAL.__contains__)
 CLASS = Container(
     _of(_attributes)[0], setattr, delattr, _attributes, is_left_out=lambda name: str(name).startswith("__")
 )
@@ -178,7 +176,7 @@ CELL = Container(
     lambda cell, _: delattr(cell, "cell_contents"),
 )
 GLOBALS = Container(*_of(_items)[:3])
-DICTIONARY = Dictionary(*_of(_items), is_plain=True)
+DICTIONARY = Dictionary(*_of(_items))
 PARAMETERS = Parameters(*_of(_items))
 ITEMS = Items(*_of(_items))
 

@@ -50,11 +50,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import Module
 
-from spillway.checkpointing.python_containers import DICTIONARY, MODULE, PARAMETERS, global_generators
+from spillway.checkpointing.python_containers import ATTRIBUTES, DICTIONARY, MODULE, PARAMETERS, global_generators
 from spillway.checkpointing.python_walk import Contents, Entry, Walk, layout_of
 
 if TYPE_CHECKING:
     from typing import Self
+
+_WITH_HISTORIES = (ATTRIBUTES, MODULE, DICTIONARY)
 
 
 class _Copy(Walk):
@@ -261,11 +263,6 @@ class PythonState(_Copy):
 
     # What is compared, and put back.
 
-    def changed_names(self) -> str:
-        """Names of attributes, globals and generators that are not what they were, for messages."""
-        names = list(dict.fromkeys(self.changed()))
-        return ", ".join(names[:4]) + (" and more" if len(names) > 4 else "")
-
     @contextmanager
     def in_force(self) -> Iterator[None]:
         """A context that begins with the copied state, and ends with the state from before the context."""
@@ -286,31 +283,10 @@ class PythonState(_Copy):
         return {
             str(name): content[name]
             for kind, thing, content in self._contents()
-            if kind.is_plain
+            if kind in _WITH_HISTORIES
             for name in kind.changes(thing, content)
-            if _is_read_tensor(content.get(name)) and getattr(kind.value(thing, name), "requires_grad", False)
+            if isinstance(content.get(name), torch.Tensor) and getattr(kind.value(thing, name), "requires_grad", False)
         }
-
-    def release(self, is_read: Callable[[torch.Tensor], bool]) -> None:
-        """Hold no longer a tensor that was replaced in the first run, and whose bytes were never read.
-
-        It may be of an earlier step. A stand-in takes its place, since the function may have asked for its shape.
-        """
-        contents: Contents = []
-        if self._has_same_contents():
-            return
-        for kind, thing, content in self._contents():
-            for name in kind.changes(thing, content) if kind.is_plain else ():
-                value = content.get(name)
-                # A subclass may say more of itself than a stand-in does.
-                if type(value) is torch.Tensor and value.layout is torch.strided and not is_read(value):
-                    # Others may have that content, too.
-                    content = {**content, name: _stand_in(value)}  # noqa: PLW2901
-                    self._tensors = [pair for pair in self._tensors if pair[1] is not value]
-                    self._memory = [pair for pair in self._memory if pair[0] is not value]
-            contents.append((kind, thing, content))
-        self._modules, self._owners, self._dictionaries, self._empty, self._parts, self._flat = [], [], [], [], [], None
-        self._others = contents
 
     def _put_back(self) -> None:
         if not self._has_same_contents():
@@ -378,15 +354,3 @@ def _are_set_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors have the same memory, shape and strides."""
     same = a.untyped_storage() is b.untyped_storage() and a.storage_offset() == b.storage_offset()
     return same and a.shape == b.shape and a.stride() == b.stride()
-
-
-def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same shape, type and device, with the memory of one element."""
-    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
-        stand_in = torch.empty((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
-        stand_in.__dict__["_is_stand_in"] = True
-        return stand_in
-
-
-def _is_read_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and not hasattr(value, "_is_stand_in")

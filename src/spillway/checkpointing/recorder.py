@@ -351,8 +351,6 @@ class Unseen:
     def __init__(self) -> None:
         self.depth = 0
         """How many labels are open, from the first that hides what is below it."""
-        self.any = False
-        """Whether anything was hidden."""
 
     def __call__(self, operator: Any, args: tuple[Any, ...]) -> bool:
         """Whether the region does not see this operator."""
@@ -360,7 +358,6 @@ class Unseen:
             label = str(args[0])
             if self.depth or (label.startswith(_LABEL) and not label.startswith(_CASTS)):
                 self.depth += 1
-                self.any = True
             return True
         if operator is _EXIT:
             self.depth = max(0, self.depth - 1)
@@ -395,41 +392,9 @@ class Values:
         self._known[memory._cdata] = weakref.ref(memory), value
         return value
 
-    def name(self, tensor: torch.Tensor, value: int) -> None:
-        """The tensor's bytes are this value from now on."""
-        memory = self._memory(tensor)
-        self._known[memory._cdata] = weakref.ref(memory), value
-
-    def forget(self) -> None:
-        """No tensor is asked about any more."""
-        self._known.clear()
-
-    def shares(self, tensor: torch.Tensor, value: int) -> bool:
-        """Whether another storage that is known begins, or ends, in the tensor's."""
-        memory = self._memory(tensor)
-        if memory.device.type == "meta":
-            # There is no memory, and all addresses are 0.
-            return False
-        start, end = memory.data_ptr(), memory.data_ptr() + memory.nbytes()
-        for reference, other in self._known.values():
-            storage = reference() if other != value else None
-            if isinstance(storage, torch.UntypedStorage) and storage.device == memory.device and start < end:
-                first = _address(storage) if storage.nbytes() else None
-                if first is not None and first < end and start < first + storage.nbytes():
-                    return True
-        return False
-
     def _memory(self, tensor: torch.Tensor) -> Any:
         try:
             return tensor.untyped_storage()
         except (NotImplementedError, RuntimeError):
             self.opaque = f"a tensor of layout {tensor.layout} and class {type(tensor).__name__}"
             return tensor
-
-
-def _address(storage: torch.UntypedStorage) -> int | None:
-    try:
-        return storage.data_ptr()
-    except RuntimeError:
-        # Of a wrapper without memory torch refuses to tell it.
-        return None

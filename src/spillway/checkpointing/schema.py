@@ -24,8 +24,6 @@ class Facts(NamedTuple):
     """Arguments that it writes."""
     returned: tuple[Key | None, ...] | None
     """For each output, the argument that it is, or ``None`` for a new tensor. ``None`` as a whole: not known."""
-    gives_one: bool
-    """Whether it gives one tensor, which is no argument and no view of one."""
     is_view: bool
     """Whether an output shares memory with an argument that is not written."""
     reshapes: bool
@@ -34,8 +32,6 @@ class Facts(NamedTuple):
     """Whether it may draw from a generator."""
     is_settled: bool
     """Whether the host, or the shape of things, hangs on what it gave: it must give the same in a re-run."""
-    is_plain: bool
-    """Whether it is a view or gives one new tensor, and writes and draws nothing: as most do."""
 
 
 _SETTLED_TAGS = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
@@ -67,12 +63,10 @@ _UNKNOWN = Facts(
     casts=False,
     writes=(),
     returned=None,
-    gives_one=False,
     is_view=False,
     reshapes=False,
     is_random=False,
     is_settled=False,
-    is_plain=False,
 )
 
 
@@ -91,7 +85,7 @@ def facts_of_call(operator: Any, args: tuple[Any, ...]) -> Facts:
     if operator is not torch.ops.aten.index.Tensor:
         return facts
     masked = any(each is not None and each.dtype in _MASKS for each in args[1])
-    return facts._replace(is_settled=masked, is_plain=False)
+    return facts._replace(is_settled=masked)
 
 
 _known: dict[int, tuple[Any, Facts]] = {}
@@ -125,21 +119,18 @@ def _read(operator: Any) -> Facts:
             is_view = True
             returned.append(None)
     tags = set(operator.tags)
-    gives_one = returned == [None] and not is_view and str(schema.returns[0].type) == "Tensor"
     return Facts(
         ignored=operator in SAC_IGNORED_OPS or schema.name.startswith("prim::") or schema.name in _ASKED,
         is_label=schema.name.startswith("profiler::"),
         casts=operator is torch.ops.aten._to_copy.default,
         writes=tuple(writes),
         returned=tuple(returned) if all(str(value.type) in _KNOWN_TYPES for value in schema.returns) else None,
-        gives_one=gives_one,
         is_view=is_view,
         reshapes=torch.Tag.inplace_view in tags
         or "resize" in schema.name
         or any(isinstance(key, str) for key in writes),
         is_random=torch.Tag.nondeterministic_seeded in tags,
         is_settled=bool(tags & _SETTLED_TAGS) or schema.name in _SETTLED,
-        is_plain=not writes and (is_view or gives_one) and torch.Tag.nondeterministic_seeded not in tags,
     )
 
 

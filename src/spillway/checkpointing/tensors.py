@@ -71,16 +71,6 @@ def nbytes_of(tensor: torch.Tensor) -> int:
     return tensor.nbytes if is_strided(tensor) else 0
 
 
-def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the storages below them, each counted once."""
-    sizes = {}
-    for tensor in tensors_in(tensors):
-        if is_strided(tensor):
-            storage = tensor.untyped_storage()
-            sizes[storage._cdata] = storage.nbytes()
-    return sum(sizes.values())
-
-
 def tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
     """The plain tensors among arguments or outputs, in lists too, and the parts of wrappers."""
     found: list[torch.Tensor] = []
@@ -122,13 +112,6 @@ def _split(values: Iterable[Any], tensors: list[torch.Tensor], constants: list[A
             constants.append(value)
 
 
-def aliases_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """The same bytes without history, on the same counters of versions; seen by no mode."""
-    # Below autograd, where a mode is called, an alias does not share the counter unless told to.
-    with _no_dispatch(), _exclude(_VERSIONS, False):
-        return [_fake_alias_of(each) if isinstance(each, FakeTensor) else each.detach() for each in tensors]
-
-
 def _fake_alias_of(tensor: torch.Tensor) -> torch.Tensor:
     """Of a fake tensor, its own code has to run: without, an alias is none of its mode's."""
     with _exclude(torch._C.DispatchKey.Python, False), _disable_current_modes():
@@ -138,7 +121,9 @@ def _fake_alias_of(tensor: torch.Tensor) -> torch.Tensor:
 def tensor_without_memory(tensor: torch.Tensor) -> torch.Tensor:
     """An alias on the same counter of versions, which holds none of its memory, if it has strides."""
     if not (is_strided(tensor) and type(tensor) in PLAIN):
-        return aliases_of([tensor])[0]
+        # Below autograd, where a mode is called, an alias does not share the counter unless told to.
+        with _no_dispatch(), _exclude(_VERSIONS, False):
+            return _fake_alias_of(tensor) if isinstance(tensor, FakeTensor) else tensor.detach()
     with _no_dispatch(), _exclude(_VERSIONS, False):
         alias = tensor.detach()
         alias.data = _nothing_of(tensor.dtype, tensor.device)
