@@ -253,6 +253,26 @@ def test_a_region_that_was_tried_before_is_captured(
     assert all(map(torch.equal, captured, plain))
 
 
+def test_what_a_capture_preserves_need_not_leave_out_operators(
+    adversary: AdversaryBackend, session: spillway.Session
+) -> None:
+    """The last operator's output is kept: a replay ends before it, and leaves nothing out that could be compared."""
+    weight = torch.linspace(-1, 1, 1024).requires_grad_()
+    how = {"save": torch.ops.aten.exp.default, "preserve_rng_state": False, "session": session}
+
+    def kept_bytes() -> int:
+        x = torch.linspace(-1, 1, 1024).requires_grad_()
+        with offload(session, policy=spillway.policies.Keep()) as context:
+            y = spillway.recompute(lambda x: (x * weight).tanh().exp(), x, **how)
+        y.sum().backward()
+        return context.stats().kept_bytes
+
+    first, second = kept_bytes(), kept_bytes()
+    assert second == first + weight.nbytes
+    with adversary.capturing():
+        assert kept_bytes() == second
+
+
 def test_regions_outside_of_any_context_are_captured_apart_from_others(
     adversary: AdversaryBackend, session: spillway.Session
 ) -> None:

@@ -141,6 +141,84 @@ def test_a_block_that_saves_otherwise_is_seen_again_and_is_right_meanwhile(
             assert len(seen) - before == (sees if notices or step < 3 else 0), step
 
 
+class Reshaping(nn.Module):
+    """Runs the same operators on other dimensions from some call on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+        self.shape = (-1, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x).view(self.shape).tanh().exp().view_as(x)
+        return x + y
+
+
+def test_a_block_that_was_recorded_anew_offloads_as_before(session: spillway.Session) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), *(Reshaping() for _ in range(3)), nn.Linear(64, 8))
+    batch = torch.randn(256, 64)
+    plan = plan_of(model, batch, session)
+    with spillway.attach(model, plan=plan, min_bytes=KiB, session=session) as attached:
+        moved = []
+        for shape in ((-1, 64), (-1, 8, 8)):
+            for block in model[1:-1]:
+                block.shape = shape
+            for _ in range(4):
+                one_step(model, batch)
+            stats = attached.stats()
+            assert stats.recomputed_bytes == 0
+            moved.append(stats.offloaded_bytes + stats.reused_bytes)
+    assert moved[0] == moved[1] == plan.sent_bytes
+
+
+def test_experts_offload_whatever_sizes_their_batches_have(session: spillway.Session, seen: list[int]) -> None:
+    kind = next(kind for kind in KINDS if kind.name == "experts")
+    model, twin, batch = kind.model(), kind.model(), kind.batch()
+    plan = plan_of(kind.model(), batch, session)
+    with spillway.attach(model, plan=plan, min_bytes=KiB, session=session) as attached:
+        for step in range(6):
+            batch = torch.randn_like(batch)
+            assert all(map(torch.equal, one_step(model, batch), one_step(twin, batch)))
+            stats = attached.stats()
+            if step == 0:
+                seen.clear()
+            else:
+                assert stats.recomputed_bytes == 0
+                # The experts' own shares of a batch differ a little.
+                assert stats.offloaded_bytes + stats.reused_bytes > 0.95 * plan.sent_bytes
+        assert not seen
+        assert stats.notes == ()
+
+
+class Growing(nn.Module):
+    """Saves one tensor more in each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        y: Tensor = self.linear(x)
+        for _ in range(self.calls):
+            y = y.tanh()
+        return x + y
+
+
+def test_a_block_that_saves_otherwise_in_each_call_says_so(session: spillway.Session) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), Growing(), Growing(), nn.Linear(64, 8))
+    batch = torch.randn(256, 64)
+    plan = plan_of(model, batch, session)
+    with spillway.attach(model, plan=plan, min_bytes=KiB, session=session) as attached:
+        for _ in range(8):
+            one_step(model, batch)
+        (note,) = (note for note in attached.stats().notes if "saves other tensors" in note)
+    assert note.startswith("Growing saves other tensors in each call.")
+
+
 class Flat(nn.Module):
     """Works on rows, whatever dimensions they have."""
 

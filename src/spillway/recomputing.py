@@ -296,6 +296,11 @@ def _call_region(
     if kept is not None:
         passage.ledger.note(f"{label} {kept}. What autograd saves in it is kept, not recomputed.")
         return first()
+    if learned.varies:
+        passage.ledger.note(
+            f"{label} saves other tensors in each call. Nothing that it saves is kept or offloaded: it is recomputed "
+            f"whole."
+        )
     is_captured = any(map(passage.is_captured, {tensor.device for tensor in tensors}))
     if is_captured:
         learned.check_capture(draws=how.preserve_rng_state)

@@ -247,7 +247,8 @@ class CheckpointedCall(ReplayableCall):
         if self._is_captured:
             # Nothing can be compared there.
             self._records = False
-            self._decisions = decisions if decisions is not None and decisions.is_validated else None
+            if decisions is not None and (decisions.is_validated or not decisions.leaves_out):
+                self._decisions = decisions
             return
         self._decisions = decisions
         is_new = decisions is not None and decisions.leaves_out and not decisions.is_validated

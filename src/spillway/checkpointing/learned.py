@@ -43,8 +43,8 @@ class Learned:
 
     __slots__ = (
         *("_calls", "_decisions", "_failures", "_offset", "_order", "_programs", "_recomputed", "draws", "escaping"),
-        *("has_other_kernels", "is_validated", "learned_from", "state", "takes_gradients", "unread", "written"),
-        "written_inputs",
+        *("has_other_kernels", "is_validated", "learned_from", "state", "takes_gradients", "unread", "varies"),
+        *("written", "written_inputs"),
     )
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class Learned:
         self._offset = next(_numbers)
         self._programs: dict[Hashable, Program] = {}
         """Programs of calls with tensors of such shapes."""
-        self._order: tuple[Hashable, Planned, Order] | None = None
+        self._order: tuple[Program, Planned, Order] | None = None
         """The latest."""
         self._failures: dict[Hashable, int] = {}
         self._recomputed: tuple[Sequence[Meta], Set[int], int] | None = None
@@ -71,6 +71,8 @@ class Learned:
         """Whether it gives other bits where nothing needs a gradient: see NOTE [ Kernels without grad ]."""
         self.takes_gradients = False
         """Whether the function takes a gradient of what it computes: then it is called plainly."""
+        self.varies = False
+        """Whether calls saved other tensors each time, so that such calls have no program."""
         self.unread: frozenset[str] = frozenset()
         """Names of attributes in which a reentrant function leaves a history, and which it does not read."""
         self.written_inputs: frozenset[int] = frozenset()
@@ -132,8 +134,8 @@ class Learned:
         program = self._programs.get(shapes)
         if program is None or program.opaque is not None:
             return None
-        if self._order is None or self._order[:2] != (shapes, planned):
-            self._order = shapes, planned, Order(program, planned)
+        if self._order is None or self._order[:2] != (program, planned):
+            self._order = program, planned, Order(program, planned)
         return self._order[2]
 
     def record(self, shapes: Hashable, selection: Selection, program: Program) -> None:
@@ -156,6 +158,7 @@ class Learned:
                 self._decisions = {key: each for key, each in self._decisions.items() if key[0] != shapes}
                 if is_final or failures >= _MOST_FAILURES:
                     self._programs[shapes] = Program(opaque="calls differ from each other")
+                    self.varies = not is_final
                 else:
                     del self._programs[shapes]
 

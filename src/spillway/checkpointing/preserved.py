@@ -203,7 +203,8 @@ class _Saved(NamedTuple):
     is_made: bool
     """Whether the function makes it."""
     dtype: torch.dtype | None
-    size: torch.Size | None
+    size: Any
+    """``None``, as the type: nothing is known of it."""
 
 
 class Order:
@@ -274,8 +275,12 @@ class PreservingCall:
                 number, decision, is_made, dtype, size = follow()
             except StopIteration:
                 return self._pack_another(tensor)
+            known = kept_bytes
             if dtype is not None and (tensor.dtype is not dtype or tensor.shape != size):
-                return self._pack_another(tensor)
+                if tensor.dtype is not dtype or tensor.dim() != len(size):
+                    return self._pack_another(tensor)
+                # Experts of a mixture have other sizes in each call: only their bytes are counted anew.
+                known = {}
             if leaving.nbytes and leaving.is_batch:
                 passage.advance()
             if _modes() > 0:
@@ -284,7 +289,7 @@ class PreservingCall:
             if decision is None:
                 return KeptHandle(tensor)
             if decision is _KEEP and is_made and type(tensor) is torch.Tensor:
-                return keep(tensor, number, kept_bytes)
+                return keep(tensor, number, known)
             passage.advance()
             return passage.save(tensor, decision)
 
