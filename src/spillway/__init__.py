@@ -127,7 +127,7 @@ _ROOMS = {
     "capture.groups": ["Groups"],
     "events": ["Event", "EventKind", "EventList"],
     "grouping": ["group"],
-    "groups": ["Groups"],
+    "capture.groups": ["Groups"],
     "losses": ["cross_entropy"],
     "offloading": ["keep", "keep_tensor", "offload", "offload_tensor"],
     "operators": ["OperatorCall", "saved_by", "within"],
