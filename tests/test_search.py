@@ -12,14 +12,19 @@ import torch
 import spillway
 from allocations import count_exactly
 from budgets import KINDS, NAMED, STAGES, Kind, attached_to, budget_of, one_step, search
-from spillway import Session
+from spillway import BudgetError, Session
 from spillway.attaching import controller as controllers
+from spillway.attaching.budget import BudgetTarget, Planner
 from spillway.attaching.controller import PlanController
 from spillway.attaching.measure import PROFILING, TRANSITIONS, Event, Stage
+from spillway.attaching.ranks import RankGroup
+from spillway.planning.plan import ANY_RATES, checkpointed_program
 from spillway.planning.profile import HostTimes
+from spillway.planning.timeline import simulate_program
 from spillway.profiling import compile as compiling
 from spillway.profiling import meter
 from spillway.profiling.watch import Place, Watch, Watched
+from steps import failing
 
 MiB = 1 << 20
 MOST_STEPS = 6
@@ -100,6 +105,23 @@ def test_the_cpu_time_of_a_block_is_that_of_its_fastest_call(
 
 
 # Torch's own checkpointing
+
+
+def test_torchs_checkpointing_may_take_the_whole_budget(session: Session) -> None:
+    profile = spillway.Profile.load(Path(__file__).parent / "planning" / "llama_8b_block.json")
+    peak = simulate_program(checkpointed_program(profile), ANY_RATES).peak_bytes
+    planner = Planner.of(torch.device("cpu"), session, "h200", allow={"keep", "recompute"})
+    plan, checkpointing = planner.plan(profile, BudgetTarget(peak), RankGroup())
+    assert plan is checkpointing
+    assert plan.predicted_peak == peak
+    assert all(block.recomputes for block in plan.blocks)
+    failing(BudgetError, lambda: planner.plan(profile, BudgetTarget(peak - 1), RankGroup()))
+    # Plans that offload leave some of the budget, and are faster here.
+    planner = Planner.of(torch.device("cpu"), session, "h200", allow={"keep", "recompute", "host"})
+    plan, checkpointing = planner.plan(profile, BudgetTarget(peak), RankGroup())
+    assert checkpointing is not None and checkpointing.predicted_peak == peak
+    assert plan.predicted_peak <= BudgetTarget(peak).nbytes < peak
+    assert plan.predicted_seconds < 0.99 * checkpointing.predicted_seconds
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,11 @@ The first three stages profile the model (NOTE [ Profiling steps ] in ``measure.
     The plan is applied. New replays are compared, and the order of backward is learned.
 ``VALIDATING``
     The peak of the step is measured. If it is above the budget, there is a plan for less, and the next step validates
-    that. If the step takes longer than 1.05 times the prediction, the next step validates the plan of torch's own
-    checkpointing, and the faster plan of the two becomes active. Checkpointing offloads nothing, and its replays have
-    run before: it needs no warming up. A step that was learned from is not judged.
+    that. If torch's own checkpointing is within the budget and may be faster, the next step validates the plan of that,
+    and the faster plan of the two becomes active. It may be faster if the step took longer than 1.05 times its
+    prediction, or longer than 0.97 times the prediction of checkpointing. Checkpointing offloads nothing, and its
+    replays have run before: it needs no warming up. Its peak does not vary with copies: it may take the whole budget,
+    where other plans leave some. A step that was learned from is not judged.
 ``ACTIVE``
     Only the device's peak and the inputs' sizes are measured. After a peak above the budget there is a plan for less.
     If there is none, the step is noted; a second one soon after it is an error. One of several ranks only notes it. A
@@ -71,7 +73,9 @@ _MOST_IDLE = 16
 _GRAINS = 256
 """A step's first bytes are rounded up to such a part of the budget."""
 _SLOW = 1.05
-"""A plan that takes so much longer than predicted is compared with torch's own checkpointing."""
+_FAST = 0.97
+"""A plan is compared with torch's own checkpointing if a step takes longer than 1.05 times what was predicted of it, or
+than 0.97 times what is predicted of checkpointing."""
 _MOST_LEAD = 0.5
 """Seconds of the CPU's lead that a step is validated with, at most."""
 _EVALUATED = "an evaluation between two steps had a peak over the budget, which is of training alone"
@@ -146,6 +150,8 @@ class PlanController:
         self._unjudged = 0
         self._rival: _Rival | None = None
         self._has_tried_checkpointing = False
+        self._checkpointing: Plan | None = None
+        """The plan of torch's own checkpointing, if it is within the budget."""
         self._peak: int | None = None
         """The step's peak, if something came after it that is no part of it."""
         self._steps = 0
@@ -359,7 +365,8 @@ class PlanController:
             BudgetError: if there is none.
         """
         assert self.profile is not None
-        self._use(self.planner.plan(self.profile, self._known_target.nbytes, self._known_ranks), event)
+        plan, self._checkpointing = self.planner.plan(self.profile, self._known_target, self._known_ranks)
+        self._use(plan, event)
 
     def _use(self, plan: Plan, event: Event) -> None:
         self.plan = plan
@@ -403,24 +410,21 @@ class PlanController:
 
     def _is_slow(self, seconds: float) -> bool:
         """Whether a step took so long that torch's own checkpointing may be faster, and is to be tried."""
-        profile, plan = self.profile, self.plan
-        if self._has_tried_checkpointing or self.collector.optimizer is not None or profile is None or plan is None:
+        profile, plan, other = self.profile, self.plan, self._checkpointing
+        if self._has_tried_checkpointing or profile is None or plan is None or other is None:
             return False
         if profile.kinds[0].host is None:
             return False
-        return any(self._known_ranks.share("slow", lambda: seconds > _SLOW * plan.predicted_seconds))
+        fast = min(_SLOW * plan.predicted_seconds, _FAST * other.predicted_seconds)
+        return any(self._known_ranks.share("slow", lambda: seconds > fast))
 
     def _tries_checkpointing(self, watched: Watched) -> bool:
         """Apply the plan of torch's own checkpointing, if there is one within the budget and it is another plan."""
-        assert self.profile is not None
+        found = self._checkpointing
         assert self.plan is not None
         assert self.measured is not None
         self._has_tried_checkpointing = True
-        try:
-            found = self.planner.checkpointing_plan(self.profile, self._known_target.nbytes, self._known_ranks)
-        except BudgetError:
-            return False
-        if decisions_of(found) == decisions_of(self.plan):
+        if found is None or decisions_of(found) == decisions_of(self.plan):
             return False
         self._rival = _Rival(self.plan, self.measured, kinds_of(watched), self._blocks_seconds(watched))
         self._use(found, Event.CORRECTED)
