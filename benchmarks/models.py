@@ -352,6 +352,11 @@ def measure(name: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             if training.attached is not None and way != "recompute":
                 row["search_steps"], row["search_seconds"] = training.search()
                 row["search_peak"] = torch.cuda.max_memory_allocated() if training.cuda else 0
+                plan = training.attached.plan
+                row["predicted"] = {"seconds": plan.predicted_seconds, "peak": plan.predicted_peak}
+                row["recomputed_blocks"] = sum(block.recomputes for block in plan.blocks)
+                row["offloaded_bytes"] = plan.host_bytes
+                row["notes"] = list(training.attached.notes)
             training.times(2)
             times = training.times(options.steps)
             row.update(seconds=statistics.median(times), fastest=min(times), slowest=max(times))

@@ -111,17 +111,15 @@ def test_torchs_checkpointing_may_take_the_whole_budget(session: Session) -> Non
     profile = spillway.Profile.load(Path(__file__).parent / "planning" / "llama_8b_block.json")
     peak = simulate_program(checkpointed_program(profile), ANY_RATES).peak_bytes
     planner = Planner.of(torch.device("cpu"), session, "h200", allow={"keep", "recompute"})
-    plan, checkpointing = planner.plan(profile, BudgetTarget(peak), RankGroup())
-    assert plan is checkpointing
+    plan = planner.checkpointing_plan(profile, peak, RankGroup())
+    assert plan is not None
     assert plan.predicted_peak == peak
     assert all(block.recomputes for block in plan.blocks)
-    failing(BudgetError, lambda: planner.plan(profile, BudgetTarget(peak - 1), RankGroup()))
-    # Plans that offload leave some of the budget, and are faster here.
-    planner = Planner.of(torch.device("cpu"), session, "h200", allow={"keep", "recompute", "host"})
-    plan, checkpointing = planner.plan(profile, BudgetTarget(peak), RankGroup())
-    assert checkpointing is not None and checkpointing.predicted_peak == peak
-    assert plan.predicted_peak <= BudgetTarget(peak).nbytes < peak
-    assert plan.predicted_seconds < 0.99 * checkpointing.predicted_seconds
+    assert planner.checkpointing_plan(profile, peak - 1, RankGroup()) is None
+    # Plans that offload leave some of the budget.
+    failing(BudgetError, lambda: planner.plan(profile, BudgetTarget(peak).nbytes, RankGroup()))
+    only_keeps = Planner.of(torch.device("cpu"), session, "h200", allow={"keep", "host"})
+    assert only_keeps.checkpointing_plan(profile, peak, RankGroup()) is None
 
 
 @pytest.mark.parametrize(
@@ -164,3 +162,32 @@ def test_a_plan_that_is_slower_than_predicted_is_compared_with_torchs_checkpoint
         for _ in range(3):
             assert all(map(torch.equal, one_step(model, batch), expected))
         assert attached.stage == "active"
+
+
+def test_after_two_plans_above_the_budget_torchs_checkpointing_is_next(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    validate = PlanController._validate
+
+    def recomputes_all(self: PlanController) -> bool:
+        assert self.plan is not None
+        return all(block.recomputes for block in self.plan.blocks)
+
+    def above(self: PlanController, peak: int, watched: Watched | None = None) -> None:
+        assert self.budget is not None
+        validate(self, peak if recomputes_all(self) else self.budget + 1, watched)
+
+    monkeypatch.setattr(PlanController, "_validate", above)
+    kind = NAMED["mlp"]
+    model, batch = kind.model(), kind.batch()
+    expected = one_step(kind.model(), batch)
+    budget = budget_of(spillway.profile(model, batch, session=session), 0.7) + 4 * MiB
+    with attached_to(model, budget, session) as attached:
+        plans = []
+        while attached.stage != "active":
+            assert all(map(torch.equal, one_step(model, batch), expected))
+            if attached.plan is not None and attached.plan not in plans:
+                plans.append(attached.plan)
+        assert len(plans) == 3
+        assert attached.plan is not None and all(block.recomputes for block in attached.plan.blocks)
+        assert ["torch's own checkpointing next" in note for note in attached.notes] == [False, True]

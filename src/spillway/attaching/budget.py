@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from spillway.planning.profile import Profile
     from spillway.planning.tasks import Turn
 
-_CLOSE = 1.01
-"""Of two plans whose predicted times are so close, the one that offloads nothing is taken."""
 _MOST_CORRECTIONS = 8
 _SLACK = 1 << 20
 
@@ -48,13 +46,13 @@ class BudgetTarget:
         self._corrections = 0
 
     @property
-    def whole(self) -> int:
-        """The bytes for plans that offload nothing: their peaks do not vary with the copies under way."""
-        return self.budget - aim_at(self.budget) + self.nbytes
+    def corrections(self) -> int:
+        """How many plans in a row were above the budget."""
+        return self._corrections
 
     def margin(self, predicted: int) -> int:
         """Bytes by which a step may exceed its predicted peak within the budget."""
-        return self.whole - predicted
+        return self.budget - aim_at(self.budget) + self.nbytes - predicted
 
     def reset(self) -> None:
         """Forget the steps above the budget."""
@@ -157,10 +155,8 @@ class Planner:
         window = used.runtime(device).mover.window
         return cls(used, device, known, window, host, disk, allowed(device, allow))
 
-    def plan(self, profile: Profile, target: BudgetTarget, ranks: RankGroup) -> tuple[Plan, Plan | None]:
-        """The plan of a model that ranks train together, and the plan of torch's own checkpointing within the budget.
-
-        They are the same plan if checkpointing is predicted to take no longer, within 1 %.
+    def plan(self, profile: Profile, budget: int, ranks: RankGroup) -> Plan:
+        """The plan of a model that ranks train together.
 
         Raises:
             BudgetError: if no plan is within the budget.
@@ -168,23 +164,18 @@ class Planner:
         room = min(ranks.share("room", self._room))
         hardware = ranks.share("hardware", lambda: self.hardware)[0]
         assert hardware is not None
-        return ranks.share("plan", lambda: self._plans(profile, hardware, target, room))[0]
+        return ranks.share("plan", lambda: make_plan(profile, hardware, budget=budget, **self._limits(room)))[0]
 
-    def _plans(self, profile: Profile, hardware: Hardware, target: BudgetTarget, room: int) -> tuple[Plan, Plan | None]:
-        checkpointing: Plan | None = None
-        if profile.optimizer is None and {"keep", "recompute"}.issubset(self.allow):
-            with contextlib.suppress(BudgetError):
-                options: dict[str, Any] = {"budget": target.whole, "window": self.window, "active": local_ranks()}
-                checkpointing = make_checkpointing_plan(profile, hardware, **options)
-        try:
-            plan = make_plan(profile, hardware, budget=target.nbytes, **self._limits(room))
-        except BudgetError:
-            if checkpointing is None:
-                raise
-            plan = checkpointing
-        if checkpointing is not None and checkpointing.predicted_seconds <= _CLOSE * plan.predicted_seconds:
-            plan = checkpointing
-        return plan, checkpointing
+    def checkpointing_plan(self, profile: Profile, budget: int, ranks: RankGroup) -> Plan | None:
+        """The plan of torch's own checkpointing; ``None`` if it is not allowed, or not within the budget."""
+        if profile.optimizer is not None or not {"keep", "recompute"}.issubset(self.allow):
+            return None
+        hardware = ranks.share("hardware", lambda: self.hardware)[0]
+        assert hardware is not None
+        options: dict[str, Any] = {"budget": budget, "window": self.window, "active": local_ranks()}
+        with contextlib.suppress(BudgetError):
+            return ranks.share("plan", lambda: make_checkpointing_plan(profile, hardware, **options))[0]
+        return None
 
     def curve(self, profile: Profile) -> Curve:
         """Plans for several budgets."""

@@ -16,7 +16,8 @@ The first three stages profile the model (NOTE [ Profiling steps ] in ``measure.
     and the faster plan of the two becomes active. It may be faster if the step took longer than 1.05 times its
     prediction, or longer than 0.97 times the prediction of checkpointing. Checkpointing offloads nothing, and its
     replays have run before: it needs no warming up. Its peak does not vary with copies: it may take the whole budget,
-    where other plans leave some. A step that was learned from is not judged.
+    where other plans leave some. It is also the plan after two others that were above the budget. A step that was
+    learned from is not judged.
 ``ACTIVE``
     Only the device's peak and the inputs' sizes are measured. After a peak above the budget there is a plan for less.
     If there is none, the step is noted; a second one soon after it is an error. One of several ranks only notes it. A
@@ -74,8 +75,12 @@ _GRAINS = 256
 """A step's first bytes are rounded up to such a part of the budget."""
 _SLOW = 1.05
 _FAST = 0.97
-"""A plan is compared with torch's own checkpointing if a step takes longer than 1.05 times what was predicted of it, or
-than 0.97 times what is predicted of checkpointing."""
+"""A plan is compared with torch's own checkpointing if a step takes longer than 1.05 times its prediction, or than 0.97
+times the prediction of checkpointing."""
+_CLOSE = 1.01
+"""Of two plans whose predicted times are so close, the one that offloads nothing is taken."""
+_NEARLY = 1.002
+"""A step of torch's own checkpointing is measured if its predicted peak is at most so many times the budget."""
 _MOST_LEAD = 0.5
 """Seconds of the CPU's lead that a step is validated with, at most."""
 _EVALUATED = "an evaluation between two steps had a peak over the budget, which is of training alone"
@@ -150,8 +155,10 @@ class PlanController:
         self._unjudged = 0
         self._rival: _Rival | None = None
         self._has_tried_checkpointing = False
-        self._checkpointing: Plan | None = None
-        """The plan of torch's own checkpointing, if it is within the budget."""
+        self._is_checkpointing_over = False
+        """Whether a step of torch's own checkpointing was above the budget."""
+        self._profiled: Profile | None = None
+        """The profile before it was made to begin with more bytes."""
         self._peak: int | None = None
         """The step's peak, if something came after it that is no part of it."""
         self._steps = 0
@@ -326,7 +333,7 @@ class PlanController:
     def _plan_first(self) -> None:
         """The first plan of a profile: for the largest inputs that came while it was made, if there is one for them."""
         collector = self.collector
-        self.profile = collector.profile
+        self.profile = self._profiled = collector.profile
         assert self.profile is not None
         if self._share is not None:
             self._target = BudgetTarget(parse_budget(self._share, self.profile))
@@ -334,7 +341,8 @@ class PlanController:
             try:
                 self._plan_enlarged(restarts=False)
             except BudgetError:
-                self.profile, self._inputs = collector.profile, collector.measured_inputs
+                self.profile = self._profiled = collector.profile
+                self._inputs = collector.measured_inputs
             else:
                 return
         try:
@@ -349,7 +357,8 @@ class PlanController:
     def _plan_enlarged(self, *, restarts: bool = True) -> None:
         """A plan for larger inputs than those that were profiled."""
         self._has_outgrown = False
-        self.profile = self.collector.enlarged(self._inputs)
+        self.profile = self._profiled = self.collector.enlarged(self._inputs)
+        self._is_checkpointing_over = False
         try:
             self._replan()
         except BudgetError:
@@ -359,13 +368,22 @@ class PlanController:
             self._start_again()
 
     def _replan(self, event: Event = Event.PLANNED) -> None:
-        """Apply a plan for the profile and the target.
+        """Apply a plan for the profile and the target: that of torch's own checkpointing where no other is faster.
 
         Raises:
             BudgetError: if there is none.
         """
         assert self.profile is not None
-        plan, self._checkpointing = self.planner.plan(self.profile, self._known_target, self._known_ranks)
+        plan, target = None, self._known_target
+        simple = None if self._is_checkpointing_over else self._checkpointing(self.profile, target.budget)
+        try:
+            plan = self.planner.plan(self.profile, target.nbytes, self._known_ranks)
+        except BudgetError:
+            if simple is None:
+                raise
+        if plan is None or (simple is not None and simple.predicted_seconds <= _CLOSE * plan.predicted_seconds):
+            plan = simple
+        assert plan is not None
         self._use(plan, event)
 
     def _use(self, plan: Plan, event: Event) -> None:
@@ -391,15 +409,29 @@ class PlanController:
             if is_over:
                 self.note_once(_LEARNED)
         elif rival is not None and (is_over or (not learned and self._blocks_seconds(watched) > rival.seconds)):
-            self._rival, self.measured = None, rival.measured
+            self._rival, self.measured, self._is_checkpointing_over = None, rival.measured, is_over
             why = "took more than the budget" if is_over else "was no faster"
             self.notes.append(f"torch's own checkpointing {why}: the plan before is active")
             self._use(rival.plan, Event.VALIDATED)
         elif is_over:
-            self._back_off(peak)
+            self._correct(peak)
         elif not is_slow or watched is None or not self._tries_checkpointing(watched):
             self._rival = None
             self._enter(Event.VALIDATED)
+
+    def _correct(self, peak: int) -> None:
+        """Apply another plan, since a step was above the budget: after two such plans, torch's own checkpointing."""
+        assert self.plan is not None
+        simple = self._candidate()
+        is_simple = simple is not None and decisions_of(simple) == decisions_of(self.plan)
+        self._is_checkpointing_over = self._is_checkpointing_over or is_simple
+        if simple is None or is_simple or not self._known_target.corrections:
+            self._back_off(peak)
+        else:
+            self.notes.append(
+                f"a step of {format_bytes(peak)} where less was predicted: torch's own checkpointing next"
+            )
+            self._use(simple, Event.CORRECTED if self._known_ranks.alone else Event.PLANNED)
 
     def _back_off(self, peak: int) -> None:
         """Apply a plan for so much less as a step was above the budget."""
@@ -410,21 +442,33 @@ class PlanController:
 
     def _is_slow(self, seconds: float) -> bool:
         """Whether a step took so long that torch's own checkpointing may be faster, and is to be tried."""
-        profile, plan, other = self.profile, self.plan, self._checkpointing
-        if self._has_tried_checkpointing or profile is None or plan is None or other is None:
+        profile, plan = self.profile, self.plan
+        if self._has_tried_checkpointing or profile is None or plan is None or profile.kinds[0].host is None:
             return False
-        if profile.kinds[0].host is None:
+        simple = self._candidate()
+        if simple is None or decisions_of(simple) == decisions_of(plan):
             return False
-        fast = min(_SLOW * plan.predicted_seconds, _FAST * other.predicted_seconds)
+        fast = min(_SLOW * plan.predicted_seconds, _FAST * simple.predicted_seconds)
         return any(self._known_ranks.share("slow", lambda: seconds > fast))
 
+    def _candidate(self) -> Plan | None:
+        """The plan of torch's own checkpointing, if its peak may be within the budget: its step is to be measured."""
+        if self._profiled is None or self._is_checkpointing_over:
+            return None
+        return self._checkpointing(self._profiled, int(_NEARLY * self._known_target.budget))
+
+    def _checkpointing(self, profile: Profile, budget: int) -> Plan | None:
+        if self.collector.optimizer is not None:
+            return None
+        return self.planner.checkpointing_plan(profile, budget, self._known_ranks)
+
     def _tries_checkpointing(self, watched: Watched) -> bool:
-        """Apply the plan of torch's own checkpointing, if there is one within the budget and it is another plan."""
-        found = self._checkpointing
+        """Apply the plan of torch's own checkpointing, if there may be one within the budget."""
+        found = self._candidate()
         assert self.plan is not None
         assert self.measured is not None
         self._has_tried_checkpointing = True
-        if found is None or decisions_of(found) == decisions_of(self.plan):
+        if found is None:
             return False
         self._rival = _Rival(self.plan, self.measured, kinds_of(watched), self._blocks_seconds(watched))
         self._use(found, Event.CORRECTED)
@@ -514,7 +558,7 @@ class PlanController:
     def _start_again(self) -> None:
         """Profile again."""
         self._stage = Stage.PROFILING_OPERATORS
-        self._has_outgrown = False
+        self._has_outgrown = self._is_checkpointing_over = False
         self._refused = None
         self._forget_rival()
         if self._target is not None:
