@@ -12,7 +12,10 @@ from hypothesis import strategies as st
 
 from spillway.errors import TierFullError
 from spillway.runtime.arena import PAGE, Arena, Block, pages
+from spillway.runtime.bytes import Bytes
 from spillway.runtime.cpu import anonymous_pages
+from spillway.runtime.tiers import HostTier
+from spillway.testing import AdversaryBackend
 
 
 class Never:
@@ -93,6 +96,33 @@ def test_events_travel_with_the_bytes() -> None:
     # The joined range is cut across the old border: both parts must be waited for.
     assert arena.allocate(8 * PAGE).after == (first, second)
     assert arena.allocate(8 * PAGE).after == (first, second)
+
+
+@pytest.mark.parametrize("read", [0, 1], ids=["the first is read", "the second is read"])
+@pytest.mark.parametrize("last", [0, 1], ids=["the first is free last", "the second is free last"])
+def test_a_block_of_two_ranges_waits_for_what_uses_either(read: int, last: int) -> None:
+    adversary = AdversaryBackend()
+    out, back = adversary.lane("out"), adversary.lane("back")
+    arena = Arena(adversary.host_slab, capacity=2 * PAGE, slab_bytes=2 * PAGE)
+    tier = HostTier(adversary, arena, out=out, back=back)
+    sources = [Bytes.of(torch.full((PAGE,), number, dtype=torch.uint8)) for number in (1, 2)]
+    slots = [tier.reserve(source) for source in sources]
+    compute = adversary.compute()
+    adversary.wait(out, adversary.record(compute))
+    adversary.wait(compute, tier.store(slots, sources)[0])
+    destination = tier.destination(slots[read], PAGE, None)
+    adversary.wait(back, adversary.record(compute))
+    (loaded,) = tier.load([slots[read]], [Bytes.of(destination)])
+    tier.release(slots[1 - last])
+    tier.release(slots[last])
+    both = Bytes.of(torch.full((2 * PAGE,), 3, dtype=torch.uint8))
+    slot = tier.reserve(both)
+    compute = adversary.compute()
+    adversary.wait(out, adversary.record(compute))
+    adversary.wait(compute, tier.store([slot], [both])[0])
+    adversary.wait(compute, loaded)
+    assert torch.equal(destination, sources[read].tensor())
+    adversary.check()
 
 
 def test_trim_gives_back_only_what_nobody_uses() -> None:
