@@ -188,11 +188,6 @@ class Session:
         return sum(runtime.arena.reserved_bytes for runtime in self._runtimes.values())
 
     @property
-    def is_growing(self) -> bool:
-        """Whether CPU memory is being reserved in the background, which takes CPU time."""
-        return any(runtime.arena.is_growing for runtime in self._runtimes.values())
-
-    @property
     def disk_bytes(self) -> int:
         """Disk space reserved, in use or free."""
         return 0 if self._file is None else self._file.reserved_bytes

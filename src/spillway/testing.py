@@ -1,20 +1,20 @@
-"""An adversary for tests: a backend that is as late as it may be, and keeps accounts of who waited for whom.
+"""A backend for tests that finds missing waits and missing references.
 
-On a CPU most missing waits do no harm, and on a GPU they do harm now and then. Under :class:`AdversaryBackend` they do
-harm every time:
+On a CPU most missing waits do no harm, and on a GPU they do harm now and then. Under :class:`AdversaryBackend` they
+fail every time:
 
-* **Late.** A copy, or a task, is done when somebody waits for an event after it, and not before. What was not waited
-  for has not happened: a destination still holds poison.
-* **Weak.** A queued copy holds neither its source nor its destination. If one of them has died when the copy is
-  done, that is a race.
-* **Ordered.** Each lane keeps a vector clock (Fidge 1988; Mattern 1989): what of every other lane it has waited for.
-  Every access to bytes that a copy reads or writes is compared with the accesses before it; two of which at least one
-  writes, and which no chain of recorded and awaited events orders, are a race, also where the bytes happen to be right.
+* **Late.** A copy or a task is done when a caller waits for an event after it, and not before. Until then its
+  destination holds poison.
+* **Weak.** A queued copy holds neither its source nor its destination. If one of them has died when the copy is done,
+  that is a race.
+* **Ordered.** Each lane keeps a vector clock (Fidge 1988; Mattern 1989): how far into every other lane it has waited.
+  Every access to bytes that a copy reads or writes is compared with the accesses before it. Two accesses are a race if
+  one of them writes and no chain of recorded and awaited events orders them, also if the bytes happen to be right.
 
-The compute lane is taken to be an accelerator's: it runs behind the host, so that work queued earlier by the host has
-not been done because of that, and the host knows of an event only what it has waited for. Work on the compute lane is
-not seen; each time the runtime asks for it, the adversary supposes that anything may have been computed since. Host
-code of different threads hands memory over under locks, and counts as one line.
+The compute lane behaves like an accelerator's: it runs behind the CPU. So work that the CPU queued earlier may not be
+done, and the CPU knows of an event only after waiting for it. The backend does not see work on the compute lane. Each
+time the runtime asks for that lane, the backend supposes that compute has written anything since. CPU threads hand
+memory over under locks, and count as one line.
 
 Example:
     >>> import torch, spillway
@@ -52,7 +52,7 @@ _Clock = dict[int, int]
 
 
 class _Line:
-    """A lane, or the host: something that does one thing after the other."""
+    """A lane or the CPU: it does its work in order."""
 
     _numbers = itertools.count()
 
@@ -73,14 +73,14 @@ class _Line:
             self.clock[number] = max(self.clock.get(number, -1), moment)
 
     def snapshot(self) -> _Clock:
-        """What whoever waits for this moment has waited for; what the line does from now on is later."""
+        """The clock of this moment. All later work of the line has a later time."""
         clock = {**self.clock, self.number: self.time}
         self.time += 1
         return clock
 
 
 class _Point:
-    """An event: a moment of a line, which is reached when all before it has been done."""
+    """An event: a moment of a line, reached when all work before it is done."""
 
     def __init__(self, adversary: AdversaryBackend, line: _Line, clock: _Clock, *, reached: bool) -> None:
         self._adversary = adversary
@@ -117,13 +117,13 @@ class _Job:
             self.inner.synchronize()
 
     def finish(self) -> None:
-        # An error of it is for whoever waits for it.
+        # Its error is raised to the callers that wait for it.
         with contextlib.suppress(RuntimeError, OSError):
             self.run()
         finish(self.inner)
 
     def run(self) -> None:
-        """Do the task, if nobody has yet."""
+        """Do the task, if it was not done yet."""
         task, self._task = self._task, None
         if task is not None:
             try:
@@ -147,7 +147,7 @@ class _JobLane:
                 while self._jobs[0] is not job:
                     self._jobs[0].finish()
             finally:
-                # Also where an earlier one raised what no task should: it would be waited for for ever.
+                # Also if an earlier one raised: this one would be waited for for ever.
                 self._jobs.remove(job)
             return task()
 
@@ -184,10 +184,10 @@ class _Access:
 
 
 class AdversaryBackend(Backend):
-    """A backend for CPU tensors that finds missing waits. See the module's own text.
+    """A backend for CPU tensors that finds missing waits. See :mod:`spillway.testing`.
 
     Args:
-        device: the device whose tensors it is given.
+        device: the device of the tensors.
         direct_disk: let the disk tier write from and read into the tensors' own memory.
     """
 
@@ -198,7 +198,7 @@ class AdversaryBackend(Backend):
         super().__init__(device if device is not None else torch.device("cpu"))
         self.direct_disk = direct_disk
         self.faults: list[RaceError] = []
-        """Races found so far, also those found in a finaliser, which cannot raise."""
+        """Races found so far. A finaliser, which cannot raise, adds to them as well."""
         self._lock = threading.RLock()
         self._streams: dict[str, _Line] = {}
         self._stream = threading.local()
@@ -214,17 +214,17 @@ class AdversaryBackend(Backend):
         return self
 
     def check(self) -> None:
-        """Raise the first race that was found.
+        """Raise the first race.
 
         Raises:
-            RaceError: two accesses to the same bytes that nothing orders.
+            RaceError: two accesses to the same bytes that no event orders.
         """
         if self.faults:
             raise self.faults[0]
 
     @contextmanager
     def stream(self, name: str) -> Iterator[None]:
-        """Inside, the calling thread's compute lane is another one, as under ``torch.cuda.stream``."""
+        """Inside, the calling thread has another compute lane, as under ``torch.cuda.stream``."""
         before = getattr(self._stream, "name", "compute")
         self._stream.name = name
         try:
@@ -236,7 +236,7 @@ class AdversaryBackend(Backend):
     def capturing(self) -> Iterator[None]:
         """Inside, the calling thread's compute lane is captured into a graph, by the rules of CUDA's graphs.
 
-        Nothing is replayed: what is found is what a capture does not allow.
+        No graph is replayed. Operations that a capture does not allow are found.
         """
         with self._lock:
             compute = self._compute()
@@ -313,11 +313,11 @@ class AdversaryBackend(Backend):
 
     def _move(self, lane: Lane, to: Cells, of: Cells) -> None:
         destination, source = to.memory, of.memory
-        # What is queued holds no memory.
+        # A queued copy holds no memory.
         types = to.dtype, of.dtype
         with self._lock:
             line = self._line(lane)
-            # What the host has done itself, or waited for, has happened before whatever it queues from now on.
+            # All that the CPU has done or waited for comes before all that it queues from now on.
             line.join(self._host.snapshot())
             line.busy = line.time
             self._access(line, source, write=False, what=f"copy on {line.name} reads")
@@ -379,14 +379,14 @@ class AdversaryBackend(Backend):
         return 0
 
     def close(self) -> None:
-        """Do whatever nobody has waited for."""
+        """Do all work that was not waited for."""
         with self._lock:
             for job in list(self._jobs):
                 if not job.query():
                     try:
                         job.synchronize()
                     except (RuntimeError, OSError):
-                        # A failed task that nobody asked for; whoever had asked would have heard.
+                        # No caller waited for this failed task.
                         continue
             for line in self._lanes:
                 self._drain(line)
@@ -422,7 +422,7 @@ class AdversaryBackend(Backend):
             line.queue.popleft()()
 
     def _hand_out(self, memory: Bytes) -> None:
-        """Compute gets memory that work queued before may still use."""
+        """Compute gets memory that earlier queued work may still use."""
         compute = self._compute()
         compute.join(self._host.snapshot())
         self._access(compute, memory, write=True, what="compute had it before")
@@ -433,7 +433,7 @@ class AdversaryBackend(Backend):
         start = memory.start + self._starts.get(storage, 0)
         end = start + memory.nbytes
         if not history and not write:
-            # Nothing that the runtime made: compute wrote it, at the latest just before the runtime was called.
+            # Not made by the runtime: compute wrote it, at the latest just before the runtime was called.
             compute = self._compute()
             history.append(_Access(compute.number, compute.time - 1, 0, storage.nbytes(), True, "compute writes"))
         if not memory.nbytes:

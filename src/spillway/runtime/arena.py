@@ -12,9 +12,7 @@ Blocks are multiples of a page, so that direct I/O can read and write any of the
 A training step asks for the same sizes again and again. A block that is given back goes to the bin of its size, uncut.
 Only when a bin is empty are all bins emptied, neighbours joined, and the best fit cut.
 
-Slabs grow with the arena. To pin a slab, the system clears its pages and the driver registers them: two slabs can be
-made at once, beside a copy into a third. So in a large arena the next two slabs are made in advance. At most a
-twentieth of them is unused by a step, and is given back when blocks are reused.
+Slabs grow with the arena: large ones are pinned faster, and the unused rest of the last one stays small.
 """
 
 from __future__ import annotations
@@ -23,12 +21,11 @@ import bisect
 import threading
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
 from spillway.errors import TierFullError
-from spillway.runtime.backend import Event, be_in_task
+from spillway.runtime.backend import Event
 from spillway.runtime.bytes import Bytes
 from spillway.units import format_bytes
 
@@ -36,8 +33,6 @@ PAGE = 4096
 SLAB_BYTES = 32 << 20
 MOST_SLAB_BYTES = 512 << 20
 _SHARE_OF_A_SLAB = 128
-_AHEAD = 2
-"""Slabs that are made in advance."""
 
 
 class Block(Bytes):
@@ -117,52 +112,6 @@ class _Slab:
         return None if found is None else Block(self, found[0], nbytes, found[1])
 
 
-class _SlabMaker:
-    """Makes slabs in advance. Used with the arena's lock held."""
-
-    def __init__(self, make: Callable[[int], torch.Tensor]) -> None:
-        self._make = make
-        self._coming: deque[tuple[int, Future[torch.Tensor]]] = deque()
-        self._pool: ThreadPoolExecutor | None = None
-        self._closed = False
-
-    def prepare(self, nbytes: int) -> bool:
-        """Start to make one, if fewer than two are on the way; says whether."""
-        if self._closed or len(self._coming) >= _AHEAD:
-            return False
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(_AHEAD, thread_name_prefix="spillway-slab", initializer=be_in_task)
-        self._coming.append((nbytes, self._pool.submit(self._make, nbytes)))
-        return True
-
-    def prepared(self) -> torch.Tensor | None:
-        """The oldest one, after waiting for it; raises its error."""
-        return self._coming.popleft()[1].result() if self._coming else None
-
-    @property
-    def coming_bytes(self) -> int:
-        """Bytes of those not used yet."""
-        return sum(nbytes for nbytes, _ in self._coming)
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether one is being made."""
-        return not all(slab.done() for _, slab in self._coming)
-
-    def drop(self) -> None:
-        """Make no more, and drop those on the way when they are made."""
-        self._closed = True
-        self._coming.clear()
-        if self._pool is not None:
-            self._pool.shutdown(wait=False)
-
-    def close(self) -> None:
-        """The same, and wait for the threads to end."""
-        self.drop()
-        if self._pool is not None:
-            self._pool.shutdown(wait=True)
-
-
 class Arena:
     """Cuts blocks from slabs that the backend makes. All methods may be called from any thread.
 
@@ -176,7 +125,6 @@ class Arena:
         self, make_slab: Callable[[int], torch.Tensor], *, capacity: int, slab_bytes: int = SLAB_BYTES
     ) -> None:
         self._make_slab = make_slab
-        self._maker = _SlabMaker(make_slab)
         self._refusal: str | None = None
         self._slab_bytes = slab_bytes
         self._slabs: list[_Slab] = []
@@ -189,14 +137,8 @@ class Arena:
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes of all slabs, with those that are being made."""
-        return self._slabs_bytes + self._maker.coming_bytes
-
-    @property
-    def is_growing(self) -> bool:
-        """Whether a slab is being made for later."""
-        with self._lock:
-            return self._maker.is_busy
+        """Bytes of all slabs."""
+        return self._slabs_bytes
 
     def allocate(self, nbytes: int, *, over_cap: bool = False, grows: bool = True) -> Block:
         """A block of at least ``nbytes``, rounded up to a page.
@@ -214,13 +156,7 @@ class Arena:
             if self._freed:
                 self._fill_bins()
             same_size = self._bins.get(nbytes)
-            if same_size:
-                block = same_size.pop()
-                if self._maker.coming_bytes and grows:
-                    # A step has ended, and this is the next. Slabs that the first step did not need are not needed.
-                    self._maker.drop()
-            else:
-                block = self._cut(nbytes, over_cap=over_cap, grows=grows)
+            block = same_size.pop() if same_size else self._cut(nbytes, over_cap=over_cap, grows=grows)
             self._used += nbytes
             return block
 
@@ -250,14 +186,11 @@ class Arena:
                 self._slabs.remove(slab)
             freed = sum(slab.nbytes for slab in idle)
             self._slabs_bytes -= freed
-            freed += self._maker.coming_bytes
-            self._maker.drop()
             return freed
 
     def close(self) -> None:
         """Drop all slabs, when nothing is queued. A block that is still held keeps its slab."""
         with self._lock:
-            self._maker.close()
             for slab in self._slabs:
                 slab.closed = True
             self._slabs.clear()
@@ -294,11 +227,6 @@ class Arena:
                 f"host memory: got a request for {format_bytes(nbytes)} when no memory can be registered, expected "
                 f"room that earlier steps have left; run a step like it before, in the same session"
             )
-        while (memory := self._made(self._maker.prepared)) is not None:
-            block = self._add(memory).cut(nbytes)
-            if block is not None:
-                self._prepare(block.slab.nbytes)
-                return block
         return self._grow(nbytes, over_cap=over_cap)
 
     def _grow(self, nbytes: int, *, over_cap: bool) -> Block:
@@ -309,41 +237,25 @@ class Arena:
                 f"host memory: got a request for {format_bytes(nbytes)} with {format_bytes(self._used)} of "
                 f"{format_bytes(self.capacity)} in use, expected it to fit; raise host_budget, or send more to disk"
             )
-        # Large slabs are made faster, but the unused rest of the last one must be small. A multiple of the request,
-        # since a step asks for the same sizes again and again.
-        usual = min(max(self.reserved_bytes // _SHARE_OF_A_SLAB, self._slab_bytes), MOST_SLAB_BYTES)
+        # A multiple of the request, since a step asks for the same sizes again and again.
+        usual = min(max(self._slabs_bytes // _SHARE_OF_A_SLAB, self._slab_bytes), MOST_SLAB_BYTES)
         wanted = nbytes * -(-usual // nbytes)
-        size = wanted if wanted <= room else max(nbytes, room // nbytes * nbytes)
-        memory = self._made(lambda: self._make_slab(size))
-        assert memory is not None
-        block = self._add(memory).cut(nbytes)
+        slab = _Slab(self._made(wanted if wanted <= room else max(nbytes, room // nbytes * nbytes)))
+        self._slabs.append(slab)
+        self._slabs_bytes += slab.nbytes
+        block = slab.cut(nbytes)
         assert block is not None
-        if usual > self._slab_bytes:
-            self._prepare(size)
         return block
 
-    def _prepare(self, nbytes: int) -> None:
-        """Have slabs of this size made in advance, as far as the cap allows."""
-        while self.reserved_bytes + nbytes <= self.capacity:
-            if not self._maker.prepare(nbytes):
-                return
-
-    def _made(self, make: Callable[[], torch.Tensor | None]) -> torch.Tensor | None:
+    def _made(self, nbytes: int) -> torch.Tensor:
         # A failure would repeat for every tensor, and take as long each time.
         if self._refusal is not None:
             raise TierFullError(self._refusal)
         try:
-            return make()
+            return self._make_slab(nbytes)
         except (TierFullError, OSError) as error:
             self._refusal = str(error) if isinstance(error, TierFullError) else f"host memory: the system said {error}"
-            self._maker.drop()
             raise TierFullError(self._refusal) from error
-
-    def _add(self, memory: torch.Tensor) -> _Slab:
-        slab = _Slab(memory)
-        self._slabs.append(slab)
-        self._slabs_bytes += slab.nbytes
-        return slab
 
 
 def pages(nbytes: int) -> int:
