@@ -331,8 +331,7 @@ class group(ContextDecorator):  # noqa: N801  (read aloud: with group("core_attn
 
     Raises:
         UsageError: an invalid or empty name; on exit, a tensor to release whose memory another tensor sees, or an exit
-        in
-            another thread.
+            in another thread.
 
     Example:
         >>> with spillway.offload(groups=spillway.Groups(margin=1)):  # doctest: +SKIP

@@ -12,6 +12,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any, ClassVar, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
@@ -106,6 +107,8 @@ class Session:
         self.unscoped = _Unscoped()
         """The counters of what the calling thread saved outside of any ``offload`` context."""
         self._state: dict[type[Any], Any] = {}
+        self._ends_at_exit = False
+        """For the default session, which is rarely closed."""
         self._delayed: deque[Callable[[], None]] = deque()
         self._window = None if window is None else parse_bytes(window, what="window")
         self._host_budget = _host_budget() if host_budget is None else parse_bytes(host_budget, what="host_budget")
@@ -126,8 +129,7 @@ class Session:
         with cls._default_lock:
             if cls._default is None or cls._default._closed or cls._default._process != os.getpid():
                 cls._default = cls()
-                # It is rarely closed.
-                atexit.register(cls._default._end_state)
+                cls._default._ends_at_exit = True
             return cls._default
 
     def use_as_default(self) -> None:
@@ -169,6 +171,8 @@ class Session:
                 state = self._state.get(kind)
                 if state is None:
                     state = self._state[kind] = kind()
+                    if self._ends_at_exit and isinstance(state, Ends):
+                        atexit.register(state.end)
         return cast("_Kind", state)
 
     @property
@@ -308,8 +312,11 @@ class Session:
                 runtime.close()
             if self._file is not None:
                 self._file.close()
-            atexit.unregister(self._end_state)
-            self._end_state()
+            with ExitStack() as stack:
+                for state in self._state.values():
+                    if isinstance(state, Ends):
+                        atexit.unregister(state.end)
+                        stack.callback(state.end)
 
     @property
     def closed(self) -> bool:
@@ -338,11 +345,6 @@ class Session:
                 raise
             # It is of an earlier backward, and must not hide the error under way.
             error.add_note(str(late))
-
-    def _end_state(self) -> None:
-        for state in list(self._state.values()):
-            if isinstance(state, Ends):
-                state.end()
 
     def _make_runtime(self, device: torch.device) -> DeviceRuntime:
         window = self._window

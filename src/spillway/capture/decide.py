@@ -5,12 +5,10 @@ NOTE [ Module and operator ]
 A pack hook sees a tensor and nothing else. More costs time, some 10 to 20 us for each operator and module call
 (``benchmarks/overhead.py``), so it is installed only for policies that ask (``wants_modules``, ``wants_operators``):
 
-* The **module path** comes from hooks on the calls of all modules. Paths are dotted names below the first module that
-is
-  called inside the context.
-* The **operator** comes from a ``TorchFunctionMode``, which sees the outermost call of a torch function. A dispatch
-mode
-  would be too late: autograd saves an operator's inputs before any dispatch mode sees it.
+* The **module path** comes from hooks on the calls of all modules. Paths are dotted names below the first
+  module that is called inside the context.
+* The **operator** comes from a ``TorchFunctionMode``, which sees the outermost call of a torch function. A
+  dispatch mode would be too late: autograd saves an operator's inputs before any dispatch mode sees it.
 """
 
 from __future__ import annotations

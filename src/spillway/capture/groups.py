@@ -51,9 +51,8 @@ class Groups:
 
     Args:
         patterns: for :func:`~spillway.attach`: names of groups, each with one or several shell patterns of dotted
-        module
-            names. The tensors that a matching module saves are a group. Of nested matches the outermost counts. Without
-            patterns, the code names groups: ``with spillway.group(name)``.
+            module names. The tensors that a matching module saves are a group. The outermost of nested matches counts.
+            Without patterns, the code names groups: ``with spillway.group(name)``.
         margin: how many of the last groups of each name are kept.
         fewer_bytes: bytes to keep in addition, in whole groups, the last first: for pipeline ranks that need to save
             less than the first one. Bytes, or a size like ``"2GiB"``.

@@ -10,9 +10,8 @@ does. A storage does not identify a content: it may have been written since. Two
 
 * The copy out has not been taken. It will hold what all aliases see, as autograd itself would: share it.
 * It has been taken. The alias must be known to see the same content: the same version *of the same counter*. Views
-share
-  the counter of their base, so base and version show it. A ``.data`` alias has its own counter, and gets its own entry
-  and copy. So does a ``detach()``, which shares the counter without showing it: correct, only not free.
+  share the counter of their base, so base and version show it. A ``.data`` alias has its own counter, and gets its own
+  entry and copy. So does a ``detach()``, which shares the counter without showing it: correct, only not free.
 
 NOTE [ What a view reaches ]
 

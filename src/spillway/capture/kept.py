@@ -16,8 +16,7 @@ hooks are taken off torch's stack while the block runs. They stay on
   must see that it is kept;
 * where an argument was saved by the block before, which may offload it: both then share one copy;
 * where the user's hooks are below the pass's, since they would see more tensors than before, and where tensors are
-marked
-  or outputs dropped;
+  marked or outputs dropped;
 * once code inside needs the pass to see its tensors (a checkpointed function, a mark, a group). The hooks are then put
   back, below those on the stack, and stay for the block's later calls.
 """

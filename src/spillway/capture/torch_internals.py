@@ -6,9 +6,8 @@ A parameter that FSDP2 gathers is a ``Parameter``, and views of it have it as th
 show that, and an operator may save them:
 
 * ``weight.detach()`` under ``fully_shard``. Its storage shrinks to nothing when the parameters are resharded, at the
-end
-  of the module's forward, and is filled again before backward. A copy under way must not lose its bytes, and they must
-  never come back as a copy. Torch has no public way to recognise it, so FSDP2's own records are read.
+  end of the module's forward, and is filled again before backward. A copy under way must not lose its bytes, and they
+  must never come back as a copy. Torch has no public way to recognise it, so FSDP2's own records are read.
 * ``weight.to_local()`` of a ``DTensor``: a view of the local shard, which is a plain tensor.
 
 NOTE [ Dynamo ]
