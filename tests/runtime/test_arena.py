@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import groupby
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spillway.errors import TierFullError
-from spillway.runtime.arena import PAGE, Arena, Block, pages
+from spillway.runtime.arena import PAGE, Arena, Block, FreeRanges, pages
 from spillway.runtime.bytes import Bytes
 from spillway.runtime.cpu import anonymous_pages
 from spillway.runtime.tiers import HostTier
@@ -205,3 +207,59 @@ def test_a_slab_that_cannot_be_made_is_asked_for_once(error: Exception) -> None:
         with pytest.raises(TierFullError, match="no memory here"):
             arena.allocate(PAGE)
     assert calls == 1
+
+
+SIZE = 40
+
+operations = st.lists(st.tuples(st.sampled_from(["take", "take", "give"]), st.integers(1, 9), st.integers(0, 99)))
+
+
+def runs(free: list[bool]) -> list[tuple[int, int]]:
+    """(size, offset) of each free range, the smallest first, and of equals the first."""
+    grouped = groupby(enumerate(free), key=lambda unit: unit[1])
+    units = [[offset for offset, _ in group] for is_free, group in grouped if is_free]
+    return sorted((len(group), group[0]) for group in units)
+
+
+@given(operations=operations)
+def test_the_smallest_range_that_fits_is_cut_and_neighbours_become_one(operations: list[tuple[str, int, int]]) -> None:
+    ranges, free = FreeRanges(), [True] * SIZE
+    ranges.give(0, SIZE)
+    taken: list[tuple[int, int]] = []
+    for operation, nbytes, number in operations:
+        if operation == "take":
+            expected = next((offset for size, offset in runs(free) if size >= nbytes), None)
+            found = ranges.take(nbytes)
+            offset = None if found is None else found[0]
+            assert offset == expected
+            if offset is not None:
+                taken.append((offset, nbytes))
+                free[offset : offset + nbytes] = [False] * nbytes
+        elif taken:
+            offset, nbytes = taken.pop(number % len(taken))
+            ranges.give(offset, nbytes)
+            free[offset : offset + nbytes] = [True] * nbytes
+        tail = next((size for size, offset in runs(free) if offset + size == SIZE), 0)
+        assert ranges.tail(SIZE) == tail
+        assert ranges.largest(SIZE, 3) == max([tail + 3, *(size for size, _ in runs(free))])
+
+
+def test_where_nothing_was_given_there_is_nothing() -> None:
+    ranges = FreeRanges()
+    assert (ranges.take(1), ranges.tail(0), ranges.largest(0, 5)) == (None, 0, 5)
+
+
+def test_a_range_has_one_tensor() -> None:
+    memory = torch.arange(64, dtype=torch.uint8)
+    some = Bytes(memory.untyped_storage(), 8, 16)
+    assert torch.equal(some.tensor(), memory[8:24])
+    assert some.tensor() is some.tensor()
+    assert some.tensor().data_ptr() == memory.data_ptr() + 8
+
+
+def test_what_was_made_in_inference_mode_is_written_outside_of_it() -> None:
+    some = Bytes.of(torch.zeros(16))
+    with torch.inference_mode():
+        assert some.tensor().is_inference()
+    some.tensor().fill_(1)
+    assert not some.tensor().is_inference()

@@ -13,7 +13,7 @@ for each offloaded tensor. A lane's copies are plain ranges of bytes, and the mo
 they are given to the driver as they are. Profilers see them on the device, without a torch operator. If the calling
 thread is on another device, if the driver refuses, or if this torch lacks a name, torch makes the copy.
 
-NOTE [ Copies of others ]
+NOTE [ Copies of other code ]
 
 A device has one engine for copies from CPU memory. A small copy on the compute stream waits for every copy that is
 ready before it, and compute waits with it. FSDP2 makes such copies with each layer: on two H100s its steps waited 14 of
@@ -59,7 +59,7 @@ _MOST_THREADS = 16
 _CAPTURE_ACTIVE = 1
 _PAGE = 4096
 _PART = 16 << 20
-"""Bytes of a part: see NOTE [ Copies of others ]."""
+"""Bytes of a part: see NOTE [ Copies of other code ]."""
 
 
 @functools.cache
@@ -122,7 +122,7 @@ class AcceleratorBackend(Backend):
         self._handles: dict[Lane, int] = {}
         """The handles of lanes that copies are queued on."""
         self._beside: dict[Lane, Lane] = {}
-        """The stream that takes turns with a lane: see NOTE [ Copies of others ]."""
+        """The stream that takes turns with a lane: see NOTE [ Copies of other code ]."""
 
     def compute(self) -> Lane:
         index = self.device.index
@@ -195,7 +195,7 @@ class AcceleratorBackend(Backend):
         return driver.copy(self.device.index, handle, destination.address, source.address, source.nbytes)
 
     def _in_parts(self, driver: CudaDriver, lane: Lane, destination: Bytes, source: Bytes) -> bool:
-        """See NOTE [ Copies of others ]. The lane continues when all parts are done."""
+        """See NOTE [ Copies of other code ]. The lane continues when all parts are done."""
         if lane not in self._beside:
             self._beside[lane] = self.lane("beside")
         turns = itertools.cycle((lane, self._beside[lane]))

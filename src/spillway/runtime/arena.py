@@ -1,6 +1,6 @@
 """CPU memory for copies: slabs, cut in exact sizes, reused, with a cap in bytes.
 
-NOTE [ Given back is not free ]
+NOTE [ A freed block may be in use ]
 
 A block is given back when its *content* is no longer needed. A copy that reads or writes it may still be queued. So the
 caller names the events after which the block may be written. They travel with the bytes: the next owner of any part of
@@ -161,7 +161,7 @@ class Arena:
             return block
 
     def free(self, block: Block, after: tuple[Event, ...] = ()) -> None:
-        """Give a block back; its bytes may be written again after the events. See NOTE [ Given back is not free ].
+        """Give a block back; its bytes may be written again after the events. See NOTE [ A freed block may be in use ].
 
         It takes no lock, since it may run in a finaliser, which the collector starts anywhere.
         """
