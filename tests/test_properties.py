@@ -48,7 +48,7 @@ class Rooms:
         self._sessions: dict[int, tuple[spillway.Session, EventList]] = {}
 
     def session(self, window: int) -> tuple[spillway.Session, EventList]:
-        if window in self._sessions and len(self._sessions[window][0].identity):
+        if window in self._sessions and len(self._sessions[window][0].of(SavedState).identity):
             # The traceback of an example that failed still holds its graph.
             del self._sessions[window]
         if window not in self._sessions:
