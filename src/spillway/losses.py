@@ -2,12 +2,11 @@
 
 NOTE [ What a loss holds ]
 
-``torch.nn.functional.cross_entropy`` of logits ``(rows, classes)`` makes the log-probabilities of all classes, which
-autograd saves. Backward makes their gradient and that of the logits: three times the size of the logits, and four times
-if the logits are cast first. 8192 rows of 128,256 classes in float32 are 4.2 GB each time.
+``torch.nn.functional.cross_entropy`` makes the log-probabilities of all classes, which autograd saves. Backward makes
+their gradient and that of the logits: three times the size of the logits, and four times if the logits are cast first.
 
-Rows are independent, up to the reduction to one number. So the loss is computed in chunks of rows. Forward keeps one
-number per row and saves only the logits. Backward recomputes the log-probabilities of a chunk.
+So the loss is computed in chunks of rows. Forward keeps one number per row and saves only the logits. Backward
+recomputes the log-probabilities of a chunk.
 
 The gradient of the log-probabilities is zero except for one class per row. One zero-filled buffer serves all chunks:
 these elements are set, and then cleared. Their values come from torch's own kernel, called with one class.
@@ -20,21 +19,18 @@ one class: it adds the same numbers in the same order.
 
 NOTE [ Deferred casts ]
 
-The loss functions of transformers cast the logits to float32 first, which takes as much memory as the
-log-probabilities. While one of them runs, a ``TorchFunctionMode`` defers this cast and passes views of the logits on.
-``cross_entropy`` then casts each chunk. The gradient goes to the logits themselves, with the same bits, since the cast
-would have cast it back.
+The loss functions of transformers cast the logits to float32 first. While one of them runs, a ``TorchFunctionMode``
+defers this cast and passes views of the logits on. ``cross_entropy`` then casts each chunk. The gradient goes to the
+logits themselves, with the same bits, since the cast would have cast it back.
 
-This holds only if the cast logits have no other use, whose gradient would be added before it is cast back. If they are
-used in another way, twice, or returned, the function runs again without the mode.
-
-A scripted function or another library's kernel would see the stand-in instead of the cast. So only functions are
-treated like this that are known, by name, to call only torch's functions. A user's own loss function is never touched.
+If the cast logits have another use, its gradient would be added before it is cast back. Then, or if they are returned,
+the function runs again without the mode. A scripted function or another library's kernel would see the stand-in. So
+only functions are treated like this that are known, by name, to call only torch's functions.
 
 NOTE [ Only during a call ]
 
-A model of transformers looks up its loss function in an attribute of its own, if the user has set it. The replacement
-is set there while the model is called in training, and removed afterwards. So copies and saved models do not have it.
+A model of transformers looks up its loss function in an attribute, if the user has set it. The replacement is set there
+only while the model is called in training. So copies and saved models do not have it.
 """
 
 from __future__ import annotations
@@ -76,8 +72,6 @@ def cross_entropy(
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """``torch.nn.functional.cross_entropy``, bit for bit, in little more memory than the logits.
-
-    It computes the log-probabilities twice, which is little beside the computation of the logits.
 
     Args:
         logits: floating point, of shape ``(rows, classes)``.
@@ -278,9 +272,8 @@ _VIEWS = {getattr(torch.Tensor, name) for name in ("contiguous", "flatten", "res
 _METADATA = {getattr(torch.Tensor, name) for name in ("dim", "numel", "size")}
 _METADATA |= {getattr(torch.Tensor, name).__get__ for name in ("device", "ndim", "requires_grad", "shape")}
 """Functions of a tensor whose result does not depend on the cast."""
-_ARGUMENTS = inspect.signature(functional.cross_entropy)
-_UNSUPPORTED = {"weight": None, "size_average": None, "reduce": None, "label_smoothing": 0.0}
-"""Arguments that :func:`cross_entropy` does not have, with their defaults."""
+_SIGNATURE = inspect.signature(functional.cross_entropy)
+_DEFAULTS = {name: each.default for name, each in _SIGNATURE.parameters.items() if each.default is not each.empty}
 
 
 def own_losses(model: Module) -> list[OwnLoss]:
@@ -394,32 +387,28 @@ class _DeferredCast(TorchFunctionMode):
         is_cast = bool(args) and id(args[0]) in self._stand_ins
         if self.has_any((args[1:] if is_cast else args, kwargs)):
             raise _OtherUse
-        is_float = func is torch.Tensor.float and len(args) == 1 and not kwargs
-        if is_float and not self._stand_ins and self._is_worth_it(args[0], torch.float32, cast=True):
+        is_first_cast = func is torch.Tensor.float and len(args) == 1 and not kwargs and not self._stand_ins
+        if is_first_cast and self._is_worth_it(args[0], torch.float32, cast=True):
             return self._stand_in(args[0].view_as(args[0]))
         if not is_cast and func is functional.cross_entropy and args and self._is_worth_it(args[0], args[0].dtype):
             return self._in_chunks(None, args, kwargs)
         if not is_cast or func in _METADATA:
             return func(*args, **kwargs)
-        if self.is_used:
-            raise _OtherUse
-        if func is functional.cross_entropy:
+        if not self.is_used and func is functional.cross_entropy:
             return self._in_chunks(torch.float32, args, kwargs)
-        if func in _VIEWS:
+        if not self.is_used and func in _VIEWS:
             return self._stand_in(func(*args, **kwargs))
         raise _OtherUse
 
     def _in_chunks(self, dtype: torch.dtype | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
         self.is_used = True
-        bound = _ARGUMENTS.bind(*args, **kwargs)
-        bound.apply_defaults()
-        given = bound.arguments
-        logits, target, reduction = given["input"], given["target"], given["reduction"]
-        plain = all(given[name] is value or given[name] == value for name, value in _UNSUPPORTED.items())
-        fits = logits.dim() == 2 and target.shape == logits.shape[:1] and reduction in _REDUCTIONS
-        if not plain or not fits or target.is_floating_point():
+        given = {**_DEFAULTS, **_SIGNATURE.bind(*args, **kwargs).arguments}
+        logits, target = given.pop("input"), given.pop("target")
+        taken = {name: given.pop(name) for name in ("ignore_index", "reduction")}
+        fits = logits.dim() == 2 and target.shape == logits.shape[:1] and taken["reduction"] in _REDUCTIONS
+        if not fits or target.is_floating_point() or any(value != _DEFAULTS[name] for name, value in given.items()):
             raise _OtherUse
-        return cross_entropy(logits, target, ignore_index=given["ignore_index"], reduction=reduction, dtype=dtype)
+        return cross_entropy(logits, target, dtype=dtype, **taken)
 
     def _is_worth_it(self, logits: torch.Tensor, dtype: torch.dtype, *, cast: bool = False) -> bool:
         if type(logits) is not torch.Tensor or not logits.requires_grad or logits.dim() < 2:

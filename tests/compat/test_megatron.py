@@ -1505,7 +1505,7 @@ def test_the_page_says_of_every_name_what_it_is_here() -> None:
         Interface.group_commit,
         Interface.backward_record,
         ChunkOffloadHandler.find_group_with_name,
-        PipelineOffloadManager._begin_chunk,
+        PipelineOffloadManager.init_model_chunk_offload_handler,
         megatron.print_offload_summary_table,
         Interface.reset,
         OffloadTensorPool,

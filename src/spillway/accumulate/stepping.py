@@ -4,19 +4,16 @@ NOTE [ The order of operations ]
 
 Each accumulation step runs these operations, in this order, and no others:
 
-1. For each micro-batch ``loss.backward()``. With ``"steps"`` the loss is divided by ``steps`` first. A ``GradScaler``
-   scales it. Weights are summed.
+1. For each micro-batch ``loss.backward()``, with ``"steps"`` of the loss divided by ``steps``. Weights are summed.
 2. In the last backward, weights are summed over ranks, and DDP or FSDP2 averages gradients over ranks.
 3. ``scaler.unscale_(optimizer)``.
-4. ``mul_(divisor / total)`` for each gradient. *total* is the weight of all micro-batches on all ranks. *divisor* is
-   what DDP or FSDP2 has divided by: its ranks. With ``"steps"``, total is the number of micro-batches on all ranks, and
-   divisor also has the factor ``steps``. With ``"sum"``, total is 1. The multiplication is skipped if the CPU knows
-   that the two are equal.
+4. ``mul_(divisor / total)`` for each gradient, unless the CPU knows that the two are equal. *total* is the weight of
+   all micro-batches on all ranks. *divisor* is what DDP or FSDP2 has divided by: its ranks. With ``"steps"``, total is
+   the number of micro-batches on all ranks, and divisor also has the factor ``steps``. With ``"sum"``, total is 1.
 5. ``clip_grad_norm_``.
 6. Gradients that were summed in float32 are cast to their parameter's dtype.
 7. ``scaler.step(optimizer)`` and ``scaler.update()``, or ``optimizer.step()``.
-8. ``scheduler.step()``, if the optimizer has stepped.
-9. ``optimizer.zero_grad()``.
+8. ``scheduler.step()``, if the optimizer has stepped, and ``optimizer.zero_grad()``.
 
 Gradients are normalised at the end, so weights that are known last and weights that are known first give the same bits.
 ``"steps"`` divides first, like the usual training loop.

@@ -2,22 +2,20 @@
 
 NOTE [ DDP: parameters that only an early micro-batch uses ]
 
-DDP reduces a parameter's gradient when the backward that reduces reaches the parameter. With
-``find_unused_parameters=True`` it also reduces gradients that only earlier micro-batches have made. Without it, DDP
-waits for the missing gradient, and its whole bucket stays unreduced on each rank. DDP reports that in the next forward,
-after the optimizer has stepped. So the accumulator asks DDP's reducer right after backward.
+DDP reduces a parameter's gradient when the backward that reduces reaches the parameter. Without
+``find_unused_parameters=True``, DDP waits for a gradient that only an earlier micro-batch has made, and its bucket
+stays unreduced. DDP reports that in the next forward, after the optimizer has stepped. So the accumulator asks DDP's
+reducer right after backward.
 
 NOTE [ FSDP2: what it holds ]
 
-With ``sync="last"``, only the last micro-batch reduces. Until then FSDP2 holds whole gradients in its
-``reduce_dtype``. The last micro-batch reduces all of them, also those of modules that it does not use. With
-``sync="every"`` each micro-batch reduces, and FSDP2 holds a shard.
+With ``sync="last"``, FSDP2 holds whole gradients in its ``reduce_dtype`` until the last micro-batch reduces all of
+them. With ``sync="every"`` each micro-batch reduces, and FSDP2 holds a shard.
 
-On a mesh of replicas and shards, ``sync="every"`` reduces over shards each time and over replicas in the last
-micro-batch. In between FSDP2 holds one flat buffer for each parameter group, and adds the next one without a check of
-the parameters in it. That is right only if every micro-batch has gradients of the same parameters. A buffer whose
-modules the last micro-batch does not use is never reduced. So the accumulator compares the buffer's size, and raises an
-error instead of losing gradients.
+On a mesh of replicas and shards, ``sync="every"`` reduces over replicas only in the last micro-batch. Until then FSDP2
+holds one flat buffer for each parameter group, and adds the next one without a check of the parameters in it. That is
+right only if every micro-batch has gradients of the same parameters, and uses each group. So the accumulator compares
+the buffer's size, and raises an error instead of losing gradients.
 
 The switches are FSDP2's public ones. Its divisors and buffers have no public names, so a torch without the private ones
 is refused.

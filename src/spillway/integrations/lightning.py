@@ -7,8 +7,8 @@ NOTE [ What a step calls ]
 outermost module with blocks that is called in training is attached right there, and then called. So even the first step
 uses it.
 
-Lightning calls DDP and FSDP in place of the ``LightningModule``, whose ``forward`` is for that time the whole step. It
-includes the backward if the step runs it itself. That call is no model's forward, so it bypasses what is attached.
+Under DDP and FSDP, Lightning makes the whole step the ``forward`` of the ``LightningModule`` for that time. That
+call is no model's forward, and may contain the backward. So it bypasses what is attached.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Pipeline stages of ``torch.distributed.pipelining`` under Spillway, whatever the schedule.
 
-A *chunk* is the forward of one micro-batch through one stage. Each chunk is a forward pass with a tag of its own. So
-Spillway learns its own order of reloads for each place in the schedule.
+A *chunk* is the forward of one micro-batch through one stage, with a tag of its own. So Spillway learns the order of
+reloads for each place in the schedule.
 
 NOTE [ How a stage is taken over ]
 
@@ -11,10 +11,9 @@ recomputed, or if there is a budget.
 
 NOTE [ Weight gradients on their own ]
 
-Zero-bubble schedules split a chunk's backward. First come the gradients of the inputs, with ``retain_graph``. Those of
-the weights come later, by one ``torch.autograd.grad`` for each group of weights. Offloaded tensors are reloaded for
-both. A checkpointed block is recomputed for both. It would be recomputed for each group of weights, but in one
-``GraphExecGroup`` torch asks it for its saved tensors once.
+Zero-bubble schedules split a chunk's backward. First come the gradients of the inputs. Those of the weights come later,
+by one ``torch.autograd.grad`` for each group of weights. Tensors are reloaded, and blocks recomputed, for both. A block
+would be recomputed for each group of weights, but in one ``GraphExecGroup`` torch asks for its saved tensors once.
 """
 
 from __future__ import annotations

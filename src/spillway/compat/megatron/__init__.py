@@ -24,6 +24,7 @@ from spillway.compat.megatron.manager import (
     PipelineOffloadManager,
 )
 from spillway.compat.megatron.optimizer import HybridDeviceOptimizer
+from spillway.errors import UsageError
 from spillway.records import GroupStats, StepStats
 from spillway.summarizing import summary
 from spillway.units import format_bytes
@@ -58,6 +59,11 @@ DEBUG_RANK = 0
 GPUTensorPool = OffloadTensorPool
 """The name in older releases."""
 
+_POSITIONAL = (
+    *("pp_rank", "vp_size", "vp_stage", "min_offloaded_tensor_size", "delta_offload_bytes_across_pp_ranks"),
+    *("activation_offload_fraction", "max_inflight_offloads"),
+)
+"""Arguments of ``init_chunk_handler`` in newer releases."""
 _Value = TypeVar("_Value")
 _instance = PipelineOffloadManager.get_instance
 
@@ -228,7 +234,14 @@ class FineGrainedActivationOffloadingInterface:
         Raises:
             UsageError: for an invalid argument.
         """
-        _instance().init_model_chunk_offload_handler(vp_size, vp_stage, min_offloaded_tensor_size, *newer, **options)
+        given = (vp_size, vp_stage, min_offloaded_tensor_size, *newer)
+        names = _POSITIONAL if newer else _POSITIONAL[1:4]
+        if len(given) > len(names) or (newer and "pp_rank" in options):
+            raise UsageError(
+                f"init_chunk_handler: got {len(given)} positional arguments, expected {', '.join(_POSITIONAL[1:4])} "
+                f"or all of {', '.join(_POSITIONAL)}; give them by name"
+            )
+        _instance().init_model_chunk_offload_handler(**options, **dict(zip(names, given, strict=False)))
 
     @staticmethod
     def get_context(flag: bool) -> AbstractContextManager[None]:

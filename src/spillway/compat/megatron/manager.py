@@ -33,7 +33,6 @@ from spillway.session import Session
 _MIN_ELEMENTS = 1024 * 1024
 _ENGINES_FLAG = "CPUOffloadEnabled"
 _Key = tuple[tuple[int, ...], torch.dtype]
-_NEWER_POSITIONAL = ("delta_offload_bytes_across_pp_ranks", "activation_offload_fraction", "max_inflight_offloads")
 
 
 class _Instance:
@@ -137,27 +136,6 @@ class PipelineOffloadManager:
         vp_size: int | None,
         vp_stage: int | None,
         min_offloaded_tensor_size: int = _MIN_ELEMENTS,
-        *newer: Any,
-        **options: Any,
-    ) -> None:
-        """Start a chunk, with the options of ``FineGrainedActivationOffloadingInterface.init_chunk_handler``."""
-        given = (vp_size, vp_stage, min_offloaded_tensor_size, *newer)
-        names: tuple[str, ...] = ("vp_size", "vp_stage", "min_offloaded_tensor_size")
-        if newer:
-            names = ("pp_rank", *names, *_NEWER_POSITIONAL)
-            if len(given) > len(names) or "pp_rank" in options:
-                raise UsageError(
-                    f"init_chunk_handler: got {len(given)} positional arguments, expected vp_size, vp_stage and "
-                    f"min_offloaded_tensor_size, or pp_rank before these and {', '.join(_NEWER_POSITIONAL)} after; "
-                    f"give them by name"
-                )
-        self._begin_chunk(**options, **dict(zip(names, given, strict=False)))
-
-    def _begin_chunk(
-        self,
-        vp_size: int | None,
-        vp_stage: int | None,
-        min_offloaded_tensor_size: int,
         *,
         pp_rank: int | None = None,
         delta_offload_bytes_across_pp_ranks: int = 0,
@@ -165,6 +143,7 @@ class PipelineOffloadManager:
         max_inflight_offloads: int | None = None,
         tier: str = "auto",
     ) -> None:
+        """Start a chunk: see ``FineGrainedActivationOffloadingInterface.init_chunk_handler``."""
         vp_size, vp_stage = 1 if vp_size is None else vp_size, 0 if vp_stage is None else vp_stage
         if vp_stage not in range(vp_size):
             raise UsageError(f"vp_stage: got {vp_stage!r}, expected a number from 0 to {vp_size - 1}, by vp_size")
