@@ -309,50 +309,41 @@ class OwnLoss:
             yield
             return
 
-        def find() -> Callable[..., Any]:
+        def replacement(*args: Any, **kwargs: Any) -> Any:
             # The library's choice. Asked for only when it is called, since transformers may warn.
-            set_here = vars(module).pop(_PLACE)
+            set_here = {name: vars(module).pop(name) for name in (_PLACE,) if name in vars(module)}
             try:
-                return getattr(module, _NAME)  # type: ignore[no-any-return]
+                function = getattr(module, _NAME)
             finally:
-                vars(module)[_PLACE] = set_here
+                vars(module).update(set_here)
+            loss, self.is_in_rows = loss_in_rows(function, spare, *args, **kwargs)
+            return loss
 
-        replacement = vars(module)[_PLACE] = ChunkedLoss(find, spare)
+        self.is_in_rows = False
+        vars(module)[_PLACE] = replacement
         try:
             yield
         finally:
             if vars(module).get(_PLACE) is replacement:
                 del vars(module)[_PLACE]
-            self.is_in_rows = replacement.is_used
 
 
-class ChunkedLoss:
-    """Replaces the loss function that ``find`` returns by one that computes its cross-entropy in chunks.
+def loss_in_rows(function: Callable[..., Any], spare: int, *args: Any, **kwargs: Any) -> tuple[Any, bool]:
+    """The result of a loss function, and whether its cross-entropy was computed in chunks of rows.
 
     If it needs no more than ``spare`` bytes, it runs unchanged. See NOTE [ Deferred casts ].
     """
-
-    def __init__(self, find: Callable[[], Callable[..., Any]], spare: int) -> None:
-        self._find = find
-        self._spare = spare
-        self.is_used = False
-        """Whether the last loss was computed in chunks."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        function = self._find()
-        self.is_used = False
-        name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
-        if name not in _KNOWN or not torch.is_grad_enabled() or _has_modes():
-            return function(*args, **kwargs)
-        try:
-            with _DeferredCast(self._spare) as deferred:
-                loss = function(*args, **kwargs)
-            if deferred.has_any(loss):
-                raise _OtherUse
-        except _OtherUse:
-            return function(*args, **kwargs)
-        self.is_used = deferred.is_used
-        return loss
+    name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
+    if name not in _KNOWN or not torch.is_grad_enabled() or _has_modes():
+        return function(*args, **kwargs), False
+    try:
+        with _DeferredCast(spare) as deferred:
+            loss = function(*args, **kwargs)
+        if deferred.has_any(loss):
+            raise _OtherUse
+    except _OtherUse:
+        return function(*args, **kwargs), False
+    return loss, deferred.is_used
 
 
 def _has_modes() -> bool:

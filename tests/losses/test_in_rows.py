@@ -16,7 +16,7 @@ import spillway
 from allocations import count_exactly
 from spillway import losses as room
 from spillway.attaching.call import PLACE
-from spillway.losses import ChunkedLoss, own_losses
+from spillway.losses import loss_in_rows, own_losses
 
 ROWS, WORDS = 140, 53
 
@@ -143,6 +143,17 @@ OTHERS: list[Callable[..., Any]] = [
 ]
 
 
+class InRows:
+    """A loss function, computed in rows where that saves memory."""
+
+    def __init__(self, function: Callable[..., Any], spare: int) -> None:
+        self._function, self._spare, self.is_used = function, spare, False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        loss, self.is_used = loss_in_rows(self._function, self._spare, *args, **kwargs)
+        return loss
+
+
 def run(function: Callable[..., Any], dtype: torch.dtype, **more: Any) -> list[Tensor]:
     """What it gives, and the gradient of the logits."""
     generator = torch.Generator().manual_seed(0)
@@ -166,7 +177,7 @@ def test_its_cross_entropy_is_in_rows(
 ) -> None:
     expected = run(function, dtype)
     full.clear()
-    loss = ChunkedLoss(lambda: function, 0)
+    loss = InRows(function, 0)
     assert same(run(loss, dtype), expected)
     assert loss.is_used
     assert not full
@@ -176,7 +187,7 @@ def test_arguments_are_handed_on(small: None, full: list[Tensor]) -> None:
     items = torch.tensor(41)
     expected = run(shifted, torch.bfloat16, items=items)
     full.clear()
-    assert same(run(ChunkedLoss(lambda: shifted, 0), torch.bfloat16, items=items), expected)
+    assert same(run(InRows(shifted, 0), torch.bfloat16, items=items), expected)
     assert not full
 
 
@@ -184,21 +195,21 @@ def test_arguments_are_handed_on(small: None, full: list[Tensor]) -> None:
 @pytest.mark.parametrize("function", OTHERS, ids=lambda each: each.__name__)
 def test_what_else_it_does_is_done_as_it_is(function: Callable[..., Any], dtype: torch.dtype, small: None) -> None:
     expected = run(function, dtype)
-    loss = ChunkedLoss(lambda: function, 0)
+    loss = InRows(function, 0)
     assert same(run(loss, dtype), expected)
     assert same(run(loss, dtype), expected)
 
 
 @pytest.mark.parametrize("function", OTHERS, ids=lambda each: each.__name__)
 def test_what_is_cast_is_not_used_in_two_ways(function: Callable[..., Any], small: None, full: list[Tensor]) -> None:
-    loss = ChunkedLoss(lambda: function, 0)
+    loss = InRows(function, 0)
     run(loss, torch.bfloat16)
     assert not loss.is_used
     assert full[-1].dtype is torch.float32
 
 
 def test_little_is_done_as_it_is(full: list[Tensor]) -> None:
-    loss = ChunkedLoss(lambda: shifted, 0)
+    loss = InRows(shifted, 0)
     run(loss, torch.bfloat16)
     assert not loss.is_used
     assert full
@@ -207,20 +218,20 @@ def test_little_is_done_as_it_is(full: list[Tensor]) -> None:
 def test_where_there_is_room_it_is_done_as_it_is(small: None, full: list[Tensor]) -> None:
     nbytes = 4 * ROWS * WORDS * 4
     for spare, is_used in ((nbytes - 1, True), (nbytes, False)):
-        loss = ChunkedLoss(lambda: shifted, spare)
+        loss = InRows(shifted, spare)
         run(loss, torch.bfloat16)
         assert loss.is_used is is_used
 
 
 def test_what_torch_refuses_it_refuses_with_its_own_words(small: None) -> None:
-    loss = ChunkedLoss(lambda: as_they_are, 0)
+    loss = InRows(as_they_are, 0)
     with pytest.raises(IndexError, match="Target 53 is out of bounds"):
         run(lambda logits, labels: loss(logits, labels * 0 + WORDS), torch.bfloat16)
 
 
 def test_errors_are_the_functions_own(small: None) -> None:
     with pytest.raises(KeyError, match="mine"):
-        run(ChunkedLoss(lambda: failing, 0), torch.bfloat16)
+        run(InRows(failing, 0), torch.bfloat16)
     assert not torch.overrides._get_current_function_mode_stack()
 
 
@@ -277,7 +288,7 @@ def test_a_slice_of_logits_is_cast_as_it_is(small: None, full: list[Tensor]) -> 
         return lambda logits, labels: function(logits[:, 7:], labels[:, 7:])
 
     expected = run(of_slice(shifted), torch.bfloat16)
-    loss = ChunkedLoss(lambda: shifted, 0)
+    loss = InRows(shifted, 0)
     assert same(run(of_slice(loss), torch.bfloat16), expected)
     assert loss.is_used
 
@@ -289,7 +300,7 @@ def test_what_nobody_knows_is_done_as_it_is_and_once(small: None) -> None:
         calls.append(None)
         return shifted(logits, labels)
 
-    loss = ChunkedLoss(lambda: scripted, 0)
+    loss = InRows(scripted, 0)
     expected = run(scripted, torch.bfloat16)
     assert same(run(loss, torch.bfloat16), expected)
     assert not loss.is_used
@@ -310,9 +321,9 @@ def test_a_mode_of_a_users_sees_all(small: None) -> None:
         return called
 
     expected = run(doubled(shifted), torch.bfloat16)
-    assert same(run(doubled(ChunkedLoss(lambda: shifted, 0)), torch.bfloat16), expected)
+    assert same(run(doubled(InRows(shifted, 0)), torch.bfloat16), expected)
     with torch.device("cpu"):
-        loss = ChunkedLoss(lambda: shifted, 0)
+        loss = InRows(shifted, 0)
         run(loss, torch.bfloat16)
     assert loss.is_used
 
@@ -412,6 +423,25 @@ def test_another_loss_of_the_library_is_taken_when_it_is_asked_for(small: None, 
     steps(expected, 1)
     expected.kind = as_they_are
     assert same(found, steps(expected, 1))
+
+
+def test_a_loss_function_may_be_called_after_the_model(small: None) -> None:
+    class Later(Model):
+        def forward(self, labels: Tensor) -> Any:
+            hidden = self.words(labels)
+            for layer in self.layers:
+                hidden = hidden + layer(hidden)
+            return self.loss_function, self.head(hidden)
+
+    torch.manual_seed(0)
+    model = Later().to(torch.bfloat16).train()
+    labels = torch.randint(WORDS, (2, ROWS // 2))
+    with spillway.attach(model, budget="1GiB"):
+        function, logits = model(labels)
+        loss = function(logits, labels)
+        loss.backward()
+    assert torch.equal(loss, shifted(logits, labels))
+    assert "_loss_function" not in vars(model)
 
 
 def test_nothing_is_left_where_a_call_fails_or_attaching_is_refused(small: None) -> None:
