@@ -30,6 +30,7 @@ import enum
 import math
 import numbers
 from collections.abc import Callable, Iterable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -138,16 +139,10 @@ def clip(parameters: Sequence[Parameter], max_norm: float) -> Tensor:
         return whole(clip_grad_norm_(list(parameters), max_norm))
     norms = [whole(get_total_norm(gradients)) for gradients in meshes.values()]
     norm: Tensor = torch.linalg.vector_norm(torch.stack([each.to(norms[0].device) for each in norms]))
-    parts: Any = [_WithGradient(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    # torch takes anything with a grad; here it is this rank's part.
+    parts: Any = [SimpleNamespace(grad=_own_part(each)) for gradients in meshes.values() for each in gradients]
     clip_grads_with_norm_(parts, max_norm, norm)
     return norm
-
-
-class _WithGradient:
-    """Stands for a parameter in torch's clipping; ``grad`` is this rank's part of the gradient."""
-
-    def __init__(self, gradient: Tensor) -> None:
-        self.grad = _own_part(gradient)
 
 
 def _own_part(gradient: Tensor) -> Tensor:
