@@ -61,7 +61,7 @@ _COUNTABLE = 20_000
 """More choices are not looked at one by one."""
 _SLACK = 1e-11
 """Sums of seconds in another order differ by less."""
-_LOWERED = 2
+_LOWERED = 3
 """How often the linear programme is solved for a lower budget."""
 _ROUNDS = 4
 """Corrections of one descent."""
@@ -71,8 +71,10 @@ _MOST_CHANGES, _MOST_SWAPS = 1000, 500
 """Neighbours that are looked at."""
 _TRIED = 12
 """Neighbours of the best choice that are simulated."""
-_KICKS = 60
-"""Descents from choices near the best one."""
+_STARTS = 6
+"""Choices to descend from at first."""
+_IN_VAIN = 10
+"""Descents from choices near the best one without a better one: then the search ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,14 +202,14 @@ class _Search:
             self._descend(start)
         self._try_pure_ways()
         self._polish()
-        kicks = random.Random(0)
-        for _ in range(_KICKS):
+        kicks, in_vain = random.Random(0), 0
+        while in_vain < _IN_VAIN and not self._spent():
             before = self._best()
             self._descend(self._kicked(before, kicks))
+            in_vain += 1
             if self._best() != before:
                 self._polish()
-            if self._spent():
-                break
+                in_vain = 0
         return replace(self._solution("search", bound), shares=shares)
 
     def _solution(self, method: str, bound: float | None) -> Solution:
@@ -303,12 +305,12 @@ class _Search:
                 known += [number for number in used if number not in known]
 
     def _starts(self, shares: Sequence[Shares], near: Solution | None) -> list[Chosen]:
-        """Choices to begin with: the one that is known, rounded shares, and the pure ways that seem best."""
-        starts = [] if near is None else [near.chosen]
-        starts += [chosen for each in shares for chosen in _rounded(each)]
+        """The best of these: the one that is known, rounded shares, and the pure ways that seem best."""
+        starts = set() if near is None else {near.chosen}
+        starts |= {chosen for each in shares for chosen in _rounded(each)}
         pure = self._pure_ways()
-        starts += [_numbers(pure[index]) for index in self._order(pure, _Correction())[:2]]
-        return list(dict.fromkeys(starts))
+        starts |= {_numbers(pure[index]) for index in self._order(pure, _Correction())[:2]}
+        return sorted(starts, key=self._rank)[:_STARTS]
 
     def _pure_ways(self) -> Choices:
         """For every block the same option's number, or its last one."""
