@@ -529,7 +529,7 @@ def test_the_peak_of_a_plan_is_the_predicted_one(kind: Kind, share: float, sessi
         assert "anew" not in attached.explain()
         activations = attached.measured.peak_bytes - attached.profile.static_bytes
         off = (attached.plan.predicted_peak - attached.measured.peak_bytes) / activations
-        # What has been sent and is still in use counts twice as long as it is on its way: see treatment.py.
+        # What has been sent and is still in use counts twice as long as it is on its way: see block_tasks.py.
         assert -0.02 <= off <= (0.1 if attached.plan.sent_bytes else 0.02)
 
 

@@ -128,9 +128,9 @@ def steps(plan: Plan, count: int = 5) -> Iterator[tuple[float, StepStats]]:
 
 def check(share: float, window: int) -> None:
     profile, plan = planned(share, window * KIB)
-    fates = StorageLifetimes.of(program_of(profile, plan), plan.window)
-    sizes = [sent.nbytes for sent in fates.sent]
-    back = sum(nbytes for nbytes, reused in zip(sizes, fates.reused, strict=True) if not reused)
+    storages = StorageLifetimes(program_of(profile, plan), plan.window)
+    sizes = [sent.nbytes for sent in storages.sent]
+    back = sum(nbytes for nbytes, reused in zip(sizes, storages.reused, strict=True) if not reused)
     *_, before, (seconds, stats) = steps(plan)
     # Of two that are sent one after the other, either may be the last that there is room for.
     loose = SUMS
@@ -165,7 +165,7 @@ def test_of_another_plan_that_sends_as_many_all_is_learned_anew() -> None:
     known: dict[int, tuple[Profile, Plan]] = {}
     for share in range(36, 62, 2):
         profile, plan = planned(share / 100, 2560 * KIB)
-        count = len(StorageLifetimes.of(program_of(profile, plan), plan.window).sent)
+        count = len(StorageLifetimes(program_of(profile, plan), plan.window).sent)
         if count in known and known[count][1].blocks != plan.blocks:
             before = known[count][1]
             break

@@ -92,7 +92,7 @@ def test_the_peak_is_foreseen_whatever_is_preserved(seed: int, by: float, monkey
             readings = measuring.finish()
     assert readings is not None
     off = plan.predicted_peak - readings[-1].peak
-    # What is on its way is counted twice where it is in use still: see treatment.py. What operators allocate for
+    # What is on its way is counted twice where it is in use still: see block_tasks.py. What operators allocate for
     # themselves is not looked at.
     half = batch.nbytes // 2
     assert -half <= off <= (6 * half if plan.sent_bytes else half)

@@ -131,7 +131,7 @@ def plan(
 
     The same arguments give the same plan, in every process. Which values are worth preserving is found by minimum cuts
     (``spillway/planning/options.py``), which block does what by a linear programme and a search over simulated steps
-    (``spillway/planning/solver.py``).
+    (``spillway/planning/solve.py``).
 
     Args:
         profile: of a step, by :func:`profile` or :attr:`Attached.profile <spillway.Attached.profile>`.

@@ -24,6 +24,20 @@ there again for its backward; where nothing of it is, autograd holds them from t
 holds them whatever is decided, but no longer than to the end of its outermost context, which is that of the model's
 forward, or of its loss: what of them is there when a block's call has returned tells whether it does
 (``BlockProfile.cached_bytes``). Where it lasts through backward, a profile has them in what is there before the blocks.
+
+NOTE [ What is recomputed ]
+
+These are the engine's own rules, over records. The values that autograd saves and the plan recomputes are wanted. From
+the last operator to the first, an operator that makes a wanted value is handed its output if that was kept or
+offloaded. Otherwise it runs, and the values that it reads are wanted, too. Other operators do not run; while the
+block's code holds their outputs, that memory is allocated.
+
+NOTE [ What a plan can say ]
+
+A plan has one decision for all outputs of an operator, and one for all inputs. A block that is recomputed in part keeps
+nothing that its replay computes anyway, nor a value that is written after it was made. A block of which nothing is
+recomputed keeps these, too. Only a value that autograd saves can be preserved.
+
 NOTE [ What the CPU needs ]
 
 A checkpointed block takes the CPU longer to queue than a plain one, by what was measured. What else is done is put in
@@ -64,7 +78,7 @@ def make_option(block: BlockProfile, decisions: Sequence[Decision], *, min_bytes
         block: its profile.
         decisions: for each of its values. Those about values from outside that are no inputs do not count; of what one
             operator makes, the first counts; of inputs, the first that leaves. What comes of them is the option's
-            ``decisions``: see NOTE [ What a plan can say ] in ``outcome.py``.
+            ``decisions``: see NOTE [ What a plan can say ].
         min_bytes: what is smaller stays where it was to leave.
     """
     said = as_planned(block, decisions, min_bytes)
@@ -428,7 +442,7 @@ def _reach(block: BlockProfile, again: frozenset[int]) -> int:
 def _reruns(
     block: BlockProfile, decisions: Sequence[Decision], again: frozenset[int], reach: int
 ) -> tuple[frozenset[int], frozenset[int]]:
-    """Which operators run again, and which values are handed in. See NOTE [ What a region does ]."""
+    """Which operators run again, and which values are handed in. See NOTE [ What is recomputed ]."""
     at: dict[int, set[int]] = {}
     for number in again:
         at.setdefault(_wanted_at(block, number), set()).add(number)

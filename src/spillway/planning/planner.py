@@ -69,7 +69,7 @@ USABLE = 0.9
 MIN_WINDOW = 32 << 20
 POINTS = 8
 """How many plans a curve is drawn through, unless told otherwise."""
-_SECONDS, _NEAR_SECONDS, _LAST_SECONDS = 0.25, 0.08, 0.4
+_SECONDS, _NEAR_SECONDS, _LAST_SECONDS = 0.35, 0.1, 0.6
 """Work of solving: for the first window, for each later one that begins at the best choice, and for the best one."""
 _AHEAD = (0.75, 0.5)
 """The shares of a window that prefetched bytes may have."""

@@ -54,7 +54,7 @@ class Value:
     """How many operators had run when autograd saved it last: there backward asks for it first. ``None``: ``saved_at``.
     """
     is_cast: bool = False
-    """Whether it is a leaf's cast, made in the call: see NOTE [ Casts ] in ``treatment.py``."""
+    """Whether it is a leaf's cast, made in the call: see NOTE [ Casts ] in ``block_tasks.py``."""
 
     @property
     def asked_at(self) -> int | None:
@@ -141,7 +141,7 @@ class BlockProfile:
     """What comes between the block before and one of this kind, in forward: a pooling, say. A mean of all calls."""
     cached_bytes: Count = 0
     """Of its casts, what is there from its forward to the end of the model's, whatever is decided: see NOTE [ Casts ]
-    in ``treatment.py``."""
+    in ``block_tasks.py``."""
 
     @property
     def saved_bytes(self) -> int:

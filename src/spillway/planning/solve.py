@@ -3,11 +3,11 @@
 NOTE [ How a choice is found ]
 
 A linear programme over the options' bounds gives each block shares of its options (``bounds.py``). Its budget is
-lowered by what simulated steps of the rounded shares have beyond the budget, and it is solved again. From the rounded
-shares, neighbours are ranked by estimates. An estimate is corrected by what the last simulation had beyond its own
-estimate. A trial costs as much as some hundred estimates, so only the best neighbour is simulated. When no neighbour is
-better, some blocks change at random, by the same numbers in each process (iterated local search, Lourenço, Martin and
-Stützle 2003).
+lowered by what simulated steps of the rounded shares have beyond the budget, and it is solved again. The best rounded
+shares are polished: neighbours are ranked by estimates, the first ones are simulated, and the search goes on from the
+first that is better. An estimate is corrected by what the simulation of the current choice has beyond its own estimate.
+At last, some blocks of the best choice change at random, by the same numbers in each process, and that is polished,
+until fifteen such choices in a row bring nothing (iterated local search, Lourenço, Martin and Stützle 2003).
 
 The simulation has the last word. Each pure way (one option for all blocks) is simulated, unless its bound is worse
 than the best choice: no solution is slower than a pure way that fits. Where all choices can be counted, they are
@@ -63,18 +63,16 @@ _SLACK = 1e-11
 """Sums of seconds in another order differ by less."""
 _LOWERED = 3
 """How often the linear programme is solved for a lower budget."""
-_ROUNDS = 4
-"""Corrections of one descent."""
 _TOGETHER = (1, 2, 4, 8, 16, 32)
-"""How many of the best changes are made at once, where that is better still."""
+"""How many of the best changes are tried at once."""
 _MOST_CHANGES, _MOST_SWAPS = 1000, 500
 """Neighbours that are looked at."""
-_TRIED = 12
-"""Neighbours of the best choice that are simulated."""
-_STARTS = 6
-"""Choices to descend from at first."""
-_IN_VAIN = 10
-"""Descents from choices near the best one without a better one: then the search ends."""
+_TRIED = 8
+"""Neighbours that are simulated before a choice counts as polished."""
+_STARTS = 4
+"""Choices that are polished at first."""
+_IN_VAIN = 15
+"""Choices near the best one that are polished without a better one: then the search ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,16 +197,16 @@ class _Search:
             bound = shares[0].bound_seconds if shares else None
         self._note_promising(shares)
         for start in self._starts(shares, near):
-            self._descend(start)
+            self._polish(start, self._promising)
         self._try_pure_ways()
-        self._polish()
-        kicks, in_vain = random.Random(0), 0
+        self._polish(self._best(), self._every)
+        random_, in_vain = random.Random(0), 0
         while in_vain < _IN_VAIN and not self._spent():
             before = self._best()
-            self._descend(self._kicked(before, kicks))
+            self._polish(self._perturbed(before, random_), self._promising)
             in_vain += 1
             if self._best() != before:
-                self._polish()
+                self._polish(self._best(), self._every)
                 in_vain = 0
         return replace(self._solution("search", bound), shares=shares)
 
@@ -336,40 +334,22 @@ class _Search:
 
     # Step by step.
 
-    def _descend(self, start: Chosen) -> None:
-        here, been = start, set()
-        self._timeline(here)
-        for _ in range(_ROUNDS):
-            been.add(here)
-            here = self._downhill(here)
-            if here in been or self._spent():
-                return
-            self._timeline(here)
-
-    def _downhill(self, here: Chosen) -> Chosen:
-        """Where estimates lead to."""
-        correction = self._correction(here)
-        while not self._spent():
-            rows = numpy.concatenate([[here], self._neighbours(here, self._promising)])
+    def _polish(self, here: Chosen, options: dict[int, list[int]]) -> None:
+        """Go on to a neighbour whose simulation is better, until none of those that seem best is."""
+        on_the_way: Chosen | None = None
+        while on_the_way != here and not self._spent():
+            on_the_way = here
+            rows = self._neighbours(here, options)
+            correction = self._correction(here)
             order = self._order(rows, correction)
-            if order[0] == 0:
-                break
-            together = _together(rows, order)
-            here = _numbers(together[self._order(together, correction)[0]])
-        return here
-
-    def _polish(self) -> None:
-        """Simulate the neighbours that seem best, until none is better."""
-        tried: set[Chosen] = set()
-        while (here := self._best()) not in tried:
-            tried.add(here)
-            rows = self._neighbours(here, self._every)
-            for index in self._order(rows, self._correction(here))[:_TRIED]:
+            rows = numpy.concatenate([_together(rows, order, here), rows[order[:_TRIED]]])
+            for index in self._order(rows, correction)[:_TRIED]:
+                chosen = _numbers(rows[index])
+                if self._rank(chosen) < self._rank(here):
+                    here = chosen
+                    break
                 if self._spent():
                     return
-                self._timeline(_numbers(rows[index]))
-                if self._best() != here:
-                    break
 
     def _order(self, rows: Choices, correction: _Correction) -> NDArray[numpy.intp]:
         """The best estimate first; of equal ones, that which stands first."""
@@ -420,13 +400,13 @@ class _Search:
                 break
         return numpy.array(rows, dtype=numpy.int64).reshape(len(rows), len(here))
 
-    def _kicked(self, chosen: Chosen, kicks: random.Random) -> Chosen:
+    def _perturbed(self, chosen: Chosen, random_: random.Random) -> Chosen:
         """Some blocks, up to a quarter, take another option, or change places with another of their kind."""
         here = list(chosen)
-        for _ in range(kicks.randint(2, max(2, len(here) // 4))):
-            block, other = kicks.randrange(len(here)), kicks.randrange(len(here))
-            if kicks.random() < 0.5:
-                here[block] = kicks.choice(self._promising[self._kinds[block]])
+        for _ in range(random_.randint(2, max(2, len(here) // 4))):
+            block, other = random_.randrange(len(here)), random_.randrange(len(here))
+            if random_.random() < 0.5:
+                here[block] = random_.choice(self._promising[self._kinds[block]])
             elif self._kinds[block] == self._kinds[other]:
                 here[block], here[other] = here[other], here[block]
         return tuple(here)
@@ -449,10 +429,9 @@ def _rounded(shares: Shares) -> list[Chosen]:
     return [largest, tuple(spread)]
 
 
-def _together(rows: Choices, order: Sequence[int] | NDArray[numpy.intp]) -> Choices:
-    """The first of ``rows`` with the best changes that others make to it, one, some or many of them."""
-    here = rows[0]
-    merged, changed = here.copy(), numpy.zeros(len(here), dtype=bool)
+def _together(rows: Choices, order: NDArray[numpy.intp], here: Chosen) -> Choices:
+    """A choice with the best changes that others make to it, one, some or many of them."""
+    merged, changed = numpy.array(here, dtype=numpy.int64), numpy.zeros(len(here), dtype=bool)
     found = []
     for count, index in enumerate(order[: _TOGETHER[-1]], 1):
         other = rows[index] != here
@@ -461,7 +440,7 @@ def _together(rows: Choices, order: Sequence[int] | NDArray[numpy.intp]) -> Choi
             changed |= other
         if count in _TOGETHER:
             found.append(merged)
-    return numpy.array(found, dtype=numpy.int64)
+    return numpy.array(found, dtype=numpy.int64).reshape(len(found), len(here))
 
 
 def _too_small(problem: Problem, least: Solution) -> BudgetError:

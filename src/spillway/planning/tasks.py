@@ -228,7 +228,7 @@ class Problem:
     host_budget: int | None = None
     disk_budget: int | None = None
     late: float = 1.0
-    """How many times as long the host may take now and then: see NOTE [ A host that is late ] in ``trials.py``."""
+    """How many times as long the CPU may take now and then: see NOTE [ A slower CPU ] in ``solve.py``."""
     lead: float = 0.0
     """Seconds by which the host may be ahead of the device when the step begins."""
     turns: tuple[Turn, ...] = ONE_PASS

@@ -1,31 +1,43 @@
-"""The simulated step: what each lane does when, and how many bytes each tier holds.
+"""The simulated step: what each stream does when, and how many bytes each tier holds.
 
 NOTE [ The simulated step ]
 
-Compute has a clock, and a lane is known by when it is free: it does one thing after the other, in the order in which
-the program asks for them. So one walk through the tasks says when everything happens, with no queue of events: each
-thing begins when its lane is free and what it waits for has ended, and both are known by then.
+Compute has a clock. A stream is known by when it is free, and works in the order in which the program asks. So one walk
+through the tasks says when everything happens: work begins when its stream is free and its inputs are ready.
 
-- Before a task, what it takes is brought in. What is AWAY is fetched where nobody did so before, and compute waits for
-  it. What is on the device is not waited for: also what is LEAVING, which stays then. After each take as much as the
-  window has room for is fetched ahead, in the order in which it will be taken. No copy back begins before compute has
-  got to the place where it was asked for: its destination may be memory that earlier work uses.
-- After a task, its sends each make room in the window: compute waits for the oldest copies, and their bytes are let go
-  of. The copies themselves wait for the task, not for those waits.
-- The disk takes part in both: a storage that goes there is copied to host memory and then written, and is let go of
-  when it is written; on its way back it is read and then copied.
+- Before a task, its inputs are reloaded. Compute waits for an input that is AWAY. An input that is LEAVING stays, and
+  compute does not wait. After each take, storages are prefetched in the order of their takes, as far as the window has
+  room. No copy back begins before compute reaches the place that queued it: its destination may be in use until then.
+- After a task, each of its sends makes room in the window: compute waits for the oldest copies, and their bytes are
+  freed. The copies themselves wait for the task, not for those waits.
+- A storage for the disk is copied to CPU memory and then written, and freed when it is written. On its way back it is
+  read and then copied.
 
-What the windows do depends on no clock, and what becomes of a storage is known before the walk: see
-NOTE [ Bytes before seconds ] in ``fates.py``.
+NOTE [ Bytes before seconds ]
+
+The window is counted in the order of tasks (NOTE [ Program order ] in ``tasks.py``). So no clock is needed to say which
+storages it lets go of, and which are taken while they are still LEAVING. The engine learns these in a step, and does
+not copy them in the next. A stream must know of each earlier storage whether it is copied, which may turn out long
+after. So :class:`StorageLifetimes` finds this first, in a walk of its own, and checks the program.
+
+A key that no task sends stands for a storage that stays on the device: taking or dropping it means nothing. A key that
+was dropped may be sent again, and is another storage then. So storages have numbers, in the order of their sends.
 
 NOTE [ The host ]
 
-The host queues tasks in program order, one after the other, and waits for nothing. It begins when the step does, or
-earlier by its lead. That is the lead that it had at the end of the step before: so a step takes no less than the host
-needs to queue all of it. A task is many kernels, which run as they are queued: so it cannot end before the host has
-queued all of it. It is put as if it ran in one piece at last: where the host is behind, the task begins so late that it
-ends when the host is done with it. What compute waits for the host before that is no stall, since no lane is to blame.
-Copies go by compute's clock, and cost the host nothing but what is in the tasks' ``host_seconds``.
+The CPU queues tasks in program order, and waits for nothing. It begins when the step does, or earlier by its lead,
+which is its lead at the end of the step before: so a step takes no less than the CPU needs to queue all of it. A task
+is modelled as one kernel. If the CPU is late, the task is delayed until it ends when the CPU has queued it. That delay
+is no stall, since no stream causes it. Copies cost the CPU nothing beyond the ``host_seconds`` of tasks.
+
+NOTE [ Who holds what ]
+
+A byte counts for one holder at a time, and the holders of an instant add up to the bytes on the device. The
+``change_bytes`` of a block's task are kept, except for gradients and recomputed bytes; those of other tasks count
+apart. A storage is kept until its copy is queued. While a task runs, all its allocations count as working.
+
+A block frees its input, which the block before it has counted. So the count of one holder may fall below zero while the
+sum is right: see :func:`settled`.
 """
 
 from __future__ import annotations
@@ -131,7 +143,7 @@ def simulate_program(program: Program, rates: Rates, *, spans: bool = False) -> 
             task runs, its level is the most that it needs.
 
     Raises:
-        UsageError: if a rate or the window is not positive, or the program is none: see :meth:`StorageLifetimes.of`.
+        UsageError: if a rate or the window is not positive, or the program is none: see :class:`StorageLifetimes`.
     """
     for name in ("out", "back", "disk_write", "disk_read", "window", "ahead", "host"):
         value = getattr(rates, name)
@@ -171,7 +183,7 @@ class _Walk:
 
     def __init__(self, program: Program, rates: Rates, spans: bool) -> None:
         self._program = program
-        self._fates = fates = StorageLifetimes.of(program, rates.window)
+        self._storages = storages = StorageLifetimes(program, rates.window)
         static_bytes = program.static_bytes
         self._rates = rates
         self._ahead = rates.window if rates.ahead is None else rates.ahead
@@ -188,7 +200,7 @@ class _Walk:
         self._peak_task: str | None = None
         self._most_host = self._most_stored = 0
         # By number, the next five.
-        count = len(fates.sent)
+        count = len(storages.sent)
         self._next = 0
         self._left_at = [0.0] * count
         self._away = [False] * count
@@ -200,11 +212,11 @@ class _Walk:
         self._wanted: list[int] = []
         """A heap: turns of what is AWAY with no copy back queued, and will be taken."""
         self._returning_bytes = 0
-        self._tally = Tally(static_bytes) if spans else None
+        self._held: dict[str, int] | None = {"static": static_bytes} if spans else None
+        """Bytes of each holder."""
         self._levels: list[Level] = []
         self._holders: list[Holders] = []
-        if self._tally is not None:
-            self._note_level(self._tally)
+        self._note_level()
 
     def visit(self, task: Task) -> None:
         """One task, with all that comes before and after it."""
@@ -219,12 +231,21 @@ class _Walk:
         most = before + max(task.peak_bytes, task.change_bytes)
         if most > self._peak or self._peak_task is None:
             self._peak, self._peak_task = most, task.name
-        if self._tally is not None and self._spans is not None:
+        if self._held is not None and self._spans is not None:
             self._levels.append(Level(begin, before + task.peak_bytes, self._host, self._stored))
-            self._holders.append(self._tally.now(working=task.peak_bytes))
+            self._holders.append(Holders(**self._held, working=task.peak_bytes))
             self._spans.append(Span(Lane.COMPUTE, task.name, begin, end))
-            self._tally.end(task)
-            self._note_level(self._tally)
+            self._hold("gradients", task.gradient_bytes)
+            self._hold("recomputed", task.recomputed_bytes)
+            rest = task.change_bytes - task.gradient_bytes - task.recomputed_bytes
+            if task.phase is Phase.OUTSIDE:
+                # A storage that such a task sends is kept like any other one.
+                sent = sum(each.nbytes for each in task.sends)
+                self._hold("outside", rest - sent)
+                self._hold("kept", sent)
+            else:
+                self._hold("kept", rest)
+            self._note_level()
         for _ in task.sends:
             self._send(end, task.name)
         for key in task.drops:
@@ -236,8 +257,8 @@ class _Walk:
         last = self._program.tasks[-1].name if self._program.tasks else ""
         waited = self._wait(self._issued + self._program.lead, "host", last)
         self._host_wait += waited
-        if waited and self._tally is not None:
-            self._note_level(self._tally)
+        if waited:
+            self._note_level()
 
     def timeline(self) -> Timeline:
         """All that came of it."""
@@ -262,74 +283,72 @@ class _Walk:
                 # All that was to be taken earlier was, so this one's turn is next.
                 heapq.heappop(self._wanted)
                 back_at = self._fetch(number)
-            sent = self._fates.sent[number]
+            sent = self._storages.sent[number]
             self._stall += self._wait(back_at, "disk" if sent.on_disk else "back", task)
             self._away[number] = False
             self._returning_bytes -= sent.nbytes
-            if self._tally is not None:
-                self._tally.take(sent.nbytes)
-        wanted, fates = self._wanted, self._fates
+            self._hold("returning", -sent.nbytes)
+            self._hold("returned", sent.nbytes)
+        wanted, storages = self._wanted, self._storages
         while wanted:
-            ahead = fates.taken[wanted[0]]
-            if self._returning_bytes + fates.sent[ahead].nbytes > self._ahead:
+            ahead = storages.taken[wanted[0]]
+            if self._returning_bytes + storages.sent[ahead].nbytes > self._ahead:
                 break
             heapq.heappop(wanted)
             self._fetch(ahead)
 
     def _fetch(self, number: int) -> float:
         """Queue a copy back; when it ends."""
-        sent, name, ready = self._fates.sent[number], self._fates.senders[number], self._now
+        sent, name, ready = self._storages.sent[number], self._storages.senders[number], self._now
         if sent.on_disk:
             ready = self._disk.run(name, ready, sent.nbytes / self._rates.disk_read)
         self._back_at[number] = back_at = self._back.run(name, ready, sent.nbytes / self._rates.back)
         self._returning_bytes += sent.nbytes
         self._device += sent.nbytes
-        if self._tally is not None:
-            self._tally.fetch(sent.nbytes)
-            self._note_level(self._tally)
+        self._hold("returning", sent.nbytes)
+        self._note_level()
         return back_at
 
     def _send(self, ready: float, task: str) -> None:
         """The next storage leaves, which is written at ``ready``."""
-        fates, number = self._fates, self._next
+        storages, number = self._storages, self._next
         self._next += 1
-        for oldest in fates.room[number]:
+        for oldest in storages.room[number]:
             self._stall += self._wait(self._left_at[oldest], "out", task)
             self._away[oldest] = True
-            if fates.turns[oldest] != NEVER:
-                heapq.heappush(self._wanted, fates.turns[oldest])
-            self._device -= fates.sent[oldest].nbytes
-            if self._tally is not None:
-                self._tally.let_go(fates.sent[oldest].nbytes)
-                self._note_level(self._tally)
-        sent = fates.sent[number]
+            if storages.turns[oldest] != NEVER:
+                heapq.heappush(self._wanted, storages.turns[oldest])
+            self._device -= storages.sent[oldest].nbytes
+            self._hold("leaving", -storages.sent[oldest].nbytes)
+            self._note_level()
+        sent = storages.sent[number]
         self._numbers[sent.key] = number
-        if fates.reused[number]:
+        if storages.reused[number]:
             return
         left_at = self._out.run(task, ready, sent.nbytes / self._rates.out)
         if sent.on_disk:
             left_at = self._disk.run(task, left_at, sent.nbytes / self._rates.disk_write)
         self._left_at[number] = left_at
         self._count(number, sent.nbytes)
-        if self._tally is not None:
-            self._tally.queue(sent.nbytes)
-            self._note_level(self._tally)
+        self._hold("kept", -sent.nbytes)
+        self._hold("leaving", sent.nbytes)
+        self._note_level()
 
     def _drop(self, number: int) -> None:
-        nbytes = self._fates.sent[number].nbytes
-        reused = self._fates.reused[number]
+        nbytes = self._storages.sent[number].nbytes
+        reused = self._storages.reused[number]
         if not self._away[number]:
             self._device -= nbytes
         if not reused:
             self._count(number, -nbytes)
-        if self._tally is not None:
-            if not self._away[number]:
-                self._tally.drop(nbytes, reused=reused, returned=self._back_at[number] is not None)
-            self._note_level(self._tally)
+        if not self._away[number]:
+            returned = "leaving" if self._back_at[number] is None else "returned"
+            self._hold("kept" if reused else returned, -nbytes)
+        self._note_level()
 
     def _count(self, number: int, nbytes: int) -> None:
         """So many bytes more where the storage goes."""
-        if self._fates.sent[number].on_disk:
+        if self._storages.sent[number].on_disk:
             self._stored += nbytes
             self._most_stored = max(self._most_stored, self._stored)
         else:
@@ -346,68 +365,61 @@ class _Walk:
         self._now = until
         return until - begin
 
-    def _note_level(self, tally: Tally) -> None:
-        self._levels.append(Level(self._now, self._device, self._host, self._stored))
-        self._holders.append(tally.now())
+    def _hold(self, holder: str, nbytes: int) -> None:
+        if self._held is not None:
+            self._held[holder] = self._held.get(holder, 0) + nbytes
+
+    def _note_level(self) -> None:
+        if self._held is not None:
+            self._levels.append(Level(self._now, self._device, self._host, self._stored))
+            self._holders.append(Holders(**self._held))
 
 
 NEVER = -1
 """The turn of a storage that nobody takes."""
 
 
-@dataclass(frozen=True, slots=True)
 class StorageLifetimes:
-    """What becomes of the storages of a program. Lists go by a storage's number, except for ``taken``."""
+    """When each storage of a program is copied, freed and taken. See NOTE [ Bytes before seconds ].
 
-    sent: list[Sent]
-    senders: list[str]
-    """Names of the tasks that send them."""
-    room: list[tuple[int, ...]]
-    """Which ones are let go of so that this one has room in the window, oldest first."""
-    reused: list[bool]
-    """Whether it is taken while it is LEAVING: then it is never copied."""
-    turns: list[int]
-    """Its place in ``taken``, or ``NEVER``."""
-    taken: list[int]
-    """Numbers of the storages that are taken, in the order in which each is for the first time."""
+    Args:
+        program: a step.
+        window: bytes that may be LEAVING at once.
 
-    @classmethod
-    def of(cls, program: Program, window: int) -> StorageLifetimes:
-        """Walk through the program.
+    Raises:
+        UsageError: if the program is none: negative seconds or bytes; a key that is sent while it stands for a storage
+            already, or taken or dropped while it does not, though a task sends it.
+    """
 
-        Args:
-            program: a step.
-            window: bytes that may be LEAVING at once.
-
-        Raises:
-            UsageError: if the program is none: negative seconds or bytes; a key that is sent while it stands for a
-                storage already, or taken or dropped while it does not, though a task sends it.
-        """
+    def __init__(self, program: Program, window: int) -> None:
         if program.static_bytes < 0:
             raise UsageError(f"static_bytes: got {program.static_bytes}, expected at least 0 bytes")
-        walk = _LifetimeWalk(window)
-        for task in program.tasks:
-            walk.visit(task)
-        return walk.fates
-
-
-class _LifetimeWalk:
-    """One walk through a program. ``window``: bytes."""
-
-    def __init__(self, window: int) -> None:
-        self.fates = StorageLifetimes([], [], [], [], [], [])
+        # By a storage's number, the next five.
+        self.sent: list[Sent] = []
+        self.senders: list[str] = []
+        """Names of the tasks that send them."""
+        self.room: list[tuple[int, ...]] = []
+        """Storages that are freed so that this one has room in the window, oldest first."""
+        self.reused: list[bool] = []
+        """Whether it is taken while it is LEAVING: then it is never copied."""
+        self.turns: list[int] = []
+        """Its place in ``taken``, or ``NEVER``."""
+        self.taken: list[int] = []
+        """Numbers of the storages that are taken, in the order of their first takes."""
         self._window = window
         self._numbers: dict[int, int] = {}
         """What keys stand for at this place of the program."""
         self._leaving: OrderedDict[int, int] = OrderedDict()
-        """Bytes of what is LEAVING, oldest first."""
+        """Bytes of storages that are LEAVING, oldest first."""
         self._leaving_bytes = 0
         self._dropped: set[int] = set()
         """Keys that stood for something once."""
         self._kept: dict[int, str] = {}
         """Keys that seem to be sent by no task, and who asked for them."""
+        for task in program.tasks:
+            self._visit(task)
 
-    def visit(self, task: Task) -> None:
+    def _visit(self, task: Task) -> None:
         """One task: its takes, sends and drops."""
         if not (0 <= task.seconds < math.inf and 0 <= task.host_seconds < math.inf and task.peak_bytes >= 0):
             raise UsageError(
@@ -418,11 +430,11 @@ class _LifetimeWalk:
             number = self._numbers.get(key)
             if number is None:
                 self._note_kept(key, task, "takes")
-            elif self.fates.turns[number] == NEVER:
-                self.fates.turns[number] = len(self.fates.taken)
-                self.fates.taken.append(number)
+            elif self.turns[number] == NEVER:
+                self.turns[number] = len(self.taken)
+                self.taken.append(number)
                 if number in self._leaving:
-                    self.fates.reused[number] = True
+                    self.reused[number] = True
                     self._leaving_bytes -= self._leaving.pop(number)
         for sent in task.sends:
             self._send(sent, task)
@@ -442,7 +454,7 @@ class _LifetimeWalk:
         if key in self._numbers:
             raise UsageError(
                 f"task {task.name!r} sends key {key}: got a key that task "
-                f"{self.fates.senders[self._numbers[key]]!r} has sent and nobody has dropped, expected one that stands "
+                f"{self.senders[self._numbers[key]]!r} has sent and nobody has dropped, expected one that stands "
                 f"for nothing; drop it first, or count keys on"
             )
         if key in self._kept:
@@ -455,16 +467,15 @@ class _LifetimeWalk:
             oldest, its_bytes = self._leaving.popitem(last=False)
             self._leaving_bytes -= its_bytes
             room += (oldest,)
-        fates = self.fates
-        number = len(fates.sent)
+        number = len(self.sent)
         self._numbers[key] = number
         self._leaving[number] = nbytes
         self._leaving_bytes += nbytes
-        fates.sent.append(sent)
-        fates.senders.append(task.name)
-        fates.room.append(room)
-        fates.reused.append(False)
-        fates.turns.append(NEVER)
+        self.sent.append(sent)
+        self.senders.append(task.name)
+        self.room.append(room)
+        self.reused.append(False)
+        self.turns.append(NEVER)
 
     def _note_kept(self, key: int, task: Task, does: str) -> None:
         if key in self._dropped:
@@ -521,80 +532,3 @@ def settled(shares: Sequence[int]) -> list[int]:
             found[place - 1] += found[place]
             found[place] = 0
     return found
-
-
-class Tally:
-    """The holders at this place of a program.
-
-    Args:
-        static_bytes: there when the step begins.
-    """
-
-    def __init__(self, static_bytes: int) -> None:
-        self._static = static_bytes
-        self._gradients = self._outside = self._kept = 0
-        self._leaving = self._returning = self._returned = self._recomputed = 0
-
-    def now(self, working: int = 0) -> Holders:
-        """As they are.
-
-        Args:
-            working: bytes that a running task has beyond those.
-        """
-        return Holders(
-            static=self._static,
-            gradients=self._gradients,
-            outside=self._outside,
-            kept=self._kept,
-            leaving=self._leaving,
-            returning=self._returning,
-            returned=self._returned,
-            recomputed=self._recomputed,
-            working=working,
-        )
-
-    def end(self, task: Task) -> None:
-        """A task has ended. Of what it sends, nothing has been queued."""
-        self._gradients += task.gradient_bytes
-        self._recomputed += task.recomputed_bytes
-        rest = task.change_bytes - task.gradient_bytes - task.recomputed_bytes
-        if task.phase is Phase.OUTSIDE:
-            # What it sends is kept like anything that is sent.
-            sent = sum(each.nbytes for each in task.sends)
-            self._outside += rest - sent
-            self._kept += sent
-        else:
-            self._kept += rest
-
-    def queue(self, nbytes: int) -> None:
-        """A copy out is queued."""
-        self._kept -= nbytes
-        self._leaving += nbytes
-
-    def let_go(self, nbytes: int) -> None:
-        """A copy out has made room."""
-        self._leaving -= nbytes
-
-    def fetch(self, nbytes: int) -> None:
-        """A copy back is queued."""
-        self._returning += nbytes
-
-    def take(self, nbytes: int) -> None:
-        """What was fetched is asked for."""
-        self._returning -= nbytes
-        self._returned += nbytes
-
-    def drop(self, nbytes: int, *, reused: bool, returned: bool) -> None:
-        """What is on the device is wanted no more.
-
-        Args:
-            nbytes: of it.
-            reused: whether it was never copied.
-            returned: whether it has come back.
-        """
-        if reused:
-            self._kept -= nbytes
-        elif returned:
-            self._returned -= nbytes
-        else:
-            self._leaving -= nbytes
