@@ -28,7 +28,7 @@ from planning.blocks import (
     unsaved,
 )
 from spillway.attaching.apply_plan import how_of
-from spillway.planning.block_tasks import Outcome, leaves_at, make_option
+from spillway.planning.block_tasks import ResolvedDecisions, leaves_at, make_option
 from spillway.planning.plan import planned_block
 from spillway.planning.profile import Again, BackwardPart, BlockProfile, HostTimes, OperatorProfile, Value
 from spillway.planning.tasks import Option, Part, Phase, Problem, Rates, Sent
@@ -82,7 +82,7 @@ def test_what_runs_again_is_given_and_is_held_is_what_the_engine_says(
     reruns = [task for task in option.backward if task.phase is Phase.RERUN]
     runs = decoded(sum(task.seconds for task in reruns))
     views = {place for place, each in enumerate(block.operators) if each.again is Again.VIEW}
-    reach = Outcome.of(block, option.decisions, 0).reach
+    reach = ResolvedDecisions.of(block, option.decisions, 0).reach
     assert engine.reach <= reach
     expected = tuple(block.operators[place].name for place in range(reach) if place in runs | views)
     if name == "Dropout":

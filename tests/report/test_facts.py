@@ -9,7 +9,7 @@ from itertools import groupby, pairwise
 import pytest
 
 from spillway import UsageError
-from spillway.planning.block_tasks import Outcome
+from spillway.planning.block_tasks import ResolvedDecisions
 from spillway.planning.hardware import Hardware
 from spillway.planning.plan import Plan, options_of
 from spillway.planning.profile import Profile
@@ -82,18 +82,18 @@ def test_rows_say_what_becomes_of_what_a_block_saves(facts: Made) -> None:
     kind = found.profile.kinds[0]
     for row, block, option in zip(found.rows, found.plan.blocks, options, strict=True):
         assert (row.name, row.sent_bytes, row.rerun_seconds) == (block.name, block.sent_bytes, block.rerun_seconds)
-        outcome = Outcome.of(kind, option.decisions, found.profile.min_bytes)
-        assert row.recomputed_bytes == sum(kind.values[number].nbytes for number in outcome.again)
-        assert row.kept_bytes == sum(kind.values[number].nbytes for number in outcome.stays)
+        resolved = ResolvedDecisions.of(kind, option.decisions, found.profile.min_bytes)
+        assert row.recomputed_bytes == sum(kind.values[number].nbytes for number in resolved.recomputed)
+        assert row.kept_bytes == sum(kind.values[number].nbytes for number in resolved.kept)
         planned = {each.place: each for each in block.operators}
         told = {each.place: each for each in row.operators}
         assert planned.keys() <= told.keys() == {place for place, each in enumerate(kind.operators) if each.makes}
         for place, each in planned.items():
             assert told[place].reason == each.reason and told[place].nbytes == each.nbytes
             assert told[place].decision.startswith("keep" if each.decision is Decision.KEEP else "offload")
-        assert {place for place in told if told[place].decision == "recompute"} <= outcome.runs
-        assert ("recompute" in row.decision) == bool(outcome.again)
-        assert ("offload" in row.decision) == bool(outcome.leaves)
+        assert {place for place in told if told[place].decision == "recompute"} <= resolved.runs
+        assert ("recompute" in row.decision) == bool(resolved.recomputed)
+        assert ("offload" in row.decision) == bool(resolved.offloaded)
     assert any("recompute" in row.decision for row in found.rows)
 
 

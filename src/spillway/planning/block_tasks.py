@@ -58,7 +58,7 @@ products and attention; 268 MB a layer and way; the device at its limit of power
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from spillway.planning.profile import Again, BackwardPart, BlockProfile, Outside, Value
@@ -82,34 +82,34 @@ def make_option(block: BlockProfile, decisions: Sequence[Decision], *, min_bytes
         min_bytes: what is smaller stays where it was to leave.
     """
     said = as_planned(block, decisions, min_bytes)
-    outcome = Outcome.of(block, said, min_bytes)
+    resolved = ResolvedDecisions.of(block, said, min_bytes)
     return Option(
-        tuple(outcome.told(block, said)),
-        _forward(block, outcome),
-        _backward(block, outcome),
-        output_bytes=sum(block.values[number].nbytes for number in outcome.stays if _outlives(block, number)),
-        input_bytes=sum(block.values[number].nbytes for number in outcome.stays if block.values[number].is_input),
-        let_go_bytes=_held_casts(block, outcome) - _kept_casts(block, outcome),
+        tuple(resolved.told(block, said)),
+        _forward(block, resolved),
+        _backward(block, resolved),
+        output_bytes=sum(block.values[number].nbytes for number in resolved.kept if _outlives(block, number)),
+        input_bytes=sum(block.values[number].nbytes for number in resolved.kept if block.values[number].is_input),
+        let_go_bytes=_held_casts(block, resolved) - _kept_casts(block, resolved),
     )
 
 
-def _casts(block: BlockProfile, outcome: Outcome) -> int:
+def _casts(block: BlockProfile, resolved: ResolvedDecisions) -> int:
     """Bytes that autograd saves of a block's casts."""
-    return sum(block.values[number].nbytes for number in outcome.casts)
+    return sum(block.values[number].nbytes for number in resolved.casts)
 
 
-def _kept_casts(block: BlockProfile, outcome: Outcome) -> int:
+def _kept_casts(block: BlockProfile, resolved: ResolvedDecisions) -> int:
     """Of these, what is there from the block's forward to its backward. See NOTE [ Casts ]."""
-    if outcome.again:
+    if resolved.recomputed:
         return 0
     # Where a block is called several times, the cache has one cast for all of them.
-    casts = _casts(block, outcome)
+    casts = _casts(block, resolved)
     return min(casts, block.cached_bytes) if block.cached_bytes else casts
 
 
-def _held_casts(block: BlockProfile, outcome: Outcome) -> int:
+def _held_casts(block: BlockProfile, resolved: ResolvedDecisions) -> int:
     """What there is of casts when the block's forward has ended."""
-    return block.cached_bytes or _kept_casts(block, outcome)
+    return block.cached_bytes or _kept_casts(block, resolved)
 
 
 def _levels(
@@ -145,19 +145,19 @@ def _levels(
     return levels, peaks
 
 
-def _forward(block: BlockProfile, outcome: Outcome) -> tuple[Task, ...]:
+def _forward(block: BlockProfile, resolved: ResolvedDecisions) -> tuple[Task, ...]:
     values, count = block.values, len(block.operators)
-    held = outcome.stays | outcome.leaves.keys()
+    held = resolved.kept | resolved.offloaded.keys()
     levels, peaks = _levels(block, held, (), range(count), count)
-    for number in outcome.leaves:
+    for number in resolved.offloaded:
         for place in range(leaves_at(block, number), min(values[number].dies_at, count)):
             peaks[place] += values[number].nbytes
-    casts = _held_casts(block, outcome)
+    casts = _held_casts(block, resolved)
     levels = [levels[0], *(level + casts for level in levels[1:])]
     peaks = [peak + casts for peak in peaks]
-    cuts = sorted({0, count, *(leaves_at(block, number) for number in outcome.leaves)})
+    cuts = sorted({0, count, *(leaves_at(block, number) for number in resolved.offloaded)})
     seconds = _seconds(block)
-    host_seconds = _forward_host(block, outcome)
+    host_seconds = _forward_host(block, resolved)
     tasks = [] if block.gap is None else [_gap(block.gap)]
     for start, end in list(pairwise(cuts)) or [(0, 0)]:
         change = levels[end] - levels[start]
@@ -167,7 +167,7 @@ def _forward(block: BlockProfile, outcome: Outcome) -> tuple[Task, ...]:
             change += sum(values[number].nbytes for number in held if _outlives(block, number))
         sends = tuple(
             Sent(number, values[number].nbytes, on_disk)
-            for number, on_disk in outcome.leaves.items()
+            for number, on_disk in resolved.offloaded.items()
             if leaves_at(block, number) == end
         )
         leaving = sum(sent.nbytes for sent in sends)
@@ -197,27 +197,23 @@ def _gap(gap: Outside) -> Task:
     )
 
 
-def _forward_host(block: BlockProfile, outcome: Outcome) -> float:
+def _forward_host(block: BlockProfile, resolved: ResolvedDecisions) -> float:
     """See NOTE [ What the CPU needs ]."""
     if block.host is None:
         return 0.0
-    if not (outcome.again or outcome.leaves):
+    if not (resolved.recomputed or resolved.offloaded):
         return block.host.plain
-    queued = block.host.region if outcome.again else block.host.plain
-    return queued + _host_by_operator(block) * (_KEEP * len(outcome.stays) + _SEND * len(outcome.leaves))
+    queued = block.host.region if resolved.recomputed else block.host.plain
+    return queued + _host_by_operator(block) * (_KEEP * len(resolved.kept) + _SEND * len(resolved.offloaded))
 
 
-def _rerun_host(block: BlockProfile, outcome: Outcome) -> float:
+def _rerun_host(block: BlockProfile, resolved: ResolvedDecisions) -> float:
     """See NOTE [ What the CPU needs ]."""
     if block.host is None:
         return 0.0
-    share = outcome.reach / max(len(block.operators), 1)
-    is_partial = bool(outcome.given - _inputs(block))
-    return block.host.rerun * share + (_MODE * _host_by_operator(block) * outcome.reach if is_partial else 0.0)
-
-
-def _inputs(block: BlockProfile) -> set[int]:
-    return {number for number, value in enumerate(block.values) if value.is_input}
+    share = resolved.reach / max(len(block.operators), 1)
+    is_partial = any(not block.values[number].is_input for number in resolved.given)
+    return block.host.rerun * share + (_MODE * _host_by_operator(block) * resolved.reach if is_partial else 0.0)
 
 
 def _host_by_operator(block: BlockProfile) -> float:
@@ -240,7 +236,7 @@ def _seconds(block: BlockProfile) -> list[float]:
     return [block.forward_seconds * (each.seconds / total) for each in block.operators]
 
 
-def _backward(block: BlockProfile, outcome: Outcome) -> tuple[Task, ...]:
+def _backward(block: BlockProfile, resolved: ResolvedDecisions) -> tuple[Task, ...]:
     values, count = block.values, len(block.operators)
     weights = [each.seconds for each in block.operators]
     if not any(weights):
@@ -250,10 +246,15 @@ def _backward(block: BlockProfile, outcome: Outcome) -> tuple[Task, ...]:
     """To where it is wanted."""
     asked_at = {number: min((value.asked_at or 0) + 1, count) for number, value in enumerate(values)}
     """From where on."""
-    over_at = _over_at(block, wanted_at)
+    over_at = {number: wanted_at[number] if value.saved_at is not None else 0 for number, value in enumerate(values)}
+    """To where it is there."""
     # The replay comes when the first of what it makes is asked for, a cast among others.
-    rerun_at = max((asked_at[number] for number in outcome.again | outcome.casts), default=0) if outcome.again else -1
-    taken = [number for number in outcome.leaves if values[number].saved_at is not None]
+    rerun_at = (
+        max((asked_at[number] for number in resolved.recomputed | resolved.casts), default=0)
+        if resolved.recomputed
+        else -1
+    )
+    taken = [number for number in resolved.offloaded if values[number].saved_at is not None]
     cuts = {count, 0, *(places[number] for number in taken for places in (wanted_at, asked_at))}
     cuts.update({rerun_at} - {-1})
     places = sorted(cuts, reverse=True)
@@ -263,18 +264,18 @@ def _backward(block: BlockProfile, outcome: Outcome) -> tuple[Task, ...]:
     cast_again = 0
     for start, end in list(pairwise(places)) or [(0, 0)]:
         if start == rerun_at:
-            cast_again = _casts(block, outcome)
-            tasks.append(_with_casts(_rerun(block, outcome, _part_at(block, start).begin_bytes), cast_again))
+            cast_again = _casts(block, resolved)
+            tasks.append(_rerun(block, resolved, _part_at(block, start).begin_bytes, cast_again))
         takes = tuple(number for number in taken if asked_at[number] == start)
         over = {
             number
-            for number in (*outcome.stays, *outcome.leaves, *outcome.again)
+            for number in (*resolved.kept, *resolved.offloaded, *resolved.recomputed)
             if number not in freed and (end == 0 or over_at[number] > end)
         }
         freed |= over
-        change = -sum(values[number].nbytes for number in over if number not in outcome.leaves)
+        change = -sum(values[number].nbytes for number in over if number not in resolved.offloaded)
         if end == 0:
-            change -= _kept_casts(block, outcome) + cast_again
+            change -= _kept_casts(block, resolved) + cast_again
         gradients = block.backward_change_bytes if end == 0 else 0
         share = (done[start] - done[end]) / done[-1] if count else 1.0
         tasks.append(
@@ -282,27 +283,17 @@ def _backward(block: BlockProfile, outcome: Outcome) -> tuple[Task, ...]:
                 "backward",
                 Phase.BACKWARD,
                 seconds=block.backward_seconds * share,
-                peak_bytes=_backward_peak(block, outcome, wanted_at, over_at, start, end),
+                peak_bytes=_backward_peak(block, resolved, wanted_at, over_at, start, end),
                 change_bytes=change + gradients,
                 takes=takes,
-                drops=tuple(number for number in outcome.leaves if number in over),
+                drops=tuple(number for number in resolved.offloaded if number in over),
                 gradient_bytes=gradients,
-                recomputed_bytes=-sum(values[number].nbytes for number in over & outcome.again)
+                recomputed_bytes=-sum(values[number].nbytes for number in over & resolved.recomputed)
                 - (cast_again if end == 0 else 0),
                 host_seconds=host_seconds * share + _TAKE * _host_by_operator(block) * len(takes),
             )
         )
     return tuple(tasks)
-
-
-def _with_casts(task: Task, nbytes: int) -> Task:
-    """A re-run that makes so many bytes of casts, too."""
-    return replace(
-        task,
-        peak_bytes=task.peak_bytes + nbytes,
-        change_bytes=task.change_bytes + nbytes,
-        recomputed_bytes=task.recomputed_bytes + nbytes,
-    )
 
 
 def _part_at(block: BlockProfile, place: int) -> BackwardPart:
@@ -311,14 +302,9 @@ def _part_at(block: BlockProfile, place: int) -> BackwardPart:
     return parts[-1] if parts else BackwardPart(place, block.backward_peak_bytes, 0)
 
 
-def _over_at(block: BlockProfile, wanted_at: dict[int, int]) -> dict[int, int]:
-    """To where each value is there."""
-    return {number: wanted_at[number] if value.saved_at is not None else 0 for number, value in enumerate(block.values)}
-
-
 def _backward_peak(
     block: BlockProfile,
-    outcome: Outcome,
+    resolved: ResolvedDecisions,
     wanted_at: dict[int, int],
     over_at: dict[int, int],
     start: int,
@@ -330,27 +316,27 @@ def _backward_peak(
     for part in block.backward_parts:
         if end < part.place <= start:
             # What is not needed any more by then was there at the first place.
-            there = (*outcome.stays, *outcome.leaves, *outcome.again)
+            there = (*resolved.kept, *resolved.offloaded, *resolved.recomputed)
             gone = sum(values[number].nbytes for number in there if part.place < over_at[number] <= start)
-            here = (number for number in outcome.stays if values[number].saved_at is not None)
+            here = (number for number in resolved.kept if values[number].saved_at is not None)
             kept = sum(values[number].nbytes for number in here if wanted_at[number] == part.place)
             peaks.append(max(part.peak_bytes, part.late_bytes + kept if part.late_bytes else 0) - gone)
     return max(peaks)
 
 
-def _rerun(block: BlockProfile, outcome: Outcome, begin_bytes: int) -> Task:
+def _rerun(block: BlockProfile, resolved: ResolvedDecisions, begin_bytes: int, casts: int) -> Task:
     values, seconds = block.values, _seconds(block)
-    _, peaks = _levels(block, outcome.again, outcome.given, outcome.runs, outcome.reach)
-    made = sum(values[number].nbytes for number in outcome.again)
+    _, peaks = _levels(block, resolved.recomputed, resolved.given, resolved.runs, resolved.reach)
+    made = sum(values[number].nbytes for number in resolved.recomputed) + casts
     return Task(
         "again",
         Phase.RERUN,
-        seconds=block.rerun_factor * sum(seconds[place] for place in sorted(outcome.runs)),
-        peak_bytes=max(peaks, default=0) + begin_bytes,
+        seconds=block.rerun_factor * sum(seconds[place] for place in sorted(resolved.runs)),
+        peak_bytes=max(peaks, default=0) + begin_bytes + casts,
         change_bytes=made,
-        takes=tuple(number for number in outcome.leaves if number in outcome.given),
+        takes=tuple(number for number in resolved.offloaded if number in resolved.given),
         recomputed_bytes=made,
-        host_seconds=_rerun_host(block, outcome),
+        host_seconds=_rerun_host(block, resolved),
     )
 
 
@@ -358,27 +344,27 @@ _LEAVES = {Decision.OFFLOAD, Decision.OFFLOAD_HOST, Decision.OFFLOAD_DISK}
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """What becomes of values and operators."""
+class ResolvedDecisions:
+    """What a block does with its values and operators under some decisions."""
 
     runs: frozenset[int]
-    """Operators that run again."""
-    stays: frozenset[int]
-    """Values that are on the device from forward to backward."""
-    leaves: dict[int, bool]
-    """Values that leave, and whether for the disk."""
-    again: frozenset[int]
-    """Saved values that are computed again."""
+    """Operators that the replay runs."""
+    kept: frozenset[int]
+    """Values that stay on the device from forward to backward."""
+    offloaded: dict[int, bool]
+    """Offloaded values, and whether to the disk."""
+    recomputed: frozenset[int]
+    """Saved values that are recomputed."""
     given: frozenset[int]
-    """Values that a re-run is handed."""
+    """Values that the replay is handed."""
     casts: frozenset[int]
     """Casts that autograd saved."""
     reach: int
-    """How many operators a re-run goes through: it ends with the last value that is wanted."""
+    """How many operators the replay goes through: it ends with the last value that is wanted."""
 
     @classmethod
-    def of(cls, block: BlockProfile, decisions: Sequence[Decision], min_bytes: int) -> Outcome:
-        """That of decisions as :func:`as_planned` gives them."""
+    def of(cls, block: BlockProfile, decisions: Sequence[Decision], min_bytes: int) -> ResolvedDecisions:
+        """Resolve decisions that :func:`as_planned` gave."""
         values = block.values
         again = frozenset(
             number
@@ -411,12 +397,12 @@ class Outcome:
         return cls(runs, frozenset(held - leaves.keys()), leaves, again, given, casts, reach)
 
     def told(self, block: BlockProfile, decisions: Sequence[Decision]) -> list[Decision]:
-        """These decisions without those about what nobody needs. See NOTE [ What a plan can say ]."""
+        """These decisions, with RECOMPUTE for values that the block does not need. See NOTE [ What a plan can say ]."""
         said = list(decisions)
-        if self.again:
+        if self.recomputed:
             for each in block.operators:
                 if each.again is Again.FREE and not any(
-                    made in self.stays or made in self.leaves for made in each.makes
+                    made in self.kept or made in self.offloaded for made in each.makes
                 ):
                     for number in each.makes:
                         said[number] = Decision.RECOMPUTE

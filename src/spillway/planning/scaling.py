@@ -18,10 +18,12 @@ from __future__ import annotations
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
-from spillway.planning.profile import BlockProfile, Outside, Profile, Static
+from spillway.planning.profile import Profile, Static, Value
 
 _STATIC = frozenset(field.name for field in fields(Static))
 """Bytes, too: the batch is among them."""
+_FIXED = frozenset({"host", "host_seconds", "backward_change_bytes", "cached_bytes"})
+"""Fields of blocks that do not grow with the inputs."""
 
 
 def scaled(first: Profile, second: Profile, sizes: tuple[int, int], size: int) -> Profile | None:
@@ -50,57 +52,38 @@ def enlarged(profile: Profile, factor: float) -> Profile:
         profile: of the smaller ones.
         factor: at least 1.
     """
-
-    def grown(nbytes: int) -> int:
-        return round(nbytes * factor)
-
-    def kind(block: BlockProfile) -> BlockProfile:
-        return replace(
-            block,
-            operators=tuple(
-                replace(each, seconds=each.seconds * factor, workspace_bytes=grown(each.workspace_bytes))
-                for each in block.operators
-            ),
-            values=tuple(
-                value if value.is_cast else replace(value, nbytes=grown(value.nbytes)) for value in block.values
-            ),
-            forward_seconds=block.forward_seconds * factor,
-            backward_seconds=block.backward_seconds * factor,
-            backward_peak_bytes=grown(block.backward_peak_bytes),
-            gap=None if block.gap is None else outside(block.gap),
-            backward_parts=tuple(
-                replace(
-                    part,
-                    peak_bytes=grown(part.peak_bytes),
-                    begin_bytes=grown(part.begin_bytes),
-                    late_bytes=grown(part.late_bytes),
-                )
-                for part in block.backward_parts
-            ),
-        )
-
-    def outside(part: Outside) -> Outside:
-        return replace(
-            part,
-            seconds=part.seconds * factor,
-            peak_bytes=grown(part.peak_bytes),
-            change_bytes=grown(part.change_bytes),
-        )
-
-    before, middle = outside(profile.before), outside(profile.middle)
-    late = None if profile.late is None else outside(profile.late)
+    before, middle = (_grown(each, factor) for each in (profile.before, profile.middle))
+    late = None if profile.late is None else _grown(profile.late, factor)
     pairs = ((before, profile.before), (middle, profile.middle), (late, profile.late))
     more = sum(new.change_bytes - old.change_bytes for new, old in pairs if new is not None and old is not None)
     return replace(
         profile,
-        kinds=tuple(map(kind, profile.kinds)),
+        kinds=tuple(_grown(kind, factor) for kind in profile.kinds),
         before=before,
         middle=middle,
         late=late,
         # What they hold is let go of there.
         after=replace(profile.after, change_bytes=profile.after.change_bytes - more),
-        held_bytes=grown(profile.held_bytes),
+        held_bytes=round(profile.held_bytes * factor),
     )
+
+
+def _grown(record: Any, factor: float) -> Any:
+    """A record whose bytes and seconds are so many times as large, but for those that do not grow with the inputs."""
+    if not is_dataclass(record) or (isinstance(record, Value) and record.is_cast):
+        return record
+    changed: dict[str, Any] = {}
+    for name in {field.name for field in fields(record)} - _FIXED:
+        value = getattr(record, name)
+        if isinstance(value, tuple):
+            changed[name] = tuple(_grown(each, factor) for each in value)
+        elif name.endswith("bytes"):
+            changed[name] = round(value * factor)
+        elif name.endswith("seconds"):
+            changed[name] = value * factor
+        else:
+            changed[name] = _grown(value, factor)
+    return replace(record, **changed)  # type: ignore[type-var]
 
 
 def risen(profile: Profile, nbytes: int, *, has_gradients: bool = False) -> Profile:

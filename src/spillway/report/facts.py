@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from spillway.planning.block_tasks import Outcome
+from spillway.planning.block_tasks import ResolvedDecisions
 from spillway.planning.hardware import Hardware
 from spillway.planning.plan import BlockPlan, Plan, options_of, program_of
 from spillway.planning.planner import Curve, Point, rates_of
@@ -328,7 +328,7 @@ def _rows(profile: Profile, plan: Plan) -> tuple[Row, ...]:
 
 
 def _row(kind: BlockProfile, block: BlockPlan, option: Option, min_bytes: int) -> Row:
-    outcome = Outcome.of(kind, option.decisions, min_bytes)
+    outcome = ResolvedDecisions.of(kind, option.decisions, min_bytes)
     operators = tuple(_operators(kind, block, option, outcome))
 
     def total(numbers: Iterable[int]) -> int:
@@ -355,12 +355,14 @@ _WORDS = {
 }
 
 
-def _decision(block: BlockPlan, outcome: Outcome) -> str:
+def _decision(block: BlockPlan, outcome: ResolvedDecisions) -> str:
     words = [*(["offload"] if outcome.leaves else []), *(["recompute"] if outcome.again else [])]
     return " and ".join(words) if words and not block.plain else "keep"
 
 
-def _operators(kind: BlockProfile, block: BlockPlan, option: Option, outcome: Outcome) -> Iterable[OperatorRow]:
+def _operators(
+    kind: BlockProfile, block: BlockPlan, option: Option, outcome: ResolvedDecisions
+) -> Iterable[OperatorRow]:
     planned = {each.place: each for each in block.operators}
     for place, each in enumerate(kind.operators):
         if not each.makes:
