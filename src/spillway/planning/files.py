@@ -13,50 +13,90 @@ import json
 import os
 import stat
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from spillway.errors import UsageError
 
-STRICT = ConfigDict(extra="forbid", strict=True)
-"""Of records that are read from files. See NOTE [ Strict files ]."""
 Count = Annotated[int, Field(ge=0)]
 """In a file: a whole number, not below 0."""
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 """In a file: a finite time, not below 0."""
 
 
-def read_json(adapter: TypeAdapter[Any], text: str | bytes, what: str, schema: int) -> Any:
-    """A record from JSON. See NOTE [ Strict files ].
+class Record:
+    """A value in a file. See NOTE [ Strict files ]."""
 
-    Args:
-        adapter: of the record.
-        text: JSON.
-        what: what the record is called in a message.
-        schema: its version.
+    __slots__ = ()
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
 
-    Raises:
-        UsageError: if it is none, or of another version.
-    """
-    try:
-        # The version comes first, so that a file of another one is told by it.
-        version = _Version.model_validate_json(text).version
-        if version != schema:
-            raise UsageError(
-                f"{what}: got version {version}, expected {schema}; make it anew, or give the file of a {what}, if "
-                f"this is none"
-            )
-        found = adapter.validate_json(text)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        raise is_none(what, ".".join(map(str, first["loc"])) or "the file", first["msg"], schema) from None
-    except UnicodeError as error:
-        raise is_none(what, "the file", f"no text that can be encoded: {error}", schema) from None
-    missing = _missing(adapter.dump_python(found, mode="json"), json.loads(text))
-    if missing is not None:
-        raise is_none(what, missing, "Field required", schema)
-    return found
+
+class FileRecord(Record):
+    """A record that has a file of its own: a dataclass whose field ``schema`` has the version for its default."""
+
+    __slots__ = ()
+
+    def to_json(self) -> str:
+        """As JSON, with the schema's version."""
+        return TypeAdapter(type(self)).dump_json(self, indent=1).decode()
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Self:
+        """The record that :meth:`to_json` wrote.
+
+        Raises:
+            UsageError: for anything else.
+        """
+        what, schema, adapter = cls.__name__.lower(), cls._schema(), TypeAdapter(cls)
+        try:
+            # The version comes first, so that a file of another one is told by it.
+            version = _Version.model_validate_json(text).version
+            if version != schema:
+                raise UsageError(
+                    f"{what}: got version {version}, expected {schema}; make it anew, or give the file of a {what}, if "
+                    f"this is none"
+                )
+            found = adapter.validate_json(text)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            raise cls._is_none(".".join(map(str, first["loc"])) or "the file", first["msg"]) from None
+        except UnicodeError as error:
+            raise cls._is_none("the file", f"no text that can be encoded: {error}") from None
+        missing = _missing(adapter.dump_python(found, mode="json"), json.loads(text))
+        if missing is not None:
+            raise cls._is_none(missing, "Field required")
+        found._check()
+        return found
+
+    def save(self, path: str | Path) -> None:
+        """Write it to a file.
+
+        Raises:
+            UsageError: if there can be no such file.
+        """
+        write_file(path, self.to_json())
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read it from a file; raises as :meth:`from_json` does, and where there is no such file."""
+        return cls.from_json(read_file(path, cls.__name__))
+
+    def _check(self) -> None:
+        """Raise for fields that contradict each other."""
+
+    @classmethod
+    def _schema(cls) -> int:
+        return int(cls.__dataclass_fields__["schema"].default)  # type: ignore[attr-defined]
+
+    @classmethod
+    def _is_none(cls, place: str, why: str) -> UsageError:
+        """The error for a file that is no such record: where in it, and why."""
+        what = cls.__name__.lower()
+        return UsageError(
+            f"{what}: got JSON that is none ({place}: {why}), expected what to_json() of a spillway {what} writes, "
+            f"version {cls._schema()}; make it anew"
+        )
 
 
 def read_file(path: str | os.PathLike[str], what: str) -> bytes:
@@ -137,14 +177,6 @@ class _Version(BaseModel, extra="ignore", strict=True):
     """All that must be in a file of any version."""
 
     version: int = Field(alias="schema")
-
-
-def is_none(what: str, place: str, why: str, schema: int) -> UsageError:
-    """The error for a file that is no such record: where in it, and why."""
-    return UsageError(
-        f"{what}: got JSON that is none ({place}: {why}), expected what to_json() of a spillway {what} writes, version "
-        f"{schema}; make it anew"
-    )
 
 
 def _missing(record: Any, given: Any) -> str | None:

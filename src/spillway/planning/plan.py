@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Annotated
 
-from pydantic import ConfigDict, Field, TypeAdapter
+from pydantic import Field
 
 from spillway.errors import UsageError, printable
 from spillway.planning.block_tasks import make_option
-from spillway.planning.files import STRICT, Count, Seconds, read_file, read_json, write_file
+from spillway.planning.files import Count, FileRecord, Record, Seconds
 from spillway.planning.profile import Again, BlockProfile, Outside, Profile
 from spillway.planning.tasks import Option, Part, Phase, Problem, Program, Rates, Task
 from spillway.records import Decision
@@ -28,13 +27,11 @@ ANY_RATES = Rates(1.0, 1.0, 1.0, 1.0, 1)
 
 
 @dataclass(frozen=True, slots=True)
-class OperatorPlan:
+class OperatorPlan(Record):
     """A decision for the outputs of one operator of a block.
 
     An operator that is not named is recomputed, or kept where nothing is (:attr:`BlockPlan.recomputes`).
     """
-
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     place: Count
     """How many operators of the block run before it."""
@@ -46,10 +43,8 @@ class OperatorPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class BlockPlan:
+class BlockPlan(Record):
     """The decisions for one call of a block."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     name: str
     """The module's, dotted."""
@@ -79,10 +74,8 @@ class BlockPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(FileRecord):
     """Decisions for a step. A value: made by :func:`spillway.plan`, applied by ``spillway.attach(model, plan=...)``."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     model: str
     """Class of the model."""
@@ -112,32 +105,6 @@ class Plan:
     optimizer_fraction: Annotated[float, Field(ge=0, le=1)] | None = None
     """The fraction of an ``OffloadedOptimizer`` that is stepped on the CPU; ``None``: the plan does not say."""
     schema: int = SCHEMA
-
-    def to_json(self) -> str:
-        """As JSON, with the schema's version."""
-        return _PLAN.dump_json(self, indent=1).decode()
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> Self:
-        """The plan that :meth:`to_json` wrote.
-
-        Raises:
-            UsageError: for anything else.
-        """
-        return read_json(_PLAN, text, "plan", SCHEMA)  # type: ignore[no-any-return]
-
-    def save(self, path: str | Path) -> None:
-        """Write it to a file.
-
-        Raises:
-            UsageError: if there can be no such file.
-        """
-        write_file(path, self.to_json())
-
-    @classmethod
-    def load(cls, path: str | Path) -> Self:
-        """Read it from a file; raises as :meth:`from_json` does, and where there is no such file."""
-        return cls.from_json(read_file(path, "Plan"))
 
     @property
     def sent_bytes(self) -> int:
@@ -323,6 +290,3 @@ def _outside(name: str, outside: Outside) -> Task:
         change_bytes=outside.change_bytes,
         host_seconds=outside.host_seconds,
     )
-
-
-_PLAN: TypeAdapter[Any] = TypeAdapter(Plan)

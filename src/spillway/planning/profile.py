@@ -11,13 +11,9 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, ClassVar, Self
-
-from pydantic import ConfigDict, TypeAdapter
 
 from spillway.errors import printable
-from spillway.planning.files import STRICT, Count, Seconds, is_none, read_file, read_json, write_file
+from spillway.planning.files import Count, FileRecord, Record, Seconds
 from spillway.units import format_bytes
 
 SCHEMA = 8
@@ -36,10 +32,8 @@ class Again(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Value:
+class Value(Record):
     """A storage that the operators of a block read or make."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     nbytes: Count
     maker: Count | None
@@ -63,10 +57,8 @@ class Value:
 
 
 @dataclass(frozen=True, slots=True)
-class OperatorProfile:
+class OperatorProfile(Record):
     """An operator of a block."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     name: str
     seconds: Seconds
@@ -80,10 +72,8 @@ class OperatorProfile:
 
 
 @dataclass(frozen=True, slots=True)
-class BackwardPart:
+class BackwardPart(Record):
     """A part of a block's backward: from where it is given what the block saved to where it is given more."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     place: Count
     """It goes back through the operators from this many on. What autograd first saved later is not needed any more."""
@@ -97,10 +87,8 @@ class BackwardPart:
 
 
 @dataclass(frozen=True, slots=True)
-class HostTimes:
+class HostTimes(Record):
     """What the host needs to queue a block's work, in seconds."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     plain: Seconds
     """Its forward, where it is left alone."""
@@ -113,10 +101,8 @@ class HostTimes:
 
 
 @dataclass(frozen=True, slots=True)
-class BlockProfile:
+class BlockProfile(Record):
     """A kind of block. Times are those of one call."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     kind: str
     operators: tuple[OperatorProfile, ...]
@@ -150,10 +136,8 @@ class BlockProfile:
 
 
 @dataclass(frozen=True, slots=True)
-class Outside:
+class Outside(Record):
     """A part of a step that is no block's."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     seconds: Seconds
     peak_bytes: Count
@@ -165,10 +149,8 @@ class Outside:
 
 
 @dataclass(frozen=True, slots=True)
-class OptimizerProfile:
+class OptimizerProfile(Record):
     """An optimizer that can step any fraction of its elements on the host: all of them, where this was measured."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     state_bytes: Count
     """Of all elements, were they stepped on the device: masters, too."""
@@ -183,10 +165,8 @@ class OptimizerProfile:
 
 
 @dataclass(frozen=True, slots=True)
-class BlockCall:
+class BlockCall(Record):
     """One call of a block in a step."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     name: str
     """The module's."""
@@ -195,10 +175,8 @@ class BlockCall:
 
 
 @dataclass(frozen=True, slots=True)
-class Static:
+class Static(Record):
     """What is allocated when a step begins, by what it is. The shares add up to :attr:`Profile.static_bytes`."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     weights: Count
     """Parameters of the model."""
@@ -216,10 +194,8 @@ class Static:
 
 
 @dataclass(frozen=True, slots=True)
-class Profile:
+class Profile(FileRecord):
     """What one step was measured to do."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     model: str
     """Class of the model."""
@@ -252,41 +228,6 @@ class Profile:
     between."""
     schema: int = SCHEMA
 
-    def to_json(self) -> str:
-        """As JSON, with the schema's version."""
-        return _PROFILE.dump_json(self, indent=1).decode()
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> Self:
-        """The profile that :meth:`to_json` wrote.
-
-        Raises:
-            UsageError: for anything else.
-        """
-        found: Self = read_json(_PROFILE, text, "profile", SCHEMA)
-        if found.static is not None and found.static.total != found.static_bytes:
-            raise is_none(
-                "profile", "static", f"{found.static.total} bytes, where static_bytes are {found.static_bytes}", SCHEMA
-            )
-        for place, kind in enumerate(found.kinds):
-            _check_numbers(kind, f"kinds.{place}")
-        for place, call in enumerate(found.calls):
-            _check_below(call.kind, len(found.kinds), f"calls.{place}.kind", "kinds")
-        return found
-
-    def save(self, path: str | Path) -> None:
-        """Write it to a file.
-
-        Raises:
-            UsageError: if there can be no such file.
-        """
-        write_file(path, self.to_json())
-
-    @classmethod
-    def load(cls, path: str | Path) -> Self:
-        """Read it from a file; raises as :meth:`from_json` does, and where there is no such file."""
-        return cls.from_json(read_file(path, "Profile"))
-
     @property
     def saved_bytes(self) -> int:
         """What autograd saves of all blocks."""
@@ -304,36 +245,41 @@ class Profile:
             f"{format_bytes(self.saved_bytes)}, beside {format_bytes(self.static_bytes)} that are always there"
         )
 
+    def _check(self) -> None:
+        if self.static is not None and self.static.total != self.static_bytes:
+            raise self._is_none("static", f"{self.static.total} bytes, where static_bytes are {self.static_bytes}")
+        for place, kind in enumerate(self.kinds):
+            self._check_numbers(kind, f"kinds.{place}")
+        for place, call in enumerate(self.calls):
+            self._check_below(call.kind, len(self.kinds), f"calls.{place}.kind", "kinds")
 
-def _check_numbers(block: BlockProfile, where: str) -> None:
-    """That what numbers stand for is there."""
-    for place, each in enumerate(block.operators):
-        for name in ("reads", "makes", "writes"):
-            for number in getattr(each, name):
-                _check_below(number, len(block.values), f"{where}.operators.{place}.{name}", "values")
-        for number in each.makes:
-            if block.values[number].maker != place:
-                raise is_none(
-                    "profile", f"{where}.values.{number}.maker", f"not {place}, which makes it by its own word", SCHEMA
+    def _check_numbers(self, block: BlockProfile, where: str) -> None:
+        """That what numbers stand for is there."""
+        for place, each in enumerate(block.operators):
+            for name in ("reads", "makes", "writes"):
+                for number in getattr(each, name):
+                    self._check_below(number, len(block.values), f"{where}.operators.{place}.{name}", "values")
+            for number in each.makes:
+                if block.values[number].maker != place:
+                    raise self._is_none(
+                        f"{where}.values.{number}.maker", f"not {place}, which makes it by its own word"
+                    )
+        for number, value in enumerate(block.values):
+            if value.maker is not None:
+                maker = f"{where}.values.{number}.maker"
+                self._check_below(value.maker, len(block.operators), maker, "operators")
+                if number not in block.operators[value.maker].makes:
+                    raise self._is_none(maker, f"{value.maker}, which does not make it by its own word")
+            if value.saved_at is not None:
+                self._check_below(
+                    value.saved_at, len(block.operators) + 1, f"{where}.values.{number}.saved_at", "operators"
                 )
-    for number, value in enumerate(block.values):
-        if value.maker is not None:
-            maker = f"{where}.values.{number}.maker"
-            _check_below(value.maker, len(block.operators), maker, "operators")
-            if number not in block.operators[value.maker].makes:
-                raise is_none("profile", maker, f"{value.maker}, which does not make it by its own word", SCHEMA)
-        if value.saved_at is not None:
-            _check_below(value.saved_at, len(block.operators) + 1, f"{where}.values.{number}.saved_at", "operators")
-        if value.saved_last_at is not None:
-            last = f"{where}.values.{number}.saved_last_at"
-            _check_below(value.saved_last_at, len(block.operators) + 1, last, "operators")
-            if value.saved_at is None or value.saved_last_at < value.saved_at:
-                raise is_none("profile", last, f"{value.saved_last_at}, before it was saved first", SCHEMA)
+            if value.saved_last_at is not None:
+                last = f"{where}.values.{number}.saved_last_at"
+                self._check_below(value.saved_last_at, len(block.operators) + 1, last, "operators")
+                if value.saved_at is None or value.saved_last_at < value.saved_at:
+                    raise self._is_none(last, f"{value.saved_last_at}, before it was saved first")
 
-
-def _check_below(number: int, count: int, place: str, what: str) -> None:
-    if number >= count:
-        raise is_none("profile", place, f"{number}, where there are {count} {what}", SCHEMA)
-
-
-_PROFILE: TypeAdapter[Any] = TypeAdapter(Profile)
+    def _check_below(self, number: int, count: int, place: str, what: str) -> None:
+        if number >= count:
+            raise self._is_none(place, f"{number}, where there are {count} {what}")
