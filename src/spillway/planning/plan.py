@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
@@ -259,15 +259,29 @@ def checkpointed_program(profile: Profile) -> Program:
 
 
 def _program(profile: Profile, options: Sequence[Option]) -> Program:
+    return problem_with(profile, [(option,) for option in options]).program([0] * len(options))
+
+
+def problem_with(
+    profile: Profile, options: Iterable[tuple[Option, ...]], rates: Rates = ANY_RATES, *, budget: int = 0
+) -> Problem:
+    """The step of a profile.
+
+    Args:
+        profile: of the step.
+        options: for each call of a block.
+        rates: the bandwidths, and the window.
+        budget: bytes that may be allocated on the device.
+    """
     return Problem(
         static_bytes=profile.static_bytes,
         parts=(part_of(profile),),
         names=tuple(call.name for call in profile.calls),
-        options=tuple((option,) for option in options),
-        rates=ANY_RATES,
-        budget=0,
+        options=tuple(options),
+        rates=rates,
+        budget=budget,
         lead=profile.lead_seconds,
-    ).program([0] * len(options))
+    )
 
 
 def part_of(profile: Profile) -> Part:

@@ -55,6 +55,7 @@ from spillway.planning.plan import (
     kept_program,
     part_of,
     plan_of,
+    problem_with,
     uniform_options,
 )
 from spillway.planning.profile import Outside, Profile
@@ -186,16 +187,8 @@ def make_checkpointing_plan(profile: Profile, hardware: Hardware, *, budget: int
     Raises:
         BudgetError: where it is not within the budget.
     """
-    options = uniform_options(profile, Decision.RECOMPUTE)
-    problem = Problem(
-        static_bytes=profile.static_bytes,
-        parts=(part_of(profile),),
-        names=tuple(call.name for call in profile.calls),
-        options=tuple((option,) for option in options),
-        rates=usable_rates(hardware, window, active=active),
-        budget=budget,
-        lead=profile.lead_seconds,
-    )
+    options = [(option,) for option in uniform_options(profile, Decision.RECOMPUTE)]
+    problem = problem_with(profile, options, usable_rates(hardware, window, active=active), budget=budget)
     return plan_of(profile, problem, solve(problem))
 
 
@@ -237,17 +230,11 @@ def problem_of(
     """What there is to solve: each block with its options."""
     check_allow(allow)
     kinds = [block_options(kind, min_bytes=profile.min_bytes, allow=allow) for kind in profile.kinds]
-    return Problem(
-        static_bytes=profile.static_bytes,
-        parts=(part_of(profile),),
-        names=tuple(call.name for call in profile.calls),
-        options=tuple(kinds[call.kind] for call in profile.calls),
-        rates=rates,
-        budget=budget,
+    return replace(
+        problem_with(profile, (kinds[call.kind] for call in profile.calls), rates, budget=budget),
         host_budget=host_budget,
         disk_budget=disk_budget,
         late=late_of([profile]),
-        lead=profile.lead_seconds,
     )
 
 

@@ -39,7 +39,7 @@ from numpy.typing import NDArray
 
 from spillway.errors import BudgetError, UsageError
 from spillway.planning import timeline as timelines
-from spillway.planning.bounds import TIE, Choices, CostModel, Shares
+from spillway.planning.bounds import TIE, Choices, CostModel, Estimates, Shares
 from spillway.planning.tasks import Problem, Program, Rates
 from spillway.planning.timeline import Timeline
 from spillway.units import format_bytes
@@ -49,6 +49,8 @@ Chosen: TypeAlias = tuple[int, ...]
 """An option's number for each block."""
 Rank: TypeAlias = tuple[float, float, float, Chosen]
 """Less is better."""
+Correction: TypeAlias = tuple[float, float]
+"""Seconds and peak bytes that are added to an estimate."""
 LATE = 1.2
 """See NOTE [ A slower CPU ]."""
 DIGITS = 9
@@ -65,8 +67,8 @@ _LOWERED = 3
 """How often the linear programme is solved for a lower budget."""
 _TOGETHER = (1, 2, 4, 8, 16, 32)
 """How many of the best changes are tried at once."""
-_MOST_CHANGES, _MOST_SWAPS = 1000, 500
-"""Neighbours that are looked at."""
+_MOST_SWAPS = 500
+"""Neighbours with two blocks swapped that are looked at."""
 _TRIED = 8
 """Neighbours that are simulated before a choice counts as polished."""
 _STARTS = 4
@@ -152,14 +154,6 @@ def _excess(problem: Problem, timeline: Timeline) -> int:
     return sum(max(0, nbytes - budget) for nbytes, budget in pairs if budget is not None)
 
 
-@dataclass(frozen=True, slots=True)
-class _Correction:
-    """What a simulation says beyond an estimate."""
-
-    seconds: float = 0.0
-    peak_bytes: float = 0.0
-
-
 class _Search:
     """Looks for the fastest choice that fits, or for the smallest one. See NOTE [ How a choice is found ]."""
 
@@ -182,15 +176,18 @@ class _Search:
         self._leader: tuple[Rank, Chosen] | None = None
         """The best choice that was simulated."""
         self._kinds = [id(options) for options in problem.options]
+        self._every = {id(options): list(range(len(options))) for options in problem.options}
+        """For each kind of block, all options."""
         self._promising: dict[int, list[int]] = {}
-        """For each kind of block, the options that a search looks at."""
-        self._every: dict[int, list[int]] = {}
+        """For each kind of block, the options that a search looks at first."""
 
     def run(self, near: Solution | None) -> Solution:
         """The best choice that is found."""
-        countable = math.prod(len(options) for options in self._problem.options) <= _COUNTABLE
-        if countable and self._exact():
-            return self._solution("exact", self._least_seconds())
+        counts = [len(options) for options in self._problem.options]
+        if math.prod(counts) <= _COUNTABLE:
+            choices = numpy.array(list(itertools.product(*map(range, counts))), dtype=numpy.int64)
+            if self._try(choices, most_work=self._most_work):
+                return self._solution("exact", self._least_seconds())
         bound, shares = None, () if near is None else near.shares
         if not (shares or self._small):
             shares = self._lowered()
@@ -198,7 +195,7 @@ class _Search:
         self._note_promising(shares)
         for start in self._starts(shares, near):
             self._polish(start, self._promising)
-        self._try_pure_ways()
+        self._try(self._pure_ways(), most_work=math.inf)
         self._polish(self._best(), self._every)
         random_, in_vain = random.Random(0), 0
         while in_vain < _IN_VAIN and not self._spent():
@@ -258,23 +255,21 @@ class _Search:
     def _spent(self) -> bool:
         return self._work > self._most_work
 
-    # All choices.
-
-    def _exact(self) -> bool:
-        """Simulate all choices whose bounds are not worse than the best; whether there was time for that."""
-        counts = [len(options) for options in self._problem.options]
-        choices = numpy.array(list(itertools.product(*map(range, counts))), dtype=numpy.int64)
-        bounds = self._model.bounds(choices)
-        over, peak = bounds.excess(self._problem), bounds.peak_bytes
-        seconds = numpy.round(bounds.seconds - _SLACK, DIGITS)
+    def _keys(self, found: Estimates, correction: Correction) -> tuple[NDArray[numpy.float64], ...]:
+        """The first three numbers of ranks."""
+        seconds, peak = numpy.round(found.seconds + correction[0], DIGITS), found.peak_bytes + correction[1]
+        over = found.excess(self._problem)
         if self._small:
-            keys = (over, peak, seconds)
-        else:
-            keys = (over + numpy.maximum(0.0, peak - self._problem.budget), seconds, peak)
+            return over, peak, seconds
+        return over + numpy.maximum(0.0, peak - self._problem.budget), seconds, peak
+
+    def _try(self, choices: Choices, *, most_work: float) -> bool:
+        """Simulate all choices whose bounds are not worse than the best; whether there was time for that."""
+        keys = self._keys(self._model.bounds(choices), (-_SLACK, 0.0))
         for index in numpy.lexsort(keys[::-1]):
             if self._leader is not None and tuple(key[index] for key in keys) > self._leader[0][:3]:
                 return True
-            if self._spent():
+            if self._work > most_work:
                 return False
             self._timeline(_numbers(choices[index]))
         return True
@@ -295,8 +290,7 @@ class _Search:
 
     def _note_promising(self, shares: Sequence[Shares]) -> None:
         """The options that have a share, or all of them where no shares are known."""
-        for place, (kind, each) in enumerate(zip(self._kinds, self._problem.options, strict=True)):
-            self._every[kind] = list(range(len(each)))
+        for place, kind in enumerate(self._kinds):
             known = self._promising.setdefault(kind, [] if shares else self._every[kind])
             for one in shares:
                 used = numpy.flatnonzero(one.of_blocks[place] > 1e-6).tolist()
@@ -307,30 +301,13 @@ class _Search:
         starts = set() if near is None else {near.chosen}
         starts |= {chosen for each in shares for chosen in _rounded(each)}
         pure = self._pure_ways()
-        starts |= {_numbers(pure[index]) for index in self._order(pure, _Correction())[:2]}
+        starts |= {_numbers(pure[index]) for index in self._order(pure, (0.0, 0.0))[:2]}
         return sorted(starts, key=self._rank)[:_STARTS]
 
     def _pure_ways(self) -> Choices:
         """For every block the same option's number, or its last one."""
         counts = numpy.array([len(options) for options in self._problem.options], dtype=numpy.int64)
         return numpy.minimum(numpy.arange(counts.max(initial=1))[:, None], counts - 1)
-
-    def _try_pure_ways(self) -> None:
-        """Simulate those whose bounds are better than the best choice."""
-        ways = self._pure_ways()
-        bounds = self._model.bounds(ways)
-        for index in numpy.argsort(bounds.seconds):
-            best = self._known[self._best()]
-            if self._small:
-                may_be_better = bounds.peak_bytes[index] < best.peak_bytes
-            elif within(self._problem, best):
-                may_be_better = bounds.peak_bytes[index] <= self._problem.budget and bounds.seconds[
-                    index
-                ] < self._seconds(self._best())
-            else:
-                may_be_better = True
-            if may_be_better:
-                self._timeline(_numbers(ways[index]))
 
     # Step by step.
 
@@ -351,23 +328,16 @@ class _Search:
                 if self._spent():
                     return
 
-    def _order(self, rows: Choices, correction: _Correction) -> NDArray[numpy.intp]:
+    def _order(self, rows: Choices, correction: Correction) -> NDArray[numpy.intp]:
         """The best estimate first; of equal ones, that which stands first."""
         self._work += rows.size * max(1, len(self._problem.turns) // 2) / _CELLS_A_TASK
-        found = self._model.estimates(rows)
-        seconds = numpy.round(found.seconds + correction.seconds, DIGITS)
-        peak = found.peak_bytes + correction.peak_bytes
-        over = found.excess(self._problem)
-        if self._small:
-            return numpy.lexsort((seconds, peak, over))
-        return numpy.lexsort((peak, seconds, over + numpy.maximum(0.0, peak - self._problem.budget)))
+        return numpy.lexsort(self._keys(self._model.estimates(rows), correction)[::-1])
 
-    def _correction(self, chosen: Chosen) -> _Correction:
+    def _correction(self, chosen: Chosen) -> Correction:
+        """What a simulation says beyond the estimate."""
         found = self._model.estimates(numpy.array([chosen], dtype=numpy.int64))
-        timeline = self._timeline(chosen)
-        return _Correction(
-            self._seconds(chosen) - float(found.seconds[0]), timeline.peak_bytes - float(found.peak_bytes[0])
-        )
+        peak = self._timeline(chosen).peak_bytes
+        return self._seconds(chosen) - float(found.seconds[0]), peak - float(found.peak_bytes[0])
 
     def _neighbours(self, chosen: Chosen, promising: dict[int, list[int]]) -> Choices:
         """One block changed, two blocks of one kind swapped, or a run of equal options changed."""

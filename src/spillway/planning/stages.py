@@ -24,11 +24,10 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from spillway.planning.options import block_options
 from spillway.planning.plan import ALL, Plan, kept_program, options_of, part_of, plan_of
-from spillway.planning.planner import Lanes, best_of, late_of, refined, windows_of
+from spillway.planning.planner import Lanes, best_of, late_of, problem_of, refined, windows_of
 from spillway.planning.profile import Profile
-from spillway.planning.tasks import Option, Part, Problem, Turn
+from spillway.planning.tasks import Part, Problem, Turn
 from spillway.planning.timeline import Timeline, simulate_program
 
 
@@ -119,10 +118,9 @@ def simulate_stages(
     options = [
         (option,) for stage, plan in zip(stages, plans, strict=True) for option in options_of(stage.profile, plan)
     ]
-    names = [f"stage {stage.index}, {call.name}" for stage in stages for call in stage.profile.calls]
     rates = lanes.with_window((plans[0].window, plans[0].ahead))
     parts = tuple(map(chunk_of, stages))
-    problem = Problem(static_bytes, parts, tuple(names), tuple(options), rates, 0, turns=tuple(turns))
+    problem = Problem(static_bytes, parts, _names(stages), tuple(options), rates, 0, turns=tuple(turns))
     return simulate_program(problem.program([0] * len(options)), rates)
 
 
@@ -134,23 +132,23 @@ def _problem(
     budget: int,
     allow: Collection[str],
 ) -> Problem:
-    names: list[str] = []
-    options: list[tuple[Option, ...]] = []
-    for stage in stages:
-        profile = stage.profile
-        menus = [block_options(kind, min_bytes=profile.min_bytes, allow=allow) for kind in profile.kinds]
-        names += (f"stage {stage.index}, {call.name}" for call in profile.calls)
-        options += (menus[call.kind] for call in profile.calls)
+    rates = lanes.with_window((1, None))
+    problems = [problem_of(stage.profile, rates, budget=budget, allow=allow) for stage in stages]
     return Problem(
         static_bytes=static_bytes,
         parts=tuple(map(chunk_of, stages)),
-        names=tuple(names),
-        options=tuple(options),
-        rates=lanes.with_window((1, None)),
+        names=_names(stages),
+        options=tuple(options for problem in problems for options in problem.options),
+        rates=rates,
         budget=budget,
         late=late_of(stage.profile for stage in stages),
         turns=tuple(turns),
     )
+
+
+def _names(stages: Sequence[StageProfile]) -> tuple[str, ...]:
+    """Of their blocks."""
+    return tuple(f"stage {stage.index}, {call.name}" for stage in stages for call in stage.profile.calls)
 
 
 def chunk_of(stage: StageProfile) -> Part:
