@@ -328,18 +328,18 @@ def _rows(profile: Profile, plan: Plan) -> tuple[Row, ...]:
 
 
 def _row(kind: BlockProfile, block: BlockPlan, option: Option, min_bytes: int) -> Row:
-    outcome = ResolvedDecisions.of(kind, option.decisions, min_bytes)
-    operators = tuple(_operators(kind, block, option, outcome))
+    resolved = ResolvedDecisions.of(kind, option.decisions, min_bytes)
+    operators = tuple(_operators(kind, block, option, resolved))
 
     def total(numbers: Iterable[int]) -> int:
         return sum(kind.values[number].nbytes for number in numbers)
 
     return Row(
         name=block.name,
-        decision=_decision(block, outcome),
-        kept_bytes=total(outcome.stays),
-        sent_bytes=total(outcome.leaves),
-        recomputed_bytes=total(outcome.again),
+        decision=_decision(block, resolved),
+        kept_bytes=total(resolved.kept),
+        sent_bytes=total(resolved.offloaded),
+        recomputed_bytes=total(resolved.recomputed),
         rerun_seconds=block.rerun_seconds,
         reason=_reason(block, operators),
         operators=operators,
@@ -355,13 +355,13 @@ _WORDS = {
 }
 
 
-def _decision(block: BlockPlan, outcome: ResolvedDecisions) -> str:
-    words = [*(["offload"] if outcome.leaves else []), *(["recompute"] if outcome.again else [])]
+def _decision(block: BlockPlan, resolved: ResolvedDecisions) -> str:
+    words = [*(["offload"] if resolved.offloaded else []), *(["recompute"] if resolved.recomputed else [])]
     return " and ".join(words) if words and not block.plain else "keep"
 
 
 def _operators(
-    kind: BlockProfile, block: BlockPlan, option: Option, outcome: ResolvedDecisions
+    kind: BlockProfile, block: BlockPlan, option: Option, resolved: ResolvedDecisions
 ) -> Iterable[OperatorRow]:
     planned = {each.place: each for each in block.operators}
     for place, each in enumerate(kind.operators):
@@ -373,9 +373,9 @@ def _operators(
             decision, reason = _WORDS[planned[place].decision], planned[place].reason
         elif block.plain:
             decision, reason = "keep", "the whole block is kept"
-        elif place in outcome.runs:
+        elif place in resolved.runs:
             decision, reason = "recompute", f"costs {price}"
-        elif option.decisions[each.makes[0]] is Decision.RECOMPUTE or outcome.stays.isdisjoint(each.makes):
+        elif option.decisions[each.makes[0]] is Decision.RECOMPUTE or resolved.kept.isdisjoint(each.makes):
             decision, reason = "free", "backward does not need it"
         else:
             decision, reason = "keep", f"recomputing it would cost {price}"
