@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import spillway
 from planning.blocks import MLP, profile_of
-from planning.test_treatment import BY_HAND
+from planning.test_block_tasks import BY_HAND
 from spillway import UsageError
 from spillway.attaching.call import is_attached
 from spillway.planning.plan import BlockPlan, OperatorPlan, Plan, program_of
