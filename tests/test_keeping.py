@@ -17,7 +17,7 @@ import spillway
 from spillway.capture.hooks import current_pass
 from spillway.capture.identity import ViewRecipe
 from spillway.operators import Planned
-from spillway.recomputing import call_region
+from spillway.recomputing import call_checkpointed
 from spillway.records import Decision
 from spillway.testing import AdversaryBackend
 
@@ -44,7 +44,7 @@ def call(request: pytest.FixtureRequest) -> Call:
 
         return recomputed
     how = spillway.Recompute(policy=Planned({}, KEPT, recomputes=False))
-    return lambda function, x, session: call_region(how, function, (x,), {}, session)
+    return lambda function, x, session: call_checkpointed(how, function, (x,), {}, session)
 
 
 def gives_what_it_keeps(x: Tensor) -> Tensor:
@@ -135,7 +135,7 @@ def test_a_graph_that_is_dropped_inside_is_not_held(session: spillway.Session) -
 
     for seed in range(4):
         with spillway.offload(session=session, min_bytes=1):
-            call_region(how, function, (leaf(seed),), {}, session).sum().backward()
+            call_checkpointed(how, function, (leaf(seed),), {}, session).sum().backward()
     # The first call is compared in full.
     assert alive[1:] == [False] * 3
 
@@ -230,7 +230,7 @@ def test_what_leaves_is_gone_when_its_operator_has_run() -> None:
     with spillway.Session(window=64 << 10) as session:
         for seed in range(5):
             with spillway.offload(session=session, min_bytes=1):
-                output = call_region(how, function, (leaf(seed),), {}, session)
+                output = call_checkpointed(how, function, (leaf(seed),), {}, session)
             output.sum().backward()
             if not seed:
                 # It is recorded.

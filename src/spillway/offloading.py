@@ -21,7 +21,7 @@ from spillway.capture.hooks import Pass, SavedState
 from spillway.capture.kept import see_again
 from spillway.capture.order import Memory, PastGroup
 from spillway.capture.torch_internals import in_backward, keep_out, refuse_transforms, top_hooks
-from spillway.checkpointing.function import in_rerun
+from spillway.checkpointing.function import in_replay
 from spillway.errors import UsageError
 from spillway.policies import Policy, Ratio, check_tier, wants_modules, wants_operators
 from spillway.records import StepStats
@@ -62,7 +62,7 @@ def _hooks_of(pack: Callable[[torch.Tensor], Any]) -> saved_tensors_hooks:
 
 def _builds_a_graph() -> bool:
     """Whether saved tensors belong to a forward that can be offloaded."""
-    return torch.is_grad_enabled() and not in_backward() and not in_rerun()
+    return torch.is_grad_enabled() and not in_backward() and not in_replay()
 
 
 class offload(ContextDecorator):  # noqa: N801  (a verb: people write ``with spillway.offload():``)
@@ -185,7 +185,7 @@ class offload(ContextDecorator):  # noqa: N801  (a verb: people write ``with spi
             on_backward=self._on_backward,
             groups=self._groups,
         )
-        hooks = _hooks_of(pack_kept if in_backward() or in_rerun() else current.pack)
+        hooks = _hooks_of(pack_kept if in_backward() or in_replay() else current.pack)
         stack.push(lambda kind, *_: current.end(completed=kind is None))
         if locator is not None:
             stack.enter_context(locator)

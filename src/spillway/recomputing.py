@@ -1,4 +1,4 @@
-"""The public call that recomputes: a function whose saved tensors are dropped, and computed again in backward."""
+"""The public call that checkpoints a function: its saved tensors are dropped, and recomputed in backward."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ from torch.utils.checkpoint import CheckpointPolicy
 from spillway.capture.hooks import Pass, SavedState, current_pass
 from spillway.capture.kept import see_again
 from spillway.capture.torch_internals import in_backward, keep_out, refuse_transforms, untraced
-from spillway.checkpointing.call import CheckpointedCall, shapes_of
-from spillway.checkpointing.checks import Verdicts
-from spillway.checkpointing.function import Arguments, ReplayedFunction, in_rerun
-from spillway.checkpointing.learned import Learned, Proofs, ProofStore
+from spillway.checkpointing.call import CheckpointedCall
+from spillway.checkpointing.checks import PendingChecks
+from spillway.checkpointing.collector import shapes_of
+from spillway.checkpointing.function import Arguments, ReplayedFunction, in_replay
+from spillway.checkpointing.learned import LearnedCalls, LearnedFunction, LearnedFunctions
 from spillway.checkpointing.partition import Partition
 from spillway.checkpointing.preserved import PreservingCall
 from spillway.checkpointing.program import Selection
 from spillway.checkpointing.python_state import PythonState
 from spillway.checkpointing.recorder import Observer
 from spillway.checkpointing.reentrant import ReentrantCall
+from spillway.checkpointing.replayable import CallSetup
 from spillway.checkpointing.slots import DroppedOutput
 from spillway.errors import UsageError
 from spillway.operators import Choices, Planned, Selector
@@ -41,29 +43,28 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 _CHECKS = ("default", "none")
 _VERIFIES = ("sampled", "always")
 _MOST_KINDS = 16
-"""Kinds of calls of one function that are told apart by numbers among the arguments."""
+"""Most kinds of calls of one function that differ in numbers among the arguments."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recompute:
-    """How a region is recomputed: the options of :func:`recompute` as a value, for :func:`spillway.attach`.
+    """The options of :func:`recompute` as a value, for :func:`spillway.attach`.
 
     Args:
-        save: what is kept: one selector or several (:mod:`spillway.operators`).
-        offload: what leaves, and is back in time.
-        policy: decides instead: a policy function of torch's selective checkpointing.
+        save: selectors of tensors to keep: one or several (:mod:`spillway.operators`).
+        offload: selectors of tensors to offload. They are reloaded ahead of time.
+        policy: a policy function of torch's selective checkpointing, instead of ``save`` and ``offload``.
         use_reentrant: which of the two modes of ``torch.utils.checkpoint``.
-        early_stop: end a re-run with the last tensor that backward wants.
-        preserve_rng_state: draw the same random numbers in the re-run.
-        determinism_check: ``"default"``: shape, dtype and device of what is computed again must be the same;
-            ``"none"``.
-        drop_output: let the output go, too, after its consumer has run.
-        partition_inputs: the group of ranks over which inputs are the same, and are split until the re-run.
-        check_partition: compare inputs over that group at each call, and not at the first of each function alone.
+        early_stop: end a replay with the last tensor that backward wants.
+        preserve_rng_state: draw the same random numbers in the replay.
+        determinism_check: ``"default"``: recomputed tensors must have the same shape, dtype and device; ``"none"``.
+        drop_output: drop the output, too, after its consumer has run.
+        partition_inputs: the group of ranks over which inputs are the same, and are split until the replay.
+        check_partition: compare inputs over that group at each call, and not only at the first of each function.
         verify: ``"always"``: compare the values of each replay; ``"sampled"``: see :func:`recompute`.
 
     Raises:
-        UsageError: for options that cannot be meant, or not together; a group that this process is not in.
+        UsageError: for options that are invalid or exclude each other, or a group that this process is not in.
 
     Example:
         >>> how = spillway.Recompute(offload=[spillway.saved_by("attention")])  # doctest: +SKIP
@@ -116,8 +117,8 @@ class Recompute:
         object.__setattr__(self, "partition", partition)
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a function so: what it returns."""
-        return call_region(self, function, args, kwargs, None)
+        """Call a function with these options. Returns its output."""
+        return call_checkpointed(self, function, args, kwargs, None)
 
 
 @overload
@@ -144,52 +145,51 @@ def recompute(
     session: Session | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Call a function, drop what autograd saved of it, and compute that again in backward.
+    """Call a function, drop its saved tensors, and recompute them in backward.
 
-    What the operators named by ``save`` gave is kept, what those named by ``offload`` gave leaves and is fetched ahead;
-    of the rest, backward runs again only the operators that something still hangs on. Gradients are bit for bit those
-    of a plain call: random numbers, autocast, batch-norm statistics and routing are the same in the re-run.
+    Outputs of operators that ``save`` names are kept. Outputs of operators that ``offload`` names are offloaded and
+    prefetched. Backward replays only the operators that the other saved tensors need. Gradients are bit for bit those
+    of a plain call: random numbers, autocast, batch-norm statistics and routing are the same in the replay.
 
-    In the first call of a kind everything is recomputed; its replay in backward records which operators the function
-    runs. From the next call on, saved tensors are preserved. In the spirit of Chen et al. 2016 (checkpointing) and of
-    selective recompute (Korthikanti et al. 2022), with a third choice beside keeping and recomputing.
+    The first call of a kind recomputes everything. Its replay records the operators of the function. From the next call
+    on, the selected tensors are preserved. After Chen et al. 2016 (checkpointing) and Korthikanti et al. 2022
+    (selective recomputation), with offloading as a third choice.
 
     Args:
-        function: a function or module. Without arguments for it, what is given back is a function that calls it so
-            (also as a decorator, with options or without).
-        *args: its arguments. Tensors in lists, tuples and dictionaries are found, and saved by whatever hooks are in
-            force outside: an ``offload`` context around sends them away, and so does ``offload=["inputs"]``.
-        save: selectors of what is kept: see :mod:`spillway.operators`. What both name is kept; :class:`saved_by` is
-            asked last.
-        offload: selectors of what leaves, to host memory (of CPU tensors: disk).
-        policy: a policy function of ``torch.utils.checkpoint.create_selective_checkpoint_contexts``, asked instead.
-            All six ``CheckpointPolicy`` values mean what they say.
-        use_reentrant: which of the two modes of ``torch.utils.checkpoint``. The reentrant one runs the function without
-            autograd first, so that nothing but inputs can be kept or offloaded.
-        early_stop: end the re-run with the last tensor that backward wants.
-        preserve_rng_state: draw the same random numbers in the re-run.
-        determinism_check: ``"default"``: shape, dtype and device of what is computed again must be the same;
-            ``"none"``.
-        drop_output: let the output go, too, after its consumer has run, and compute it again for the consumer's
-            backward. Within an :class:`~spillway.offload` context, which sees the consumer save it.
+        function: a function or module. Without arguments for it, a wrapped function is returned (also as a decorator,
+            with options or without).
+        *args: its arguments. Tensors in lists, tuples and dictionaries are found. Hooks around the call save them: an
+            ``offload`` context offloads them, and so does ``offload=["inputs"]``.
+        save: selectors of tensors to keep: see :mod:`spillway.operators`. A tensor that both name is kept.
+            :class:`saved_by` comes last.
+        offload: selectors of tensors to offload to CPU memory. CPU tensors are offloaded to disk.
+        policy: a policy function of ``torch.utils.checkpoint.create_selective_checkpoint_contexts``, instead of
+            ``save`` and ``offload``. All six ``CheckpointPolicy`` values are supported.
+        use_reentrant: which of the two modes of ``torch.utils.checkpoint``. The reentrant mode runs the function
+            without autograd first, so that only inputs can be kept or offloaded.
+        early_stop: end the replay with the last tensor that backward wants.
+        preserve_rng_state: draw the same random numbers in the replay.
+        determinism_check: ``"default"``: recomputed tensors must have the same shape, dtype and device; ``"none"``.
+        drop_output: drop the output, too, after its consumer has run, and recompute it for the consumer's backward.
+            Needs an :class:`~spillway.offload` context, which sees the consumer save it.
         partition_inputs: a process group, or a mesh of one dimension, whose ranks all call the function with the same
-            inputs (tensor parallel). Each rank keeps or offloads an equal part of the elements of each input that
-            requires grad, and the ranks gather them before the re-run.
+            inputs (tensor parallel). Each rank keeps or offloads an equal part of each input that requires grad, and
+            the ranks gather them before the replay.
         check_partition: compare the inputs over that group at each call, which reads them once more and waits for the
-            device. Without, that is done at the first call of each function alone.
-        verify: whether the values of each replay are compared with those of forward (``"always"``), or those of the
-            first call of each function and of one call in 64 (``"sampled"``).
-        session: ``None``: the default one.
+            GPU. Otherwise they are compared at the first call of each function.
+        verify: ``"always"``: compare the values of each replay with those of forward. ``"sampled"``: compare the first
+            call of each function, and one call in 64.
+        session: ``None``: the default session.
         **kwargs: keyword arguments for the function, saved like the others.
 
     Returns:
-        What the function returns.
+        The output of the function.
 
     Raises:
-        UsageError: for options that cannot be meant, or not together; where the ranks of ``partition_inputs`` are seen
-            to have other inputs, on all of them.
-        RecomputeError: in backward, where a replay would not give the same, and where an output that a policy says must
-            be saved is written in place.
+        UsageError: for options that are invalid or exclude each other; on all ranks, if the ranks of
+            ``partition_inputs`` are seen to have other inputs.
+        RecomputeError: in backward, if a replay differs from forward, or if an output that a policy says must be saved
+            is written in place.
 
     Example:
         >>> y = spillway.recompute(block, x, mask, offload=["inputs", "attention"])  # doctest: +SKIP
@@ -219,7 +219,7 @@ def recompute(
         raise UsageError(f"recompute: got {function!r}, expected a function or a module")
     if not args and not kwargs:
         return _wrapped(function, how=how, session=session)
-    return call_region(how, function, args, kwargs, session)
+    return call_checkpointed(how, function, args, kwargs, session)
 
 
 def _wrapped(function: Callable[..., Any], *, how: Recompute, session: Session | None) -> Callable[..., Any]:
@@ -227,12 +227,12 @@ def _wrapped(function: Callable[..., Any], *, how: Recompute, session: Session |
     keep_name = functools.wraps(function) if hasattr(function, "__name__") else lambda call: call
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return call_region(how, function, args, kwargs, session)
+        return call_checkpointed(how, function, args, kwargs, session)
 
     return keep_name(call)
 
 
-def _call_region(
+def _call_checkpointed(
     how: Recompute,
     function: Callable[..., Any],
     args: tuple[Any, ...],
@@ -240,7 +240,7 @@ def _call_region(
     session: Session | None,
     observer: Observer | None = None,
 ) -> Any:
-    """Call a checkpointed function: :func:`recompute` without options among its arguments, and with a profiler."""
+    """:func:`recompute` with its options as a value, and with a profiler."""
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     refuse_transforms()
@@ -253,23 +253,23 @@ def _call_region(
     def first() -> Any:
         return function(*args, **kwargs)
 
-    if in_rerun():
-        # A part of a region that runs again: the outer one sees to it all, and counts what is saved as before.
+    if in_replay():
+        # Part of an outer replay, whose checks cover it.
         owner = session if session is not None else Session.default()
         state = PythonState(function, arguments.objects())
         if state.has_iterators or state.is_lazy or state.writes_parameters:
             return first()
         again = ReplayedFunction(function, arguments, state, reentrant=how.use_reentrant)
         inputs = Decision.KEEP if how.choices.inputs is not None else None
-        passage = current_pass(owner)
-        return _replayable(
-            how, again, state, Learned.believed(), passage, inputs, owner.of(Verdicts), label=_label(function)
-        ).run(first, tensors)
+        scope, checks = current_pass(owner), owner.of(PendingChecks)
+        trusted, draws = LearnedCalls.trusted(), how.preserve_rng_state
+        setup = CallSetup(again, state, trusted, scope, inputs, checks, _label(function), draws)
+        return _replayable(how, setup).run(first, tensors)
     session = session if session is not None else Session.default()
     session.check_open()
     see_again()
     choices = how.choices
-    passage = current_pass(session)
+    scope = current_pass(session)
     is_foreign, is_scoped = hooks_around()
     if how.drop_output and not is_scoped:
         raise UsageError(
@@ -278,53 +278,55 @@ def _call_region(
             "spillway.offload(policy=spillway.policies.Keep()):` around both"
         )
     label = _label(function)
-    proofs = session.of(ProofStore).of(_identity_of(function, arguments.callables()))
-    partition = _partition(how, passage, is_foreign=is_foreign)
+    known = session.of(LearnedFunctions).of(_identity_of(function, arguments.callables()))
+    partition = _partition(how, scope, is_foreign=is_foreign)
     if partition is not None:
-        partition.check(tensors, proofs)
-    learned = _learned(how, proofs, function, tensors, arguments)
+        partition.check(tensors, known)
+    learned = _learned(how, known, function, tensors, arguments)
     planned = choices.planned
     if planned is not None and not (planned.recomputes or is_foreign) and observer is None:
         order = learned.order(shapes_of(tensors), planned)
         if order is not None:
-            output, is_whole = PreservingCall(order, passage).run(first)
+            output, is_whole = PreservingCall(order, scope).run(first)
             if not is_whole:
                 learned.differed(order.program, is_final=False)
             return output
     state = PythonState(function, arguments.objects())
     kept = _why_kept(state, learned)
     if kept is not None:
-        passage.ledger.note(f"{label} {kept}. What autograd saves in it is kept, not recomputed.")
+        scope.ledger.note(f"{label} {kept}. What autograd saves in it is kept, not recomputed.")
         return first()
     if learned.varies:
-        passage.ledger.note(
+        scope.ledger.note(
             f"{label} saves other tensors in each call. Nothing that it saves is kept or offloaded: it is recomputed "
             f"whole."
         )
-    is_captured = any(map(passage.is_captured, {tensor.device for tensor in tensors}))
+    is_captured = any(map(scope.is_captured, {tensor.device for tensor in tensors}))
     if is_captured:
         learned.check_capture(draws=how.preserve_rng_state)
     records = choices.preserves or observer is not None or (planned is not None and not planned.recomputes)
-    more: dict[str, Any] = {}
-    if not how.use_reentrant:
-        more["selection"] = Selection(choices, how.choices_key, _module_of(function)) if records else None
-        more["observer"] = observer
-    replayable = _replayable(
-        how,
+    setup = CallSetup(
         ReplayedFunction(function, arguments, state, reentrant=how.use_reentrant),
         state,
         learned,
-        passage,
+        scope,
         choices.inputs,
-        session.of(Verdicts),
-        label=label,
-        checks=how.determinism_check != "none",
-        drops_output=how.drop_output,
+        session.of(PendingChecks),
+        label,
+        draws=how.preserve_rng_state and not is_captured,
         compares=how.verify == "always",
         is_captured=is_captured,
         partition=partition,
         unused=() if choices.preserves else choices.unused(),
-        **more,
+    )
+    selection = Selection(choices, how.choices_key, _module_of(function)) if records else None
+    replayable = _replayable(
+        how,
+        setup,
+        checks=how.determinism_check != "none",
+        drops_output=how.drop_output,
+        selection=selection,
+        observer=observer,
     )
     output = replayable.run(first, tensors)
     if isinstance(replayable, CheckpointedCall):
@@ -334,20 +336,20 @@ def _call_region(
     return output
 
 
-# Who traces the caller is to leave it out; where it is known that nobody does, there is a shorter way in.
-call_region: Callable[..., Any] = torch._disable_dynamo(_call_region)  # type: ignore[attr-defined, unused-ignore]
-call_untraced_region = untraced(_call_region)
+# Tracers of the caller must leave it out. The shorter entry is for callers that are not traced.
+call_checkpointed: Callable[..., Any] = torch._disable_dynamo(_call_checkpointed)  # type: ignore[attr-defined, unused-ignore]
+call_checkpointed_untraced = untraced(_call_checkpointed)
 
 
 def hooks_around() -> tuple[bool, bool]:
-    """Whether there are saved-tensor hooks around that are not ours, and whether there are some of ours."""
+    """Whether other saved-tensor hooks are around, and whether ours are."""
     hooks: tuple[object, object] | None = _top_saved_tensors_default_hooks(True)
     is_ours = hooks is not None and isinstance(getattr(hooks[0], "__self__", None), Pass)
     return hooks is not None and not is_ours, is_ours
 
 
-def _why_kept(state: PythonState, learned: Learned) -> str | None:
-    """Why the function cannot run a second time, if it cannot."""
+def _why_kept(state: PythonState, learned: LearnedCalls) -> str | None:
+    """Why the function cannot be replayed, if it cannot."""
     if state.has_iterators:
         return "has an iterator, or a file, whose state cannot be copied for a second run"
     if state.is_lazy:
@@ -358,62 +360,37 @@ def _why_kept(state: PythonState, learned: Learned) -> str | None:
 
 
 def _learned(
-    how: Recompute, proofs: Proofs, function: Callable[..., Any], tensors: Sequence[torch.Tensor], arguments: Arguments
-) -> Learned:
-    """What calls of such a kind taught: types of tensors, flags, numbers, the mode, and whether the module trains."""
+    how: Recompute,
+    known: LearnedFunction,
+    function: Callable[..., Any],
+    tensors: Sequence[torch.Tensor],
+    arguments: Arguments,
+) -> LearnedCalls:
+    """Knowledge about this kind of call: types of tensors, numbers, the mode, and whether the module trains."""
     types = tuple([(tensor.dtype, tensor.dim(), tensor.requires_grad) for tensor in tensors])
     kind: Hashable = (types, arguments.numbers(), getattr(_module_of(function), "training", None), how.use_reentrant)
-    learned: Learned | None = proofs.learned.get(kind)
+    learned: LearnedCalls | None = known.calls.get(kind)
     if learned is None:
         # A number may count calls.
-        kind = (types, how.use_reentrant) if len(proofs.learned) >= _MOST_KINDS else kind
-        learned = proofs.learned.setdefault(kind, Learned())
+        kind = (types, how.use_reentrant) if len(known.calls) >= _MOST_KINDS else kind
+        learned = known.calls.setdefault(kind, LearnedCalls())
     return learned
 
 
-def _replayable(
-    how: Recompute,
-    again: ReplayedFunction,
-    state: PythonState,
-    learned: Learned,
-    passage: Pass,
-    inputs: Decision | None,
-    verdicts: Verdicts,
-    *,
-    checks: bool = False,
-    drops_output: bool = False,
-    is_captured: bool = False,
-    **others: Any,
-) -> CheckpointedCall | ReentrantCall:
-    """The call, in the mode that was asked for."""
-    draws = how.preserve_rng_state and not is_captured
+def _replayable(how: Recompute, setup: CallSetup, **options: Any) -> CheckpointedCall | ReentrantCall:
+    """The call, in the mode of the options."""
     if how.use_reentrant:
-        return ReentrantCall(
-            again, state, learned, passage, inputs, verdicts, draws=draws, is_captured=is_captured, **others
-        )
-    return CheckpointedCall(
-        again,
-        state,
-        learned,
-        passage,
-        inputs,
-        verdicts,
-        stops_early=how.early_stop,
-        draws=draws,
-        checks=checks,
-        drops_output=drops_output,
-        is_captured=is_captured,
-        **others,
-    )
+        return ReentrantCall(setup)
+    return CheckpointedCall(setup, stops_early=how.early_stop, **options)
 
 
-def _partition(how: Recompute, passage: Pass, *, is_foreign: bool) -> Partition | None:
-    """How the inputs are split over ranks, if they are here."""
+def _partition(how: Recompute, scope: Pass, *, is_foreign: bool) -> Partition | None:
+    """The split of the inputs over ranks, if this call splits them."""
     if how.partition is None or how.partition.ranks == 1 or in_backward():
         return None
     if how.choices.inputs is None and is_foreign:
-        # They may be another region's, which finds the whole inputs when it runs again.
-        passage.ledger.note("inputs were not split over ranks: other hooks are around; say 'inputs' in save or offload")
+        # They may belong to an outer checkpointed function, which saves the whole inputs.
+        scope.ledger.note("inputs were not split over ranks: other hooks are around; say 'inputs' in save or offload")
         return None
     return how.partition
 
@@ -425,13 +402,13 @@ def _module_of(function: Callable[..., Any]) -> torch.nn.Module | None:
 
 
 def _label(function: Callable[..., Any]) -> str:
-    """How an error names it."""
+    """Name of a function in errors."""
     module = _module_of(function)
     return type(module).__name__ if module is not None else getattr(function, "__qualname__", repr(function))
 
 
 def _identity_of(function: Any, more: Sequence[Any] = (), depth: int = 3) -> Hashable:
-    """What tells a function from others that might compute something else: a module, or code and what it uses."""
+    """Identity of a function for what its calls have taught: a module, or code and the functions that it uses."""
     if more:
         return (_identity_of(function), *(_identity_of(each, depth=depth - 1) for each in more))
     module = _module_of(function)

@@ -212,7 +212,7 @@ class Session:
             return host, 0 if self._file is None else self._file.used_bytes
 
     def stats(self) -> StepStats:
-        """Bytes and seconds of the checkpointed blocks that the calling thread ran outside of any ``offload`` context.
+        """Bytes and seconds of what checkpointed functions of this thread saved outside of any ``offload`` context.
 
         They count the last forward and its backward so far. Tensors saved after a backward began belong to the next.
         """

@@ -20,7 +20,7 @@ from recompute.models import HOWS, MODELS, plainly, recomputed, steps
 from recompute.region_bench import RegionBench, few_samples
 from recompute.regions import HiddenAttribute
 from spillway.checkpointing.call import CheckpointedCall
-from spillway.checkpointing.checks import Verdicts
+from spillway.checkpointing.checks import PendingChecks
 from spillway.checkpointing.partial_replay import PartialReplay
 from spillway.errors import RecomputeError
 from spillway.runtime.accelerator import AcceleratorBackend
@@ -165,7 +165,7 @@ def test_that_a_re_run_made_something_else_is_told_later(told: str) -> None:
         torch.accelerator.synchronize()
         loss_of(ours)
 
-    with pytest.raises(RecomputeError, match="got other values when Scaled ran again"):
+    with pytest.raises(RecomputeError, match="Scaled gave other values when"):
         later()
     session.close()
 
@@ -253,7 +253,7 @@ def test_what_attention_gave_is_handed_in(
     for seed in range(5):
         ours = gradients(partial(spillway.recompute, session=session, **how), seed)
         # What was compared is asked for at the end of backward, not in the next forward, behind what leaves.
-        assert not session.of(Verdicts)._waiting
+        assert not session.of(PendingChecks)._waiting
         expected = gradients(plainly, seed)
         assert [torch.equal(a, b) for a, b in zip(ours, expected, strict=True)] == [True] * len(expected)
     # But for the first call of each block, which is recorded.

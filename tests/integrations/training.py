@@ -141,7 +141,7 @@ def train(
         attached = spillway.attach(module, policy=way.attached, blocks=blocks, min_bytes=0, session=session)
     if way.regions is not None:
         how = way.regions
-        model.call = lambda block, x: spillway.recomputing.call_region(how, block, (x,), {}, session)
+        model.call = lambda block, x: spillway.recomputing.call_checkpointed(how, block, (x,), {}, session)
     torch.manual_seed(1 if same else 1 + dist.get_rank())
     for number in range(2):
         last = number == 1

@@ -13,15 +13,15 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import spillway
-from spillway.checkpointing.function import in_rerun
-from spillway.checkpointing.learned import ProofStore
+from spillway.checkpointing.function import in_replay
+from spillway.checkpointing.learned import LearnedFunctions
 from spillway.checkpointing.program import Decisions
 from spillway.checkpointing.recorder import Observer
 from spillway.checkpointing.schema import facts_of
 from spillway.operators import full_name
 from spillway.planning.profile import Again, BlockCall, BlockProfile, OperatorProfile, Outside, Profile, Value
 from spillway.profiling.probe import Probe, WatchedCall
-from spillway.recomputing import Recompute, call_region
+from spillway.recomputing import Recompute, call_checkpointed
 from spillway.records import Decision
 
 KEEP, HOST, DISK, AGAIN = Decision.KEEP, Decision.OFFLOAD_HOST, Decision.OFFLOAD_DISK, Decision.RECOMPUTE
@@ -148,7 +148,7 @@ def output_of(
     module: nn.Module, how: Recompute, session: spillway.Session, observer: Observer | None = None
 ) -> torch.Tensor:
     """What a checkpointed call of a module gives."""
-    output: torch.Tensor = call_region(how, module, (inputs(),), {}, session, observer)
+    output: torch.Tensor = call_checkpointed(how, module, (inputs(),), {}, session, observer)
     return output
 
 
@@ -190,9 +190,8 @@ class Replayed:
             with _Seeing() as seeing:
                 output.backward()
             seen.append(tuple(seeing.names))
-        ((program,),) = (
-            each._programs.values() for each in session.of(ProofStore).of(weakref.ref(module)).learned.values()
-        )
+        known = session.of(LearnedFunctions).of(weakref.ref(module)).calls
+        ((program,),) = (each._programs.values() for each in known.values())
         decisions = Decisions.of(program, how.choices, None)
         # The first replay with these decisions is compared to its end, and one of 64 later ones is, too.
         ran = min(seen[1:], key=len)
@@ -219,7 +218,7 @@ class _Seeing(TorchDispatchMode):
         self.names: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if in_rerun() and not facts_of(func).ignored:
+        if in_replay() and not facts_of(func).ignored:
             self.names.append(full_name(func))
         return func(*args, **(kwargs or {}))
 

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointError
 
 import spillway
-from spillway.checkpointing.function import in_rerun
+from spillway.checkpointing.function import in_replay
 from spillway.testing import AdversaryBackend
 from support import assert_identical, assert_nothing_left, grads
 
@@ -209,7 +209,7 @@ class Regions:
 
     def assert_nothing_left(self) -> None:
         assert torch._C._len_torch_dispatch_stack() == 0
-        assert not in_rerun()
+        assert not in_replay()
         assert not torch.nn.modules.module._global_forward_pre_hooks
         if self.adversary is not None:
             self.adversary.check()

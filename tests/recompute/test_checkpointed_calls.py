@@ -16,7 +16,7 @@ from torch.nn import functional
 import spillway
 from recompute.regions import Call, HiddenAttribute, HiddenList, Regions, gradients, one_place
 from spillway.checkpointing import learned
-from spillway.checkpointing.function import in_rerun
+from spillway.checkpointing.function import in_replay
 from support import assert_identical
 
 pytestmark = one_place
@@ -36,7 +36,7 @@ def test_forward_runs_without_modes_in_every_call(regions: Regions) -> None:
     seen = []
 
     def function(x: Tensor) -> Tensor:
-        if not in_rerun():
+        if not in_replay():
             seen.append((torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack()))
         return x.sin().exp()
 

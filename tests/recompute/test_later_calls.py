@@ -35,7 +35,7 @@ from recompute.regions import (
     leaf,
     one_place,
 )
-from spillway.checkpointing.learned import ProofStore
+from spillway.checkpointing.learned import LearnedFunctions
 from spillway.errors import InplaceError
 from support import assert_identical, grads
 
@@ -283,7 +283,7 @@ def test_a_session_holds_nothing_of_a_module_that_is_gone(regions: Regions) -> N
         gone += [weakref.ref(block), weakref.ref(block.bias)]
         del block, y
         gc.collect()
-        assert len(regions.session.of(ProofStore)) == 1
+        assert len(regions.session.of(LearnedFunctions)) == 1
     assert all(each() is None for each in gone)
 
 

@@ -18,7 +18,7 @@ import spillway
 from recompute.regions import HiddenAttribute, HiddenList
 from spillway.events import EventKind, EventList
 from spillway.operators import Planned
-from spillway.recomputing import call_region
+from spillway.recomputing import call_checkpointed
 from spillway.records import Decision
 from spillway.testing import AdversaryBackend
 
@@ -230,10 +230,10 @@ def test_what_leaves_is_let_go_of_while_its_region_still_runs() -> None:
     with spillway.Session(window=0) as session:
         how = spillway.Recompute(policy=plan)
         # The first call is recorded when it is replayed.
-        call_region(how, six_sines, (leaf * 1,), {}, session).sum().backward()
+        call_checkpointed(how, six_sines, (leaf * 1,), {}, session).sum().backward()
         most[0] = 0
         with spillway.offload(session=session, policy=spillway.policies.Keep(), min_bytes=0) as context:
-            y = call_region(how, six_sines, (leaf * 1,), {}, session)
+            y = call_checkpointed(how, six_sines, (leaf * 1,), {}, session)
         # The newest, the one before it, which the operator reads, and one that waits for its operator to return.
         assert most[0] <= 3
         again[0] = True

@@ -33,7 +33,7 @@ from recompute.regions import (
     one_place,
     operators_of_backward,
 )
-from spillway.checkpointing.function import in_rerun
+from spillway.checkpointing.function import in_replay
 from spillway.operators import Planned, full_name
 from spillway.planning.plan import BlockPlan, OperatorPlan
 from spillway.records import Decision
@@ -155,7 +155,7 @@ def test_where_all_is_preserved_the_function_does_not_run_again(regions: Regions
     runs = HiddenList()
 
     def function(x: Tensor) -> Tensor:
-        runs.append(in_rerun())
+        runs.append(in_replay())
         return x.sin().exp().tanh()
 
     for number in range(5):
@@ -168,7 +168,7 @@ def test_forward_runs_without_modes_in_every_call(regions: Regions) -> None:
     seen = HiddenList()
 
     def function(x: Tensor) -> Tensor:
-        if not in_rerun():
+        if not in_replay():
             seen.append((torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack()))
         return x.sin().exp() @ x.mT
 
@@ -603,7 +603,7 @@ def test_what_comes_after_all_that_runs_again_dies_when_its_node_has_run(regions
     def function(x: Tensor, weight: Tensor) -> Tensor:
         z = x.exp()
         y = z @ weight
-        if not in_rerun():
+        if not in_replay():
             storages[:] = [weakref.ref(z.untyped_storage()), weakref.ref(y.untyped_storage())]
             z.register_hook(lambda _: seen.append(alive(storages)))
         return y.sin()
@@ -625,7 +625,7 @@ def test_what_a_replay_is_handed_dies_when_its_node_has_run(regions: Regions, no
     def function(x: Tensor) -> Tensor:
         y = x.sin()
         z = y.exp()
-        if not in_rerun():
+        if not in_replay():
             storages[:] = [weakref.ref(z.untyped_storage())]
             y.register_hook(lambda _: seen.append(alive(storages)))
         return z.cos().tanh()
@@ -651,7 +651,7 @@ def test_nothing_is_left_of_what_was_preserved(regions: Regions, how: Options, e
         storages.append(weakref.ref(y.untyped_storage()))
         z = y.cos().tanh()
         storages.append(weakref.ref(z.untyped_storage()))
-        if fails and (ends == "an error" or in_rerun()):
+        if fails and (ends == "an error" or in_replay()):
             raise ValueError
         return z.exp()
 
@@ -681,7 +681,7 @@ def test_what_was_offloaded_is_not_held(regions: Regions, no_collector: None) ->
 
     def function(x: Tensor) -> Tensor:
         y = x.flatten(0, 1) @ WEIGHT
-        if not in_rerun():
+        if not in_replay():
             storages[:] = [weakref.ref(y.untyped_storage())]
         return (y + 1).sin() * y.cos()
 
@@ -698,7 +698,7 @@ def test_a_graph_is_forgotten_while_another_one_of_the_function_lives(regions: R
 
     def function(x: Tensor) -> Tensor:
         y = x.exp()
-        if not in_rerun():
+        if not in_replay():
             storages.append(weakref.ref(y.untyped_storage()))
         return y.sin() * 2
 

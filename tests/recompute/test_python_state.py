@@ -1,6 +1,6 @@
 """Both runs of a recomputed function are on one Python state.
 
-See NOTE [ Python state ] in ``regions/python_state.py``.
+See NOTE [ Python state ] in ``checkpointing/python_state.py``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import spillway
 from recompute.regions import Call, HiddenAttribute, Regions, gradients, one_place, ways
-from spillway.checkpointing.learned import ProofStore
+from spillway.checkpointing.learned import LearnedFunctions
 from spillway.checkpointing.python_state import PythonState
 from support import assert_identical
 
@@ -744,7 +744,7 @@ def test_dead_namespaces_and_modules_are_not_held(regions: Regions) -> None:
     for _ in range(8):
         function = partial(lambda module, x: module(x), nn.Linear(4, 4))
         spillway.recompute(function, torch.randn(2, 4, requires_grad=True), session=regions.session).sum().backward()
-    assert len(regions.session.of(ProofStore)) <= 3
+    assert len(regions.session.of(LearnedFunctions)) <= 3
 
 
 class Owner:

@@ -15,7 +15,7 @@ import spillway
 from allocations import ExactMeter
 from recompute.regions import Call, HiddenAttribute, HiddenList, Regions, gradients, hides, modes, one_place
 from spillway.checkpointing import checks
-from spillway.checkpointing.checks import fingerprint
+from spillway.checkpointing.checks import hash_of
 
 
 def swapped_inputs(x: torch.Tensor, y: torch.Tensor, run: int) -> torch.Tensor:
@@ -391,7 +391,7 @@ def test_a_fingerprint_is_of_elements_wherever_they_lie(dtype: torch.dtype, monk
     monkeypatch.setattr(checks, "_HOST_PIECE", 64)
     x = torch.randn(7, 13, 5, 3, generator=torch.Generator().manual_seed(1)) * 10
     x = x > 0 if dtype is torch.bool else x.to(dtype)
-    expected = fingerprint(x)
+    expected = hash_of(x)
     assert expected is not None
     reversed_dims = x.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0)
     for same in (
@@ -400,14 +400,14 @@ def test_a_fingerprint_is_of_elements_wherever_they_lie(dtype: torch.dtype, monk
         torch.cat([x, x], 1)[:, :13],
         torch._neg_view(-x) if dtype.is_floating_point else x,
     ):
-        assert fingerprint(same) == expected
+        assert hash_of(same) == expected
     for at in ((0, 0, 0, 0), (3, 4, 2, 1), (6, 12, 4, 2)):
         other = x.clone()
         other[at] = not other[at] if dtype == torch.bool else other[at] + 1
-        assert fingerprint(other) != expected
+        assert hash_of(other) != expected
     swapped = x.clone()
     swapped[0], swapped[1] = x[1], x[0]
-    assert fingerprint(swapped) != expected
+    assert hash_of(swapped) != expected
 
 
 @pytest.mark.parametrize("count", [4, 8, 16, 64])
@@ -416,7 +416,7 @@ def test_numbers_that_change_signs_have_another_fingerprint(count: int) -> None:
     torch.manual_seed(0)
     for _ in range(500):
         x = torch.randn(count)
-        assert fingerprint(x) != fingerprint(-x)
+        assert hash_of(x) != hash_of(-x)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.complex128])
@@ -425,7 +425,7 @@ def test_round_numbers_that_change_places_have_other_fingerprints(dtype: torch.d
     for row in range(4):
         x = torch.zeros(4, 4096, dtype=dtype)
         x[row] = 1
-        print_ = fingerprint(x)
+        print_ = hash_of(x)
         assert print_ is not None
         found.add(print_.item())
     assert len(found) == 4
@@ -434,12 +434,12 @@ def test_round_numbers_that_change_places_have_other_fingerprints(dtype: torch.d
 def test_one_element_has_a_fingerprint_whatever_its_strides_say() -> None:
     one = torch.randn(1, 1, dtype=torch.float64)
     for strides in ((0, 0), (7, 3), (1, 1)):
-        assert fingerprint(one.as_strided((1, 1), strides)) == fingerprint(one)
+        assert hash_of(one.as_strided((1, 1), strides)) == hash_of(one)
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 def test_what_is_quantized_has_no_fingerprint() -> None:
-    assert fingerprint(torch.quantize_per_tensor(torch.randn(8), 0.1, 0, torch.qint8)) is None
+    assert hash_of(torch.quantize_per_tensor(torch.randn(8), 0.1, 0, torch.qint8)) is None
 
 
 def test_a_fingerprint_takes_little_memory() -> None:
@@ -448,7 +448,7 @@ def test_a_fingerprint_takes_little_memory() -> None:
     for tensor in (x, x[:, 1], x.transpose(0, 2), x[:1].expand(256, 3, 1024)):
         measuring = ExactMeter(0)
         measuring.mark()
-        fingerprint(tensor)
+        hash_of(tensor)
         measuring.mark()
         readings = measuring.finish()
         assert readings is not None

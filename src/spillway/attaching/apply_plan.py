@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from spillway.checkpointing.learned import ProofStore
+from spillway.checkpointing.learned import LearnedFunctions
 from spillway.errors import UsageError
 from spillway.operators import Planned
 from spillway.planning.plan import BlockPlan, Plan
@@ -73,7 +73,7 @@ def decisions_of(plan: Plan) -> Hashable:
 def learned_by(blocks: Iterable[BlockCall], session: Session) -> int:
     """How many calls of blocks were recorded or compared, and so cost more than others."""
     modules = [module for block in blocks if (module := block.module()) is not None]
-    found = (session.of(ProofStore).of(weakref.ref(module)).learned.values() for module in modules)
+    found = (session.of(LearnedFunctions).of(weakref.ref(module)).calls.values() for module in modules)
     return sum(each.learned_from for several in found for each in several)
 
 

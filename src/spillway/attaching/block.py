@@ -26,11 +26,11 @@ from spillway.attaching.call import ModuleCall, is_attached
 from spillway.blocks import Named
 from spillway.capture.decide import Locator
 from spillway.capture.kept import PassthroughBlock
-from spillway.checkpointing.function import in_rerun
+from spillway.checkpointing.function import in_replay
 from spillway.checkpointing.recorder import Observer
 from spillway.errors import RecomputeError, UsageError
 from spillway.offloading import keep
-from spillway.recomputing import Recompute, call_untraced_region
+from spillway.recomputing import Recompute, call_checkpointed_untraced
 from spillway.session import Session
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ class BlockCall(ModuleCall):
         self.collector: ProfileCollector | None = None
         """Says how, if there is a budget, and observes each call."""
         self.observer: Observer | None = None
-        self.runner: Callable[..., Any] = call_untraced_region
+        self.runner: Callable[..., Any] = call_checkpointed_untraced
         """Runs it checkpointed."""
         inside = {id(module) for module in named.module.modules()} - {id(named.module)}
         self.has_inner = any(id(other.module) in inside for other in others)
@@ -199,7 +199,7 @@ class _Run:
         collector = self._call.collector
         if collector is None:
             return self._call_forward(args, kwargs)
-        if not in_rerun():
+        if not in_replay():
             begin = time.perf_counter()
             output = self._call_forward(args, kwargs)
             collector.block_ran(self._number, time.perf_counter() - begin)

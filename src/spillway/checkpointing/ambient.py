@@ -1,13 +1,8 @@
-"""Settings of the process that decide which operators run, and that a re-run finds otherwise than the first run did.
+"""Settings, autocast and random generators of torch: what a replay must find as forward found it.
 
-``torch.utils.checkpoint`` brings back autocast and generators. The default dtype and the choice of attention kernels
-(``torch.nn.attention.sdpa_kernel``) are set around a forward as easily, and are brought back here; and with them
-autocast and the default device, where a function runs again without torch's.
-
-NOTE [ States of generators ]
-
-A re-run that leaves out a random operator must leave the generator where that operator would have left it, and one that
-runs must draw what it drew. So both states are noted in the first run, of random operators only.
+``torch.utils.checkpoint`` restores autocast and random generators. A user may as well set the default dtype, the
+attention kernels (``torch.nn.attention.sdpa_kernel``), TF32 or the default device around a forward. A replay restores
+these, too.
 """
 
 from __future__ import annotations
@@ -35,13 +30,51 @@ _PRECISIONS = (
 )
 
 
-class _Settings(tuple[Any, ...]):
-    """Some settings at one moment."""
+def _listed(allowed: Any) -> tuple[Any, ...]:
+    return allowed if isinstance(allowed, tuple) else (allowed,)
+
+
+class Settings(tuple[Any, ...]):
+    """Settings of the process that choose kernels: default dtype, attention, TF32, deterministic algorithms."""
 
     __slots__ = ()
 
-    getters: ClassVar[tuple[Callable[[], Any], ...]]
-    setters: ClassVar[tuple[Callable[[Any], object], ...]]
+    getters: ClassVar[tuple[Callable[[], Any], ...]] = (
+        torch.get_default_dtype,
+        torch._C._get_flash_sdp_enabled,
+        torch._C._get_mem_efficient_sdp_enabled,
+        torch._C._get_math_sdp_enabled,
+        torch._C._get_cudnn_sdp_enabled,
+        torch._C._get_mkldnn_enabled,
+        torch._C._get_cudnn_enabled,
+        torch._C._get_cudnn_benchmark,
+        torch._C._get_cudnn_deterministic,
+        torch._C._get_mkldnn_deterministic,
+        torch._C._get_nnpack_enabled,
+        lambda: (torch._C._get_deterministic_algorithms(), torch._C._get_deterministic_algorithms_warn_only()),
+        torch._C._get_cublas_allow_fp16_accumulation,
+        torch._C._get_cublas_allow_fp16_reduced_precision_reduction,
+        torch._C._get_cublas_allow_bf16_reduced_precision_reduction,
+        *(partial(torch._C._get_fp32_precision_getter, *place) for place in _PRECISIONS),
+    )
+    setters: ClassVar[tuple[Callable[[Any], object], ...]] = (
+        torch.set_default_dtype,
+        torch._C._set_sdp_use_flash,
+        torch._C._set_sdp_use_mem_efficient,
+        torch._C._set_sdp_use_math,
+        torch._C._set_sdp_use_cudnn,
+        torch._C._set_mkldnn_enabled,
+        torch._C._set_cudnn_enabled,
+        torch._C._set_cudnn_benchmark,
+        torch._C._set_cudnn_deterministic,
+        torch._C._set_mkldnn_deterministic,
+        torch._C._set_nnpack_enabled,
+        lambda flags: torch._C._set_deterministic_algorithms(flags[0], warn_only=flags[1]),
+        torch._C._set_cublas_allow_fp16_accumulation,
+        lambda allowed: torch._C._set_cublas_allow_fp16_reduced_precision_reduction(*_listed(allowed)),
+        lambda allowed: torch._C._set_cublas_allow_bf16_reduced_precision_reduction(*_listed(allowed)),
+        *(partial(torch._C._set_fp32_precision_setter, *place) for place in _PRECISIONS),
+    )
 
     @classmethod
     def now(cls) -> Self:
@@ -49,7 +82,7 @@ class _Settings(tuple[Any, ...]):
 
     @contextmanager
     def in_force(self) -> Iterator[None]:
-        """Inside, they are as they were."""
+        """A context with these settings."""
         now = self.now()
         if now == self:
             yield
@@ -66,93 +99,34 @@ class _Settings(tuple[Any, ...]):
                 put(value)
 
 
-class Numerics(_Settings):
-    """Settings of the process by which products and convolutions choose how they add up."""
+class AmbientState(NamedTuple):
+    """Settings, autocast and function modes around a call. Dispatch modes are left out."""
 
-    __slots__ = ()
-
-    getters = (
-        torch._C._get_mkldnn_enabled,
-        torch._C._get_cudnn_enabled,
-        torch._C._get_cudnn_benchmark,
-        torch._C._get_cudnn_deterministic,
-        torch._C._get_mkldnn_deterministic,
-        torch._C._get_nnpack_enabled,
-        lambda: (torch._C._get_deterministic_algorithms(), torch._C._get_deterministic_algorithms_warn_only()),
-        torch._C._get_cublas_allow_fp16_accumulation,
-        torch._C._get_cublas_allow_fp16_reduced_precision_reduction,
-        torch._C._get_cublas_allow_bf16_reduced_precision_reduction,
-        *(partial(torch._C._get_fp32_precision_getter, *place) for place in _PRECISIONS),
-    )
-    setters = (
-        torch._C._set_mkldnn_enabled,
-        torch._C._set_cudnn_enabled,
-        torch._C._set_cudnn_benchmark,
-        torch._C._set_cudnn_deterministic,
-        torch._C._set_mkldnn_deterministic,
-        torch._C._set_nnpack_enabled,
-        lambda said: torch._C._set_deterministic_algorithms(said[0], warn_only=said[1]),
-        torch._C._set_cublas_allow_fp16_accumulation,
-        lambda allowed: torch._C._set_cublas_allow_fp16_reduced_precision_reduction(*_listed(allowed)),
-        lambda allowed: torch._C._set_cublas_allow_bf16_reduced_precision_reduction(*_listed(allowed)),
-        *(partial(torch._C._set_fp32_precision_setter, *place) for place in _PRECISIONS),
-    )
-
-
-def _listed(allowed: Any) -> tuple[Any, ...]:
-    return allowed if isinstance(allowed, tuple) else (allowed,)
-
-
-class Globals(_Settings):
-    """The default dtype, and the kernels of attention that may be chosen."""
-
-    __slots__ = ()
-
-    getters = (
-        torch.get_default_dtype,
-        torch._C._get_flash_sdp_enabled,
-        torch._C._get_mem_efficient_sdp_enabled,
-        torch._C._get_math_sdp_enabled,
-        torch._C._get_cudnn_sdp_enabled,
-    )
-    setters = (
-        torch.set_default_dtype,
-        torch._C._set_sdp_use_flash,
-        torch._C._set_sdp_use_mem_efficient,
-        torch._C._set_sdp_use_math,
-        torch._C._set_sdp_use_cudnn,
-    )
-
-
-class Ambience(NamedTuple):
-    """All that a function finds around it, besides dispatch modes."""
-
-    settings: Globals
-    numerics: Numerics
+    settings: Settings
     autocast: tuple[Any, ...]
-    """For each of :func:`_types`, whether it is on, and the dtype that it casts to."""
+    """Whether autocast is on, and its dtype, for each of :func:`_types`."""
     caches: bool
-    """Whether autocast remembers what it has cast."""
+    """Whether autocast caches its casts."""
     modes: tuple[AbstractContextManager[object], ...]
-    """Function modes of the user's: where tensors are made, say."""
+    """Function modes of the user, such as a default device."""
 
     @classmethod
-    def now(cls) -> Ambience:
+    def now(cls) -> AmbientState:
         modes: tuple[Any, ...] = ()
         if torch._C._len_torch_function_stack() > 0:
             stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
             modes = tuple([mode for mode in stack if not type(mode).__module__.startswith(_OWN)])
         autocast = tuple([get() for get in _autocast()])
-        return cls(Globals.now(), Numerics.now(), autocast, torch.is_autocast_cache_enabled(), modes)
+        return cls(Settings.now(), autocast, torch.is_autocast_cache_enabled(), modes)
 
     @contextmanager
     def in_force(self) -> Iterator[None]:
-        """Inside, it is as it was."""
-        now = Ambience.now()
+        """A context with this state."""
+        now = AmbientState.now()
         if now == self:
             yield
             return
-        with self.settings.in_force(), self.numerics.in_force(), ExitStack() as stack:
+        with self.settings.in_force(), ExitStack() as stack:
             for place, name in enumerate(_types()):
                 enabled, dtype = was = self.autocast[2 * place : 2 * place + 2]
                 if was != now.autocast[2 * place : 2 * place + 2] or (enabled and now.caches != self.caches):
@@ -166,26 +140,26 @@ class Ambience(NamedTuple):
 
 @cache
 def _types() -> tuple[str, ...]:
-    """Of devices that autocast is for."""
+    """Types of devices that have autocast."""
     accelerator = torch.accelerator.current_accelerator()
     return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
 
 
 @cache
 def _autocast() -> tuple[Callable[[], Any], ...]:
-    """What asks for :attr:`Ambience.autocast`."""
-    asked = (torch.is_autocast_enabled, torch.get_autocast_dtype)
-    return tuple(partial(get, name) for name in _types() for get in asked)
+    """Getters of :attr:`AmbientState.autocast`."""
+    getters = (torch.is_autocast_enabled, torch.get_autocast_dtype)
+    return tuple(partial(get, name) for name in _types() for get in getters)
 
 
 _CPU = torch.device("cpu")
 
-drawing = threading.RLock()
-"""Held while default generators are not where their user left them: several threads may go through graphs at once."""
+generators_lock = threading.RLock()
+"""Held while a replay has set default generators back: several threads may run backward at once."""
 
 
 def state_now(generator: torch.Generator) -> torch.Tensor:
-    """The generator's state: a real tensor, whatever modes are in force."""
+    """The generator's state, as a real tensor under any mode."""
     with _no_modes():
         return generator.get_state()
 
@@ -207,7 +181,7 @@ def given_generator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Gene
 
 
 def device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
-    """Where a call makes its tensors."""
+    """The device on which an operator makes its tensors."""
     device = kwargs.get("device")
     if device is not None:
         return torch.device(device)
@@ -217,7 +191,7 @@ def device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
 
 
 def default_generator(device: torch.device) -> torch.Generator:
-    """The generator that a device's operators draw from when they are given none."""
+    """The generator that operators of a device draw from by default."""
     if device.type in ("cpu", "meta"):
         # Nothing is drawn on meta.
         return torch.default_generator
@@ -233,12 +207,12 @@ def _generator_of_index(kind: str, index: int) -> torch.Generator:
 
 
 def generators_of(devices: Iterable[torch.device]) -> list[torch.Generator]:
-    """The default generators of the host and of these devices."""
+    """The default generators of the CPU and of these devices."""
     return [default_generator(device) for device in {_CPU, *devices} if device.type != "meta"]
 
 
-def states_of(generators: Iterable[torch.Generator]) -> Callable[[], None]:
-    """Gives what sets generators back to where they are."""
+def restorer_of(generators: Iterable[torch.Generator]) -> Callable[[], None]:
+    """A function that sets generators back to their state of now."""
     states = [(generator, state_now(generator)) for generator in generators]
 
     def restore() -> None:

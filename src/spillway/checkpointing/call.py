@@ -2,26 +2,26 @@
 
 NOTE [ A checkpointed call ]
 
-Forward runs the function under a pack hook and without any mode. Autograd gets a :class:`SavedSlot` for each tensor
-that it saves, known by its number in the order of saving. The slot holds nothing.
+Forward runs the function under a pack hook and without dispatch modes. Autograd gets a :class:`SavedSlot` for each
+tensor that it saves. The slot has the tensor's number in the order of saving, and no memory.
 
-Backward asks for one of the slots. The function then runs again (the *replay*) under a hook that collects the tensors
-by the same numbers, with its Python state, random generators, autocast and other settings as they were when forward
-began. With the last tensor that is still wanted the replay ends.
+Backward unpacks one of the slots. The function then runs again (the *replay*) under a hook that collects the tensors
+by the same numbers. Its Python state, random generators, autocast and other settings are those of forward. The replay
+ends with the last tensor that is still wanted.
 
-The replay is right if the function does the same when it runs again, as for ``torch.utils.checkpoint``. Spillway checks
-more of that than torch does: the number, shape, dtype and device of each saved tensor in every call, versions of what
-the function reads, and the values themselves in the first call and in samples of the later ones (``learned.py``).
+The replay is right if the function does the same again, as for ``torch.utils.checkpoint``. Spillway checks more than
+torch does: number, shape, dtype and device of each saved tensor in every call, versions of the tensors that the
+function reads, and the values themselves in the first call and in samples of later ones (``learned.py``).
 
-See ``preserved.py`` for what selectors, a policy or a plan preserve.
+Selectors, a policy or a plan may preserve some of the tensors: see ``preserved.py``.
 
 NOTE [ Gradients inside ]
 
-A function may take a gradient of what it computes. Autograd then asks for a slot while forward goes on. The function
-is replayed as far as it has come, and is compared. What it saved until then is kept from there on, and all that it
-saves later: such a call is not replayed when it has ended. Later calls of the kind are plain.
+A function may take a gradient of what it computes. Autograd then unpacks a slot before forward has ended. The function
+is replayed as far as forward has come, and is compared. From there on, all that it saves is kept, and this call is not
+replayed again. Later calls of the kind are plain.
 
-NOTE [ What holds what ]
+NOTE [ Ownership ]
 
 Autograd owns the slots. A slot owns the call, and the call owns the arguments' handles and the copy of the Python
 state. The call knows its slots by weak references. A replayed value is held by its slot until autograd takes it.
@@ -40,27 +40,20 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from spillway.capture.handles import Handle, check_version, unpack
-from spillway.capture.hooks import Pass
 from spillway.capture.torch_internals import untraced
-from spillway.checkpointing.checks import Verdicts, differed, print_of
-from spillway.checkpointing.collector import Collector, Enough, Meta, meta_of, storages_of
-from spillway.checkpointing.function import ReplayedFunction, rerunning
-from spillway.checkpointing.learned import Learned
+from spillway.checkpointing.checks import difference_error, fingerprint_of
+from spillway.checkpointing.collector import Collector, Meta, ReplayEnded, meta_of, shapes_of, storages_of
+from spillway.checkpointing.function import replay_argument, replaying
 from spillway.checkpointing.partial_replay import PartialReplay
-from spillway.checkpointing.partition import Partition
 from spillway.checkpointing.preserved import PreservedTensors
 from spillway.checkpointing.program import Decisions, Program, Selection
-from spillway.checkpointing.python_state import PythonState
-from spillway.checkpointing.recorder import Observer, Recorder
-from spillway.checkpointing.replayable import ReplayableCall
+from spillway.checkpointing.recorder import Observer, Recorder, casts_leaf
+from spillway.checkpointing.replayable import CallSetup, ReplayableCall
 from spillway.checkpointing.slots import OutputSlot, SavedSlot
-from spillway.checkpointing.tensors import PLAIN, below_modes, is_strided, tensors_in, whole_view_of
+from spillway.checkpointing.tensors import PLAIN, below_modes, is_strided, tensors_in
 from spillway.errors import RecomputeError
-from spillway.records import Decision
 
 _NOTHING: AbstractContextManager[object] = nullcontext()
-_VIEWS = frozenset(("TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "ExpandBackward0"))
-"""Views of a cast weight that a product may save."""
 _next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
 _weak = weakref.ref
 _STRIDED = torch.strided
@@ -70,82 +63,54 @@ class CheckpointedCall(ReplayableCall):
     """One call. See NOTE [ A checkpointed call ].
 
     Args:
-        function: see :class:`ReplayableCall`, as all that follows but these.
+        setup: the function, its state, and how it is called.
         stops_early: whether a replay ends with the last tensor that is wanted.
-        drops_output: whether outputs, too, can be computed again: :attr:`outputs` then has them.
         checks: whether shape, dtype and device of what is saved are compared.
+        drops_output: whether outputs, too, can be recomputed: :attr:`outputs` then has them.
         selection: what is preserved; ``None``: nothing, and its operators are not recorded.
         observer: a profiler.
     """
 
     def __init__(
         self,
-        function: ReplayedFunction,
-        state: PythonState,
-        learned: Learned,
-        passage: Pass,
-        inputs: Decision | None,
-        verdicts: Verdicts,
+        setup: CallSetup,
         *,
-        label: str,
         stops_early: bool,
-        draws: bool,
-        checks: bool,
+        checks: bool = False,
         drops_output: bool = False,
-        compares: bool = False,
-        is_captured: bool = False,
-        partition: Partition | None = None,
-        unused: Sequence[object] = (),
         selection: Selection | None = None,
         observer: Observer | None = None,
     ) -> None:
-        super().__init__(
-            function,
-            state,
-            learned,
-            passage,
-            inputs,
-            verdicts,
-            label=label,
-            draws=draws,
-            compares=compares,
-            is_captured=is_captured,
-            partition=partition,
-            unused=unused,
-        )
+        super().__init__(setup)
         self._stops_early = stops_early
         self._checks = checks
         self._drops_output = drops_output
         self.outputs: list[tuple[torch.Tensor, OutputSlot]] = []
-        """Outputs that can be computed again, with their slots; whoever reads it clears it."""
+        """Outputs that can be recomputed, with their slots. The caller takes them, and clears the list."""
         self._keeps = False
         """Whether what autograd saves is kept: see NOTE [ Gradients inside ]."""
         self.holds_values = observer is not None
-        """Whether slots hold their values after they were asked for them, or a profiler must know of it."""
+        """Whether slots come back to the call each time that they are unpacked."""
         self._selection = selection
         self._observer = observer
         self._casts: dict[int, Callable[[], torch.UntypedStorage | None]] = {}
-        """For the profiler, memory that leaves were cast to."""
+        """For the profiler: memory of casts of leaves."""
         self._shapes: tuple[Any, ...] = ()
-        """Of the function's tensors."""
         self._program: Program | None = None
-        """What such calls do, if that is known."""
         self._decisions: Decisions | None = None
-        """What is preserved of such calls, if that is known."""
         self._preserved: PreservedTensors | None = None
-        """What is preserved of this one."""
         self._records = False
         """Whether its first replay records the program."""
         self._metas: list[Meta] = []
-        """Shape, dtype and device of what forward saved."""
+        """Shape, dtype, device and strides of each tensor that forward saved."""
         self._slots: list[Callable[[], SavedSlot | None]] = []
-        """Those of saved tensors, and then those of outputs that are dropped."""
-        self._prints: dict[int, torch.Tensor] = {}
-        """Fingerprints of what forward saved, where values are compared."""
+        """Weak references to slots of saved tensors, and then to those of dropped outputs."""
+        self._fingerprints: dict[int, torch.Tensor] = {}
+        """Fingerprints of the tensors that forward saved, if values are compared."""
         self._pending: list[tuple[int, torch.Tensor, int]] = []
-        """What was saved by the operator that runs, which may write it yet, with the number of its node."""
+        """Tensors saved by the running operator, which may still write them, with the number of its node."""
         self._storages: dict[int, int] = {}
-        """In an observed call: memory of what forward saved, by numbers."""
+        """In an observed call: memory of the tensors that forward saved, by numbers."""
         self._lock = threading.RLock()
         self._is_running = False
         self._is_replaying = False
@@ -153,7 +118,7 @@ class CheckpointedCall(ReplayableCall):
     # Forward.
 
     def run(self, first: Callable[[], Any], tensors: Sequence[torch.Tensor]) -> Any:
-        """What the function gives.
+        """Run the function, and return its output.
 
         Args:
             first: runs it, with the caller's own arguments.
@@ -167,22 +132,22 @@ class CheckpointedCall(ReplayableCall):
         if self._decisions is not None:
             arguments = self._tensors if self._partition is None else ()
             reached = self._reached.constants()
-            self._preserved = PreservedTensors(self._decisions, self._passage, tensors, arguments, reached)
+            self._preserved = PreservedTensors(self._decisions, self._scope, tensors, arguments, reached)
         self._is_running, output = True, None
         try:
             with saved_tensors_hooks(self._packing(), unpack):
                 output = first()
         except BaseException:
-            # A replay ends with what was saved until then.
+            # A replay ends with the last tensor that was saved by then.
             self._records = self._compares = False
             if self._preserved is not None:
                 self._preserved.is_other = True
             raise
         finally:
             self._is_running = False
-            with below_modes(self._odd):
+            with below_modes(self._subclass):
                 if self._compares:
-                    self._print_pending(None)
+                    self._fingerprint_pending(None)
                 if self._preserved is not None:
                     self._preserved.forward_ended(output, len(self._metas))
                 self._forward_ended(output, tensors)
@@ -203,14 +168,13 @@ class CheckpointedCall(ReplayableCall):
                 self.outputs.append((tensor, slot))
 
     def _packing(self) -> Callable[[torch.Tensor], SavedSlot | Handle]:
-        """The pack hook of forward."""
-        metas, slots, passage = self._metas, self._slots, self._passage
-        leaving, escaping, looks = passage.waiting, self._learned.escaping, self._compares or self._is_observed
+        metas, slots, scope = self._metas, self._slots, self._scope
+        leaving, escaping, looks = scope.waiting, self._learned.escaping, self._compares or self._is_observed
         preserved, is_profiled = self._preserved, self._observer is not None
 
         def pack(tensor: torch.Tensor) -> SavedSlot | Handle:
             if leaving.nbytes and leaving.is_batch:
-                passage.advance()
+                scope.advance()
             number = len(metas)
             if type(tensor) in PLAIN and tensor.layout is _STRIDED and not tensor.is_nested:
                 metas.append((tensor.shape, tensor.dtype, tensor.device, tensor.stride()))
@@ -221,7 +185,7 @@ class CheckpointedCall(ReplayableCall):
             if preserved is not None and not self._keeps:
                 if looks:
                     with below_modes(tensor):
-                        self._print_pending(_next_node())
+                        self._fingerprint_pending(_next_node())
                 handle = preserved.pack(tensor, number)
                 if handle is not None:
                     slots.append(_nothing)
@@ -240,12 +204,12 @@ class CheckpointedCall(ReplayableCall):
         return pack
 
     def _select(self, selection: Selection, tensors: Sequence[torch.Tensor]) -> None:
-        """Find what is known of such calls."""
+        """Find the program of such calls, and the decisions about them."""
         self._shapes = shapes_of(tensors)
         decisions, self._records = self._learned.decisions(self._shapes, selection)
         self._program = None if decisions is None else decisions.program
         if self._is_captured:
-            # Nothing can be compared there.
+            # Nothing can be compared in a captured graph.
             self._records = False
             if decisions is not None and (decisions.is_validated or not decisions.leaves_out):
                 self._decisions = decisions
@@ -258,24 +222,24 @@ class CheckpointedCall(ReplayableCall):
 
     def _observe(self, tensor: torch.Tensor, number: int, slot: SavedSlot) -> None:
         with below_modes(tensor):
-            self._print_pending(_next_node())
+            self._fingerprint_pending(_next_node())
             if self._is_observed or number in self._learned.escaping:
                 slot.track(tensor)
             if self._is_observed and is_strided(tensor) and type(tensor) in PLAIN:
                 self._storages[number] = tensor.untyped_storage()._cdata
             self._pending.append((number, tensor.detach(), _next_node()))
 
-    def _print_pending(self, node: int | None) -> None:
-        """Take fingerprints of what earlier operators have saved; ``None``: of all."""
+    def _fingerprint_pending(self, node: int | None) -> None:
+        """Take fingerprints of tensors that operators before this node have saved; ``None``: of all."""
         while self._pending and (node is None or self._pending[0][2] < node):
             number, tensor, _ = self._pending.pop(0)
-            found = print_of(tensor)
+            found = fingerprint_of(tensor)
             if found is not None:
-                self._prints[number] = found
+                self._fingerprints[number] = found
 
     def _learn(self, output: Any, tensors: Sequence[torch.Tensor]) -> None:
         super()._learn(output, tensors)
-        # What the function reached before is watched anyway.
+        # Versions of reached tensors are checked anyway.
         known = {id(tensor) for tensor in self._reached.tensors()}
         kept = (tensor for tensor in self._state.again().tensors() if id(tensor) not in known)
         outside = (*tensors_in(tree_leaves(output)), *kept)
@@ -286,14 +250,14 @@ class CheckpointedCall(ReplayableCall):
     # Backward.
 
     def value_of(self, slot: SavedSlot) -> torch.Tensor:
-        """What autograd saved in this slot, by a replay if there was none."""
+        """The tensor of this slot, by a replay if there was none."""
         with self._lock:
             seen = None if slot.seen is None else slot.seen()
             if seen is not None:
                 return seen
             if self._is_running and not self._keeps:
                 self._keeps = self.holds_values = self._learned.takes_gradients = True
-                self._passage.ledger.note(
+                self._scope.ledger.note(
                     f"{self._label} takes a gradient of what it computes. What autograd saves in it is kept, not "
                     f"recomputed."
                 )
@@ -331,41 +295,41 @@ class CheckpointedCall(ReplayableCall):
         if self._is_observed or self._records or is_new:
             self._learned.learned_from += 1
         if self._is_running:
-            self._print_pending(None)
+            self._fingerprint_pending(None)
         collector = None if self._is_running else self._replay_by_program(compares)
         if collector is None:
             collector = self._run_again(compares)
         if compares and not collector.is_same():
-            again = self._run_on_todays_state(compares)
+            again = self._replay_on_current_state(compares)
             if again is None or not again.is_same():
                 raise collector.error()
             collector = again
         collector.raise_if_other()
         if compares and self._is_observed and not self._is_running:
             self._learned.is_validated = True
-        self._passage.ledger.recomputed_bytes += self._learned.recomputed_bytes(self._metas, collector)
+        self._scope.ledger.recomputed_bytes += self._learned.recomputed_bytes(self._metas, collector)
         values = collector.take()
         for number, value in values.items():
             slot = self._slots[number]()
             if slot is not None:
                 slot.value = value
         for differs in collector.differences():
-            self._verdicts.add(self._label, differs)
+            self._pending_checks.add(self._label, differs)
 
     def _has_dropped_outputs(self) -> bool:
-        """Whether outputs have to be recomputed, of which a program does not tell what they need."""
+        """Whether outputs must be recomputed. A program does not say which operators they need."""
         slots = (each() for each in self._slots) if self._drops_output else ()
         return any(isinstance(slot, OutputSlot) and slot.is_dropped() for slot in slots)
 
     def _replay_by_program(self, compares: bool) -> Collector | None:
-        """A replay that records the program, or leaves out what it need not run; ``None``, if there was none."""
+        """A replay that records the program, or a partial replay; ``None`` if neither is possible."""
         if self._records:
             return self._record()
         preserved = self._preserved
         if preserved is None or self._has_dropped_outputs():
             return None
         decisions, given = preserved.decisions, preserved.take()
-        self._passage.ledger.note_unused(decisions.unused)
+        self._scope.ledger.note_unused(decisions.unused)
         if given is None:
             return None
 
@@ -373,13 +337,13 @@ class CheckpointedCall(ReplayableCall):
             handle = given.get(value)
             return None if handle is None else handle.unpack()
 
-        poisons = not decisions.is_validated or any(map(self._passage.poisons, self._devices))
+        poisons = not decisions.is_validated or any(map(self._scope.poisons, self._devices))
         mode = PartialReplay(decisions, tensor_of, draws=self._draws, poisons=poisons)
         collector: Collector | None = None
         try:
             collector = self._run_again(compares, mode)
         except Exception:
-            # The function may have made another error of ours.
+            # The function may have raised another error after ours.
             if mode.differs is None:
                 raise
         why = mode.differs
@@ -389,14 +353,14 @@ class CheckpointedCall(ReplayableCall):
             why = "other tensors were saved"
         if why is not None:
             self._learned.differed(decisions.program, is_final=mode.differs is None)
-            self._passage.ledger.note(f"{self._label} was recomputed whole: {why}.")
+            self._scope.ledger.note(f"{self._label} was recomputed whole: {why}.")
             return None
         if compares:
             decisions.is_validated = True
         return collector
 
     def _record(self) -> Collector | None:
-        """See NOTE [ Where a program is recorded ] in ``recorder.py``."""
+        """See NOTE [ Recording ] in ``recorder.py``."""
         self._records = False
         selection, learned = self._selection, self._learned
         assert selection is not None
@@ -406,43 +370,45 @@ class CheckpointedCall(ReplayableCall):
             learned.record(self._shapes, selection, Program(opaque="it gives other values under a dispatch mode"))
             return None
         learned.record(self._shapes, selection, recorder.program())
-        # Selectors are asked what they preserve.
+        # This asks the selectors.
         decisions, _ = learned.decisions(self._shapes, selection)
         if decisions is not None:
-            self._passage.ledger.note_unused(decisions.unused)
+            self._scope.ledger.note_unused(decisions.unused)
         return collector
 
-    def _run_on_todays_state(self, compares: bool) -> Collector | None:
-        """A replay for a function that prepares itself in its first call; ``None``, if there is no other state."""
-        with self._function.on_todays_state() as is_another:
+    def _replay_on_current_state(self, compares: bool) -> Collector | None:
+        """A replay of a function that prepares itself in its first call; ``None`` if the state has not changed."""
+        with self._function.on_current_state() as is_another:
             if not is_another:
                 return None
             try:
                 return self._run_again(compares)
             except Exception as error:
-                # On a state that is no longer the first run's, anything may be missing.
-                raise differed([self._label]) from error
+                # On another state than that of forward, anything may be missing.
+                raise difference_error([self._label]) from error
 
     def _run_again(self, compares: bool, mode: Recorder | PartialReplay | None = None) -> Collector:
-        """Run the function, and collect what it saves.
+        """Run the function again, and collect the tensors that it saves.
 
         Args:
-            compares: whether that is compared with what forward saved.
+            compares: whether they are compared with those of forward.
             mode: sees its operators.
         """
         slots = [slot for each in self._slots if (slot := each()) is not None]
         outputs = {each.number: each.index for each in slots if isinstance(each, OutputSlot) and each.is_dropped()}
         wanted = {each.number for each in slots if not isinstance(each, OutputSlot)}
         del slots
-        # Within the function itself, forward has come no further.
+        # If forward still runs, it has come no further.
         stops = self._is_running or (self._stops_early and not compares and not outputs)
-        until, prints = max(wanted, default=-1), self._prints
-        output_prints: list[torch.Tensor | None] | None = self._output_prints
+        until, fingerprints = max(wanted, default=-1), self._fingerprints
+        output_fingerprints: list[torch.Tensor | None] | None = self._output_fingerprints
         if isinstance(mode, PartialReplay):
-            # What is left out has no content, and outputs may be.
+            # Tensors that are left out have no content. Outputs may be among them.
             until = max(until, mode.decisions.until)
-            prints = {number: found for number, found in prints.items() if mode.decisions.is_recomputed(number)}
-            output_prints = None
+            fingerprints = {
+                number: found for number, found in fingerprints.items() if mode.decisions.is_recomputed(number)
+            }
+            output_fingerprints = None
         changed = self._reached.changed()
         collector = Collector(
             self._label,
@@ -450,14 +416,14 @@ class CheckpointedCall(ReplayableCall):
             outputs,
             until if stops else None,
             self._metas,
-            prints if compares else None,
-            output_prints,
+            fingerprints if compares else None,
+            output_fingerprints,
             self._reached.storages(),
             {tensor.untyped_storage()._cdata: (tensor, v) for tensor, v in changed if is_strided(tensor)},
             checks=self._checks,
-            waits=self._is_observed or isinstance(mode, Recorder) or (mode is not None and mode.is_new),
+            compares_at_once=self._is_observed or isinstance(mode, Recorder) or (mode is not None and mode.is_new),
             saves=None if mode is None else mode.saves,
-            asked=mode.was_asked if isinstance(mode, PartialReplay) else None,
+            refuse_unpack=mode.was_unpacked if isinstance(mode, PartialReplay) else None,
         )
         self._run_into(collector, changed, mode)
         return collector
@@ -472,14 +438,14 @@ class CheckpointedCall(ReplayableCall):
         """Run the function.
 
         Args:
-            collector: takes what it saves.
-            changed: what was written since forward, with the versions from before.
+            collector: takes the tensors that it saves.
+            changed: tensors that were written since forward, with their versions in forward.
             mode: sees its operators.
             around: a context around the function, within the mode.
         """
-        with below_modes(self._odd):
+        with below_modes(self._subclass):
             backs = zip(self._inputs_back(), self._tensors, strict=True)
-            tensors = [_argument(tensor, needs_grad, written) for tensor, (*_, needs_grad, written) in backs]
+            tensors = [replay_argument(tensor, needs_grad, written) for tensor, (*_, needs_grad, written) in backs]
         collector.know([*tensors, *self._reached.tensors()])
         if isinstance(mode, Recorder):
             mode.begin(tensors)
@@ -487,17 +453,17 @@ class CheckpointedCall(ReplayableCall):
         with self._as_of_forward(tensors, changed) as within:
             try:
                 with (
-                    rerunning(),
+                    replaying(),
                     saved_tensors_hooks(collector.pack, collector.unpack),
                     _NOTHING if mode is None else mode,
                     around,
                 ):
                     output = self._function(*tensors, within=within(lambda _: collector.compare_pending()))
                     collector.gave(output)
-            except Enough:
+            except ReplayEnded:
                 pass
             except Exception:
-                # The function may have made another error of ours.
+                # The function may have raised another error after ours.
                 if not collector.has_ended:
                     raise
             finally:
@@ -509,7 +475,7 @@ class CheckpointedCall(ReplayableCall):
     # For a profiler.
 
     def _profile(self, observer: Observer) -> None:
-        """Forward has ended. If operators are to be measured, the function runs once more, and keeps nothing."""
+        """Profile the call after forward. To measure operators, the function runs once more, and keeps nothing."""
         for storage in self._casts.values():
             if (cast := storage()) is not None:
                 observer.casts(cast)
@@ -517,13 +483,13 @@ class CheckpointedCall(ReplayableCall):
         if not observer.wants_operators or self._is_captured:
             return
         assert self._selection is not None
-        # Casts that autocast remembers would not be seen.
+        # Cached casts of autocast would not be seen.
         torch.clear_autocast_cache()
         recorder = Recorder(self._selection)
         collector = Collector(
             *(self._label, set(), {}, None, self._metas, None, None, self._reached.storages(), {}),
             checks=False,
-            waits=False,
+            compares_at_once=False,
             saves=recorder.saves,
             holds=self._keeps,
         )
@@ -535,39 +501,11 @@ class CheckpointedCall(ReplayableCall):
         self._records = False
 
     def _note_cast(self, tensor: torch.Tensor) -> None:
-        """Note a saved tensor that a leaf was cast to, or a view of one."""
-        node: Any = tensor.grad_fn
-        while node is not None and node.name() in _VIEWS:
-            node = node.next_functions[0][0]
-        if node is None or node.name() != "ToCopyBackward0" or not is_strided(tensor):
-            return
-        if hasattr(node.next_functions[0][0], "variable"):
+        """Note a saved tensor that is the cast of a leaf, or a view of one."""
+        if is_strided(tensor) and casts_leaf(tensor):
             storage = tensor.untyped_storage()
             self._casts[storage._cdata] = _weak(storage)
 
 
-def shapes_of(tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
-    """What tells calls apart that have programs of their own."""
-    return tuple([meta_of(tensor)[0] for tensor in tensors])
-
-
 def _nothing() -> None:
     return None
-
-
-def _argument(tensor: torch.Tensor, requires_grad: bool, is_written: bool) -> torch.Tensor:
-    """One of the function's tensors as a replay is given it."""
-    if tensor.requires_grad and tensor.is_leaf and not is_written:
-        return tensor
-    if not requires_grad and not is_written:
-        with below_modes(tensor):
-            return tensor.detach()
-    with below_modes(tensor), torch.enable_grad():
-        alias = tensor.detach().requires_grad_(requires_grad)
-        if is_written:
-            # A leaf cannot be written in place, nor a view of one; and the next replay needs it as it is.
-            return alias.clone()  # type: ignore[no-untyped-call, unused-ignore]
-        if not is_strided(alias):
-            return alias
-        # Not a leaf, which it was not: of leaves, casts are taken for autocast's own.
-        return whole_view_of(alias)

@@ -1,10 +1,10 @@
-"""What a replay saves, by its number, and how that compares with what forward saved.
+"""Collects the tensors that a replay saves, and compares them with those of forward.
 
 NOTE [ When a replay ends ]
 
-Most operators save a tensor that is there already: the replay ends before their kernels run. Some save a tensor that
-their kernel writes afterwards (the noise of ``rrelu``), and no version counter tells. So where the last tensor that is
-wanted needs no gradient, and was not there before the replay, the replay ends when the next operator begins to save.
+Most operators save a tensor that already has its content, and the replay ends before their kernels run. Some save a
+tensor that their kernel writes afterwards (the noise of ``rrelu``), without a new version. So if the last wanted tensor
+needs no gradient and was made in the replay, the replay ends when the next operator begins to save.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from spillway.capture.handles import carry_attributes
-from spillway.checkpointing.checks import differed, print_of, prints_of
+from spillway.checkpointing.checks import difference_error, fingerprint_of, fingerprints_of
 from spillway.checkpointing.reached import refuse_written
 from spillway.checkpointing.tensors import PLAIN, below_modes, is_strided, tensors_in
 from spillway.errors import RecomputeError
@@ -29,12 +29,12 @@ Meta = tuple[Any, torch.dtype, torch.device, tuple[int, ...]]
 """Shape, dtype, device and strides of a saved tensor."""
 
 
-class Enough(BaseException):
-    """A second run has made all that is wanted. No error of anybody's: what catches those in a function lets it go."""
+class ReplayEnded(BaseException):
+    """Ends a replay that has made all wanted tensors. Not an ``Exception``: functions do not catch it."""
 
 
 class Collector:
-    """Takes what a replay saves, by its number."""
+    """Takes the tensors that a replay saves, by their numbers."""
 
     def __init__(
         self,
@@ -43,59 +43,58 @@ class Collector:
         outputs: dict[int, int],
         until: int | None,
         metas: Sequence[Meta],
-        prints: dict[int, torch.Tensor] | None,
-        output_prints: Sequence[torch.Tensor | None] | None,
+        fingerprints: dict[int, torch.Tensor] | None,
+        output_fingerprints: Sequence[torch.Tensor | None] | None,
         written: set[int],
         changed: dict[int, tuple[torch.Tensor, int]],
         *,
         checks: bool,
-        waits: bool,
+        compares_at_once: bool,
         saves: Callable[[int, torch.Tensor], None] | None = None,
-        asked: Callable[[], Exception] | None = None,
+        refuse_unpack: Callable[[], Exception] | None = None,
         holds: bool = True,
     ) -> None:
         self._label = label
         self._wanted = wanted
         self._outputs = outputs
-        """Numbers of outputs that are wanted, too, with their places among the tensors of the output."""
+        """Numbers of wanted outputs, with their places among the tensors of the output."""
         self._until = until
         self._metas = metas
-        self._prints = prints
-        self._output_prints = output_prints
+        self._fingerprints = fingerprints
+        self._output_fingerprints = output_fingerprints
         self._written = written
-        """Memory that forward wrote: it gets its content of now, and its version, when the replay is over."""
+        """Memory that forward wrote. After the replay its current content and version are restored."""
         self._changed = changed
-        """Memory that was written since forward, with what was there."""
+        """Memory that was written since forward, with the tensor and its version in forward."""
         self._checks = checks
-        self._waits = waits
-        """Whether it must be known now whether values are the same; else the device tells later."""
-        self._asked = asked
-        """In a partial replay, gives the error where the function asks for what it saved, which may have no content."""
+        self._compares_at_once = compares_at_once
+        """Whether values are compared at once. Otherwise the GPU compares them, and the result is read later."""
+        self._refuse_unpack = refuse_unpack
+        """Makes the error of a partial replay in which the function takes a gradient: a tensor may have no content."""
         self._holds = holds
-        """Whether the graph of the replay has what it saves."""
+        """Whether the graph of the replay holds its saved tensors."""
         self._saves = saves
-        """Is told of each tensor that the replay saves, and its number."""
+        """Called for each tensor that the replay saves, with its number."""
         self._count = 0
         self._there: Sequence[torch.Tensor] = ()
         self._held: list[torch.Tensor | None] = []
-        """What the graph of the replay has, by numbers: a graph that somebody keeps would hold all of it."""
+        """Saved tensors of the replay's graph, by numbers. The graph has only the numbers, and may be kept."""
         self._late: dict[int, torch.Tensor] = {}
-        """What it has of what was saved after the end."""
         self._values: dict[int, tuple[torch.Tensor, int]] = {}
         self._pending: list[tuple[int, torch.Tensor, int]] = []
         self._pairs: list[tuple[int, torch.Tensor, torch.Tensor]] = []
         self._node = self._last = -1
-        """The node that saves, and the one with which the replay ends."""
+        """The node that saves now, and the node with which the replay ends."""
         self._saving: list[torch.Tensor] = []
-        """What that node has saved that is wanted."""
+        """Wanted tensors that this node has saved."""
         self._other = ""
-        """How what was saved differs from what forward saved."""
+        """How the saved tensors differ from those of forward."""
         self.has_ended = False
-        self._is_simple = saves is None and prints is None and not (written or changed)
-        """Whether what is saved has only to be held."""
+        self._is_simple = saves is None and fingerprints is None and not (written or changed)
+        """Whether saved tensors are only held."""
 
     def know(self, tensors: Sequence[torch.Tensor]) -> None:
-        """These are there without the replay."""
+        """Take tensors that exist without the replay."""
         self._there = tensors
 
     def numbers(self) -> Set[int]:
@@ -111,13 +110,13 @@ class Collector:
     def pack(self, tensor: torch.Tensor) -> int:
         """The hook. See NOTE [ When a replay ends ].
 
-        What is simple is inlined: there are some forty saved tensors in a decoder layer, and the GPU may wait for it.
+        The simple case is inlined: a decoder layer saves some forty tensors, and the GPU may wait for the CPU.
         """
         node = _next_node()
         if node != self._node:
             if self._last >= 0:
                 self.has_ended = True
-                raise Enough
+                raise ReplayEnded
             self._node = node
             self._saving.clear()
         number = self._count
@@ -149,12 +148,12 @@ class Collector:
         if until is not None and number >= until and not self.has_ended:
             if all(map(self._is_written, self._saving)):
                 self.has_ended = True
-                raise Enough
+                raise ReplayEnded
             self._last = node
         return number
 
     def _pack(self, tensor: torch.Tensor, number: int, node: int) -> None:
-        """As :meth:`pack`, of any tensor in any replay."""
+        """As :meth:`pack`, for any tensor in any replay."""
         if self.has_ended:
             self._late[number] = tensor.detach()
             return
@@ -166,10 +165,10 @@ class Collector:
         self._compare_meta(number, tensor)
         with below_modes(tensor):
             alias = alias_of(tensor)
-            self._held.append(alias if self._asked is None or number in self._wanted else None)
-            if self._prints is not None:
+            self._held.append(alias if self._refuse_unpack is None or number in self._wanted else None)
+            if self._fingerprints is not None:
                 self._compare_pending(node)
-                if number in self._prints:
+                if number in self._fingerprints:
                     self._pending.append((number, alias, node))
             if number in self._wanted:
                 if self._changed and is_strided(alias) and (known := self._changed.get(alias.untyped_storage()._cdata)):
@@ -186,7 +185,7 @@ class Collector:
             self._other = f"tensor {number} is {name_of(meta)}, and was {name_of(self._metas[number])}"
 
     def _is_written(self, tensor: torch.Tensor) -> bool:
-        """Whether it has its content already: it comes from outside, or an earlier operator made it."""
+        """Whether it already has its content: it comes from outside, or an earlier operator made it."""
         if tensor.grad_fn is not None or tensor.requires_grad:
             return True
         return is_strided(tensor) and tensor.untyped_storage()._cdata in storages_of(self._there)
@@ -199,58 +198,58 @@ class Collector:
     def unpack(self, number: int) -> torch.Tensor:
         """The hook."""
         if self._last >= 0:
-            # The function takes a gradient inside, and so it has come as far as forward had.
+            # The function takes a gradient inside: it has come as far as forward had.
             self.has_ended = True
-            raise Enough
+            raise ReplayEnded
         held = self._late.get(number) if number >= len(self._held) else self._held[number]
         if held is not None:
             return held
-        if self._asked is not None and not self.has_ended:
-            raise self._asked()
+        if self._refuse_unpack is not None and not self.has_ended:
+            raise self._refuse_unpack()
         raise RecomputeError(
             f"backward reached a graph that {self._label} left behind when it was recomputed. Backward may go through "
             f"the graph of the forward pass only. Return what the function keeps in a module or a list as an output."
         )
 
     def _compare_pending(self, node: int | None) -> None:
-        prints = self._prints
-        assert prints is not None
+        fingerprints = self._fingerprints
+        assert fingerprints is not None
         while self._pending and (node is None or self._pending[0][2] < node):
             number, tensor, _ = self._pending.pop(0)
-            found = print_of(tensor)
+            found = fingerprint_of(tensor)
             if found is not None:
-                self._pairs.append((number, prints[number], found))
+                self._pairs.append((number, fingerprints[number], found))
 
     def gave(self, output: Any) -> None:
-        """The function has come to its end."""
+        """The function has returned this."""
         if self._outputs:
             tensors = tensors_in(tree_leaves(output))
             if len(tensors) <= max(self._outputs.values()):
                 self._other = self._other or f"it gave {len(tensors)} tensors"
                 return
             for number, index in self._outputs.items():
-                # Without the graph, which would hold this.
+                # Without the graph, which would hold this object.
                 self._values[number] = alias_of(tensors[index]), self._version_of(tensors[index])
-        if self._prints is None or self._output_prints is None:
+        if self._fingerprints is None or self._output_fingerprints is None:
             return
-        found = prints_of(output)
-        if len(found) != len(self._output_prints):
-            self._other = self._other or f"it gave {len(found)} tensors, not {len(self._output_prints)}"
+        found = fingerprints_of(output)
+        if len(found) != len(self._output_fingerprints):
+            self._other = self._other or f"it gave {len(found)} tensors, not {len(self._output_fingerprints)}"
             return
         self._pairs += [
             (-1, ours, theirs)
-            for ours, theirs in zip(found, self._output_prints, strict=True)
+            for ours, theirs in zip(found, self._output_fingerprints, strict=True)
             if ours is not None and theirs is not None
         ]
 
     def compare_pending(self) -> None:
-        """Take fingerprints of what is still to be compared."""
-        if self._prints is not None:
+        """Take the fingerprints that are still to be compared."""
+        if self._fingerprints is not None:
             with below_modes():
                 self._compare_pending(None)
 
     def end(self) -> None:
-        """The replay is over, whichever way."""
+        """The replay has ended, or has failed."""
         if not self._other and not self.has_ended and self._count <= max(self._wanted, default=-1):
             self._other = f"{self._count} tensors, not the {len(self._metas)} of the forward pass"
         self.has_ended = True
@@ -258,7 +257,7 @@ class Collector:
         self._saving.clear()
 
     def take(self) -> dict[int, tuple[torch.Tensor, int]]:
-        """What is wanted, by numbers. It is not held here any more."""
+        """The wanted tensors, by numbers. They are not held here any more."""
         values, self._values = self._values, {}
         self._there = ()
         # A constant may have joined the graph since.
@@ -269,18 +268,18 @@ class Collector:
 
     @property
     def is_other(self) -> bool:
-        """Whether shapes, dtypes, devices or the number of tensors were not those of forward."""
+        """Whether shapes, dtypes, devices or the number of tensors differ from forward."""
         return bool(self._other)
 
     def is_same(self) -> bool:
-        """Whether all that was compared is equal, where that must be known now; else the device tells later."""
+        """Whether metadata, and values that are compared at once, are equal."""
         if self._other:
             return False
-        return not self._waits or all(torch.equal(a, b) for _, a, b in self._pairs)
+        return not self._compares_at_once or all(torch.equal(a, b) for _, a, b in self._pairs)
 
     def differences(self) -> list[torch.Tensor]:
-        """Whether values differ, a bool on each device, where nobody waits for it."""
-        if self._waits or not self._pairs:
+        """Whether values differ, as a boolean on each device, if they are not compared at once."""
+        if self._compares_at_once or not self._pairs:
             return []
         with below_modes():
             found: dict[torch.device, list[torch.Tensor]] = {}
@@ -289,14 +288,14 @@ class Collector:
             return [torch.stack(each).any() for each in found.values()]
 
     def raise_if_other(self) -> None:
-        """Raise, if shapes, dtypes, devices or the number of tensors were not those of forward."""
+        """Raise an error if shapes, dtypes, devices or the number of tensors differ from forward."""
         if self._other and (self._checks or not self._values.keys() >= (self._wanted | self._outputs.keys())):
             raise self.error()
 
     def error(self) -> RecomputeError:
-        """What to say of a replay that was another one."""
+        """The error of a replay that differs."""
         if not self._other:
-            return differed([self._label])
+            return difference_error([self._label])
         return RecomputeError(
             f"{self._label} saved other tensors when it was recomputed than in its forward pass: {self._other}. It "
             f"reads something besides its arguments, parameters and Python state that changed in between. Pass that "
@@ -305,7 +304,7 @@ class Collector:
 
 
 def storages_of(tensors: Sequence[torch.Tensor]) -> dict[int, int]:
-    """Storages of the tensors, and of the parts of wrappers, with their bytes."""
+    """Storages of tensors, and of the parts of wrappers, with their bytes."""
     found = {}
     for tensor in tensors if all(type(each) in PLAIN for each in tensors) else tensors_in(tensors):
         if is_strided(tensor):
@@ -315,7 +314,7 @@ def storages_of(tensors: Sequence[torch.Tensor]) -> dict[int, int]:
 
 
 def alias_of(tensor: torch.Tensor) -> torch.Tensor:
-    """What can be held of a saved tensor: itself, or an alias without the graph, which would hold itself."""
+    """A saved tensor that can be held: itself, or an alias without the graph, which would hold itself."""
     if tensor.is_leaf:
         return tensor
     alias = tensor.detach()
@@ -324,7 +323,7 @@ def alias_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def meta_of(tensor: torch.Tensor) -> Meta:
-    """What tells a saved tensor from others, without a look at its content."""
+    """Shape, dtype, device and strides of a tensor."""
     try:
         shape = tensor.shape
         return shape, tensor.dtype, tensor.device, tensor.stride() if tensor.layout is torch.strided else ()
@@ -334,8 +333,13 @@ def meta_of(tensor: torch.Tensor) -> Meta:
 
 
 def name_of(meta: Meta | None) -> str:
-    """How an error names it; ``None``: no tensor."""
+    """Name of a tensor in an error; ``None``: no tensor."""
     if meta is None:
         return "no tensor"
     shape = tuple(meta[0]) if isinstance(meta[0], torch.Size) else meta[0]
     return f"{shape} {meta[1]} on {meta[2]}{f' with strides {meta[3]}' if meta[3] else ''}"
+
+
+def shapes_of(tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+    """Shapes of tensors. Calls with other shapes have programs of their own."""
+    return tuple([meta_of(tensor)[0] for tensor in tensors])

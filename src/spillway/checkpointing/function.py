@@ -1,4 +1,4 @@
-"""A checkpointed function with its arguments, and how it is called again in a replay."""
+"""A checkpointed function with its arguments, and its calls in replays."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from spillway.checkpointing.python_state import PythonState
-from spillway.checkpointing.tensors import PLAIN
+from spillway.checkpointing.tensors import PLAIN, below_modes, is_strided, whole_view_of
 
 _NUMBERS = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device))
 _LEAVES = PLAIN | _NUMBERS
@@ -21,11 +21,11 @@ _SEQUENCES = (tuple, list)
 
 
 class Arguments:
-    """The arguments of a call, which can be put together again with other tensors in them.
+    """The arguments of a call, in which tensors can be replaced.
 
     Args:
-        args: by place.
-        kwargs: by name.
+        args: positional arguments.
+        kwargs: keyword arguments.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -33,7 +33,7 @@ class Arguments:
         self._count = len(args)
         self._names = tuple(kwargs)
         self._makers: list[tuple[int, Callable[[list[Any]], Any]] | None] = []
-        """Of each argument that is no leaf itself, how many it has, and what makes it of them."""
+        """Number of leaves, and their constructor, for each argument that is not a leaf itself."""
         for value in (*args, *kwargs.values()):
             kind = type(value)
             if kind in _LEAVES:
@@ -49,11 +49,11 @@ class Arguments:
         self._taken: dict[int, torch.Tensor] = {}
         self._places: list[int] = []
         self._numbers: list[int] = []
-        """Of each tensor, which of those that are taken it is: one may be given several times."""
+        """Index of each tensor among the taken ones: an argument may be passed several times."""
         numbers: dict[int, int] = {}
         for place, leaf in enumerate(leaves):
             kind = type(leaf)
-            # To ask whether something is a tensor is to ask a metaclass, in Python.
+            # By class first: isinstance() with torch.Tensor calls a metaclass, in Python.
             if kind not in _NUMBERS and (kind in PLAIN or isinstance(leaf, torch.Tensor)):
                 leaves[place] = None
                 self._places.append(place)
@@ -62,24 +62,24 @@ class Arguments:
         self._leaves = leaves
 
     def take(self) -> list[torch.Tensor]:
-        """The tensors, each once, which are not held here any more."""
+        """The tensors, each once. They are not held here any more."""
         taken, self._taken = self._taken, {}
         return list(taken.values())
 
     def callables(self) -> list[Any]:
-        """The functions and modules among them."""
+        """The functions and modules among the arguments."""
         return [leaf for leaf in self._leaves if callable(leaf)]
 
     def objects(self) -> list[Any]:
-        """What is no tensor, number or word."""
+        """Arguments that are neither tensors, numbers nor strings."""
         return [leaf for leaf in self._leaves if type(leaf) not in _NUMBERS]
 
     def numbers(self) -> tuple[Any, ...]:
-        """The numbers, words and flags among them."""
+        """The numbers, strings and booleans among the arguments."""
         return tuple([(type(leaf), leaf) for leaf in self._leaves if leaf is not None and type(leaf) in _NUMBERS])
 
     def put(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments with these tensors in them."""
+        """The arguments with these tensors."""
         leaves = list(self._leaves)
         for place, number in zip(self._places, self._numbers, strict=True):
             leaves[place] = tensors[number]
@@ -92,13 +92,13 @@ _NOTHING = nullcontext()
 
 
 class ReplayedFunction:
-    """Runs a function again, with the Python state of its first run.
+    """Calls a function again, with the Python state of its first call.
 
     Args:
         function: the function.
         arguments: its arguments.
-        state: the Python state before the first run.
-        reentrant: whether backward goes through the graph of this run.
+        state: the Python state before the first call.
+        reentrant: whether backward goes through the graph of this call.
     """
 
     def __init__(
@@ -113,32 +113,32 @@ class ReplayedFunction:
         self._function = function
         self._arguments = arguments
         self._state = state
-        self._as_it_is = False
+        self._keeps_state = False
         self.histories: dict[str, torch.Tensor] = {}
-        """In the reentrant mode: attributes in which the latest run left a tensor with a history, and what they had."""
+        """In reentrant mode: attributes that now have a tensor with a history, and their tensors before."""
 
     @contextmanager
-    def on_todays_state(self) -> Iterator[bool]:
-        """A context in which the function runs on the Python state of now; gives whether that is another one.
+    def on_current_state(self) -> Iterator[bool]:
+        """A context in which the function keeps the current Python state. Yields whether that state is another one.
 
-        A function that prepares itself in its first call (quantized layers do) changes state that Spillway copies, and
-        some that it does not: to go back by half would be neither.
+        A function may prepare itself in its first call, as quantized layers do. Spillway copies only a part of the
+        state that it then changes, and cannot go back.
         """
-        self._as_it_is = True
+        self._keeps_state = True
         try:
             yield self._state.changes
         finally:
-            self._as_it_is = False
+            self._keeps_state = False
 
     def __call__(self, *tensors: torch.Tensor, within: AbstractContextManager[None] = _NOTHING) -> Any:
         """Call the function.
 
         Args:
-            tensors: those among its arguments.
-            within: a context around its code, on its Python state.
+            tensors: the tensors among its arguments.
+            within: a context around its code, inside its Python state.
         """
         args, kwargs = self._arguments.put(tensors)
-        if self._as_it_is:
+        if self._keeps_state:
             with within:
                 return self._function(*args, **kwargs)
         with self._state.in_force(), within:
@@ -148,23 +148,41 @@ class ReplayedFunction:
         return output
 
 
-class _Here(threading.local):
+class _Replays(threading.local):
     depth = 0
 
 
-_here = _Here()
+_replays = _Replays()
 
 
-def in_rerun() -> bool:
-    """Whether the calling thread runs a region again."""
-    return _here.depth > 0
+def in_replay() -> bool:
+    """Whether the calling thread replays a checkpointed function."""
+    return _replays.depth > 0
 
 
 @contextmanager
-def rerunning(depth: int = 1) -> Iterator[None]:
-    """A context in which it does."""
-    _here.depth += depth
+def replaying(depth: int = 1) -> Iterator[None]:
+    """A context in which the calling thread replays a checkpointed function."""
+    _replays.depth += depth
     try:
         yield
     finally:
-        _here.depth -= depth
+        _replays.depth -= depth
+
+
+def replay_argument(tensor: torch.Tensor, requires_grad: bool, is_written: bool) -> torch.Tensor:
+    """The argument of a replay for one of the function's tensors."""
+    if tensor.requires_grad and tensor.is_leaf and not is_written:
+        return tensor
+    if not requires_grad and not is_written:
+        with below_modes(tensor):
+            return tensor.detach()
+    with below_modes(tensor), torch.enable_grad():
+        alias = tensor.detach().requires_grad_(requires_grad)
+        if is_written:
+            # Neither a leaf nor a view of one can be written in place. The next replay needs the original.
+            return alias.clone()  # type: ignore[no-untyped-call, unused-ignore]
+        if not is_strided(alias):
+            return alias
+        # It was no leaf. Casts of leaves are taken for casts of autocast.
+        return whole_view_of(alias)

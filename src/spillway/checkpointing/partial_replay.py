@@ -1,23 +1,23 @@
-"""Leaves operators out of a replay.
+"""A replay that leaves out operators.
 
 NOTE [ A partial replay ]
 
-The function's own code runs. A dispatch mode sees its operators, in the order of the program. What was preserved is
+The function's own code runs. A dispatch mode sees its operators, in the order of the program. Preserved values are
 handed in, and operators that the replay does not need are left out (``needed`` in ``program.py``). The replay is
-partial only as long as the function does what the program says:
+partial only as long as the function follows its program:
 
 * Each operator must be the program's next one.
 * No operator that runs may read memory without content.
-* Each preserved tensor that the replay saves must lie in the memory that was handed in for it. So the replay goes on
-  until each value that was handed in was saved once.
+* Each preserved tensor that the replay saves must lie in the memory that was handed in. So the replay goes on until
+  each handed-in value was saved once.
 
 Otherwise the replay ends, and the function is replayed whole, without the mode.
 
 NOTE [ Kernels that no mode sees ]
 
-A kernel that is launched without the dispatcher (Triton's, an extension's) reads and writes unseen, so that a needed
-operator may seem not to be. So the first partial replay is compared in full with what forward saved, and memory without
-content is filled with NaN in it.
+A kernel that is launched without the dispatcher (Triton's, an extension's) reads and writes unseen. An operator may
+then seem unneeded although it is needed. So the first partial replay is compared in full with forward, and fills memory
+without content with NaN.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import torch
 from spillway.capture.identity import ViewRecipe
 from spillway.checkpointing.ambient import default_generator, device_of
 from spillway.checkpointing.program import Act, Argument, Decisions, Operator, Preserved, PreservedParts
-from spillway.checkpointing.recorder import Unseen, advance, is_cast
+from spillway.checkpointing.recorder import HiddenOperators, advance, is_cast
 from spillway.checkpointing.schema import argument, facts_of
 from spillway.checkpointing.tensors import PLAIN, OperatorMode, alias_of, is_strided, split, tensors_in
 from spillway.runtime.bytes import Bytes
@@ -39,17 +39,17 @@ from spillway.runtime.bytes import Bytes
 _RUN, _GIVE = Act.RUN, Act.GIVE
 
 
-class Differs(Exception):  # noqa: N818  (no error of anybody's: the function is replayed again, whole)
-    """The function does something else than its program."""
+class Differs(Exception):  # noqa: N818  (not shown to users: the function is replayed whole)
+    """The function does not follow its program."""
 
 
 class PartialReplay(OperatorMode):
     """The mode. See NOTE [ A partial replay ].
 
     Args:
-        decisions: what is preserved, and what is done with each operator.
-        given: gives a preserved value, as the tensor that its operator gave.
-        draws: whether generators are to be where operators that are left out would have left them.
+        decisions: preserved tensors, and the act for each operator.
+        given: returns a preserved value as the tensor that its operator returned.
+        draws: whether operators that are left out advance their generators.
         poisons: whether memory without content is filled with NaN.
     """
 
@@ -64,14 +64,13 @@ class PartialReplay(OperatorMode):
         self._given = given
         self._draws = draws
         self._poisons = poisons
-        self._unseen = Unseen()
+        self._hidden = HiddenOperators()
         self._place = 0
         self._empty: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         """Memory without content."""
         self._handed: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         """Memory that was handed in, by values."""
         self.differs: str | None = None
-        """How the function differs from its program."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -80,9 +79,9 @@ class PartialReplay(OperatorMode):
         if self.differs is not None:
             raise Differs(self.differs)
         operator = self._operators[self._place] if self._place < len(self._operators) else None
-        if operator is None or operator.func is not func or self._unseen.depth:
+        if operator is None or operator.func is not func or self._hidden.depth:
             facts = facts_of(func)
-            if facts.ignored or ((facts.is_label or self._unseen.depth) and self._unseen(func, args)):
+            if facts.ignored or ((facts.is_label or self._hidden.depth) and self._hidden(func, args)):
                 return func(*args, **kwargs)
             if facts.casts and is_cast(args):
                 return func(*args, **kwargs)
@@ -101,7 +100,7 @@ class PartialReplay(OperatorMode):
             return self._hand_out(operator, act, args, kwargs)
 
     def saves(self, number: int, tensor: torch.Tensor) -> None:
-        """The replay saves a tensor. If it is a preserved one, it must be the one that was handed in."""
+        """Check a tensor that the replay saves. A preserved one must be the one that was handed in."""
         how = self.decisions.saved[number] if number < len(self.decisions.saved) else False
         if isinstance(how, Preserved):
             self._check_preserved(how.value, tensor)
@@ -123,12 +122,12 @@ class PartialReplay(OperatorMode):
             return
         raise self._other("it saves another tensor than the one that was preserved")
 
-    def was_asked(self) -> Differs:
-        """The function takes a gradient of what it computes."""
+    def was_unpacked(self) -> Differs:
+        """The error if the function takes a gradient of what it computes."""
         return self._other("it takes a gradient of what it computes")
 
     def is_held(self) -> bool:
-        """Whether somebody still holds memory without content, when the replay is over."""
+        """Whether memory without content is still alive after the replay."""
         return any(storage() is not None for storage in self._empty.values())
 
     def _check(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -162,14 +161,14 @@ class PartialReplay(OperatorMode):
                 outputs.append(output)
         if operator.single:
             return outputs[0]
-        # As the operator's kernel gives it: one list, or a tuple of outputs.
+        # As the kernel returns it: one list, or a tuple of outputs.
         return outputs if len(operator.func._schema.returns) == 1 else tuple(outputs)
 
     def _preserved(self, value: int) -> torch.Tensor | None:
         tensor = self._given(value)
         if tensor is None:
             return None
-        # Autograd gives it a history, which would come to hold what holds the handle: an alias each time.
+        # An alias each time: autograd gives it a history, which would hold the owner of the handle.
         tensor = alias_of(tensor)
         self._handed[value] = weakref.ref(tensor.untyped_storage())
         return tensor

@@ -1,17 +1,15 @@
-"""Inputs of regions that all ranks of a group have alike: each keeps a part, and they are put together for the re-run.
+"""Inputs that all ranks of a group share: each rank keeps a part, and the ranks gather them for the replay.
 
-Ranks that share a layer (tensor parallel) run it on the same input, and without more each of them holds all of it until
-backward. Here each clones a part, in the order in which elements lie in memory, and lets the input go. When a region is
-to run again, its ranks gather the parts: one collective for each input, as backward comes to it, which is in the same
-order on all ranks as long as they run the same program. Whether an input is split must be the same on all of them, too:
-it is told by shape, strides and dtype, and never by where its memory is.
+Ranks that share a layer (tensor parallel) run it on the same input, and each of them would hold all of it until
+backward. Instead each rank clones a part, in the order of memory, and drops the input. Before a replay, the ranks
+gather the parts: one collective for each input, when backward comes to it. All ranks must run the same program, so that
+the order is the same. Whether an input is split depends on shape, strides and dtype only, never on addresses.
 
-What is put together lies at the same distance from an aligned address as the input did, since kernels choose their code
-by that, and their last bits with it.
+A gathered input has the same distance from an aligned address as the original: kernels choose their code by it, and so
+their last bits.
 
-That the ranks have the same input is the caller's to know. It is compared when a function is called for the first time,
-and each time on request: by the structure of what is split and a fingerprint of its bits, which all ranks give to each
-other, so that all of them raise, or none.
+The caller says that the ranks have the same input. This is checked at the first call of a function, or at each call on
+request. All ranks exchange a number for shapes and strides and a hash of the bits, so all of them raise, or none.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ import torch.distributed
 
 from spillway.capture.handles import check_version
 from spillway.capture.identity import ALIGNMENT, ViewRecipe, is_parameter, why_unmovable
-from spillway.checkpointing.checks import fingerprint
+from spillway.checkpointing.checks import hash_of
 from spillway.checkpointing.tensors import is_dense
 from spillway.errors import UsageError
 from spillway.runtime.bytes import over
@@ -34,7 +32,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-    from spillway.checkpointing.learned import Proofs
+    from spillway.checkpointing.learned import LearnedFunction
 
 
 class Partition:
@@ -42,10 +40,10 @@ class Partition:
 
     Args:
         group: whose ranks have the same inputs.
-        always_checks: whether that is compared at each call, and not at the first of each function alone.
+        always_checks: whether inputs are compared at each call, and not only at the first of each function.
 
     Raises:
-        UsageError: for what is no group of processes, or one that this process is not in.
+        UsageError: if it is no process group, or this process is not in it.
     """
 
     def __init__(self, group: ProcessGroup | DeviceMesh, *, always_checks: bool) -> None:
@@ -56,11 +54,11 @@ class Partition:
         if self.rank < 0:
             raise UsageError(
                 f"partition_inputs: got a group that rank {torch.distributed.get_rank()} is not in, expected one whose "
-                f"ranks all run the region on the same inputs; give each rank the group that it is in"
+                f"ranks all run the function on the same inputs; give each rank the group that it is in"
             )
 
     def splits(self, tensor: torch.Tensor) -> bool:
-        """Whether an input is split. The same on all ranks that have the same input."""
+        """Whether an input is split. All ranks with the same input agree."""
         return (
             tensor.requires_grad
             and not is_parameter(tensor)
@@ -70,16 +68,16 @@ class Partition:
             and is_dense(tensor.shape, tensor.stride())
         )
 
-    def check(self, tensors: Sequence[torch.Tensor], proofs: Proofs) -> None:
-        """Compare what is split with the other ranks, at the first call of a function, or always.
+    def check(self, tensors: Sequence[torch.Tensor], known: LearnedFunction) -> None:
+        """Compare split inputs with the other ranks, at the first call of a function, or always.
 
         Raises:
             UsageError: on all ranks, where they differ.
         """
-        if proofs.ranks_agreed and not self._always_checks:
+        if known.ranks_agreed and not self._always_checks:
             return
         split = [tensor for tensor in tensors if self.splits(tensor)]
-        # Ranks whose inputs differ may split none of them: they take part all the same, or the others would wait.
+        # A rank may split none of its inputs. It takes part all the same, or the others would wait.
         devices = [tensor.device for tensor in (*split, *tensors)]
         if not devices:
             return
@@ -97,10 +95,10 @@ class Partition:
                 f"the same inputs in all of its ranks, since each keeps but a part of them; give the group over which "
                 f"they are replicated (tensor parallel, not data parallel), or leave the option out"
             )
-        proofs.ranks_agreed = True
+        known.ranks_agreed = True
 
     def part_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What this rank keeps of an input that is split: a copy, in one dimension."""
+        """The part of an input that this rank keeps: a copy, in one dimension."""
         chunk = self._chunk(tensor.numel())
         start = min(self.rank * chunk, tensor.numel())
         end = min(start + chunk, tensor.numel())
@@ -109,12 +107,12 @@ class Partition:
             return over(tensor.untyped_storage(), tensor.dtype, offset, (end - start,), (1,)).clone()
 
     def gather(self, part: torch.Tensor, recipe: ViewRecipe, phase: int) -> torch.Tensor:
-        """The input, put together of all parts. All ranks of the group have to call it.
+        """The input, gathered from all ranks. All ranks of the group must call it.
 
         Args:
-            part: what :meth:`part_of` gave.
-            recipe: of the input.
-            phase: how many bytes its first element was behind an aligned address.
+            part: the result of :meth:`part_of`.
+            recipe: shape, strides and dtype of the input.
+            phase: distance of its first element from an aligned address, in bytes.
         """
         chunk = self._chunk(recipe.size.numel())
         with torch.no_grad(), torch._C._DisableTorchDispatch():
@@ -122,24 +120,24 @@ class Partition:
                 part = torch.cat([part, part.new_zeros(chunk - part.numel())])
             room = part.new_empty(self.ranks * chunk + ALIGNMENT // part.itemsize)
             offset = (phase - room.data_ptr()) % ALIGNMENT // part.itemsize
-            # As bytes, since not every library of collectives knows every dtype.
+            # As bytes: not every library of collectives knows every dtype.
             whole = room[offset : offset + self.ranks * chunk].view(torch.uint8)
             torch.distributed.all_gather_into_tensor(whole, part.view(torch.uint8), group=self._group)
             return over(room.untyped_storage(), recipe.dtype, offset, recipe.size, recipe.stride)
 
     def _chunk(self, numel: int) -> int:
-        """Elements of a part. The last ones are shorter where it does not come out even."""
+        """Elements of a part. The last parts may be shorter."""
         return -(-numel // self.ranks)
 
 
 class PartHandle:
-    """Stands for an input of which this rank has a part.
+    """Stands for an input of which this rank keeps a part.
 
     Args:
         tensor: the input.
         partition: how it is split.
-        pack: what holds the part.
-        unpack: gives it back.
+        pack: packs the part.
+        unpack: unpacks it.
         nothing: an empty tensor on its device.
     """
 
@@ -184,7 +182,7 @@ def _group_of(group: Any) -> ProcessGroup:
                 f"inputs are the same, as in mesh['tp']"
             )
         group = group.get_group()
-    # Whoever is not in a group gets a number for it, of which torch says that its rank is -1.
+    # A process outside a group gets a number for it. For that number torch says that the rank is -1.
     if group is torch.distributed.GroupMember.NON_GROUP_MEMBER or isinstance(group, torch.distributed.ProcessGroup):
         found: Any = group
         return found  # type: ignore[no-any-return]
@@ -192,17 +190,17 @@ def _group_of(group: Any) -> ProcessGroup:
 
 
 def _structure(split: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """A number for what is split. Not by Python's ``hash``, which is another in each process."""
+    """A number for shapes, strides and dtypes. Python's ``hash`` differs from process to process."""
     text = repr([(tuple(tensor.shape), tensor.stride(), str(tensor.dtype)) for tensor in split])
     return torch.tensor(zlib.crc32(text.encode()), dtype=torch.int64, device=device)
 
 
 def _contents(split: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """A number for all of their bits."""
+    """A hash of all their bits."""
     total = torch.zeros((), dtype=torch.int64, device=device)
     for tensor in split:
-        bits = fingerprint(tensor)
-        # Only plain bytes have none, and they need no gradient.
+        bits = hash_of(tensor)
+        # Only bytes have none, and they need no gradient.
         assert bits is not None
         total = total * 31 + bits
     return total

@@ -1,23 +1,22 @@
-"""What is preserved of one checkpointed call.
+"""Tensors of one call that are kept or offloaded.
 
 NOTE [ Preserved tensors ]
 
-Which tensors are preserved is known by their numbers, once the first replay has recorded the program of such calls
-(``recorder.py``). Of each value the whole tensor that an operator gave is kept or offloaded. Each saved tensor that
-lies in it has a handle of its own, and so has the replay, if it is handed the value: what is offloaded stays on the
-device, once it was reloaded, until each handle was asked for it.
+Once the first replay has recorded the program of such calls (``recorder.py``), preserved tensors are known by their
+numbers. For each value the whole tensor that an operator returned is kept or offloaded. Each saved tensor that lies in
+it has a handle of its own, and so has the replay, if the value is handed in. A reloaded value stays on the device until
+all its handles were unpacked.
 
-A call may do something else than its program. So each tensor must lie in its memory as the program says, and two
-tensors that are one value there must have one memory here. If not, the call drops what comes after it and is replayed
-whole, and the next call is recorded anew.
+A call may depart from its program. So each tensor must lie in its memory as the program says, and two tensors with one
+value must share one memory. If not, the call drops all later tensors and is replayed whole, and the next call is
+recorded again.
 
 NOTE [ Nothing is recomputed ]
 
-A call of a block of which nothing is recomputed: everything that autograd saves is kept or offloaded.
-
-A plan names operators. Which of them made a saved tensor is known by its number from the program of such calls, so that
-no mode is needed. Nothing but memory depends on it: what is offloaded comes back as it was. If a saved tensor is of
-another type or shape than the program's, the call keeps the rest.
+If a plan recomputes nothing of a block, all its saved tensors are kept or offloaded. The program says which operator
+made each saved tensor, by its number, so no mode is needed. Only memory depends on it: offloaded tensors come back
+unchanged. So sizes may differ from call to call, as those of a mixture's experts do. If a saved tensor has another
+dtype or another number of dimensions than in the program, the call keeps the rest.
 """
 
 from __future__ import annotations
@@ -44,15 +43,15 @@ _next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
 _weak = weakref.ref
 Memory = Callable[[], torch.UntypedStorage | None]
 Argument = tuple[Any, Callable[[Any], torch.Tensor], bool, bool]
-"""One of the function's tensors: its handle, how to unpack it, whether it requires grad, and whether it is written."""
+"""An argument: its handle, how to unpack it, whether it requires grad, and whether the function writes it."""
 
 
 class PreservedTensors:
-    """What is preserved of one call. See NOTE [ Preserved tensors ].
+    """Preserved tensors of one call. See NOTE [ Preserved tensors ].
 
     Args:
-        decisions: what is preserved of such calls.
-        passage: the forward scope that the call belongs to.
+        decisions: decisions about such calls.
+        scope: the forward scope that the call belongs to.
         tensors: the function's tensors.
         arguments: the same, as the call holds them. Empty: they are split over ranks.
         reached: constants that the function can reach besides these.
@@ -61,15 +60,15 @@ class PreservedTensors:
     def __init__(
         self,
         decisions: Decisions,
-        passage: Pass,
+        scope: Pass,
         tensors: Sequence[torch.Tensor],
         arguments: Sequence[Argument],
         reached: Sequence[torch.Tensor],
     ) -> None:
         self.decisions = decisions
         self.is_other = False
-        """Whether the call saved something else than its program says."""
-        self._passage = passage
+        """Whether the call departed from its program."""
+        self._scope = scope
         self._arguments = arguments
         self._reached = reached
         self._first_node = _next_node()
@@ -77,12 +76,11 @@ class PreservedTensors:
             (ViewRecipe.of(each), _weak(each.untyped_storage())) if type(each) in PLAIN and is_strided(each) else None
             for each in tensors
         ]
-        """Where the function's tensors lie in their memory, and that memory."""
+        """The function's tensors, and their memory."""
         self._given: dict[int, Handle] = {}
-        """Handles, by values."""
         self._memory: dict[int, Memory] = {}
-        """In forward, the memory of what is preserved."""
-        self._keeping = Keeping(passage)
+        """In forward: memory of preserved values."""
+        self._keeping = Keeping(scope)
 
     def pack(self, tensor: torch.Tensor, number: int) -> Handle | None:
         """A handle of a saved tensor; ``None``: it is dropped."""
@@ -104,12 +102,11 @@ class PreservedTensors:
         return handle
 
     def _is_foreign(self, how: Input) -> bool:
-        """Whether somebody else's hooks hold an input: they may give it once, to the replay."""
+        """Whether other hooks hold an input: they may unpack it only once, for the replay."""
         return not self._arguments or type(self._arguments[how.place][0]) not in (KeptHandle, AwayHandle)
 
     @staticmethod
     def _is_like(tensor: torch.Tensor, recipe: ViewRecipe) -> bool:
-        """Whether a tensor has the same sizes, strides, type and device."""
         return (
             type(tensor) in PLAIN
             and tensor.shape == recipe.size
@@ -125,8 +122,8 @@ class PreservedTensors:
             if not self._is_like(part, each.recipe) or self._pack_made(part, each) is None:
                 return None
         with below_modes(tensor):
-            # Its parts are known by now.
-            return self._passage.save(tensor, how.parts[0].decision)
+            # Its parts were saved before.
+            return self._scope.save(tensor, how.parts[0].decision)
 
     def _pack_input(self, tensor: torch.Tensor, how: Input) -> Handle | None:
         handle, _, _, is_written = self._arguments[how.place]
@@ -136,7 +133,7 @@ class PreservedTensors:
         if tensor.storage_offset() - known[0].offset != how.start or not lies_within(ViewRecipe.of(tensor), known[0]):
             return None
         with below_modes():
-            return self._passage.twin(handle, tensor) or KeptHandle(tensor)
+            return self._scope.twin(handle, tensor) or KeptHandle(tensor)
 
     def _pack_made(self, tensor: torch.Tensor, how: Preserved) -> Handle | None:
         value, whole = how.value, how.whole
@@ -155,15 +152,15 @@ class PreservedTensors:
                 if how.decision is _KEEP:
                     handle = self._keeping.keep(made, value, self.decisions.kept_bytes)
                 else:
-                    self._passage.advance()
-                    handle = self._passage.save_made(made, whole, how.decision)
+                    self._scope.advance()
+                    handle = self._scope.save_made(made, whole, how.decision)
                 self._given[value] = handle
             elif self._memory[value]() is not storage:
                 return None
-            return self._passage.twin(handle, tensor) or KeptHandle(tensor)
+            return self._scope.twin(handle, tensor) or KeptHandle(tensor)
 
     def _is_outside(self, tensor: torch.Tensor) -> bool:
-        """Whether the call did not make it: it took the place of another tensor of the same shape."""
+        """Whether the call did not make the tensor, which took the place of another one of the same shape."""
         node = tensor.grad_fn
         if tensor.requires_grad if node is None else node._sequence_nr() < self._first_node:
             return True
@@ -173,7 +170,7 @@ class PreservedTensors:
         )
 
     def forward_ended(self, output: Any, count: int) -> None:
-        """The function has given this, or has failed, and autograd has saved so many tensors."""
+        """Take the function's output, ``None`` if it failed, and the number of tensors that autograd saved."""
         self._keeping.end(output)
         self._memory.clear()
         self._inputs.clear()
@@ -184,7 +181,7 @@ class PreservedTensors:
         self._given = {value: handle for value, handle in self._given.items() if value in handed}
 
     def take(self) -> dict[int, Handle] | None:
-        """The handles for a partial replay, which are not held here any more; ``None``: there can be none."""
+        """The handles for a partial replay, which are not held here any more; ``None`` if it is not possible."""
         given, self._given = self._given, {}
         if self.is_other or not self.decisions.leaves_out or not given.keys() >= self.decisions.handed:
             return None
@@ -194,67 +191,66 @@ class PreservedTensors:
 _modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 
-class _Saved(NamedTuple):
-    """A tensor that is to be saved."""
-
+class _SavedTensor(NamedTuple):
     number: int
     decision: Decision | None
-    """``None``: it is alive anyway."""
+    """``None``: it is kept, and not counted."""
     is_made: bool
-    """Whether the function makes it."""
     dtype: torch.dtype | None
     size: Any
-    """``None``, as the type: nothing is known of it."""
+    """``None``, as the dtype, if it is unknown."""
 
 
-class Order:
-    """What is done with each tensor that autograd saves, in the order of saving.
+class SavingOrder:
+    """Decisions about the saved tensors of a block, in the order of saving.
 
     Args:
-        program: what such calls do.
-        planned: the plan. What it does not name is kept.
+        program: the program of such calls.
+        planned: the plan. Tensors that it does not name are kept.
     """
 
     def __init__(self, program: Program, planned: Planned) -> None:
         self.program = program
         self.kept_bytes: dict[int, int] = {}
-        """Bytes that were counted of what is kept, by numbers."""
-        self.saved: Sequence[_Saved] = [self._saved(program, planned, number) for number in range(len(program.saved))]
+        """Counted bytes of kept tensors, by numbers."""
+        self.saved: Sequence[_SavedTensor] = [
+            self._saved(program, planned, number) for number in range(len(program.saved))
+        ]
 
     @staticmethod
-    def _saved(program: Program, planned: Planned, number: int) -> _Saved:
+    def _saved(program: Program, planned: Planned, number: int) -> _SavedTensor:
         each = program.saved[number]
         value, recipe = each.value, each.recipe
         dtype, size = (None, None) if recipe is None else (recipe.dtype, recipe.size)
         maker = program.makers.get(-1 if value is None else value)
         if maker is not None:
             decision = planned.decision(maker, program.operators[maker].func)
-            return _Saved(number, _KEEP if decision is Decision.RECOMPUTE else decision, True, dtype, size)
+            return _SavedTensor(number, _KEEP if decision is Decision.RECOMPUTE else decision, True, dtype, size)
         is_input = value in program.inputs and not each.is_parameter
-        # What needs no gradient, as a mask, is not this block's alone.
+        # Tensors without grad, as masks, are shared with other blocks.
         decision_of_inputs = planned.inputs if is_input and each.requires_grad else None
-        return _Saved(number, decision_of_inputs, False, dtype, size)
+        return _SavedTensor(number, decision_of_inputs, False, dtype, size)
 
 
 class PreservingCall:
-    """One call.
+    """One call. See NOTE [ Nothing is recomputed ].
 
     Args:
-        order: what is done with each tensor.
-        passage: the forward scope that the call belongs to.
+        order: decisions about its saved tensors.
+        scope: the forward scope that the call belongs to.
     """
 
-    def __init__(self, order: Order, passage: Pass) -> None:
+    def __init__(self, order: SavingOrder, scope: Pass) -> None:
         self._order = order
-        self._passage = passage
-        self._keeping = Keeping(passage)
+        self._scope = scope
+        self._keeping = Keeping(scope)
         self._rest = list(order.saved)
-        """What is to be saved, as long as nothing else was."""
+        """Saved tensors to come, as long as the call follows its program."""
         self._following = iter(self._rest)
         self._differs = False
 
     def run(self, function: Callable[[], Any]) -> tuple[Any, bool]:
-        """What the function gives, and whether it saved what the program says, and nothing else."""
+        """Run the function. Returns its output, and whether the call followed its program."""
         output = None
         try:
             with saved_tensors_hooks(self._packing(), unpack):
@@ -262,13 +258,12 @@ class PreservingCall:
         finally:
             self._keeping.end(output)
             with below_modes():
-                self._passage.flush()
+                self._scope.flush()
         return output, not self._differs and not length_hint(self._following)
 
     def _packing(self) -> Callable[[torch.Tensor], Handle]:
-        """The hook."""
-        follow, passage = self._following.__next__, self._passage
-        keep, kept_bytes, leaving = self._keeping.keep, self._order.kept_bytes, self._passage.waiting
+        follow, scope = self._following.__next__, self._scope
+        keep, kept_bytes, leaving = self._keeping.keep, self._order.kept_bytes, self._scope.waiting
 
         def pack(tensor: torch.Tensor) -> Handle:
             try:
@@ -279,26 +274,26 @@ class PreservingCall:
             if dtype is not None and (tensor.dtype is not dtype or tensor.shape != size):
                 if tensor.dtype is not dtype or tensor.dim() != len(size):
                     return self._pack_another(tensor)
-                # Experts of a mixture have other sizes in each call: only their bytes are counted anew.
+                # The sizes of experts differ from call to call: their bytes are counted again.
                 known = {}
             if leaving.nbytes and leaving.is_batch:
-                passage.advance()
+                scope.advance()
             if _modes() > 0:
                 with below_modes(tensor):
-                    return KeptHandle(tensor) if decision is None else passage.save(tensor, decision)
+                    return KeptHandle(tensor) if decision is None else scope.save(tensor, decision)
             if decision is None:
                 return KeptHandle(tensor)
             if decision is _KEEP and is_made and type(tensor) is torch.Tensor:
                 return keep(tensor, number, known)
-            passage.advance()
-            return passage.save(tensor, decision)
+            scope.advance()
+            return scope.save(tensor, decision)
 
         return pack
 
     def _pack_another(self, tensor: torch.Tensor) -> Handle:
-        """Another tensor than the program's, or one that comes after such."""
+        """Keep a tensor from which on the call departs from its program."""
         self._differs = True
         self._rest.clear()
         with below_modes(tensor):
-            self._passage.advance()
-            return self._passage.save(tensor, _KEEP)
+            self._scope.advance()
+            return self._scope.save(tensor, _KEEP)

@@ -1,21 +1,21 @@
-"""The operators of a checkpointed function, and which of them a replay needs.
+"""The operators of a checkpointed function, decisions about its saved tensors, and the operators that a replay needs.
 
-NOTE [ What a replay needs ]
+NOTE [ Needed operators ]
 
-Some of what autograd saves is preserved: kept on the device or offloaded. The rest must be recomputed. Going through
-the operators from the last to the first, an operator is needed if it makes or writes a value that is wanted. Then the
-values that it reads are wanted, too. An operator whose wanted outputs are all preserved does not run: they are handed
-in. Operators that nothing is wanted of do not run either. Their outputs get memory, but no content, since the
-function's own code still holds and reshapes them. Views always run: they compute nothing.
+Some saved tensors are preserved: kept on the device or offloaded. The others are recomputed. An operator is needed if
+it makes or writes a wanted value. Then the values that it reads are wanted, too. So operators are visited from the last
+to the first. If all wanted outputs of an operator are preserved, it does not run, and they are handed in. If none of
+its outputs is wanted, it does not run either. Its outputs get memory without content, since the function's own code
+still holds and reshapes them. Views always run: they compute nothing.
 
-An operator that is left out must leave its random generator where it would have left it. A generator that cannot be
-advanced without drawing is left alone, if all operators that draw from such generators are left out. Otherwise all of
-these run. An operator that writes in place runs if what it writes was computed: somebody may hold that.
+A random operator that is left out must advance its generator. If a generator cannot be advanced without drawing, either
+all operators that draw from such generators run, or none does. An operator that writes in place runs if what it writes
+was computed: other code may hold it.
 
 NOTE [ Values ]
 
-A value is the memory of one tensor that an operator made. Views of it are the same value. So two tensors that autograd
-saves may be one value, and a value is preserved once.
+A *value* is a number for the memory of one tensor that an operator made. Views of it are the same value, and in-place
+operators write it. So two saved tensors may be one value, and a value is preserved once.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from typing import Any, NamedTuple
 import torch
 
 from spillway.capture.identity import ViewRecipe
-from spillway.checkpointing.schema import Facts
+from spillway.checkpointing.schema import OperatorFacts
 from spillway.errors import RecomputeError
 from spillway.operators import Choices
 from spillway.records import Decision
 
 
 class Act(enum.IntEnum):
-    """What a replay does with an operator. An integer, since the hash of any other enum is a Python function."""
+    """What a replay does with an operator. An integer: the hash of another enum is a Python function."""
 
     RUN = 0
     """It runs."""
@@ -50,31 +50,28 @@ class Operator:
     """One operator that a function ran."""
 
     func: Any
-    facts: Facts
+    facts: OperatorFacts
     reads: tuple[int, ...]
-    """Values of the tensors among its arguments."""
     writes: tuple[int, ...] = ()
-    """Values that it writes in place."""
     makes: tuple[int, ...] = ()
-    """Values of its new outputs."""
     outputs: tuple[Any, ...] = ()
-    """Of each output: the :class:`ViewRecipe` of a new tensor, the :class:`Argument` that it is, or the number."""
+    """For each output: the :class:`ViewRecipe` of a new tensor, the :class:`Argument` that it is, or the number."""
     single: bool = True
-    """Whether it gave one thing, and not a sequence."""
+    """Whether it returned one object, and not a sequence."""
     is_plain: bool = False
-    """Whether all outputs can be made without running it."""
+    """Whether all its outputs can be replaced."""
     is_view: bool = False
     """Whether its outputs are views of its arguments, and it writes nothing."""
     depends: bool = False
-    """Whether it computes with inputs of the function, or with what requires grad. Others may be cached constants."""
+    """Whether it depends on inputs of the function, or on tensors that require grad. Others may be cached constants."""
     draws: int | None = 0
-    """By how much it advances the generator of its device; ``None``: a generator that cannot be advanced."""
+    """How far it advances the generator of its device; ``None``: the generator cannot be advanced."""
 
     @property
     def always_runs(self) -> bool:
         """Whether every replay runs it: shapes or Python code may depend on it, or its outputs cannot be replaced."""
         facts = self.facts
-        return not (self.is_plain and self.depends) or facts.is_settled or facts.reshapes
+        return not (self.is_plain and self.depends) or facts.is_data_dependent or facts.reshapes
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,35 +85,33 @@ class SavedTensor(NamedTuple):
     """One tensor that autograd saved, in the order of saving."""
 
     value: int | None
-    """``None``: of a wrapper, or of a parameter that no operator had read."""
+    """``None`` for a wrapper, or for a parameter that no operator had read."""
     place: int
-    """How many operators had run."""
+    """Number of operators that had run."""
     recipe: ViewRecipe | None
     """Where it lies in the memory of the value."""
     is_parameter: bool
     requires_grad: bool = False
     parts: tuple[tuple[int, ViewRecipe], ...] = ()
-    """Of a wrapper's parts, their values, and where they lie in the memory of these."""
+    """Values of a wrapper's parts, and where the parts lie in their memory."""
     saved_by: int | None = None
-    """The operator that saved it."""
 
 
 @dataclass(slots=True, eq=False)
 class Program:
-    """What a function did in one call: its operators, and what autograd saved."""
+    """One call of a function: its operators, and the tensors that autograd saved."""
 
     operators: Sequence[Operator] = ()
     saved: Sequence[SavedTensor] = ()
     makers: dict[int, int] = field(default_factory=dict)
-    """Of each value that an operator made, that operator."""
+    """The operator that made each value."""
     inputs: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """Of the values of the function's tensors, their places among these, and where they begin in their memory."""
+    """Places of the function's tensors, and where they begin in their memory, by values."""
     written: frozenset[int] = frozenset()
-    """Values that were written in place."""
     recipes: dict[int, ViewRecipe] = field(default_factory=dict)
-    """Of each value, the tensor that its operator gave."""
+    """The tensor that the operator returned, for each value."""
     chosen: dict[Any, dict[int, tuple[Any, bool]]] = field(default_factory=dict)
-    """What selectors chose to preserve: decisions by operators, and whether each is a command."""
+    """Choices of selectors and policies: for each operator its decision, and whether it is a command."""
     opaque: str | None = None
     """Why operators cannot be left out, if they cannot."""
 
@@ -129,7 +124,7 @@ class Program:
         return value in self.recipes and value not in self.written and self._is_saved(value)
 
     def standing_for(self, value: int) -> set[int]:
-        """The value itself, if autograd saves it; otherwise the nearest saved values that are computed from it."""
+        """The value itself, if autograd saves it. Otherwise the nearest saved values that are computed from it."""
         found: set[int] = set()
         seen, rest = set[int](), [value]
         while rest:
@@ -153,7 +148,7 @@ class Program:
 
 
 def lies_within(part: ViewRecipe, whole: ViewRecipe) -> bool:
-    """Whether one tensor over some memory reads only elements that another one spans."""
+    """Whether a tensor lies within the span of another tensor over the same memory."""
     if (part.dtype, part.device, part.conj, part.neg) != (whole.dtype, whole.device, whole.conj, whole.neg):
         return False
     return whole.offset <= part.offset and _last(part) <= _last(whole)
@@ -164,7 +159,7 @@ def _last(recipe: ViewRecipe) -> int:
 
 
 def needed(operators: Sequence[Operator], wanted: Iterable[tuple[int, int]], preserved: Collection[int]) -> list[Act]:
-    """What a replay does with each operator. See NOTE [ What a replay needs ].
+    """What a replay does with each operator. See NOTE [ Needed operators ].
 
     Args:
         operators: in the order in which they ran.
@@ -179,7 +174,7 @@ def needed(operators: Sequence[Operator], wanted: Iterable[tuple[int, int]], pre
         draws = {place for place, each in enumerate(operators) if each.draws is None}
         more = draws if any(acts[place] is Act.RUN for place in draws) else set[int]()
         for place, operator in enumerate(operators):
-            # Somebody may still hold what it writes.
+            # Other code may still hold what it writes.
             if acts[place] is Act.SKIP and any(
                 value in makers and acts[makers[value]] is Act.RUN for value in operator.writes
             ):
@@ -223,7 +218,7 @@ def _act_on(operator: Operator, want: set[int], preserved: Collection[int]) -> A
 
 
 class Selection(NamedTuple):
-    """What is to be preserved of a function's calls."""
+    """Tensors of a function's calls to be preserved."""
 
     choices: Choices
     key: Hashable
@@ -240,7 +235,7 @@ class Preserved(NamedTuple):
     recipe: ViewRecipe
     """Where it lies in the memory of the value."""
     whole: ViewRecipe
-    """The tensor that the operator gave, which is preserved."""
+    """The tensor that the operator returned, which is preserved."""
 
 
 class PreservedParts(NamedTuple):
@@ -250,26 +245,26 @@ class PreservedParts(NamedTuple):
 
 
 class Input(NamedTuple):
-    """A saved tensor that is one of the function's own, or a view of one."""
+    """A saved tensor that is an argument of the function, or a view of one."""
 
     place: int
     recipe: ViewRecipe
     start: int
-    """How many elements after the function's tensor it begins."""
+    """Elements between the beginning of the argument and its own."""
 
 
 class Decisions:
-    """Decisions about the calls of a function that do what a program says.
+    """Decisions about the calls of a function that follow a program.
 
     Args:
-        program: what the function does.
+        program: the program.
         preserved: the values that are kept or offloaded.
     """
 
     def __init__(self, program: Program, preserved: Mapping[int, Decision]) -> None:
         self.program = program
         self.saved: list[Preserved | PreservedParts | Input | bool] = []
-        """Of each saved tensor: how it is preserved, which input it is, ``True`` for a parameter, which is held as it
+        """For each saved tensor: how it is preserved, which input it is, ``True`` for a parameter, which is held as it
         is, or ``False``: it is dropped."""
         self._recomputed: set[int] = set()
         wanted: list[tuple[int, int]] = []
@@ -318,7 +313,7 @@ class Decisions:
                         place += 1
                     wanted.append((made, place))
         self.acts: list[Act] = needed(program.operators, wanted, preserved.keys())
-        """What a replay does with each operator."""
+        """Acts of a replay, by operators."""
         self.handed: set[int] = {
             value
             for operator, act in zip(program.operators, self.acts, strict=True)
@@ -326,18 +321,18 @@ class Decisions:
             for value in operator.makes
             if value in preserved
         }
-        """Values that a replay is handed."""
+        """Values that are handed to a replay."""
         self.until: int = max([last, *(first_of[value] for value in self.handed)])
         """The saved tensor with which a replay may end."""
         reach = program.saved[self.until].place if self.until >= 0 else 0
         self.leaves_out = bool(preserved) and any(act is not Act.RUN for act in self.acts[:reach])
-        """Whether a replay leaves out anything before it ends."""
+        """Whether a replay leaves out an operator before it ends."""
         self.is_validated = False
         """Whether a replay was compared in full, and was right."""
         self.unused: list[Any] = []
-        """Selectors that chose nothing."""
+        """Selectors that matched no operator."""
         self.kept_bytes: dict[int, int] = {}
-        """Bytes that were counted of what is kept, by values."""
+        """Counted bytes of kept tensors, by values."""
 
     def is_recomputed(self, number: int) -> bool:
         """Whether a replay computes a saved tensor, so that it can be compared."""
@@ -345,12 +340,12 @@ class Decisions:
 
     @classmethod
     def of(cls, program: Program, choices: Choices, chosen: Mapping[int, tuple[Decision, bool]] | None) -> Decisions:
-        """By a plan, selectors or a policy.
+        """Decisions by a plan, selectors or a policy.
 
         Args:
-            program: what the function does.
+            program: the program.
             choices: the plan, selectors or policy.
-            chosen: what these said when the program was recorded; ``None``: it was recorded for others.
+            chosen: their choices when the program was recorded; ``None``: it was recorded for others.
 
         Raises:
             RecomputeError: if a policy says that an output must be saved, and that output is written in place.
@@ -395,7 +390,7 @@ class Decisions:
 
 
 def _is_statistic(program: Program, saved: SavedTensor) -> bool:
-    """Whether a batch norm saved and wrote its running statistics, which its backward does not read in training."""
+    """Whether a batch norm saved its running statistics, which it writes, and does not read in backward."""
     if saved.saved_by is None or saved.value in program.makers:
         return False
     operator = program.operators[saved.saved_by]

@@ -1,18 +1,18 @@
-"""Containers of Python state, by kind: what changed in each, and how its content is put back.
+"""Containers of Python state and random generators of Python: how each is read, compared and put back.
 
-A content is a copy: a dictionary where values have names, else a list. Values are compared by identity: tensors and
-arrays have no truth value when they are compared.
+The content of a container is a copy: a dictionary if its values have names, else a list. Values are compared by
+identity, since comparing tensors or arrays gives no truth value.
 
 NOTE [ Raw states ]
 
-The public functions take long to give a state: Python's 7 us, NumPy's 30 us. Every recomputed call asks for both global
-states. So the memory of both generators is copied instead, which takes below 1 us:
+Every recomputed call reads the states of both global generators. The public functions take 7 us (Python) and 30 us
+(NumPy). So the memory of both generators is copied instead, which takes less than 1 us:
 
 * Python's: an index, then the 624 words of a Mersenne Twister (``RandomObject`` in CPython);
 * NumPy's: the words lie at an address that NumPy publishes. NumPy draws normal numbers in pairs. The second number of a
-  pair, and whether there is one, lie in the ``RandomState`` object itself.
+  pair, and whether there is one, lie in the ``RandomState`` object.
 
-Each layout is checked once, against the public functions. Where it differs, the public functions are used.
+Each layout is checked once against the public functions. If it differs, the public functions are used.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 MISSING: Any = object()
 """Stands for the value of a name that has none."""
 INTERNAL = frozenset((*vars(Module()), "_compiled_call_impl", "forward", "__compiled_call_impl")) - {"training"}
-"""Attributes of modules that are torch's own business."""
+"""Attributes of modules that belong to torch."""
 _PLAIN_PARAMETERS = frozenset((Parameter, type(None)))
 
 Content = Any
@@ -47,13 +47,12 @@ class Container:
     """A kind of container whose values have names."""
 
     get: Callable[[Any, Any], Any]
-    """Gives a value by its name."""
     put: Callable[[Any, Any, Any], object]
     delete: Callable[[Any, Any], object]
     open: Callable[[Any], Mapping[Any, Any]] | None = None
-    """Gives all names and values; ``None``: names that are not in the content are none of the state."""
+    """Returns all names and values; ``None``: the content has all names of the state."""
     is_left_out: Callable[[Any], bool] = lambda name: False
-    """Whether a name is none of the state."""
+    """Whether a name is left out of the state."""
 
     def value(self, thing: Any, name: Any) -> Any:
         """The value of a name now, or ``MISSING``."""
@@ -63,13 +62,13 @@ class Container:
             return MISSING
 
     def copy(self, thing: Any, content: Content) -> Content:
-        """The content now, of a container that had this content."""
+        """The current content of a container that had this content."""
         if self.open is None:
             return {name: self.value(thing, name) for name in content}
         return dict(self.open(thing).items())
 
     def changes(self, thing: Any, content: Content) -> list[Any]:
-        """Names of values that are not as in the content."""
+        """Names of values that differ from the content."""
         names = content
         if self.open is not None:
             now = self.open(thing)
@@ -80,7 +79,7 @@ class Container:
         return [name for name in changed if not self.is_left_out(name)]
 
     def put_back(self, thing: Any, content: Content) -> None:
-        """Give it this content."""
+        """Set the container to this content."""
         for name in Container.changes(self, thing, content):
             if content.get(name, MISSING) is MISSING:
                 self.delete(thing, name)
@@ -102,7 +101,7 @@ class Dictionary(Container):
 
 
 class Parameters(Dictionary):
-    """A module's parameters, as long as no wrapper (FSDP2) has exchanged them for its own."""
+    """A module's parameters. Parameters that a wrapper (FSDP2) has exchanged are left out."""
 
     def changes(self, thing: Any, content: Content) -> list[Any]:
         return super().changes(thing, content) if are_plain(thing.values()) else []
@@ -128,9 +127,9 @@ class Items(Container):
 
 
 def are_plain(parameters: Iterable[Any]) -> bool:
-    """Whether no wrapper has put its own in the place of a module's parameters.
+    """Whether a module has its own parameters, and no views of a flat one that FSDP has put there.
 
-    ``torch.func.functional_call`` puts plain tensors there, which belong to the state. FSDP's are views of a flat one.
+    Plain tensors of ``torch.func.functional_call`` belong to the state.
     """
     parameters = [*parameters]
     if _PLAIN_PARAMETERS.issuperset(map(type, parameters)):
@@ -152,9 +151,9 @@ def _items(thing: Any) -> Any:
 
 
 def _of(open_: Callable[[Any], Any]) -> tuple[Any, Any, Any, Any]:
-    """How to get, set and delete a value in the dictionary that ``open_`` gives; and ``open_``."""
+    """Functions that get, set and delete a value in the dictionary that ``open_`` returns, and ``open_``."""
     return (
-        # A dictionary may make what it does not have, if it is asked otherwise.
+        # By get(): a defaultdict would make missing values.
         lambda thing, name: open_(thing).get(name, MISSING),
         lambda thing, name, value: operator.setitem(open_(thing), name, value),
         lambda thing, name: operator.delitem(open_(thing), name),
@@ -162,7 +161,7 @@ def _of(open_: Callable[[Any], Any]) -> tuple[Any, Any, Any, Any]:
     )
 
 
-# A setter of the object's own would do more.
+# Not by setattr(), which an object may override.
 ATTRIBUTES = Container(*_of(_attributes))
 MODULE = Container(*_of(_attributes), is_left_out=INTERNAL.__contains__)
 CLASS = Container(
@@ -191,9 +190,7 @@ class Generator(NamedTuple):
     """One random generator."""
 
     get: Callable[[], Any]
-    """Gives its state, which can be compared by ``==``."""
     put: Callable[[Any], object]
-    """Sets its state."""
 
 
 def global_generators() -> list[Generator]:
@@ -203,14 +200,14 @@ def global_generators() -> list[Generator]:
 
 
 def generator_of(value: Any) -> Generator | None:
-    """How to get and set the state of an object that draws random numbers; ``None`` if it has no state."""
+    """Functions that get and set the state of a random generator; ``None`` if it has no state."""
     if isinstance(value, random.SystemRandom):
         # The operating system's source has no state.
         return None
     if isinstance(value, random.Random):
         return Generator(value.getstate, value.setstate)
     if isinstance(value, torch.Generator):
-        # A graph that is being captured has generators of its own.
+        # A graph under capture has generators of its own.
         is_captured = value.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         return None if is_captured else _torchs(value)
     if hasattr(value, "get_state"):
@@ -272,7 +269,7 @@ _PYTHON = _pythons()
 
 @functools.lru_cache(maxsize=1)
 def _numpys(bits: Any) -> Generator:
-    """The generator, with the bit generator that it has: another one may be put there."""
+    """NumPy's global generator with this bit generator, which users may exchange."""
     numpy = sys.modules["numpy.random"]
     owner = getattr(numpy.get_state, "__self__", None)
     offset = _offset_of_pair(type(owner)) if type(bits).__name__ == "MT19937" and owner is not None else None
@@ -293,9 +290,9 @@ def _numpys(bits: Any) -> Generator:
 
 
 def _offset_of_pair(kind: Any) -> int | None:
-    """Where a ``RandomState`` holds the second normal number of a pair, in bytes from its address.
+    """Offset of the second normal number of a pair in a ``RandomState``, in bytes.
 
-    Found by looking for known numbers in such an object, and tried on others; ``None`` if it is not where it was.
+    It is found by a search for known numbers in one object, and checked on others; ``None`` if they disagree.
     """
     if sys.implementation.name != "cpython":
         return None
@@ -308,7 +305,7 @@ def _offset_of_pair(kind: Any) -> int | None:
             memory = ctypes.string_at(id(sample), kind.__basicsize__)
             if offset is None:
                 offset = memory.find(pair)
-                # Found twice, it may be the other one.
+                # Two matches cannot be told apart.
                 if offset < 0 or memory.find(pair, offset + 1) >= 0:
                     return None
             elif memory[offset : offset + _PAIR.size] != pair:

@@ -17,7 +17,7 @@ It also has the function's closure cells, the globals that its code names (and t
 and the states of random generators: those of ``random`` and NumPy, and those among the function's objects. Objects of
 torch's own classes are never opened: they hold the state of hooks, streams and process groups.
 
-An iterator, or a file, cannot be copied. A function that has one is not recomputed: :attr:`PythonState.has_iterators`.
+Iterators and files cannot be copied. A function that has one is not recomputed: :attr:`PythonState.has_iterators`.
 Neither is one with a layer that makes its parameters in this call (:attr:`PythonState.is_lazy`), or that writes them
 (:attr:`PythonState.writes_parameters`).
 
@@ -29,9 +29,9 @@ function had. Nothing is held between calls.
 
 NOTE [ Parts of a state ]
 
-Layers of a model have their modules' classes in common, and objects like a configuration. The copy of either is a part,
-which calls share. A part is held by the copies that have it. A call that begins while one lives compares it with the
-state of now, which takes less time than to read all that again. If anything is different, it makes a part of its own.
+Layers of a model share the classes of their modules, and objects such as a configuration. The copy of each is a part,
+which calls share. A part is held by the copies that have it. A later call compares a living part with the current
+state, which is faster than reading it again. If anything differs, the call makes a part of its own.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _WITH_HISTORIES = (ATTRIBUTES, MODULE, DICTIONARY)
 
 
 class _Copy(Walk):
-    """A copy of Python state, which can be compared with the state of now."""
+    """A copy of Python state, which can be compared with the current state."""
 
     def __init__(self, roots: Iterable[Any], entries: Iterable[Entry] = ()) -> None:
         super().__init__(roots, entries)
@@ -74,7 +74,7 @@ class _Copy(Walk):
         del self._parameters, self._buffers
 
     def again(self) -> Self:
-        """A copy of the same containers, taken now."""
+        """A copy of the current content of the same containers."""
         other = copy.copy(self)
         other._parts = [part.again() for part in self._parts]
         layouts = [(module, layout_of(tuple(module.__dict__))) for module, *_ in self._modules]
@@ -97,11 +97,11 @@ class _Copy(Walk):
 
     @property
     def changes(self) -> bool:
-        """Whether the state is another one now."""
+        """Whether the state has changed."""
         return not self._has_same_contents() or bool(self._changed_values())
 
     def _has_same_contents(self) -> bool:
-        """Whether all containers have the very names and values that they had, in the same order."""
+        """Whether all containers have the same names and values, in the same order."""
         if self._flat is None:
             self._flat = _flattened([content for *_, content in (*self._owners, *self._dictionaries)])
         lengths, names, values = self._flat
@@ -126,7 +126,7 @@ class _Copy(Walk):
         return True
 
     def _with_other_memory(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Tensors whose ``.data`` was given other memory, or the same with another shape, strides or type."""
+        """Tensors whose ``.data`` got other memory, or another shape, strides or type."""
         with torch._C._DisableTorchDispatch():
             return [
                 (a, b)
@@ -136,7 +136,7 @@ class _Copy(Walk):
             ]
 
     def changed(self) -> list[str]:
-        """Names of what is not what it was."""
+        """Names of the state that has changed."""
         names: list[str] = []
         if not self._has_same_contents():
             for kind, thing, content in self._contents():
@@ -144,7 +144,7 @@ class _Copy(Walk):
         return names + self._changed_values()
 
     def _changed_values(self) -> list[str]:
-        """What has changed besides the content of containers."""
+        """Descriptions of changes besides the content of containers."""
         found = []
         if self._flags and any(tensor.requires_grad is not flag for tensor, flag in self._flags):
             found.append("whether a parameter requires grad")
@@ -158,7 +158,7 @@ class _Copy(Walk):
 
 
 class PythonState(_Copy):
-    """A copy of a function's Python state, taken now. See NOTE [ Python state ].
+    """A copy of a function's current Python state. See NOTE [ Python state ].
 
     Args:
         function: the function, method or module.
@@ -168,7 +168,7 @@ class PythonState(_Copy):
     def __init__(self, function: Any, objects: Sequence[Any] = ()) -> None:
         super().__init__((*_roots_of(function), *objects))
         self._generators += [(each, each.get()) for each in global_generators()]
-        # Nothing of this is the function's own: no mode is to see it.
+        # Function modes must not see this.
         with torch._C.DisableTorchFunction():
             if self._classes:
                 self._add(_parts.of(tuple(map(id, self._classes)), self._classes))
@@ -189,10 +189,10 @@ class PythonState(_Copy):
         self._arrays += part._arrays
         self._generators += part._generators
 
-    # What the function reads.
+    # Tensors that the function reads.
 
     def reachable(self) -> list[tuple[str, torch.Tensor]]:
-        """The tensors and plain parameters that the function can reach, each once, with the name it is found under.
+        """The tensors and plain parameters that the function can reach, each once, with its name.
 
         Inference tensors are left out: they have no versions. The names are the same in every call, and not unique.
         """
@@ -200,13 +200,13 @@ class PythonState(_Copy):
         return [pair for pair in reversed(found.values()) if not pair[1].is_inference()]
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Those that the copy holds, but for modules' parameters: a replay finds them where they were."""
+        """Tensors that the copy holds. Parameters of modules are left out: a replay finds them in the modules."""
         contents = [content for kind, _, content in self._contents() if kind is not PARAMETERS]
         for values in (*[each.values() if type(each) is dict else each for each in contents], *self._fixed):
             yield from (value for value in values if isinstance(value, torch.Tensor))
 
     def sole_buffers(self) -> set[int]:
-        """Ids of buffers that nothing has but modules, each under one name or several, where they were before."""
+        """Ids of buffers that only modules have, and that have kept their memory."""
         counts = Counter(id(tensor) for _, tensor in self._tensors)
         found = [buffer for each in self._of_buffers for buffer in each.values() if buffer is not None]
         counts.subtract(map(id, found))
@@ -236,7 +236,7 @@ class PythonState(_Copy):
                     buffers[name] = buffer
 
     def replaceable(self) -> set[int]:
-        """Ids of tensors that lie in containers alone in which another one can be put in their place."""
+        """Ids of tensors that lie only in containers in which they can be replaced."""
         fixed = {id(value) for values in self._fixed for value in values}
         fixed.update(id(value) for _, thing, content in self._contents() if isinstance(thing, set) for value in content)
         return {id(tensor) for _, tensor in self._tensors} - fixed
@@ -261,12 +261,12 @@ class PythonState(_Copy):
             for put, thing, name, value in undo:
                 put(thing, name, value)
 
-    # What is compared, and put back.
+    # Comparing and putting back.
 
     @contextmanager
     def in_force(self) -> Iterator[None]:
-        """A context that begins with the copied state, and ends with the state from before the context."""
-        # Nothing of this is the function's own: no mode is to see it.
+        """A context with the copied state. Afterwards the state from before the context is put back."""
+        # Function modes must not see this.
         with torch._C.DisableTorchFunction():
             is_current = not self.changes
             before = self if is_current else self.again()
@@ -279,7 +279,7 @@ class PythonState(_Copy):
                 before._put_back()
 
     def histories(self) -> dict[str, torch.Tensor]:
-        """Names of attributes that had a tensor, and now have one that needs gradients, with the former one."""
+        """Former tensors, by name, of attributes that now have a tensor that requires grad."""
         return {
             str(name): content[name]
             for kind, thing, content in self._contents()
@@ -299,7 +299,7 @@ class PythonState(_Copy):
             if array.tobytes() != content.tobytes():
                 array[...] = content
         for each, alias in self._with_other_memory():
-            # FSDP takes the memory of a parameter: there is none to put back.
+            # FSDP frees the memory of a parameter: there is none to put back.
             if alias.untyped_storage().nbytes():
                 each.data = alias
         for generator, state in self._generators:
@@ -308,13 +308,13 @@ class PythonState(_Copy):
 
 
 class _Parts:
-    """Parts of states that somebody has. See NOTE [ Parts of a state ]."""
+    """Living parts of states. See NOTE [ Parts of a state ]."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, ...], weakref.ref[_Copy]] = {}
 
     def of(self, key: tuple[int, ...], classes: Sequence[type], objects: Sequence[Entry] = ()) -> _Copy:
-        """The part that is found from some classes or an object, by their identities."""
+        """The part of some classes, or of an object, by their identities."""
         reference = self._known.get(key)
         part = None if reference is None else reference()
         if part is None or part.changes:
@@ -331,8 +331,8 @@ _parts = _Parts()
 
 
 def _roots_of(function: Any) -> list[Any]:
-    """The function, or the module that it belongs to; of a method, the function as well."""
-    # A module looks for other attributes than its own for long.
+    """The function, or the module that it belongs to, with the function of a method."""
+    # Modules search long for attributes that they do not have.
     owner = function if isinstance(function, Module) else getattr(function, "__self__", None)
     if not isinstance(owner, Module):
         return [function]
@@ -340,13 +340,12 @@ def _roots_of(function: Any) -> list[Any]:
 
 
 def _flattened(contents: Sequence[dict[str, Any]]) -> tuple[list[int], list[Any], list[Any]]:
-    """Of dictionaries, one after the other: how long each is, all names, and all values."""
+    """Lengths, names and values of several dictionaries, one after the other."""
     values = chain.from_iterable([each.values() for each in contents])
     return [*map(len, contents)], [*chain.from_iterable(contents)], [*values]
 
 
 def _copies(contents: Contents) -> Contents:
-    """The same containers, with their content now."""
     return [(kind, thing, kind.copy(thing, content)) for kind, thing, content in contents]
 
 

@@ -36,13 +36,13 @@ from spillway.checkpointing.python_containers import (
 )
 
 _DEPTH = 6
-"""How many containers and objects deep state is copied."""
+"""Depth of containers and objects to which state is copied."""
 _FILE_DEPTH = 2
-"""How deep a file is taken for the function's own: one that lies deeper is a logger's, say."""
+"""Depth to which a file belongs to the function. A deeper one may belong to a logger."""
 _MOST_ITEMS = 4096
-"""Items of a container that is copied."""
+"""Most items of a container that is copied."""
 _MOST_BYTES = 1 << 16
-"""Bytes of an array that is copied."""
+"""Most bytes of an array that is copied."""
 
 _DICTS = frozenset((dict, OrderedDict, defaultdict, Counter))
 _SIMPLE: frozenset[type] = frozenset(
@@ -58,23 +58,23 @@ _NAMES: dict[type, str] = {
     **dict.fromkeys((types.MethodType, functools.partial), "bound"),
     types.FunctionType: "function",
 }
-"""What is done with objects of these classes."""
+"""How objects of these classes are read."""
 _STRINGS = frozenset((str,))
 _OPAQUE_ROOTS = frozenset(("torch", "spillway", "builtins", "_thread", "threading", "weakref", "logging", "functools"))
 _SHARED = frozenset(("dict", "items", "fixed", "array", "generator"))
-"""Kinds of objects that are read in classes: there are registries of functions and other objects, too."""
+"""Objects that are read in classes. Classes also have registries of functions and other objects."""
 
 Contents = list[tuple[Container, Any, Any]]
 """Containers: the kind, the object, and its content."""
 Entry = tuple[Any, str, int, bool]
-"""What is to be read: an object, what is done with it, how deep it lies, and whether a class has it."""
+"""An object to be read, how it is read, its depth, and whether a class has it."""
 
 
 class Layout:
-    """Where a module has its attributes.
+    """The names of a module's attributes.
 
     Args:
-        all_names: of what it has, torch's own attributes too.
+        all_names: all names, also those of torch's own attributes.
     """
 
     __slots__ = ("all_names", "get", "has_max_norm", "names")
@@ -82,10 +82,10 @@ class Layout:
     def __init__(self, all_names: tuple[str, ...]) -> None:
         self.all_names = all_names
         self.names = tuple([name for name in all_names if name not in INTERNAL])
-        """Of what belongs to the state."""
+        """Names that belong to the state."""
         self.has_max_norm = "max_norm" in all_names
         self.get: Callable[[dict[str, Any]], tuple[Any, ...]] = self._get
-        """Gives what belongs to the state."""
+        """Returns the values that belong to the state."""
         if len(self.names) > 1:
             self.get = operator.itemgetter(*self.names)
 
@@ -100,11 +100,11 @@ def layout_of(all_names: tuple[str, ...]) -> Layout:
 
 
 class Walk:
-    """Finds all containers and copies their content, those that lie less deep first.
+    """Finds all containers, breadth first, and copies their content.
 
     Args:
         roots: the function, or the module that it is a method of, and objects among its arguments.
-        entries: what is read in their place, in a part of a state.
+        entries: objects to be read instead, for a part of a state.
     """
 
     def __init__(self, roots: Iterable[Any], entries: Iterable[Entry] = ()) -> None:
@@ -117,11 +117,11 @@ class Walk:
         # Modules, with their attributes; other objects with attributes; dictionaries with names; other containers.
         self._modules: list[tuple[Module, Layout, tuple[Any, ...]]] = []
         self._owners, self._dictionaries, self._others = Contents(), Contents(), Contents()
-        # Of modules: most have two.
+        # Empty dictionaries of modules: most have two.
         self._empty: list[dict[str, Any]] = []
-        # Containers that never change: tuples, arguments of partial functions, and such.
+        # Containers that never change: tuples, arguments of partial functions.
         self._fixed: list[Iterable[Any]] = []
-        # All tensors, each with the name that it is found under; plain parameters of modules; buffers.
+        # All tensors with their names; plain parameters of modules; buffers.
         self._tensors: list[tuple[str, torch.Tensor]] = []
         self._parameters: list[torch.Tensor] = []
         self._buffers: list[torch.Tensor] = []
@@ -131,23 +131,23 @@ class Walk:
         self._generators: list[tuple[Generator, Any]] = []
         self._todo: list[Entry] = [*entries]
         self._seen = {id(value) for value, what, *_ in self._todo if what != "class"}
-        # What many modules share, and what is read as a part of its own: classes together, and each object.
+        # Classes and objects, which many modules share, are read as parts of their own.
         self._is_part = bool(self._todo)
         self._classes: list[type] = []
         self._objects: list[Entry] = []
         self._meet(zip(repeat(""), roots), 0)
-        # It grows while it is read.
+        # The list grows during the loop.
         for value, what, depth, is_shared in self._todo:
             if what == "module":
                 self._read_module(value)
             else:
                 self._read(value, what, depth, is_shared)
-        # Those of scripted modules are no dictionaries.
+        # Scripted modules have no dictionaries.
         self._empty = [each for each in self._empty if type(each) in _DICTS]
         del self._seen, self._todo
 
     def _meet(self, pairs: Iterable[tuple[Any, Any]], depth: int, is_shared: bool = False) -> None:
-        """Values with their names: containers among them are to be read.
+        """Take values with their names, and queue containers among them.
 
         Args:
             pairs: the names and values.
@@ -196,7 +196,7 @@ class Walk:
     def _read_container(self, value: Any, what: str, depth: int, is_shared: bool = False) -> None:
         if what == "dict":
             content = value.copy() if type(value) is dict else dict(value.items())
-            # Other keys may be equal and not the same: 1 and True, say.
+            # Keys of other types may be equal and not the same, as 1 and True.
             found = self._dictionaries if _STRINGS.issuperset(map(type, content)) else self._others
             found.append((DICTIONARY, value, content))
             self._meet(content.items(), depth, is_shared)
@@ -239,7 +239,7 @@ class Walk:
         elif type(children) in _DICTS:
             self._read_container(children, "dict", 0)
         else:
-            # Those of a scripted module.
+            # Submodules of a scripted module.
             self._read_fixed([*children.values()], "a module", 0)
         if not _SIMPLE.issuperset(map(type, values)):
             self._meet(zip(layout.names, values, strict=True), 1)
@@ -267,7 +267,7 @@ class Walk:
                 self.is_lazy = True
 
     def _add_classes(self, kind: type) -> None:
-        """Of a class and its bases, ``forward`` is read, and containers that all its objects share."""
+        """Read ``forward`` of a class and its bases, and containers that all objects share."""
         for base in kind.__mro__:
             if id(base) in self._seen:
                 continue
@@ -307,7 +307,7 @@ class Walk:
         self._meet(attributes.items(), depth)
 
     def _add_globals(self, function: types.FunctionType, *, opens: bool) -> None:
-        """Globals that a function's code names: its state and, if it ``opens``, functions with state of theirs."""
+        """Read globals that a function's code names: its state and, if it ``opens``, functions with their own state."""
         if _root_of(function) in _OPAQUE_ROOTS:
             return
         state, helpers, now = {}, {}, function.__globals__
@@ -330,11 +330,11 @@ class Walk:
 
 
 _known: dict[int, tuple[str, tuple[str, ...], bool, weakref.ref[type]]] = {}
-"""Facts by the identities of classes, which are not held: a class holds the globals of its methods."""
+"""Facts by the identities of classes. Classes are not held: they hold the globals of their methods."""
 
 
 def _facts_of(kind: type) -> tuple[str, tuple[str, ...], bool, weakref.ref[type]]:
-    """Of a class: what is done with its objects, their slots, and whether attributes of the class are copied."""
+    """For a class: how its objects are read, their slots, and whether attributes of the class are copied."""
     known = _known.get(key := id(kind))
     if known is None:
         members = types.MemberDescriptorType
@@ -360,13 +360,12 @@ def _name_of(kind: type, root: str, *, has_slots: bool) -> str:
 
 
 def _root_of(value: Any) -> str:
-    """The package that a class or function is of."""
     return str(getattr(value, "__module__", None) or "").partition(".")[0]
 
 
 @functools.lru_cache(maxsize=1024)
 def _globals_in(code: types.CodeType) -> dict[str, bool]:
-    """Globals that a function's code names, also in functions inside; each with whether it is written."""
+    """Globals that a function's code names, also in inner functions, and whether each is written."""
     found: dict[str, bool] = {}
     for each in dis.get_instructions(code):
         if "GLOBAL" in each.opname or each.opname == "LOAD_NAME":

@@ -1,23 +1,23 @@
 """Tensors that a checkpointed function reaches besides its arguments: parameters, buffers, others in its Python state.
 
-NOTE [ What a function writes ]
+NOTE [ Tensors that a function writes ]
 
 A replay must read what forward read, and leave no trace. Forward notes the version of each reached tensor before and
-after. It also copies the small ones that need no gradient, and those that earlier calls were seen to write: some
-functions write a buffer now and then only, and kernels of batch norm write without a version.
+after. It also copies small ones that need no gradient, and those that earlier calls were seen to write: some functions
+write a buffer now and then only, and batch-norm kernels write without a new version.
 
-If forward has written any, the copies are held, and the replay starts from them. In any case the contents, and the
-versions, after the replay are those from before it. Of buffers that nothing refers to but their modules, the modules
-get copies for as long as the replay runs. Other tensors are written twice: before the replay, and after it.
+If forward has written any, the copies are held, and the replay starts from them. After the replay, contents and
+versions are those from before it. If only modules refer to a buffer, the modules get a copy of it during the replay.
+Other tensors are written twice: before the replay, and after it.
 
-What forward has written without a copy of it (a large tensor, for the first time) cannot be put back. In a call that is
-compared in full the comparison decides whether that matters. In another call the replay is refused if it reads it.
+If forward has written a tensor without a copy (a large one, for the first time), it cannot be put back. In a call that
+is compared in full, the comparison decides whether that matters. In another call the replay is refused if it reads it.
 
-NOTE [ What was written since forward ]
+NOTE [ Tensors written since forward ]
 
-To see what operators read takes a dispatch mode, and under a mode torch takes other kernels for some operators. So for
-as long as the replay runs, containers of Python state have stand-ins in the place of such tensors. A stand-in tells its
-shape and type, and raises where its content is asked for. Who does not touch it runs as before.
+A replay must not read a tensor that was written after forward. Only a dispatch mode sees what operators read, and under
+a mode torch takes other kernels for some operators. So stand-ins take the place of such tensors in containers of Python
+state during the replay. A stand-in tells its shape and type, and raises an error if its content is read.
 """
 
 from __future__ import annotations
@@ -45,33 +45,43 @@ from spillway.errors import RecomputeError
 from spillway.runtime.bytes import over
 
 if TYPE_CHECKING:
-    from spillway.checkpointing.learned import Learned
+    from spillway.checkpointing.learned import LearnedCalls
 
 _MOST_OBSERVED, _MOST_COPIED = 64 << 20, 1 << 20
-"""Bytes of a tensor that is copied in case that the function writes it, in observed calls and in others."""
+"""Most bytes of a tensor that is copied in case the function writes it, in observed calls and in others."""
 
 
 class ReachedTensors:
-    """See NOTE [ What a function writes ].
+    """The reached tensors of one call. See NOTE [ Tensors that a function writes ].
 
     Args:
-        named: the tensors, each with the name that it was found under.
-        learned: which names earlier calls were seen to write.
+        named: the tensors with their names.
+        learned: names that earlier calls were seen to write.
         is_observed: whether this call is compared in full.
         is_compared: whether its values are compared.
-        odd: a tensor of a subclass among what the function reads, if there is one.
+        subclass: a tensor of a subclass that the function reads, if there is one.
     """
 
     __slots__ = (
-        *("_before", "_copied", "_is_compared", "_is_observed", "_learned", "_lost", "_named", "_odd", "_unwritten"),
+        *(
+            "_before",
+            "_copied",
+            "_is_compared",
+            "_is_observed",
+            "_learned",
+            "_lost",
+            "_named",
+            "_subclass",
+            "_unwritten",
+        ),
         "_versions",
     )
 
     def __init__(
         self,
         named: Sequence[tuple[str, torch.Tensor]],
-        learned: Learned,
-        odd: torch.Tensor | None,
+        learned: LearnedCalls,
+        subclass: torch.Tensor | None,
         *,
         is_observed: bool,
         is_compared: bool,
@@ -79,21 +89,21 @@ class ReachedTensors:
         self._named = named
         self._learned = learned
         self._is_observed, self._is_compared = is_observed, is_compared
-        self._odd = odd
+        self._subclass = subclass
         self._versions = [tensor._version for _, tensor in named]
         written, most = learned.written, _MOST_OBSERVED if is_observed else _MOST_COPIED
         self._copied = [
             tensor for name, tensor in named if may_be_written(tensor, most) or (written and name in written)
         ]
-        """What is copied in forward and protected in the replay."""
+        """Tensors that are copied in forward and protected in the replay."""
         self._before = list(zip(self._copied, copies_of(self._copied), strict=True)) if self._copied else []
         self._unwritten: Sequence[tuple[torch.Tensor, int]] = ()
-        """What forward was not seen to write, with its versions when forward had ended."""
+        """Tensors that forward did not write, with their versions after forward."""
         self._lost: list[torch.Tensor] = []
-        """What forward wrote, of which there is no copy."""
+        """Tensors that forward wrote, without a copy."""
 
     def forward_ended(self) -> None:
-        """Settle what forward has written."""
+        """Find out what forward has written."""
         named, versions, learned = self._named, self._versions, self._learned
         after = [tensor._version for _, tensor in named]
         if after == versions and not self._before:
@@ -107,7 +117,7 @@ class ReachedTensors:
         if wrote:
             learned.written |= {named[place][0] for place in wrote}
         elif not (self._is_compared or (learned.written and any(name in learned.written for name, _ in named))):
-            # A comparison would see what a kernel has written without a version.
+            # A comparison would see writes without a new version.
             self._before.clear()
         copied = {id(tensor) for tensor, _ in self._before}
         self._lost = [named[place][1] for place in wrote if id(named[place][1]) not in copied]
@@ -120,7 +130,7 @@ class ReachedTensors:
 
     @property
     def may_be_written(self) -> bool:
-        """Whether there is anything that the function may write."""
+        """Whether the function may write any of them."""
         return bool(self._copied or self._lost)
 
     def tensors(self) -> list[torch.Tensor]:
@@ -129,16 +139,16 @@ class ReachedTensors:
         return [*found.values(), *self._lost]
 
     def constants(self) -> list[torch.Tensor]:
-        """In forward, those that need no gradient."""
+        """In forward: tensors that need no gradient."""
         return [tensor for _, tensor in self._named if not tensor.requires_grad]
 
     def changed(self) -> list[tuple[torch.Tensor, int]]:
-        """What is not what forward read, with the versions as they were, and cannot be put back."""
+        """Tensors that cannot be put back to what forward read, with their versions in forward."""
         changed = [(tensor, version) for tensor, version in self._unwritten if tensor._version != version]
         return changed if self._is_observed else [*changed, *((tensor, -1) for tensor in self._lost)]
 
     def protected(self) -> list[torch.Tensor]:
-        """What gets its content of now back when a replay is over, or has a copy in its place meanwhile."""
+        """Tensors whose current content is restored after a replay, or that are replaced by a copy during it."""
         return [*self._copied, *self._lost]
 
     def storages(self) -> set[int]:
@@ -147,20 +157,20 @@ class ReachedTensors:
 
     @contextmanager
     def as_before(self, sole: Set[int], inputs: Sequence[torch.Tensor]) -> Iterator[dict[int, torch.Tensor]]:
-        """A context in which tensors have the contents from before forward, and after which they have those of now.
+        """A context in which tensors have their contents from before forward. It restores the current ones.
 
-        Gives what modules are to have in the place of their buffers, by the buffers' ids.
+        Yields copies that modules get in place of their buffers, by the buffers' ids.
 
         Args:
-            sole: ids of buffers that nothing refers to but their modules.
+            sole: ids of buffers to which only their modules refer.
             inputs: the function's inputs.
         """
         protected = self.protected()
         if not protected:
             yield {}
             return
-        with below_modes(self._odd):
-            # What somebody else has written since is refused, not put back: autograd would raise an error.
+        with below_modes(self._subclass):
+            # A tensor that other code has written since is refused, not put back: autograd would raise an error.
             changed = {id(tensor) for tensor, _ in self.changed()}
             before = {id(tensor): copy for tensor, copy in self._before if id(tensor) not in changed}
             alone = self._alone(sole - changed, inputs)
@@ -173,11 +183,11 @@ class ReachedTensors:
             with _unsafe_preserve_version_counter(tuple(others)) if others else nullcontext():
                 yield swapped
         finally:
-            with below_modes(self._odd):
+            with below_modes(self._subclass):
                 write_back(now)
 
     def _alone(self, sole: Set[int], inputs: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-        """What is copied that shares no memory with anything else that the function reaches, by ids."""
+        """Copied tensors that share no memory with other reached tensors, by ids."""
         plain = (each for each in (*self.tensors(), *inputs) if type(each) in PLAIN and is_strided(each))
         storages = Counter(each.untyped_storage()._cdata for each in plain)
         return {
@@ -188,12 +198,12 @@ class ReachedTensors:
 
 
 def may_be_written(tensor: torch.Tensor, most: int) -> bool:
-    """Whether a function that reaches this tensor may write it in place, and a copy takes no more bytes than that."""
-    # Frozen parameters may be many. Whoever writes one in place is noticed by its version.
+    """Whether a function may write this tensor in place, and a copy takes at most so many bytes."""
+    # Frozen parameters may be many. Writes to them are noticed by their versions.
     is_parameter = type(tensor) is torch.nn.Parameter or (tensor.requires_grad and tensor.is_leaf)
     if is_parameter or not is_strided(tensor) or not has_bits(tensor):
         return False
-    # Several elements in one place of memory cannot be written: torch refuses that.
+    # Torch refuses to write elements that share memory.
     return tensor.untyped_storage().nbytes() <= most and (tensor.is_contiguous() or 0 not in tensor.stride())
 
 
@@ -207,7 +217,7 @@ def copy_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def overlap(tensors: Sequence[torch.Tensor], places: Iterable[int]) -> bool:
-    """Whether one at these places shares some of its memory with another one."""
+    """Whether a tensor at one of these places shares memory with another tensor."""
     spans = [_span_of(tensor) if is_strided(tensor) and has_bits(tensor) else None for tensor in tensors]
     for place in places:
         span = spans[place] if place < len(spans) else None
@@ -220,7 +230,6 @@ def overlap(tensors: Sequence[torch.Tensor], places: Iterable[int]) -> bool:
 
 
 def _span_of(tensor: torch.Tensor) -> tuple[int, int] | None:
-    """Where its memory begins and ends."""
     if type(tensor) not in PLAIN or not tensor.numel():
         return None
     start = tensor.data_ptr()
@@ -229,7 +238,7 @@ def _span_of(tensor: torch.Tensor) -> tuple[int, int] | None:
 
 
 def copies_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """As :func:`copy_of` each, with one kernel for many small tensors: batch norms have three each."""
+    """:func:`copy_of` each, with one kernel for many small tensors: a batch norm has three."""
     copies: list[torch.Tensor | None] = [None] * len(tensors)
     several: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for place, tensor in enumerate(tensors):
@@ -248,7 +257,7 @@ def copies_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def write_back(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Give tensors their earlier content, which no version counter tells."""
+    """Give tensors their earlier content, without a new version."""
     if not pairs:
         return
     several: dict[tuple[torch.dtype, torch.device], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
@@ -265,39 +274,39 @@ def write_back(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 def _is_simple(tensor: torch.Tensor) -> bool:
-    """Whether it is nothing but its bytes in order."""
+    """Whether it is contiguous, and nothing but its bytes."""
     if type(tensor) not in PLAIN or not is_strided(tensor) or not tensor.is_contiguous():
         return False
     return not (tensor.is_neg() or tensor.is_conj())
 
 
-_TOLD = frozenset(
+_METADATA = frozenset(
     ("__get__", "size", "dim", "ndimension", "numel", "stride", "is_contiguous", "__len__", "element_size")
 )
-"""Functions of tensors that give a tensor only where they give its content."""
+"""Functions of tensors that return a tensor only if they read its content."""
 
 
 class RefusedTensor(torch.Tensor):
-    """See NOTE [ What was written since forward ]."""
+    """Stands for a tensor. See NOTE [ Tensors written since forward ]."""
 
     _stands_for: tuple[torch.Tensor, int]
-    _asked: list[RefusedTensor]
+    _touched: list[RefusedTensor]
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, version: int, asked: list[RefusedTensor]) -> RefusedTensor:
+    def of(cls, tensor: torch.Tensor, version: int, touched: list[RefusedTensor]) -> RefusedTensor:
         """Stand for a tensor.
 
         Args:
             tensor: the tensor.
             version: its version when forward had ended.
-            asked: gets it when its content is asked for, since the function may catch the error.
+            touched: gets the stand-in when its content is read, since the function may catch the error.
         """
         with below_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
             memory = torch.empty((), dtype=tensor.dtype, device=tensor.device)
             stand_in: RefusedTensor = memory.expand(tensor.shape).as_subclass(cls)
             if tensor.requires_grad:
                 stand_in.requires_grad_()
-        stand_in._stands_for, stand_in._asked = (tensor, version), asked
+        stand_in._stands_for, stand_in._touched = (tensor, version), touched
         return stand_in
 
     def refuse(self) -> None:
@@ -312,18 +321,18 @@ class RefusedTensor(torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if getattr(func, "__name__", "") in _TOLD:
+        if getattr(func, "__name__", "") in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 result = func(*args, **(kwargs or {}))
             if not isinstance(result, torch.Tensor):
                 return result
         found = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, RefusedTensor))
-        found._asked.append(found)
+        found._touched.append(found)
         return found.refuse()
 
 
 def refuse_written(tensor: torch.Tensor, version: int) -> NoReturn:
-    """What a region has read was written since."""
+    """Raise the error of a tensor that was written after the function had read it."""
     raise RecomputeError(
         f"got a tensor of shape {list(tensor.shape)} and dtype {tensor.dtype} that was written in place (version "
         f"{tensor._version}, expected {version}) after a checkpointed function had read it, expected it unchanged "
@@ -331,7 +340,29 @@ def refuse_written(tensor: torch.Tensor, version: int) -> NoReturn:
     )
 
 
-class Reads(OperatorMode):  # type: ignore[no-untyped-call]
+class _ReadMode(OperatorMode):  # type: ignore[no-untyped-call]
+    """Sees which operators read some of these storages."""
+
+    def __init__(self, storages: Mapping[int, Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._storages = storages
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not facts_of(func).is_view:
+            for tensor in split(args, kwargs)[0]:
+                known = self._storages.get(tensor.untyped_storage()._cdata) if is_strided(tensor) else None
+                if known is not None:
+                    self._reads(known)
+        return func(*args, **kwargs)
+
+    def _reads(self, known: Any) -> None:
+        raise NotImplementedError
+
+
+class ReadTracker(_ReadMode):  # type: ignore[no-untyped-call]
     """Sees which of some tensors operators read.
 
     Args:
@@ -339,52 +370,33 @@ class Reads(OperatorMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._names = {each.untyped_storage()._cdata: name for name, each in tensors.items() if is_strided(each)}
+        super().__init__({each.untyped_storage()._cdata: name for name, each in tensors.items() if is_strided(each)})
         self.names: set[str] = {name for name, each in tensors.items() if not is_strided(each)}
-        """Those of what was read, as far as that can be told."""
+        """Names of the tensors that were read, and of those that have no strides."""
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if not facts_of(func).is_view:
-            for tensor in split(args, kwargs)[0]:
-                if is_strided(tensor) and (name := self._names.get(tensor.untyped_storage()._cdata)) is not None:
-                    self.names.add(name)
-        return func(*args, **kwargs)
+    def _reads(self, known: str) -> None:
+        self.names.add(known)
 
 
-class Refusing(OperatorMode):  # type: ignore[no-untyped-call]
-    """Sees what operators read.
+class RefuseReads(_ReadMode):  # type: ignore[no-untyped-call]
+    """Refuses operators that read a tensor that was written since forward.
 
     Args:
-        written: tensors that were written, and their versions as they were.
+        written: such tensors, and their versions as they were.
 
     Raises:
         RecomputeError: from within an operator that reads one of them.
     """
 
     def __init__(self, written: Sequence[tuple[torch.Tensor, int]]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._written = {
-            tensor.untyped_storage()._cdata: (tensor, version) for tensor, version in written if is_strided(tensor)
-        }
+        super().__init__({pair[0].untyped_storage()._cdata: pair for pair in written if is_strided(pair[0])})
         self._refused: tuple[torch.Tensor, int] | None = None
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if not facts_of(func).is_view:
-            for tensor in split(args, kwargs)[0]:
-                known = self._written.get(tensor.untyped_storage()._cdata) if is_strided(tensor) else None
-                if known is not None:
-                    self._refused = known
-                    refuse_written(*known)
-        return func(*args, **kwargs)
+    def _reads(self, known: tuple[torch.Tensor, int]) -> None:
+        self._refused = known
+        refuse_written(*known)
 
     def check(self) -> None:
-        """The run has ended, though the function may have made nothing of what it was told."""
+        """Raise the error again when the run has ended: the function may have caught it."""
         if self._refused is not None:
             refuse_written(*self._refused)

@@ -1,25 +1,20 @@
-"""Records the program of a function while it is replayed for the first time.
+"""Records the program of a function in its first replay.
 
-NOTE [ Where a program is recorded ]
+NOTE [ Recording ]
 
 Under a dispatch mode some functions of torch choose other kernels, and give other bits. So a program is recorded in a
-replay, and not in forward. What the replay saved is compared with what forward saved, as in every first replay. If it
-differs, the function is replayed again without the mode, and its calls have no program.
+replay, and not in forward. The saved tensors are compared with those of forward, as in every first replay. If they
+differ, the function is replayed again without the mode, and its calls have no program.
 
 NOTE [ Autocast's casts ]
 
-Autocast casts a weight once, and remembers it until its outermost context exits. So the cast is a part of one replay
-and not of another one. Casts of leaves that require grad are therefore not counted: they always run.
+Autocast casts a weight once, and caches the cast until its outermost context exits. So the cast is a part of one replay
+and not of another. Casts of leaves that require grad are therefore not counted. They always run.
 
-NOTE [ Values of storages ]
+NOTE [ Hidden operators ]
 
-A *value* is a number for the bytes of one storage: an operator that gives a new tensor makes a value, views of it are
-the same value, and in-place operators write it.
-
-NOTE [ Operators that are not seen ]
-
-FSDP2 gathers parameters in the hooks of modules, under labels for the profiler. In a re-run it gathers nothing, if its
-parameters are still there: its operators are no part of what the region computes, and are let through unseen.
+FSDP2 gathers parameters in hooks of modules, under labels for the profiler. A replay gathers nothing if the parameters
+are still there. So programs have neither these operators nor the labels.
 """
 
 from __future__ import annotations
@@ -37,7 +32,7 @@ from spillway.capture.decide import Locator
 from spillway.capture.identity import ViewRecipe, is_parameter
 from spillway.checkpointing.ambient import default_generator, device_of, given_generator, state_now
 from spillway.checkpointing.program import Argument, Operator, Program, SavedTensor, Selection
-from spillway.checkpointing.schema import Facts, argument, facts_of_call
+from spillway.checkpointing.schema import OperatorFacts, argument, facts_of_call
 from spillway.checkpointing.tensors import PLAIN, OperatorMode, is_strided, nbytes_of, split, tensors_in
 from spillway.operators import OperatorCall
 from spillway.records import Decision
@@ -45,15 +40,17 @@ from spillway.records import Decision
 _next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
 _graph_task: Callable[[], int] = torch._C._current_graph_task_id
 _NUMBERS = (int, float, bool, complex, type(None))
+_VIEWS = frozenset(("TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "ExpandBackward0"))
+"""Views of a cast weight that a matrix product may save."""
 _OFFSET = 8
 """Bytes of a generator's state before its offset, on devices whose generators have one."""
 
 
 class Recorder(OperatorMode):
-    """Runs every operator, and notes it. See NOTE [ Where a program is recorded ].
+    """Runs and notes each operator. See NOTE [ Recording ].
 
     Args:
-        selection: what is preserved.
+        selection: tensors to be preserved.
     """
 
     def __init__(self, selection: Selection) -> None:
@@ -61,38 +58,35 @@ class Recorder(OperatorMode):
         self._choices, self._key = selection.choices, selection.key
         wants_modules = self._choices.wants_modules
         self._locator = Locator(modules=True, operators=False, root=selection.root) if wants_modules else None
-        self._unseen = Unseen()
+        self._hidden = HiddenOperators()
         self.values = Values()
         self.count = 0
-        """How many values there are."""
         self.operators: list[Operator] = []
         self.saved: list[SavedTensor] = []
         self.saves_at: list[int] = []
-        """After how many operators autograd saved something for another operator than before."""
+        """Numbers of operators that had run when autograd began to save for another operator."""
         self.makers: dict[int, int] = {}
         self.recipes: dict[int, ViewRecipe] = {}
         self.written: set[int] = set()
         self.outside: dict[int, OutsideTensor] = {}
-        """Of each value that no operator made, what it was."""
+        """Tensors that no operator made, by values."""
         self.casts: set[int] = set()
-        """Values that autocast cast leaves to."""
+        """Values of autocast's casts of leaves."""
         self._depends: set[int] = set()
         self._nodes: dict[int, int] = {}
-        """Of each node's number, the first operator that ran after it was made."""
+        """The first operator that ran after each node was made, by the node's number."""
         self._unknown: list[tuple[int, torch.Tensor]] = []
-        """Saved tensors that no operator had read or made by then, by their numbers."""
+        """Saved tensors that no operator had read or made by then, with their numbers."""
         self._saving: list[int] = []
-        """The node that each saved tensor was saved for."""
+        """Nodes for which each tensor was saved."""
         self._chosen: dict[int, tuple[Decision, bool]] = {}
         self._starts: list[int] = []
         self.inputs: list[tuple[int, ...]] = []
-        """Values of each of the function's tensors."""
         self.outputs: set[int] = set()
-        """Values that the function gave."""
         self._task = _graph_task()
 
     def begin(self, inputs: Sequence[torch.Tensor]) -> None:
-        """The function is about to be called with these tensors."""
+        """Take the tensors with which the function is about to be called."""
         self.inputs = [tuple([self._value(part, is_input=True) for part in tensors_in((each,))]) for each in inputs]
         self._starts = [int(each.storage_offset()) if is_strided(each) else 0 for each in inputs]
 
@@ -108,7 +102,7 @@ class Recorder(OperatorMode):
             self._locator.__exit__(*error)
 
     def gave(self, output: Any) -> None:
-        """The function has returned this, or was ended."""
+        """Take the output of the function; ``None`` if the replay was ended."""
         for number, tensor in self._unknown:
             value = self.values.find(tensor)
             self.saved[number] = self.saved[number]._replace(value=value)
@@ -118,7 +112,7 @@ class Recorder(OperatorMode):
         self.outputs = {value for leaf in tree_leaves(output) for value in self.values_of(leaf)}
 
     def saves(self, number: int, tensor: torch.Tensor) -> None:
-        """Autograd saves a tensor."""
+        """Note a tensor that autograd saves."""
         node = _next_node()
         if not self._saving or node > self._saving[-1]:
             self.saves_at.append(len(self.operators))
@@ -145,7 +139,7 @@ class Recorder(OperatorMode):
         return [value for part in tensors_in((tensor,)) if (value := self.values.find(part)) is not None]
 
     def program(self) -> Program:
-        """What was recorded."""
+        """The recorded program."""
         saved = [
             each._replace(saved_by=self._nodes.get(node)) for each, node in zip(self.saved, self._saving, strict=True)
         ]
@@ -168,7 +162,7 @@ class Recorder(OperatorMode):
             self.values.opaque = "it takes a gradient of what it computes"
             return func(*args, **kwargs)
         facts = facts_of_call(func, args)
-        if facts.ignored or ((facts.is_label or self._unseen.depth) and self._unseen(func, args)):
+        if facts.ignored or ((facts.is_label or self._hidden.depth) and self._hidden(func, args)):
             return func(*args, **kwargs)
         if facts.casts and is_cast(args):
             output = func(*args, **kwargs)
@@ -195,7 +189,7 @@ class Recorder(OperatorMode):
         return output
 
     def _value(self, tensor: torch.Tensor, *, is_input: bool = False) -> int:
-        """The tensor's value. One that has none comes from outside."""
+        """The value of a tensor. A tensor without one comes from outside."""
         value = self.values.find_or_name(tensor, self.count)
         if value == self.count:
             self.count += 1
@@ -205,8 +199,8 @@ class Recorder(OperatorMode):
         return value
 
     def _take(self, operator: Operator, output: Any) -> list[torch.Tensor]:
-        """Note what the operator gave; gives the new tensors."""
-        facts: Facts = operator.facts
+        """Note the outputs of an operator. Returns the new tensors."""
+        facts: OperatorFacts = operator.facts
         operator.single = not isinstance(output, (list, tuple))
         outputs: list[Any] = []
         makes: list[int] = []
@@ -220,7 +214,7 @@ class Recorder(OperatorMode):
                 is_plain = is_plain and isinstance(each, _NUMBERS)
                 outputs.append(each)
             elif any(self.values.find(part) is not None for part in tensors_in((each,))):
-                # Memory of an argument, by the schema or not.
+                # It is memory of an argument, whether or not the schema says so.
                 is_alias = True
             else:
                 for part in tensors_in((each,)):
@@ -239,13 +233,12 @@ class Recorder(OperatorMode):
         return new
 
     def _ask(self, operator: Operator, new: list[torch.Tensor], output: Any, args: Any, kwargs: Any) -> None:
-        """What the selectors say of it."""
         must = False
         decision = self._choices.by_name(operator.func)
         if decision is not Decision.KEEP and self._choices.asks:
             module = self._locator.here()[0] if self._locator is not None else None
-            asked = OperatorCall(operator.func, module, len(self.operators), sum(map(nbytes_of, new)))
-            answer, must = self._choices.by_call(asked, output, args, kwargs)
+            call = OperatorCall(operator.func, module, len(self.operators), sum(map(nbytes_of, new)))
+            answer, must = self._choices.by_call(call, output, args, kwargs)
             if decision is None or answer is Decision.KEEP:
                 decision = answer
         if decision is not None and decision is not Decision.RECOMPUTE:
@@ -265,7 +258,6 @@ class OutsideTensor:
         self.storage: Callable[[], torch.UntypedStorage | None] = _nothing
         """Its memory, if it is alive."""
         self.nbytes = 0
-        """Of its memory."""
         if is_strided(tensor):
             self.nbytes = tensor.untyped_storage().nbytes()
             # No reference to the tensor: torch.utils.swap_tensors would refuse it.
@@ -278,13 +270,21 @@ def _nothing() -> None:
 
 def is_cast(args: tuple[Any, ...]) -> bool:
     """Whether a copy of its first argument may be autocast's. See NOTE [ Autocast's casts ]."""
-    # Whether autocast is on cannot be asked here: it is off inside of its own casts.
+    # Autocast is off inside its own casts: so it cannot be asked whether it is on.
     tensor = args[0]
     return bool(tensor.requires_grad and tensor.is_leaf and tensor._base is None)
 
 
+def casts_leaf(tensor: torch.Tensor) -> bool:
+    """Whether a saved tensor is a cast of a leaf, or a view of one."""
+    node: Any = tensor.grad_fn
+    while node is not None and node.name() in _VIEWS:
+        node = node.next_functions[0][0]
+    return node is not None and node.name() == "ToCopyBackward0" and hasattr(node.next_functions[0][0], "variable")
+
+
 class _Draws:
-    """By how much an operator advances its generator."""
+    """How far an operator advances its generator."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._is_own = given_generator(args, kwargs) is not None
@@ -292,7 +292,7 @@ class _Draws:
         self._state = state_now(self._generator)
 
     def count(self) -> int | None:
-        """So far. ``None``: that cannot be told, or not be repeated."""
+        """The distance so far; ``None`` if it is unknown or cannot be repeated."""
         if self._is_own:
             return None
         with _disable_current_modes():
@@ -306,7 +306,7 @@ class _Draws:
 
 
 def advance(generator: torch.Generator, count: int) -> None:
-    """Leave a generator where an operator that is left out would have left it."""
+    """Advance a generator, as an operator that is left out would have done."""
     with _disable_current_modes():
         state = generator.get_state()
         state[_OFFSET:].view(torch.int64).add_(count)
@@ -314,15 +314,15 @@ def advance(generator: torch.Generator, count: int) -> None:
 
 
 class Observer(Protocol):
-    """Sees what a call does, and changes nothing."""
+    """A profiler's view of a call. It changes nothing."""
 
     @property
     def wants_operators(self) -> bool:
-        """Whether the call's operators are to be measured: then the function runs once more, after its forward."""
+        """Whether to measure the call's operators. Then the function runs once more after its forward."""
         ...
 
     def watching(self, recorder: Recorder) -> AbstractContextManager[object]:
-        """A context around that run, inside of the mode that records it."""
+        """A context around that run, inside the mode that records it."""
         ...
 
     def ended(self, recorder: Recorder) -> None:
@@ -330,11 +330,11 @@ class Observer(Protocol):
         ...
 
     def casts(self, storage: torch.UntypedStorage) -> None:
-        """The forward has cast a leaf to this, which is still there."""
+        """Take memory of a cast of a leaf in forward, which is still alive."""
         ...
 
     def asked(self, place: int, tensor: torch.Tensor, handle: object) -> None:
-        """Backward is given what autograd saved after so many operators, by a handle that autograd holds."""
+        """Backward unpacks a tensor that was saved after so many operators, by a handle that autograd holds."""
         ...
 
 
@@ -342,18 +342,18 @@ _ENTER = torch.ops.profiler._record_function_enter_new.default
 _EXIT = torch.ops.profiler._record_function_exit._RecordFunction
 _LABEL = "FSDP::"
 _CASTS = "FSDP::cast_forward"
-"""Casts of a module's inputs and outputs, which are computed again like anything else."""
+"""Label of casts of a module's inputs and outputs, which are recomputed as anything else."""
 
 
-class Unseen:
-    """Follows the labels of one run."""
+class HiddenOperators:
+    """Follows the labels of one run. See NOTE [ Hidden operators ]."""
 
     def __init__(self) -> None:
         self.depth = 0
-        """How many labels are open, from the first that hides what is below it."""
+        """Number of open labels, from the first that hides operators."""
 
     def __call__(self, operator: Any, args: tuple[Any, ...]) -> bool:
-        """Whether the region does not see this operator."""
+        """Whether this operator is hidden."""
         if operator is _ENTER:
             label = str(args[0])
             if self.depth or (label.startswith(_LABEL) and not label.startswith(_CASTS)):
@@ -366,12 +366,12 @@ class Unseen:
 
 
 class Values:
-    """Numbers for storages, for one run of a region."""
+    """Values by storages, in one run of a function. See NOTE [ Values ] in ``program.py``."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[weakref.ref[Any], int]] = {}
         self.opaque: str | None = None
-        """Why bytes cannot be told apart here, if they cannot."""
+        """Why storages cannot be told apart, if they cannot."""
 
     def find(self, tensor: torch.Tensor) -> int | None:
         """The value of a plain tensor, if it has one."""
@@ -380,11 +380,11 @@ class Values:
         except (NotImplementedError, RuntimeError):
             memory = self._memory(tensor)
         known = self._known.get(memory._cdata)
-        # An address is handed out again when it is free.
+        # A freed address is used again.
         return known[1] if known is not None and known[0]() is memory else None
 
     def find_or_name(self, tensor: torch.Tensor, value: int) -> int:
-        """The value of a plain tensor, which is this one from now on if it had none."""
+        """The value of a plain tensor. If it has none, it gets this one."""
         memory = self._memory(tensor)
         known = self._known.get(memory._cdata)
         if known is not None and known[0]() is memory:

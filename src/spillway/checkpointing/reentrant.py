@@ -2,37 +2,37 @@
 
 NOTE [ A reentrant call ]
 
-Forward runs the function without grad, so autograd saves nothing in it. What it gives becomes the output of one node.
-The backward of that node runs the function again, with grad and on detached inputs, as of the state in forward. It then
-runs a backward of its own through the graph of that run.
+Forward runs the function without grad, so autograd saves nothing in it. Its outputs become outputs of one node. The
+backward of that node runs the function again, with grad, on detached inputs, and in the state of forward. It then runs
+a backward of its own through the graph of that run.
 
-Nothing is known of what autograd saves in the function. So what is compared are the outputs: number, shape, dtype and
-device in every call, and the values in the first call and in samples of the later ones.
+Saved tensors are unknown in this mode, so outputs are compared: number, shape, dtype and device in every call, values
+in the first call and in samples of later ones.
 
 NOTE [ Inputs that a function writes ]
 
-Where the function writes an input that requires grad, what is read of the input later depends on what was written. So
-the input is an output of the node, too. An input, or another tensor that the function reaches, may require no grad, and
-get a history in a replay by what is written in it. In forward that history was lost, so this is refused.
+If the function writes an input that requires grad, later reads of the input depend on what was written. So the input is
+an output of the node, too. An input, or another reached tensor, that requires no grad may get a history in a replay by
+what is written into it. Forward lost that history, so this is refused.
 
 NOTE [ Histories that forward loses ]
 
-A function may leave what it computes in an attribute, and read that in its next call. Forward leaves it without a
-history, so the gradient through it would be lost. So where a replay leaves a tensor with a history in an attribute that
-had a tensor, the function runs once more under a mode that sees whether it reads the former one, and is refused if so.
+A function may leave what it computes in an attribute, and read it in its next call. Forward leaves it without a
+history, and the gradient through it would be lost. So if a replay leaves a tensor with a history in an attribute that
+had a tensor, the function runs once more under a mode that sees whether it reads the former tensor. If so, it is
+refused.
 
 NOTE [ Kernels without grad ]
 
-Some operators take other kernels where nothing needs a gradient (``eigvalsh``, transformer layers in eval mode), and
-the values differ in their last bits. So where a replay gives other values, the function runs twice more without grad.
-If that gives the values of forward, later calls of the kind are not compared. (Twice, since a function may count its
-runs, and do the same in every second one.)
+Some operators take other kernels without grad (``eigvalsh``, transformer layers in eval mode), whose values differ in
+the last bits. So if a replay gives other values, the function runs twice more without grad. If both runs give the
+values of forward, later calls of the kind are not compared. (Twice, since a function may alternate from run to run.)
 
-NOTE [ What holds what ]
+NOTE [ Ownership of reentrant calls ]
 
-Autograd owns the call, by a tensor without elements that the node saves: the pack hook gives the call in its place. So
-the call goes when the graph is freed, and autograd refuses a second backward as for any other node. The node itself
-knows the call by a weak reference.
+Autograd owns the call by a tensor without elements that the node saves: its pack hook returns the call. So the call
+dies when the graph is freed, and autograd refuses a second backward as for any other node. The node itself has a weak
+reference to the call.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from spillway.capture.handles import KeptHandle, unpack
 from spillway.capture.torch_internals import untraced
-from spillway.checkpointing.checks import differed, prints_of
+from spillway.checkpointing.checks import difference_error, fingerprints_of
 from spillway.checkpointing.collector import Meta, meta_of, name_of, storages_of
-from spillway.checkpointing.reached import Reads, copy_of
+from spillway.checkpointing.reached import ReadTracker, copy_of
 from spillway.checkpointing.replayable import ReplayableCall
 from spillway.checkpointing.tensors import PLAIN, below_modes, is_strided, whole_view_of
 from spillway.errors import RecomputeError, UnsupportedError
@@ -63,18 +63,18 @@ class ReentrantCall(ReplayableCall):
     """One call. See NOTE [ A reentrant call ]."""
 
     _metas: Sequence[Meta | None] = ()
-    """Shape, dtype and device of each output that is a tensor."""
+    """Shape, dtype and device of each output; ``None``: no tensor."""
     _written: Sequence[int] = ()
-    """Places of inputs that forward wrote: see NOTE [ Inputs that a function writes ]."""
+    """Places of inputs that forward wrote. See NOTE [ Inputs that a function writes ]."""
 
     # Forward.
 
     def run(self, first: Callable[[], Any], tensors: Sequence[torch.Tensor]) -> Any:
-        """What the function gives.
+        """Run the function, and return its output.
 
         Args:
             first: runs it, with the caller's own arguments.
-            tensors: the tensors among the arguments. If none requires grad, the outputs do all the same.
+            tensors: the tensors among the arguments. The outputs require grad even if none of these does.
         """
         if not self._may_begin(tensors):
             return first()
@@ -85,7 +85,7 @@ class ReentrantCall(ReplayableCall):
             with torch.no_grad():
                 output = first()
         finally:
-            with below_modes(self._odd):
+            with below_modes(self._subclass):
                 self._forward_ended(output, tensors)
         leaves, spec = tree_flatten(output)
         places = [place for place, v in enumerate(versions) if v != -1 and tensors[place]._version != v]
@@ -122,7 +122,7 @@ class ReentrantCall(ReplayableCall):
         """Gradients of the function's tensors.
 
         Args:
-            given: those of its outputs.
+            given: gradients of its outputs.
         """
         self._replay_begins()
         try:
@@ -142,14 +142,14 @@ class ReentrantCall(ReplayableCall):
         if self._is_same(replay.leaves) or (self._compares and self._is_same_without_grad()):
             return replay
         other = self._other(replay.leaves)
-        with self._function.on_todays_state() as is_another:
+        with self._function.on_current_state() as is_another:
             # A function that prepares itself in its first call.
             if is_another and self._compares:
                 try:
                     replay = self._run_again()
                 except Exception as error:
-                    # On a state that is no longer the first run's, anything may be missing.
-                    raise differed([self._label]) from error
+                    # On another state than that of forward, anything may be missing.
+                    raise difference_error([self._label]) from error
                 if self._is_same(replay.leaves):
                     return replay
         raise self._error(other)
@@ -159,7 +159,7 @@ class ReentrantCall(ReplayableCall):
         found = {name: t for name, t in self._function.histories.items() if name not in self._learned.unread}
         if not found:
             return
-        reads = Reads(found)
+        reads = ReadTracker(found)
         self._run_again(mode=reads)
         if reads.names:
             raise RecomputeError(
@@ -171,7 +171,7 @@ class ReentrantCall(ReplayableCall):
 
     def _run_again(self, *, with_grad: bool = True, mode: AbstractContextManager[Any] = _NOTHING) -> Replay:
         reached = self._reached
-        with below_modes(self._odd):
+        with below_modes(self._subclass):
             backs = zip(self._inputs_back(), self._tensors, strict=True)
             pairs = [_input(tensor, needs_grad, written) for tensor, (*_, needs_grad, written) in backs]
         inputs, tensors = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
@@ -202,9 +202,9 @@ class ReentrantCall(ReplayableCall):
         """The pack hook of a replay.
 
         Args:
-            known: these are there without it.
+            known: tensors that exist without it.
         """
-        ledger, counted, written = self._passage.ledger, set(storages_of(known)), self._reached.storages()
+        ledger, counted, written = self._scope.ledger, set(storages_of(known)), self._reached.storages()
 
         def pack(tensor: torch.Tensor) -> KeptHandle:
             with below_modes(tensor):
@@ -212,7 +212,7 @@ class ReentrantCall(ReplayableCall):
                     return KeptHandle(tensor)
                 storage = tensor.untyped_storage()
                 if storage._cdata in written:
-                    # It gets its content of now back when the replay has ended.
+                    # Its current content is restored after the replay.
                     return KeptHandle(copy_of(tensor))
                 if storage._cdata not in counted:
                     counted.add(storage._cdata)
@@ -221,17 +221,17 @@ class ReentrantCall(ReplayableCall):
 
         return pack
 
-    # What is compared.
+    # Comparison.
 
     def _is_same(self, leaves: Sequence[Any]) -> bool:
-        """Whether a replay gave what forward gave, as far as it is compared."""
+        """Whether the outputs are those of forward, as far as they are compared."""
         if self._other(leaves):
             return False
         if not self._compares or self._learned.has_other_kernels:
             return True
-        found = prints_of(leaves)
-        return len(found) == len(self._output_prints) and all(
-            a is None or b is None or torch.equal(a, b) for a, b in zip(found, self._output_prints, strict=True)
+        found = fingerprints_of(leaves)
+        return len(found) == len(self._output_fingerprints) and all(
+            a is None or b is None or torch.equal(a, b) for a, b in zip(found, self._output_fingerprints, strict=True)
         )
 
     def _is_same_without_grad(self) -> bool:
@@ -239,14 +239,14 @@ class ReentrantCall(ReplayableCall):
         if not all(self._is_same(self._run_again(with_grad=False).leaves) for _ in range(2)):
             return False
         self._learned.has_other_kernels = True
-        self._passage.ledger.note(
+        self._scope.ledger.note(
             f"{self._label}: some of its operators give other bits in a forward without grad, as use_reentrant=True "
             f"runs it, than with grad. The values of its replays are not compared."
         )
         return True
 
     def _other(self, leaves: Sequence[Any]) -> str:
-        """How these outputs differ from those of forward, without a look at their content."""
+        """How these outputs differ from those of forward, apart from values."""
         if len(leaves) != len(self._metas):
             return f"{len(leaves)} outputs, not the {len(self._metas)} of the forward pass"
         for place, (leaf, meta) in enumerate(zip(leaves, self._metas, strict=True)):
@@ -257,7 +257,7 @@ class ReentrantCall(ReplayableCall):
 
     def _error(self, other: str) -> RecomputeError:
         if not other:
-            return differed([self._label])
+            return difference_error([self._label])
         return RecomputeError(
             f"{self._label} gave something else when it was recomputed than in its forward pass: {other}. It reads "
             f"something besides its arguments, parameters and Python state that changed in between. Pass that as an "
@@ -266,19 +266,16 @@ class ReentrantCall(ReplayableCall):
 
 
 class Replay(NamedTuple):
-    """What a replay has made."""
+    """Tensors of a replay."""
 
     inputs: list[torch.Tensor]
     """Leaves that get the gradients of the function's tensors."""
     tensors: list[torch.Tensor]
-    """What the function was given, which depends on them."""
+    """Arguments of the function, which depend on them."""
     leaves: list[Any]
-    """The outputs."""
 
 
 class _Node(torch.autograd.Function):
-    """The node of one call. See NOTE [ A reentrant call ]."""
-
     @staticmethod
     def forward(
         ctx: Any,
@@ -311,17 +308,17 @@ class _Node(torch.autograd.Function):
 
 
 def _input(tensor: torch.Tensor, requires_grad: bool, is_written: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """For one of the function's tensors: the leaf that gets its gradient, and what the function is given."""
+    """For one of the function's tensors: the leaf that gets its gradient, and the argument of the function."""
     with below_modes(tensor), torch.enable_grad():
         leaf = tensor.detach().requires_grad_(requires_grad)
         if is_written:
-            # A leaf cannot be written in place, nor a view of one.
+            # Neither a leaf nor a view of one can be written in place.
             return leaf, leaf.clone()
         if not requires_grad or (tensor.requires_grad and tensor.is_leaf):
             return leaf, leaf
         if not is_strided(leaf) or torch._C._len_torch_dispatch_stack() > 0:
             return leaf, leaf
-        # Not a leaf, which it was not: of leaves, casts are taken for autocast's own.
+        # It was no leaf. Casts of leaves are taken for casts of autocast.
         return leaf, whole_view_of(leaf)
 
 
@@ -330,5 +327,5 @@ def _needs_grad(leaf: Any) -> bool:
 
 
 def _meta_of(output: torch.Tensor) -> Meta:
-    """What tells an output from others. Kernels without grad may give other strides."""
+    """Shape, dtype and device of an output. Kernels without grad may give other strides."""
     return (*meta_of(output)[:3], ())

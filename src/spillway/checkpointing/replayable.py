@@ -1,4 +1,4 @@
-"""A call that can be replayed: it holds all that the function read in forward, until backward is through."""
+"""A call that can be replayed: it holds everything that the function read in forward, until backward has ended."""
 
 from __future__ import annotations
 
@@ -6,171 +6,168 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._C._autograd import _top_saved_tensors_default_hooks
 
 from spillway.capture.handles import KeptHandle, unpack
 from spillway.capture.hooks import Pass
-from spillway.checkpointing.ambient import Ambience, drawing, generators_of, states_of
-from spillway.checkpointing.checks import Verdicts, has_content_of, prints_of
+from spillway.checkpointing.ambient import AmbientState, generators_lock, generators_of, restorer_of
+from spillway.checkpointing.checks import PendingChecks, fingerprints_of, has_content_of
 from spillway.checkpointing.function import ReplayedFunction
-from spillway.checkpointing.learned import Learned
+from spillway.checkpointing.learned import LearnedCalls
 from spillway.checkpointing.partition import PartHandle, Partition
 from spillway.checkpointing.python_state import PythonState
-from spillway.checkpointing.reached import ReachedTensors, RefusedTensor, Refusing, copy_of, overlap
+from spillway.checkpointing.reached import ReachedTensors, RefusedTensor, RefuseReads, copy_of, overlap
 from spillway.checkpointing.tensors import PLAIN, below_modes, is_strided
 from spillway.records import Decision
 
 _KEEP = Decision.KEEP
 HasRun = Callable[[Iterable[torch.Tensor]], None]
 Within = Callable[[HasRun], AbstractContextManager[None]]
-"""Makes the context that goes around the function's code in a replay. What it is given is called when that has run, and
-before reached tensors get their content of now back, with those that the code may have written."""
+"""Makes the context around the function's code in a replay. Its argument is called after that code, with the tensors
+that the code may have written, before reached tensors get their current content back."""
+
+
+class CallSetup(NamedTuple):
+    """One call of a function as its caller sets it up."""
+
+    function: ReplayedFunction
+    """The function with its arguments; called with the tensors among the arguments."""
+    state: PythonState
+    """Its Python state before the call."""
+    learned: LearnedCalls
+    """What earlier calls of this kind taught."""
+    scope: Pass
+    """The forward scope that the call belongs to: counts bytes, and offloads inputs if asked to."""
+    inputs: Decision | None
+    """What is done with the tensors among the arguments; ``None``: what the hooks around the call do."""
+    pending_checks: PendingChecks
+    """Takes comparisons whose outcome the device has yet to tell."""
+    label: str
+    """Names the function in messages."""
+    draws: bool
+    """Whether the replay draws the random numbers of forward."""
+    compares: bool = False
+    """Whether the values of each call are compared, and not only of samples."""
+    is_captured: bool = False
+    """Whether the call is captured into a graph, where nothing is compared."""
+    partition: Partition | None = None
+    """How tensors among the arguments are split over ranks; ``None``: not at all."""
+    unused: Sequence[object] = ()
+    """Selectors that choose nothing, for a note."""
 
 
 class ReplayableCall:
     """One call of a function with what a replay needs: arguments, Python state, settings and random generators.
 
     Args:
-        function: the function with its arguments and its Python state; called with the tensors among the arguments.
-        state: the Python state before the call.
-        learned: what earlier calls of this kind taught.
-        passage: the forward scope that the call belongs to: counts bytes, and offloads inputs if asked to.
-        inputs: what is done with the tensors among the arguments; ``None``: what the hooks around the call do.
-        verdicts: takes comparisons whose outcome the device has yet to tell.
-        label: names the function in messages.
-        draws: whether the replay draws the random numbers of forward.
-        compares: whether the values of each call are compared, and not only of samples.
-        is_captured: whether the call is captured into a graph, where nothing is compared.
-        partition: how tensors among the arguments are split over ranks; ``None``: not at all.
-        unused: selectors that choose nothing, for a note.
+        setup: the function, its state, and how it is called.
     """
 
-    def __init__(
-        self,
-        function: ReplayedFunction,
-        state: PythonState,
-        learned: Learned,
-        passage: Pass,
-        inputs: Decision | None,
-        verdicts: Verdicts,
-        *,
-        label: str,
-        draws: bool,
-        compares: bool = False,
-        is_captured: bool = False,
-        partition: Partition | None = None,
-        unused: Sequence[object] = (),
-    ) -> None:
-        self._function = function
-        self._state = state
-        self._learned = learned
-        self._passage = passage
-        self._inputs = inputs
-        self._verdicts = verdicts
-        self._label = label
-        self._draws = draws
-        self._partition = partition
-        self._unused = unused
-        self._is_captured = is_captured
+    def __init__(self, setup: CallSetup) -> None:
+        self._function, self._state, self._learned = setup.function, setup.state, setup.learned
+        self._scope, self._inputs, self._pending_checks = setup.scope, setup.inputs, setup.pending_checks
+        self._label, self._draws, self._unused = setup.label, setup.draws, setup.unused
+        self._partition, self._is_captured = setup.partition, setup.is_captured
+        learned, is_captured = setup.learned, setup.is_captured
         self._is_observed = learned.begins() and not is_captured
         """Whether it is observed in full: see NOTE [ Learning ]."""
-        self._compares = not is_captured and (compares or self._is_observed or learned.is_sampled())
-        self._ambience = Ambience.now()
+        self._compares = not is_captured and (setup.compares or self._is_observed or learned.is_sampled())
+        self._ambient = AmbientState.now()
         self._restore: Callable[[], None] = _nothing
         self._states: list[tuple[torch.Generator, torch.Tensor]] = []
-        """In an observed call: random generators with their states when forward began."""
+        """In an observed call: random generators with their states before forward."""
         self._devices: set[torch.device] = set()
         self._tensors: list[tuple[Any, Callable[[Any], torch.Tensor], bool, bool]] = []
-        """Of each tensor among the arguments: its handle, how to unpack it, whether it requires grad, and whether the
+        """For each tensor among the arguments: its handle, how to unpack it, whether it requires grad, and whether the
         function writes it in place."""
         self._gathered: list[torch.Tensor] = []
-        """With a partition, in a replay: these tensors."""
+        """The same tensors, gathered from all ranks, during a replay with a partition."""
         self._copies: list[torch.Tensor | None] = []
         self._versions: list[int] = []
-        """In an observed call: copies of these tensors and their versions, until forward has ended."""
-        self._odd: torch.Tensor | None = None
-        """A tensor of a subclass among what the function reads, if there is one: its own code runs, without modes."""
-        self._output_prints: list[torch.Tensor | None] = []
-        """Fingerprints of what forward gave, where values are compared."""
+        """Copies of these tensors and their versions, until an observed forward has ended."""
+        self._subclass: torch.Tensor | None = None
+        """A tensor of a subclass that the function reads, if there is one: its own code runs, without modes."""
+        self._output_fingerprints: list[torch.Tensor | None] = []
+        """Fingerprints of the outputs of forward, if values are compared."""
         self._reached: ReachedTensors
-        """What the function can reach besides its arguments."""
+        """Tensors that the function can reach besides its arguments."""
 
     # Forward.
 
     def _may_begin(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether the call can be replayed. Earlier comparisons are looked at."""
+        """Whether the call can be replayed. Results of earlier comparisons are read."""
         if not self._is_captured:
-            self._verdicts.send()
-            self._verdicts.read()
+            self._pending_checks.send()
+            self._pending_checks.read()
         written = self._learned.written_inputs
         if not (written and overlap(tensors, written)):
             return True
-        # Copies would be apart from each other.
-        self._passage.ledger.note(
+        # Copies of the two would not share memory.
+        self._scope.ledger.note(
             f"{self._label} writes an argument that shares memory with another one. What autograd saves in it is kept, "
             f"not recomputed."
         )
         return False
 
     def _forward_begins(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Hold what a replay needs, before the function runs."""
+        """Save everything that a replay needs, before the function runs."""
         observed = self._is_observed
         self._devices = {tensor.device for tensor in tensors}
         if self._draws:
             generators = generators_of(self._devices)
-            self._restore = states_of(generators)
+            self._restore = restorer_of(generators)
             if observed:
                 self._states = [(each, each.get_state()) for each in generators]
         named = self._state.reachable()
         read = [*tensors, *(each for _, each in named)]
         if not PLAIN.issuperset(map(type, read)):
-            self._odd = next(each for each in read if type(each) not in PLAIN)
-        with below_modes(self._odd):
+            self._subclass = next(each for each in read if type(each) not in PLAIN)
+        with below_modes(self._subclass):
             self._save_inputs(tensors)
             self._reached = ReachedTensors(
-                named, self._learned, self._odd, is_observed=observed, is_compared=self._compares
+                named, self._learned, self._subclass, is_observed=observed, is_compared=self._compares
             )
-            self._passage.flush()
+            self._scope.flush()
         if observed:
             self._versions = [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
 
     def _forward_ended(self, output: Any, tensors: Sequence[torch.Tensor]) -> None:
-        """Settle what forward wrote, after the function has run or raised."""
+        """Find out what forward wrote, after the function has run or raised."""
         if self._compares:
-            self._output_prints = prints_of(output)
+            self._output_fingerprints = fingerprints_of(output)
         self._reached.forward_ended()
         if self._is_observed:
             self._learn(output, tensors)
         if self._learned.state:
             self._note_state()
-        self._passage.flush()
+        self._scope.flush()
 
     def _save_inputs(self, tensors: Sequence[torch.Tensor]) -> None:
         """Have the arguments saved, and copied in an observed call."""
         around = _top_saved_tensors_default_hooks(True)
-        passage, is_light = self._passage, False
+        scope, is_light = self._scope, False
         pack: Callable[[torch.Tensor], Any] = KeptHandle
         back: Callable[[Any], torch.Tensor] = unpack
         if self._inputs is not None and self._inputs is not _KEEP:
-            pack = passage.pack_to_leave
+            pack = scope.pack_to_leave
         elif self._inputs is None and around is not None:
             pack, back = around
-            if getattr(pack, "__self__", None) is passage and passage.keeps_the_rest:
-                # What needs no gradient is mostly alive anyway: to count it is not worth the time.
-                pack, is_light = passage.keep, True
+            if getattr(pack, "__self__", None) is scope and scope.keeps_the_rest:
+                # Tensors without grad are mostly alive anyway: counting them takes more time than it is worth.
+                pack, is_light = scope.keep, True
         written = self._learned.written_inputs
         self._copies = [None] * len(tensors)
         for place, tensor in enumerate(tensors):
             if place in written:
-                # What is saved is what it was before.
+                # The call holds the content from before the function writes it.
                 copy = copy_of(tensor)
                 self._tensors.append((KeptHandle(copy), unpack, tensor.requires_grad, True))
                 continue
             if self._partition is not None and self._partition.splits(tensor):
-                part = PartHandle(tensor, self._partition, pack, back, passage.nothing(tensor.device))
+                part = PartHandle(tensor, self._partition, pack, back, scope.nothing(tensor.device))
                 self._tensors.append((part, unpack, tensor.requires_grad, False))
             else:
                 handle = KeptHandle(tensor) if is_light and not tensor.requires_grad else pack(tensor)
@@ -194,7 +191,7 @@ class ReplayableCall:
 
     def _note_state(self) -> None:
         names = self._learned.state
-        self._passage.ledger.note(
+        self._scope.ledger.note(
             f"{self._label}: its forward changes Python state ({', '.join(names[:4])}"
             f"{' and more' if len(names) > 4 else ''}). Each recomputation starts from the state before the forward, "
             f"and puts the later state back."
@@ -203,14 +200,11 @@ class ReplayableCall:
     # Backward.
 
     def _replay_begins(self) -> None:
-        self._passage.was_recomputed = True
-        self._passage.ledger.note_unused(self._unused)
+        self._scope.was_recomputed = True
+        self._scope.ledger.note_unused(self._unused)
 
     def _inputs_back(self) -> list[torch.Tensor]:
-        """The tensors among the arguments.
-
-        Ranks gather theirs once in a replay, since one of them may run the function more often than another.
-        """
+        """The tensors among the arguments. Ranks gather them once a replay: one may run the function more often."""
         if self._partition is None:
             return [back(handle) for handle, back, *_ in self._tensors]
         if not self._gathered:
@@ -228,45 +222,45 @@ class ReplayableCall:
 
         Args:
             tensors: the function's tensors.
-            changed: what was written since forward, and must not be read.
+            changed: tensors that were written since forward, and must not be read.
 
         Raises:
-            RecomputeError: if the function has read it.
+            RecomputeError: if the function has read one.
         """
-        asked: list[RefusedTensor] = []
+        touched: list[RefusedTensor] = []
         may_go = self._state.replaceable() if changed else set()
-        refused = {id(each): RefusedTensor.of(each, v, asked) for each, v in changed if _may_be_refused(each, may_go)}
+        refused = {id(each): RefusedTensor.of(each, v, touched) for each, v in changed if _may_be_refused(each, may_go)}
         others = [pair for pair in changed if id(pair[0]) not in refused]
-        refusing = Refusing(others) if others else None
-        with drawing:
-            restore = states_of(generators_of(self._devices)) if self._draws else _nothing
+        refuses = RefuseReads(others) if others else None
+        with generators_lock:
+            restore = restorer_of(generators_of(self._devices)) if self._draws else _nothing
             try:
                 self._restore()
                 with (
-                    self._ambience.in_force(),
+                    self._ambient.in_force(),
                     torch.enable_grad(),
-                    nullcontext() if refusing is None else refusing,
+                    nullcontext() if refuses is None else refuses,
                 ):
                     yield partial(self._as_before, tensors, refused)
             finally:
                 restore()
-        if refusing is not None:
-            refusing.check()
-        for each in asked:
+        if refuses is not None:
+            refuses.check()
+        for each in touched:
             each.refuse()
 
     @contextmanager
     def _as_before(
         self, tensors: Sequence[torch.Tensor], refused: dict[int, RefusedTensor], has_run: HasRun
     ) -> Iterator[None]:
-        """A context around the function's code, in which reached tensors have the content from before forward."""
+        """A context around the function's code, in which reached tensors have their content from before forward."""
         state, reached = self._state, self._reached
         sole = state.sole_buffers() if reached.may_be_written else set()
         with reached.as_before(sole, tensors) as others, state.swapped(others), state.replaced(refused):
             try:
                 yield
             finally:
-                # What was saved of them is compared before they are put back.
+                # Saved tensors are compared before their content is put back.
                 has_run(chain(others.values(), reached.protected()))
 
 
@@ -275,5 +269,5 @@ def _nothing() -> None:
 
 
 def _may_be_refused(tensor: torch.Tensor, replaceable: set[int]) -> bool:
-    """Whether a stand-in can take its place: see NOTE [ What was written since forward ]."""
+    """Whether a stand-in can take its place: see NOTE [ Tensors written since forward ]."""
     return id(tensor) in replaceable and type(tensor) in PLAIN and is_strided(tensor)

@@ -1,4 +1,4 @@
-"""What an operator's schema says of it: what it writes, what it gives back, whether it draws random numbers."""
+"""Facts from an operator's schema: which arguments it writes, what it returns, whether it draws random numbers."""
 
 from __future__ import annotations
 
@@ -8,41 +8,39 @@ import torch
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 
 Key = int | str
-"""Where an argument stands: its position, or its keyword."""
+"""Position or keyword of an argument."""
 
 
-class Facts(NamedTuple):
-    """What is known of an operator before it is called."""
+class OperatorFacts(NamedTuple):
+    """Facts about an operator that hold for all its calls."""
 
     ignored: bool
-    """Whether it is not counted: ``torch.utils.checkpoint`` calls it itself, more or less often in a re-run."""
+    """Whether programs leave it out, as ``torch.utils.checkpoint`` does: replays call it more or less often."""
     is_label: bool
-    """Whether it is a mark for the profiler."""
     casts: bool
-    """Whether autocast uses it to cast weights, which its cache makes come and go."""
+    """Whether autocast casts weights with it. Its cache makes these casts come and go."""
     writes: tuple[Key, ...]
     """Arguments that it writes."""
     returned: tuple[Key | None, ...] | None
-    """For each output, the argument that it is, or ``None`` for a new tensor. ``None`` as a whole: not known."""
+    """For each output, the argument that is returned, or ``None`` for a new tensor. ``None`` as a whole: unknown."""
     is_view: bool
     """Whether an output shares memory with an argument that is not written."""
     reshapes: bool
-    """Whether it may change the shape of what it writes, which views then see."""
+    """Whether it may change the shape of an argument."""
     is_random: bool
-    """Whether it may draw from a generator."""
-    is_settled: bool
-    """Whether the host, or the shape of things, hangs on what it gave: it must give the same in a re-run."""
+    is_data_dependent: bool
+    """Whether shapes or Python code may depend on its output: a replay must run it."""
 
 
-_SETTLED_TAGS = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+_DATA_DEPENDENT_TAGS = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
-# Ties may be broken differently in a second run, and what is routed by it would go elsewhere.
-_SETTLED = {"aten::topk", "aten::multinomial"}
+# A second run may break ties differently, and would route tokens to other experts.
+_DATA_DEPENDENT = {"aten::topk", "aten::multinomial"}
 
-# Of these, the places that are set are taken.
+# An index of these types selects by value.
 _MASKS = {torch.bool, torch.uint8}
 
-# These write their running statistics, and their schema does not say so.
+# Operators that write running statistics, which their schema does not say.
 _SILENT_WRITERS: dict[str, tuple[Key, ...]] = {
     "aten::native_batch_norm": (3, 4),
     "aten::cudnn_batch_norm": (3, 4),
@@ -52,12 +50,12 @@ _SILENT_WRITERS: dict[str, tuple[Key, ...]] = {
     "aten::batch_norm_update_stats": (1, 2),
 }
 
-# An error in a question about a tensor, which these and prim.layout are, would end the process.
-_ASKED = {"aten::_nested_tensor_size", "aten::_nested_tensor_storage_offsets", "aten::_nested_tensor_strides"}
+# Queries about a tensor, as prim.layout. An error in one of them would end the process.
+_QUERIES = {"aten::_nested_tensor_size", "aten::_nested_tensor_storage_offsets", "aten::_nested_tensor_strides"}
 
 _KNOWN_TYPES = {"Tensor", "List[Tensor]", "Optional[Tensor]", "number", "bool", "int", "float"}
 
-_UNKNOWN = Facts(
+_UNKNOWN = OperatorFacts(
     ignored=False,
     is_label=False,
     casts=False,
@@ -66,33 +64,33 @@ _UNKNOWN = Facts(
     is_view=False,
     reshapes=False,
     is_random=False,
-    is_settled=False,
+    is_data_dependent=False,
 )
 
 
-def facts_of(operator: Any) -> Facts:
-    """The facts of an overload. Of an operator of higher order nothing is known."""
-    # By identity: an overload's hash is a function of Python's.
+def facts_of(operator: Any) -> OperatorFacts:
+    """The facts of an overload. Nothing is known of operators of higher order."""
+    # By identity: the hash of an overload is a Python function.
     known = _known.get(id(operator))
     if known is None:
         known = _known[id(operator)] = operator, _read(operator)
     return known[1]
 
 
-def facts_of_call(operator: Any, args: tuple[Any, ...]) -> Facts:
-    """The facts of a call: to index with places, and not with a mask, gives a shape that hangs on shapes alone."""
+def facts_of_call(operator: Any, args: tuple[Any, ...]) -> OperatorFacts:
+    """The facts of a call. The shape that indexing gives depends on values only for masks."""
     facts = facts_of(operator)
     if operator is not torch.ops.aten.index.Tensor:
         return facts
     masked = any(each is not None and each.dtype in _MASKS for each in args[1])
-    return facts._replace(is_settled=masked)
+    return facts._replace(is_data_dependent=masked)
 
 
-_known: dict[int, tuple[Any, Facts]] = {}
-"""What was read already, with the operator, so that no other one takes its place in memory."""
+_known: dict[int, tuple[Any, OperatorFacts]] = {}
+"""Facts by the identity of the operator. The operator is held, so that its address is not used again."""
 
 
-def _read(operator: Any) -> Facts:
+def _read(operator: Any) -> OperatorFacts:
     if not isinstance(operator, torch._ops.OpOverload):
         return _UNKNOWN
     schema = operator._schema
@@ -119,8 +117,8 @@ def _read(operator: Any) -> Facts:
             is_view = True
             returned.append(None)
     tags = set(operator.tags)
-    return Facts(
-        ignored=operator in SAC_IGNORED_OPS or schema.name.startswith("prim::") or schema.name in _ASKED,
+    return OperatorFacts(
+        ignored=operator in SAC_IGNORED_OPS or schema.name.startswith("prim::") or schema.name in _QUERIES,
         is_label=schema.name.startswith("profiler::"),
         casts=operator is torch.ops.aten._to_copy.default,
         writes=tuple(writes),
@@ -130,12 +128,12 @@ def _read(operator: Any) -> Facts:
         or "resize" in schema.name
         or any(isinstance(key, str) for key in writes),
         is_random=torch.Tag.nondeterministic_seeded in tags,
-        is_settled=bool(tags & _SETTLED_TAGS) or schema.name in _SETTLED,
+        is_data_dependent=bool(tags & _DATA_DEPENDENT_TAGS) or schema.name in _DATA_DEPENDENT,
     )
 
 
 def argument(args: tuple[Any, ...], kwargs: dict[str, Any], key: Key) -> Any:
-    """The argument that stands there, or ``None``."""
+    """The argument at this place, or ``None``."""
     if isinstance(key, str):
         return kwargs.get(key)
     return args[key] if key < len(args) else None

@@ -1,12 +1,11 @@
-"""What autograd holds in place of what a checkpointed function saved, and gave.
+"""Objects that autograd holds in place of the saved tensors and outputs of a checkpointed function.
 
 NOTE [ Dropped outputs ]
 
-Outputs of regions that are dropped after their consumer has run, and computed again before its backward.
-
-Nothing is resized. The consumer's saved input is known by its storage when it is saved: what autograd holds for it is a
-reference to the region, so the storage dies with the last name that the model has for it. What is still alive when
-backward asks, and was not written, is used as it is.
+With ``drop_output`` the output of a checkpointed function is dropped once its consumer has run, and recomputed before
+the consumer's backward. No storage is resized. When the consumer saves the output, its storage is looked up, and
+autograd gets a reference to the call instead. So the storage dies with the last name that the model has for it. An
+output that is still alive in backward, and was not written, is used as it is.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -31,7 +30,7 @@ _weak = weakref.ref
 
 
 class SavedSlot:
-    """What autograd holds in place of a tensor that a checkpointed function saved."""
+    """Stands for a tensor that a checkpointed function saved."""
 
     __slots__ = ("__weakref__", "call", "number", "seen", "tracked", "value")
 
@@ -41,12 +40,12 @@ class SavedSlot:
         self.value: tuple[torch.Tensor, int] | None = None
         """The replayed tensor, and its version when the replay saved it."""
         self.seen: Callable[[], torch.Tensor | None] | None = None
-        """The tensor that autograd was given last, if it is alive: some nodes ask several times."""
+        """The tensor that autograd got last, if it is alive: some nodes unpack several times."""
         self.tracked: tuple[torch.Tensor, int] | None = None
-        """Shares the version counter of the saved tensor, and not its memory; and the version at that time."""
+        """An alias without memory that shares the version counter of the saved tensor, and the version at that time."""
 
     def track(self, tensor: torch.Tensor) -> None:
-        """Notice in-place writes from now on, as autograd does for tensors that it holds itself."""
+        """Notice in-place writes from now on, as autograd does."""
         if type(tensor) in PLAIN and is_strided(tensor) and not tensor.is_inference():
             self.tracked = tensor_without_memory(tensor), tensor._version
 
@@ -72,46 +71,39 @@ class SavedSlot:
 
 
 class OutputSlot(SavedSlot):
-    """What stands for an output that is dropped: see ``regions/outputs.py``."""
+    """Stands for an output that is dropped. See NOTE [ Dropped outputs ]."""
 
     __slots__ = ("_storage", "index")
 
     def __init__(self, call: CheckpointedCall, number: int, index: int, output: torch.Tensor) -> None:
         super().__init__(call, number)
         self.index = index
-        """Which of the tensors in the output it is."""
         self._storage = _weak(output.untyped_storage())
 
     def is_dropped(self) -> bool:
-        """Whether the output has to be computed if it is asked for."""
+        """Whether the output must be recomputed."""
         return self._storage() is None
 
 
-class Computed(Protocol):
-    """Stands for a tensor that is computed again when it is asked for."""
-
-    def unpack(self) -> torch.Tensor: ...
-
-
 class DroppedOutput:
-    """One output of a region that can be computed again.
+    """One output of a checkpointed function that can be recomputed.
 
     Args:
         tensor: the output, which covers its storage.
-        computed: by which the region computes it.
+        computed: recomputes it.
     """
 
-    def __init__(self, tensor: torch.Tensor, computed: Computed) -> None:
+    def __init__(self, tensor: torch.Tensor, computed: OutputSlot) -> None:
         self._computed = computed
         self._version = tensor._version
         self._storage: weakref.ref[torch.UntypedStorage] = weakref.ref(tensor.untyped_storage())
         self._held: torch.UntypedStorage | None = None
         self._lock = threading.Lock()
         self._handles = 0
-        self._asked = 0
+        self._unpacked = 0
 
     def pack(self, tensor: torch.Tensor, nothing: torch.Tensor) -> OutputHandle | None:
-        """A handle for a tensor that sees the output's storage; ``None`` if that was written since."""
+        """A handle for a view of the output; ``None`` if the output was written since."""
         if tensor._version != self._version:
             return None
         with self._lock:
@@ -119,34 +111,34 @@ class DroppedOutput:
         return OutputHandle(self, tensor, nothing)
 
     def storage(self, *, again: bool) -> torch.UntypedStorage:
-        """The storage, computed anew if it has died; held until every handle has asked for it."""
+        """The storage, recomputed if it has died; held until each handle was unpacked."""
         with self._lock:
             storage = self._storage()
             if storage is None:
                 storage = self._computed.unpack().untyped_storage()
                 self._storage = weakref.ref(storage)
-                self._asked = 0
+                self._unpacked = 0
                 again = False
-            self._asked += not again
-            self._held = storage if self._asked < self._handles else None
+            self._unpacked += not again
+            self._held = storage if self._unpacked < self._handles else None
             return storage
 
     def forget(self) -> None:
         """A handle has died."""
         # Without the lock: a finaliser may run while its own thread holds it.
         self._handles -= 1
-        if self._asked >= self._handles:
+        if self._unpacked >= self._handles:
             self._held = None
 
 
 class OutputHandle:
-    """Stands for a tensor that sees an output of a region."""
+    """Stands for a view of an output of a checkpointed function."""
 
-    __slots__ = ("_asked", "_output", "_recipe", "_tracker", "_version")
+    __slots__ = ("_output", "_recipe", "_tracker", "_unpacked", "_version")
 
     def __init__(self, output: DroppedOutput, tensor: torch.Tensor, nothing: torch.Tensor) -> None:
         self._output = output
-        self._asked = False
+        self._unpacked = False
         self._version = tensor._version
         self._recipe = ViewRecipe.of(tensor)
         self._tracker = tensor.detach()
@@ -154,8 +146,8 @@ class OutputHandle:
 
     def unpack(self) -> torch.Tensor:
         check_version(self._tracker, self._version, self._recipe)
-        storage = self._output.storage(again=self._asked)
-        self._asked = True
+        storage = self._output.storage(again=self._unpacked)
+        self._unpacked = True
         tensor = self._tracker.detach()
         tensor.data = self._recipe.rebuild(storage, 0)
         return tensor

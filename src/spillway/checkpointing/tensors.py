@@ -1,4 +1,4 @@
-"""Plain tensors: which there are among values, and other names for their bytes."""
+"""Plain tensors among values, their aliases, and the base of modes that see operators."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from spillway.capture.identity import is_wrapper, storage_parts
 from spillway.runtime.bytes import over
 
 PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
-"""The classes of tensors that are nothing but a view of one storage."""
+"""Classes of tensors that are views of one storage, and nothing else."""
 
 _MOST_SEEDS = 4
-"""Numbers of a generator's state: philox has a seed and an offset, each of one or two words."""
+"""Elements of a saved seed and offset: one or two words each."""
 
 _NOTHING = nullcontext()
 
@@ -26,18 +26,18 @@ _no_dispatch = torch._C._DisableTorchDispatch
 _exclude = torch._C._SetExcludeDispatchKeyGuard
 _VERSIONS = torch._C.DispatchKey.ADInplaceOrView
 
-# By class, since to ask whether something is a tensor or a generator is to ask a metaclass, in Python.
+# By class: isinstance() with torch.Tensor calls a metaclass, in Python.
 _NUMBERS = frozenset(
     (int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 )
 
 
 def below_modes(tensor: torch.Tensor | None = None) -> AbstractContextManager[object]:
-    """A context for what is done with it, or with plain tensors, that is no operator of the user's."""
+    """A context without dispatch modes, for operators of our own on this tensor, or on plain tensors."""
     if tensor is None or type(tensor) in PLAIN:
-        # To enter one takes as long as to call an operator.
+        # To enter a context takes as long as to call an operator.
         return torch._C._DisableTorchDispatch() if torch._C._len_torch_dispatch_stack() > 0 else _NOTHING
-    # Of a wrapper, its own code may have to run.
+    # The code of a wrapper may have to run.
     return _disable_current_modes()
 
 
@@ -47,7 +47,7 @@ def is_strided(tensor: torch.Tensor) -> bool:
 
 
 def has_bits(tensor: torch.Tensor) -> bool:
-    """Whether there is a content that can be compared: not of meta and fake tensors, and subclasses without memory."""
+    """Whether it has content to compare. Meta and fake tensors, and subclasses without memory, have none."""
     if type(tensor) in PLAIN:
         return tensor.device.type != "meta"
     if tensor.device.type == "meta" or isinstance(tensor, FakeTensor):
@@ -55,7 +55,6 @@ def has_bits(tensor: torch.Tensor) -> bool:
     try:
         return not tensor.numel() or bool(tensor.untyped_storage().data_ptr())
     except (RuntimeError, NotImplementedError):
-        # Torch refuses to tell the address where there is none.
         return False
 
 
@@ -67,12 +66,12 @@ def whole_view_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def nbytes_of(tensor: torch.Tensor) -> int:
-    """Its bytes, as far as they can be told."""
+    """Its bytes; 0 if it has no strides."""
     return tensor.nbytes if is_strided(tensor) else 0
 
 
 def tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
-    """The plain tensors among arguments or outputs, in lists too, and the parts of wrappers."""
+    """The plain tensors among arguments or outputs, also in lists, and the parts of wrappers."""
     found: list[torch.Tensor] = []
     for value in values:
         if type(value) in PLAIN:
@@ -85,7 +84,7 @@ def tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
 
 
 def split(args: Iterable[Any], kwargs: dict[str, Any]) -> tuple[list[torch.Tensor], tuple[Any, ...]]:
-    """The plain tensors among the arguments of a call, and the others, to be compared with another run's."""
+    """The plain tensors among the arguments of a call, and the other arguments."""
     tensors: list[torch.Tensor] = []
     constants: list[Any] = []
     _split(args, tensors, constants)
@@ -113,13 +112,13 @@ def _split(values: Iterable[Any], tensors: list[torch.Tensor], constants: list[A
 
 
 def _fake_alias_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Of a fake tensor, its own code has to run: without, an alias is none of its mode's."""
+    """An alias of a fake tensor, made by its own code: otherwise it would not belong to its mode."""
     with _exclude(torch._C.DispatchKey.Python, False), _disable_current_modes():
         return tensor.detach()
 
 
 def tensor_without_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """An alias on the same counter of versions, which holds none of its memory, if it has strides."""
+    """An alias that shares the version counter. It holds no memory of a strided tensor."""
     if not (is_strided(tensor) and type(tensor) in PLAIN):
         # Below autograd, where a mode is called, an alias does not share the counter unless told to.
         with _no_dispatch(), _exclude(_VERSIONS, False):
@@ -136,7 +135,7 @@ def _nothing_of(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
 
 def alias_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The same bytes without history, on a counter of its own."""
+    """An alias without history, with a version counter of its own."""
     if isinstance(tensor, FakeTensor):
         return _fake_alias_of(tensor)
     plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
@@ -146,17 +145,14 @@ def alias_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def may_be_seed(tensor: torch.Tensor) -> bool:
-    """Whether a random operator that gave it may keep its seed in it.
-
-    Kernels that drew nothing leave that memory unwritten: fused attention without dropout does.
-    """
+    """Whether it may hold the seed of a random operator. Fused attention without dropout leaves it unwritten."""
     is_number = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
     return is_number and tensor.numel() <= _MOST_SEEDS
 
 
 @lru_cache(maxsize=1024)
 def is_dense(size: torch.Size, stride: tuple[int, ...]) -> bool:
-    """Whether the elements of a tensor lie side by side, in whatever order of its dimensions."""
+    """Whether the elements of a tensor fill one range of memory, in any order of its dimensions."""
     expected = 1
     for step, count in sorted((step, count) for step, count in zip(stride, size, strict=True) if count > 1):
         if step != expected:
@@ -166,16 +162,16 @@ def is_dense(size: torch.Size, stride: tuple[int, ...]) -> bool:
 
 
 class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees every operator, those of higher order too, and what a compiled function is as one."""
+    """A mode that sees every operator, also those of higher order. A compiled function is one operator."""
 
     supports_higher_order_operators = True
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Without a wrapper against Dynamo around each operator: see ``dynamo.py``."""
+        """Tells torch to put no wrapper against Dynamo around each operator: see ``dynamo.py``."""
         return False
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """What a compiled function does inside is one operator's business."""
+        """Tells Dynamo that it may run compiled functions under this mode."""
         return True

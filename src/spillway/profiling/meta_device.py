@@ -33,7 +33,7 @@ from torch.nn import Module, Parameter
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map
 
-from spillway.checkpointing.schema import Facts, argument, facts_of, facts_of_call
+from spillway.checkpointing.schema import OperatorFacts, argument, facts_of, facts_of_call
 from spillway.checkpointing.tensors import PLAIN, OperatorMode, is_strided, split, tensors_in
 from spillway.errors import UnsupportedError
 from spillway.planning.hardware import Hardware, seconds_of
@@ -155,7 +155,9 @@ class MetaDevice(OperatorMode):
         self.values.follow(func, facts, args, kwargs, output)
         return output
 
-    def _account(self, func: Any, facts: Facts, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def _account(
+        self, func: Any, facts: OperatorFacts, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
         """Count an operator's bytes and seconds."""
         for tensor in _outputs(output):
             if tensor.device == META:
@@ -272,7 +274,9 @@ class KnownValues:
             )
         return tree_map(self._meta_of, self._run(func, args, kwargs))
 
-    def follow(self, func: Any, facts: Facts, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def follow(
+        self, func: Any, facts: OperatorFacts, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
         """An operator ran on ``meta`` tensors: learn the values of what it gave or wrote, or forget them."""
         given = _outputs(output)
         written = [argument(args, kwargs, key) for key in facts.writes]
@@ -417,7 +421,7 @@ def _makes_meta(kwargs: dict[str, Any]) -> bool:
 def _depends_on_values(func: Any, args: tuple[Any, ...]) -> bool:
     """Whether the output's shape or a number of the CPU's does. An index of integers gives as many rows as it has."""
     tagged = isinstance(func, torch._ops.OpOverload) and any(tag in func.tags for tag in _VALUE_DEPENDENT)
-    return tagged and (func is not torch.ops.aten.index.Tensor or facts_of_call(func, args).is_settled)
+    return tagged and (func is not torch.ops.aten.index.Tensor or facts_of_call(func, args).is_data_dependent)
 
 
 def _is_exact(tensor: torch.Tensor) -> bool:

@@ -48,7 +48,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from spillway.checkpointing.schema import Facts, argument
+from spillway.checkpointing.schema import OperatorFacts, argument
 from spillway.checkpointing.tensors import split, tensors_in
 from spillway.errors import UnsupportedError, UsageError
 from spillway.planning.hardware import Effort, Hardware, Precision, Work
@@ -360,7 +360,9 @@ _GATHERS = frozenset(
 _ALLOCATES = frozenset({"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty"})
 
 
-def effort_of(func: Any, facts: Facts, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Effort | None:
+def effort_of(
+    func: Any, facts: OperatorFacts, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+) -> Effort | None:
     """FLOPs and bytes of a call; ``None`` if it launches nothing: a view, an allocation.
 
     FLOPs are those of torch's own formulas (``torch.utils.flop_counter``).
