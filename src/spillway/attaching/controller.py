@@ -375,7 +375,9 @@ class PlanController:
         """
         assert self.profile is not None
         plan, target = None, self._known_target
-        simple = None if self._is_checkpointing_over else self._checkpointing(self.profile, target.budget)
+        simple = None
+        if not (self._is_checkpointing_over or target.corrections):
+            simple = self._checkpointing(self.profile, target.budget)
         try:
             plan = self.planner.plan(self.profile, target.nbytes, self._known_ranks)
         except BudgetError:
@@ -421,9 +423,8 @@ class PlanController:
 
     def _correct(self, peak: int) -> None:
         """Apply another plan, since a step was above the budget: after two such plans, torch's own checkpointing."""
-        assert self.plan is not None
-        simple = self._candidate()
-        is_simple = simple is not None and decisions_of(simple) == decisions_of(self.plan)
+        simple, plan = self._candidate(), self.plan
+        is_simple = simple is not None and plan is not None and decisions_of(simple) == decisions_of(plan)
         self._is_checkpointing_over = self._is_checkpointing_over or is_simple
         if simple is None or is_simple or not self._known_target.corrections:
             self._back_off(peak)
