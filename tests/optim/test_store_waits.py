@@ -52,7 +52,7 @@ def _fails(way: str | None) -> str | None:
         if way in (None, of.name):
             try:
                 scenario(of)
-            except (SpillwayError, AssertionError, AttributeError, LookupError) as error:
+            except (SpillwayError, AssertionError, AttributeError, LookupError, ValueError) as error:
                 return repr(error)
     return None
 
