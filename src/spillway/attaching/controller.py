@@ -12,20 +12,19 @@ The first three stages profile the model (NOTE [ Profiling steps ] in ``measure.
     The plan is applied. New replays are compared, and the order of backward is learned.
 ``VALIDATING``
     The peak of the step is measured. If it is above the budget, there is a plan for less, and the next step validates
-    that. If torch's own checkpointing is within the budget and may be faster, the next step validates the plan of that,
-    and the faster plan of the two becomes active. It may be faster if the step took longer than 1.05 times its
-    prediction, or longer than 0.97 times the prediction of checkpointing. Checkpointing offloads nothing, and its
-    replays have run before: it needs no warming up. Its peak does not vary with copies: it may take the whole budget,
-    where other plans leave some. It is also the plan after two others that were above the budget. A step that was
-    learned from is not judged.
+    that. On an accelerator, the next step then times torch's own checkpointing, if its peak may be within the budget:
+    predictions of CPU overhead are rough. The faster plan of the two becomes active. Checkpointing offloads nothing,
+    and its replays have run before: it needs no warming up. Its peak does not vary with copies: it may take the whole
+    budget, where other plans leave some. It is also the plan after two others that were above the budget. A step that
+    was learned from is not judged.
 ``ACTIVE``
     Only the device's peak and the inputs' sizes are measured. After a peak above the budget there is a plan for less.
     If there is none, the step is noted; a second one soon after it is an error. One of several ranks only notes it. A
     step that begins with more bytes than the profiled one has a plan for that before it runs. Larger inputs take the
     least memory once, and then have a plan for the profile, enlarged. If there is none, profiling begins again.
 
-So a search takes five steps, and six where the plan is corrected or compared once. Each stage is a line in the log
-``spillway.attach``.
+So a search takes five steps, and six where checkpointing is timed or the plan is corrected once. Each stage is a line
+in the log ``spillway.attach``.
 
 Ranks that share a model go through the stages in step: NOTE [ One plan for many ranks ] in ``ranks.py``. The stages of
 a pipeline are planned for together: ``pipeline.py``.
@@ -73,10 +72,6 @@ _MOST_UNJUDGED = 4
 _MOST_IDLE = 16
 _GRAINS = 256
 """A step's first bytes are rounded up to such a part of the budget."""
-_SLOW = 1.05
-_FAST = 0.97
-"""A plan is compared with torch's own checkpointing if a step takes longer than 1.05 times its prediction, or than 0.97
-times the prediction of checkpointing."""
 _CLOSE = 1.01
 """Of two plans whose predicted times are so close, the one that offloads nothing is taken."""
 _NEARLY = 1.002
@@ -401,11 +396,11 @@ class PlanController:
         seconds = 0.0 if watched is None else watched.seconds(("begin", 0), ("done", 0))
         self.measured = Measured(peak, seconds)
         is_over = peak > target.budget
-        is_slow = rival is None and watched is not None and self._is_slow(seconds)
+        other = self._other() if rival is None and watched is not None else None
         if rival is not None and watched is not None:
             kinds = kinds_of(watched)
             learned = any(ranks.share("other", lambda: kinds != rival.kinds)) or learned
-        if learned and (is_over or is_slow or rival is not None) and self._unjudged < _MOST_UNJUDGED:
+        if learned and (is_over or other is not None or rival is not None) and self._unjudged < _MOST_UNJUDGED:
             # The next step is judged instead.
             self._unjudged += 1
             if is_over:
@@ -417,7 +412,11 @@ class PlanController:
             self._use(rival.plan, Event.VALIDATED)
         elif is_over:
             self._correct(peak)
-        elif not is_slow or watched is None or not self._tries_checkpointing(watched):
+        elif other is not None and self.plan is not None and watched is not None:
+            self._has_tried_checkpointing = True
+            self._rival = _Rival(self.plan, self.measured, kinds_of(watched), self._blocks_seconds(watched))
+            self._use(other, Event.CORRECTED)
+        else:
             self._rival = None
             self._enter(Event.VALIDATED)
 
@@ -441,16 +440,16 @@ class PlanController:
         event = Event.CORRECTED if self._known_ranks.alone else Event.PLANNED
         self._known_target.back_off(peak, lambda: self._replan(event), self.notes.append)
 
-    def _is_slow(self, seconds: float) -> bool:
-        """Whether a step took so long that torch's own checkpointing may be faster, and is to be tried."""
+    def _other(self) -> Plan | None:
+        """The plan of torch's own checkpointing, if it is to be timed beside the plan."""
         profile, plan = self.profile, self.plan
         if self._has_tried_checkpointing or profile is None or plan is None or profile.kinds[0].host is None:
-            return False
+            return None
+        if all(block.plain for block in plan.blocks):
+            # Nothing is faster.
+            return None
         simple = self._candidate()
-        if simple is None or decisions_of(simple) == decisions_of(plan):
-            return False
-        fast = min(_SLOW * plan.predicted_seconds, _FAST * simple.predicted_seconds)
-        return any(self._known_ranks.share("slow", lambda: seconds > fast))
+        return None if simple is None or decisions_of(simple) == decisions_of(plan) else simple
 
     def _candidate(self) -> Plan | None:
         """The plan of torch's own checkpointing, if its peak may be within the budget: its step is to be measured."""
@@ -462,18 +461,6 @@ class PlanController:
         if self.collector.optimizer is not None:
             return None
         return self.planner.checkpointing_plan(profile, budget, self._known_ranks)
-
-    def _tries_checkpointing(self, watched: Watched) -> bool:
-        """Apply the plan of torch's own checkpointing, if there may be one within the budget."""
-        found = self._candidate()
-        assert self.plan is not None
-        assert self.measured is not None
-        self._has_tried_checkpointing = True
-        if found is None:
-            return False
-        self._rival = _Rival(self.plan, self.measured, kinds_of(watched), self._blocks_seconds(watched))
-        self._use(found, Event.CORRECTED)
-        return True
 
     def _blocks_seconds(self, watched: Watched | None) -> float:
         """From the begin of a step to the end of its blocks' backward, on the slowest rank."""
