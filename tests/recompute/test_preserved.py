@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -33,6 +34,7 @@ from recompute.regions import (
     one_place,
     operators_of_backward,
 )
+from spillway.checkpointing.ambient import replay_lock
 from spillway.checkpointing.function import in_replay
 from spillway.operators import Planned, full_name
 from spillway.planning.plan import BlockPlan, OperatorPlan
@@ -752,6 +754,27 @@ def test_forwards_and_backwards_in_several_threads(regions: Regions, how: Option
     assert len(found) == 24
     # What was drawn beside threads is another matter.
     regions.compare_often(block, **how)
+
+
+def test_a_write_that_a_replay_in_another_thread_takes_back_is_none(regions: Regions) -> None:
+    shared, x = Changing(), leaf()
+    (expected,) = torch.autograd.grad(Changing()(x * 1).square().sum(), x)
+    y = spillway.recompute(shared, x * 1, session=regions.session)
+    written = threading.Event()
+
+    def replay() -> None:
+        with replay_lock:
+            version = shared.table._version
+            shared.table.add_(0)
+            written.set()
+            time.sleep(0.2)
+            torch._C._autograd._unsafe_set_version_counter((shared.table,), (version,))
+
+    thread = threading.Thread(target=replay)
+    thread.start()
+    written.wait()
+    assert torch.equal(torch.autograd.grad(y.square().sum(), x)[0], expected)
+    thread.join()
 
 
 # Casts.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import threading
 import time
@@ -14,9 +13,8 @@ import pytest
 import torch
 
 import spillway
-from spillway.errors import TierFullError, TransferError
+from spillway.errors import TransferError
 from spillway.events import Event, EventKind
-from spillway.runtime import arena as arena_module
 from spillway.runtime import disk
 from spillway.runtime.arena import Arena
 from spillway.runtime.backend import Lane
@@ -172,25 +170,3 @@ def test_a_piece_that_cannot_be_read_does_not_free_what_the_others_write(
         backend.record(session.runtime(leaf.device).mover.lanes[1]).synchronize()
         assert len(calls) >= 4
         assert backend.into_the_dead == 0
-
-
-def test_a_prepared_slab_that_fails_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arena_module, "_SHARE_OF_A_SLAB", 1)
-
-    def make_slab(nbytes: int) -> torch.Tensor:
-        if threading.current_thread() is not threading.main_thread():
-            raise TierFullError("no more pinned memory")
-        return torch.zeros(nbytes, dtype=torch.uint8)
-
-    arena = Arena(make_slab, capacity=1 << 30, slab_bytes=4096)
-    blocks = []
-    with contextlib.suppress(TierFullError):
-        while True:
-            blocks.append(arena.allocate(4096))
-    with pytest.raises(TierFullError, match="no more pinned memory"):
-        arena.allocate(4096)
-    for block in blocks:
-        arena.free(block)
-    assert arena.trim() > 0
-    assert arena.reserved_bytes == arena.used_bytes == 0
-    arena.close()

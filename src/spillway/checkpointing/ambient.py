@@ -154,8 +154,8 @@ def _autocast() -> tuple[Callable[[], Any], ...]:
 
 _CPU = torch.device("cpu")
 
-generators_lock = threading.RLock()
-"""Held while a replay has set default generators back: several threads may run backward at once."""
+replay_lock = threading.RLock()
+"""Held while a replay has put back default generators and contents: several threads may run backward at once."""
 
 
 def state_now(generator: torch.Generator) -> torch.Tensor:

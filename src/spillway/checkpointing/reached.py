@@ -31,6 +31,7 @@ import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._pytree import tree_leaves
 
+from spillway.checkpointing.ambient import replay_lock
 from spillway.checkpointing.checks import has_content_of
 from spillway.checkpointing.schema import facts_of
 from spillway.checkpointing.tensors import (
@@ -144,7 +145,9 @@ class ReachedTensors:
 
     def changed(self) -> list[tuple[torch.Tensor, int]]:
         """Tensors that cannot be put back to what forward read, with their versions in forward."""
-        changed = [(tensor, version) for tensor, version in self._unwritten if tensor._version != version]
+        # A replay in another thread raises versions for a moment, under this lock.
+        with replay_lock:
+            changed = [(tensor, version) for tensor, version in self._unwritten if tensor._version != version]
         return changed if self._is_observed else [*changed, *((tensor, -1) for tensor in self._lost)]
 
     def protected(self) -> list[torch.Tensor]:

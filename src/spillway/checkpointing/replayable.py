@@ -13,7 +13,7 @@ from torch._C._autograd import _top_saved_tensors_default_hooks
 
 from spillway.capture.handles import KeptHandle, unpack
 from spillway.capture.hooks import Pass
-from spillway.checkpointing.ambient import AmbientState, generators_lock, generators_of, restorer_of
+from spillway.checkpointing.ambient import AmbientState, generators_of, replay_lock, restorer_of
 from spillway.checkpointing.checks import PendingChecks, fingerprints_of, has_content_of
 from spillway.checkpointing.function import ReplayedFunction
 from spillway.checkpointing.learned import LearnedCalls
@@ -232,7 +232,7 @@ class ReplayableCall:
         refused = {id(each): RefusedTensor.of(each, v, touched) for each, v in changed if _may_be_refused(each, may_go)}
         others = [pair for pair in changed if id(pair[0]) not in refused]
         refuses = RefuseReads(others) if others else None
-        with generators_lock:
+        with replay_lock:
             restore = restorer_of(generators_of(self._devices)) if self._draws else _nothing
             try:
                 self._restore()
