@@ -53,7 +53,8 @@ class OffloadedGradient(torch.Tensor):
     """A gradient whose bytes are on the CPU. It looks like a tensor on the device."""
 
     _home: weakref.ref[Gradient]
-    _kept: Gradient | None
+    kept: Gradient | None
+    """Its bytes, if the user keeps it past its parameter's next gradient."""
 
     @staticmethod
     def __new__(
@@ -64,7 +65,7 @@ class OffloadedGradient(torch.Tensor):
         )
         # Weak: the optimizer holds the parameter, which holds this tensor, and the collector does not see that.
         tensor._home = weakref.ref(home)
-        tensor._kept = None
+        tensor.kept = None
         return tensor
 
     def __init__(self, home: Gradient, like: torch.Tensor, dtype: torch.dtype) -> None:
@@ -84,14 +85,6 @@ class OffloadedGradient(torch.Tensor):
     def stands_for(self, gradient: Gradient) -> bool:
         """Whether it stands for that gradient, and not for another optimizer's."""
         return self._home() is gradient
-
-    def detach_from_parameter(self) -> None:
-        """The user kept it past its parameter's next gradient. From now on it keeps its bytes alive."""
-        self._kept = self.home
-
-    def attach_to_parameter(self) -> None:
-        """It is its parameter's gradient again."""
-        self._kept = None
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"OffloadedGradient(size={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}')"
@@ -159,7 +152,7 @@ def _run_on_reloaded(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     which gradients are summed.
     """
     written = _written(function, args, kwargs)
-    work = {one.dtype: one.home.work_dtype for one in written if isinstance(one, OffloadedGradient)}
+    work = {one.dtype: one.home.held.work_dtype for one in written if isinstance(one, OffloadedGradient)}
     reloaded: dict[int, tuple[OffloadedGradient, torch.Tensor]] = {}
 
     def reload(tensor: torch.Tensor) -> torch.Tensor:
@@ -174,7 +167,7 @@ def _run_on_reloaded(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     result = function(*tree_map_only(torch.Tensor, reload, args), **tree_map_only(torch.Tensor, reload, kwargs))
     for offloaded, tensor in reloaded.values():
         if any(offloaded is one for one in written):
-            offloaded.home.replace(tensor)
+            offloaded.home.begin(tensor)
     of_tensor = {id(tensor): offloaded for offloaded, tensor in reloaded.values()}
     return tree_map_only(torch.Tensor, lambda tensor: of_tensor.get(id(tensor), tensor), result)
 
@@ -215,13 +208,9 @@ def _is_factor(other: Any) -> bool:
 
 
 class Factor:
-    """A number that gradients are multiplied with, or divided by.
+    """A number that gradients are multiplied with (``"mul_"``), or divided by (``"div_"``).
 
-    Args:
-        operation: ``"mul_"`` or ``"div_"``.
-        value: the number, or a copy of the user's tensor on the device.
-        sent: its copy to the CPU, if it is a tensor.
-        transfers: of the device.
+    It is the user's number, or a copy of the user's tensor on the device, which is sent to the CPU.
     """
 
     def __init__(
@@ -293,7 +282,8 @@ class DeviceContext:
     expected: int = 0
     """How many gradients of a parameter arrived in the last accumulation step."""
     _factor: tuple[torch.Tensor, int | None, Factor] | None = None
-    _gradients: weakref.WeakSet[Gradient] = field(default_factory=weakref.WeakSet)
+    gradients: weakref.WeakSet[Gradient] = field(default_factory=weakref.WeakSet)
+    """All of the device's."""
     _additions: deque[tuple[int, Event]] = field(default_factory=deque)
     _additions_lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -343,14 +333,6 @@ class DeviceContext:
     def last_task(self) -> TaskEnd:
         """The end of all tasks that were given to the worker thread."""
         return self.lane.run(lambda: None)
-
-    def add(self, gradient: Gradient) -> None:
-        """Add a gradient of this device."""
-        self._gradients.add(gradient)
-
-    def gradients(self) -> list[Gradient]:
-        """All gradients of this device."""
-        return list(self._gradients)
 
     def add_later(self, nbytes: int, task: Callable[[], None]) -> None:
         """Queue an addition that frees pinned memory. Past the in-flight limit, wait for the oldest."""
@@ -450,20 +432,16 @@ class Gradient:
     _tensor: weakref.ref[OffloadedGradient] | None = None
 
     def __post_init__(self) -> None:
-        self.context.add(self)
+        self.context.gradients.add(self)
 
     def __del__(self) -> None:
         # Tasks that read the gradient hold it, so there are none.
         if self.raw is not None:
             self.context.transfers.give_back(self.raw)
 
-    @property
-    def work_dtype(self) -> torch.dtype:
-        """The type that it is stepped in."""
-        return self.held.work_dtype
-
     def begin(self, tensor: torch.Tensor) -> None:
         """Replace whatever there was by a new gradient."""
+        self._check_open()
         self.clear()
         self.arrive(tensor)
 
@@ -508,7 +486,6 @@ class Gradient:
         self.factors.append(self.context.factor(operation, value))
 
     def fill_with_zeros(self) -> None:
-        """Set it to zero."""
         self._check_open()
         self.clear()
         total = self._sum()
@@ -520,7 +497,6 @@ class Gradient:
         self.context.lane.run(fill)
 
     def clear(self) -> None:
-        """Drop it."""
         self._wait_for_reader()
         if self.raw is not None:
             self.context.transfers.give_back(self.raw)
@@ -530,11 +506,6 @@ class Gradient:
         self.norms = {}
         self._cpu_norms = {}
         self.count = 0
-
-    def replace(self, tensor: torch.Tensor) -> None:
-        """Replace it by what an operator wrote."""
-        self._check_open()
-        self.begin(tensor)
 
     def snapshot(self) -> Snapshot:
         """The gradient, for a reader that applies the factors."""
@@ -561,11 +532,11 @@ class Gradient:
             return norm
         if not self._has_cpu_norm(order):
             # Code that asks for one norm asks for all: the workers take the others meanwhile.
-            for gradient in self.context.gradients():
+            for gradient in list(self.context.gradients):
                 gradient.measure(order)
         measured = self._cpu_norms[order]
         measured.done.synchronize()
-        return torch.tensor(measured.found[0], dtype=_real(self.work_dtype), device=self.held.local().device)
+        return torch.tensor(measured.found[0], dtype=_real(self.held.work_dtype), device=self.held.local().device)
 
     def measure(self, order: float) -> None:
         """Let the CPU take its norm, if there is a gradient and the norm is not known."""
@@ -598,7 +569,7 @@ class Gradient:
         stand_in = self.stand_in_if_alive()
         dtype = stand_in.dtype if stand_in is not None else held.local().dtype
         if exact:
-            dtype = torch.promote_types(dtype, self.work_dtype)
+            dtype = torch.promote_types(dtype, held.work_dtype)
         target = held.empty_on_device(dtype)
         values, ready = self.snapshot(), transfers.now()
 
@@ -638,10 +609,11 @@ class Gradient:
     def _norms_of(self, tensor: torch.Tensor) -> dict[float, torch.Tensor]:
         with torch.no_grad():
             orders = [order for order in self.context.norms if order != math.inf or tensor.numel()]
+            dtype = self.held.work_dtype
             if tensor.device.type == "cpu" or not tensor.numel():
-                return {order: torch.linalg.vector_norm(tensor, order, dtype=self.work_dtype) for order in orders}
+                return {order: torch.linalg.vector_norm(tensor, order, dtype=dtype) for order in orders}
             # The kernel of clip_grad_norm_: another one's last bit may differ.
-            return {order: torch._foreach_norm([tensor], order, dtype=self.work_dtype)[0] for order in orders}
+            return {order: torch._foreach_norm([tensor], order, dtype=dtype)[0] for order in orders}
 
     def _settle(self) -> None:
         """The gradient so far becomes the sum, with its factors."""

@@ -154,7 +154,7 @@ class HostParameter:
         """Where a new gradient goes. One that the user kept stays as it is."""
         kept = self.gradient.stand_in_if_alive()
         if kept is not None:
-            kept.detach_from_parameter()
+            kept.kept = kept.home
             self.gradient = Gradient(self, self.context)
         return self.gradient
 
@@ -173,7 +173,7 @@ class HostParameter:
             return gradient.stand_in(tensor)
         self.fresh_gradient()
         self.gradient = home
-        tensor.attach_to_parameter()
+        tensor.kept = None
         return tensor
 
     def check(self) -> None:

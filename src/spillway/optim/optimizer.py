@@ -237,7 +237,8 @@ class OffloadedOptimizer(Optimizer):
             >>> optimizer.divide(0.5)  # doctest: +SKIP
         """
         self._check_usable()
-        if self._tuner is not None or self._placement.options.budget is not None or self._steps.early is not None:
+        options = self._placement.options
+        if self._tuner is not None or options.budget is not None or options.step_in_backward:
             raise UsageError(
                 "divide: got an optimizer with fraction='auto', a device_budget or step_in_backward=True, expected one "
                 "with a number, or no fraction at all; leave that out"
@@ -284,7 +285,7 @@ class OffloadedOptimizer(Optimizer):
 
         Each step reads its parameters anyway, and keeps a master where its rounded value is the parameter's.
         """
-        self._check_not_stepped("refresh_masters()")
+        self._steps.early.check_none("refresh_masters()")
         self.synchronize()
         self._placement.forget_masters()
 
@@ -335,7 +336,7 @@ class OffloadedOptimizer(Optimizer):
         are read, into memory of their own.
         """
         self._check_open()
-        self._check_not_stepped("state_dict()")
+        self._steps.early.check_none("state_dict()")
         self.synchronize()
         self._steps.take_edits()
         self._begin_states()
@@ -353,8 +354,7 @@ class OffloadedOptimizer(Optimizer):
         Else they are made from the parameters.
         """
         self._check_usable()
-        if self._steps.early is not None:
-            self._steps.early.check_dropped(self._steps.pending)
+        self._steps.early.check_dropped(self._steps.pending)
         self.synchronize()
         parameters = [parameter for _, parameter in self._placement.parameters()]
         loaded: list[State] = []
@@ -376,8 +376,7 @@ class OffloadedOptimizer(Optimizer):
             stack.callback(self.register_load_state_dict_pre_hook(take).remove)
             stack.callback(self.register_load_state_dict_post_hook(put, prepend=True).remove)
             super().load_state_dict(state_dict)
-        if self._steps.early is not None:
-            self._steps.early.reset()
+        self._steps.early.reset()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__({name: value for name, value in state.items() if name != "state"})
@@ -444,7 +443,3 @@ class OffloadedOptimizer(Optimizer):
         self._check_open()
         if any(context.transfers.backend.is_capturing() for context in self._placement.contexts.values()):
             raise UnsupportedError("got a step in a CUDA graph's capture, expected it outside: the host computes")
-
-    def _check_not_stepped(self, what: str) -> None:
-        if self._steps.early is not None:
-            self._steps.early.check_none(what)

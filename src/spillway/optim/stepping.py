@@ -6,6 +6,7 @@ import contextlib
 import copy
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ from spillway.optim.host_parameter import HostParameter
 from spillway.optim.host_step import ParamStep, StepCost
 from spillway.optim.placement import Groups, Placement
 from spillway.optim.states import StateViews, check_shapes
-from spillway.optim.tensors import is_distributed, local_of, many_processes, put_local
+from spillway.optim.tensors import is_distributed, local_of, many_processes
 from spillway.runtime.backend import Event, label
 
 _TOGETHER = 1 << 20
@@ -38,14 +39,16 @@ class StepQueue:
     ) -> None:
         self.pending: set[HostParameter] = set()
         """Parameters that were stepped, and that compute has not waited for."""
-        self.early = BackwardSteps(self._step_early) if placement.options.step_in_backward else None
+        self.early = BackwardSteps(self._step_early)
         self.older = self.last = self.now = StepCost()
         """Costs of the last two steps, and of the one that is under way."""
         self._placement = placement
         self._views = views
         self._groups = groups
         self._check_usable = check_usable
-        self._overlaps: list[ForwardOverlap] = []
+        self._forward_hooks: list[RemovableHandle] = []
+        self._covered: set[Tensor] = set()
+        """The parameters that a block waits for, or a model."""
 
     def watch(self, held: HostParameter) -> None:
         """Offload a parameter's gradients as they are accumulated."""
@@ -70,11 +73,12 @@ class StepQueue:
 
     def overlap(self, model: Module, blocks: Blocks | None) -> None:
         """Let each block of a model wait for its own parameters, from now on."""
-        self._overlaps.append(ForwardOverlap(model, self._wait_for, blocks=blocks))
+        self._forward_hooks += wait_in_forward(model, self._wait_for, blocks)
+        self._covered.update(model.parameters())
 
     def begin(self) -> None:
         """Before a step: wait for the last one, and take the user's edits of states."""
-        if self.early is None or not self.early.begun:
+        if not self.early.stepped:
             self.synchronize()
             self.take_edits()
 
@@ -86,7 +90,7 @@ class StepQueue:
             self._placement.device.step(self._groups())
             for parameter in self._placement.device:
                 self._views.show(parameter)
-            here = [one for one in self.pending if not any(overlap.covers(one.parameter) for overlap in self._overlaps)]
+            here = [one for one in self.pending if one.parameter not in self._covered]
             with contextlib.ExitStack() as stack:
                 if len(here) == len(self.pending):
                     stack.callback(self._finish)
@@ -97,7 +101,7 @@ class StepQueue:
         """Let compute wait for all parameters, and wait until all state is in its place."""
         with contextlib.ExitStack() as stack:
             stack.callback(self._finish)
-            self._arrive(list(self.pending))
+            self._arrive(self.pending)
 
     def take_edits(self) -> None:
         """The next step begins with states that the user has put in the place of others."""
@@ -116,7 +120,7 @@ class StepQueue:
 
     def bring_back(self, held: HostParameter) -> None:
         """Reload a parameter's gradient to the device, where it is a plain tensor."""
-        if self.early is not None and held in self.early.stepped:
+        if held in self.early.stepped:
             # Another optimizer would step by it again.
             _put_gradient(held, None)
             return
@@ -128,8 +132,8 @@ class StepQueue:
 
     def close(self) -> None:
         """Remove the hooks from models."""
-        for overlap in self._overlaps:
-            overlap.remove()
+        for hook in self._forward_hooks:
+            hook.remove()
 
     def _gradient_arrived(self, held: HostParameter) -> None:
         gradient = held.parameter.grad
@@ -138,17 +142,19 @@ class StepQueue:
         if not is_distributed(held.parameter) and many_processes():
             # DistributedDataParallel has yet to reduce it.
             return
-        if self.early is not None:
-            if not self.early.begun:
-                self.take_edits()
-            self.early.check(held)
+        if not self._placement.options.step_in_backward:
+            _offload_gradient(held, gradient)
+            return
+        if not self.early.stepped:
+            self.take_edits()
+        self.early.check(held)
         _offload_gradient(held, gradient)
-        if self.early is not None:
-            self.early.arrived(held, self._groups())
+        self.early.arrived(held, self._groups())
 
-    def _step_early(self, held: Sequence[HostParameter], stepped: set[HostParameter]) -> None:
-        """Step parameters during backward, and add those that were queued to a set, also on an error."""
+    def _step_early(self, held: Sequence[HostParameter]) -> None:
+        """Step parameters during backward, and note those that were queued, also on an error."""
         self._check_usable()
+        stepped = self.early.stepped
         with torch.no_grad(), label("optimizer step"):
             # Parameters of the last step that the forward has not waited for.
             self._arrive(self.pending - stepped)
@@ -164,13 +170,13 @@ class StepQueue:
 
     def _queue(self) -> None:
         store, contexts = self._placement.store, self._placement.contexts.values()
-        stepped = set() if self.early is None else self.early.end(self._groups())
+        stepped = self.early.end(self._groups())
         left = [held for held in self._placement.held.values() if held not in stepped]
         store.prepare(held for held in left if held.parameter.grad is not None)
         steps = list(self._param_steps(left))
         for context in contexts:
             context.expected = max((step.held.gradient.count for step in steps), default=0)
-        store.step(steps, self.now, overlapped=bool(self._overlaps))
+        store.step(steps, self.now, overlapped=bool(self._forward_hooks))
         self.pending = stepped.union(step.held for step in steps)
         if not store.steps_on_device and any(step.held.gradient.stand_in_if_alive() is None for step in steps):
             # Gradients that stay on the device may be written as soon as this returns.
@@ -223,7 +229,7 @@ class StepQueue:
         """If one parameter has failed, the others of its step end, too: the error is raised once."""
         if error is not None:
             self._mark_stale()
-            self._arrive(list(self.pending))
+            self._arrive(self.pending)
 
     def _mark_stale(self) -> None:
         self._views.is_stale = True
@@ -249,7 +255,7 @@ def _offload_gradient(held: HostParameter, gradient: Tensor) -> None:
 def _put_gradient(held: HostParameter, local: Tensor | None) -> None:
     gradient = held.parameter.grad
     if local is not None and gradient is not None and is_distributed(gradient):
-        put_local(gradient, local)
+        gradient._local_tensor = local  # type: ignore[attr-defined]
     else:
         held.parameter.grad = local
 
@@ -266,11 +272,11 @@ class BackwardSteps:
     know find the stepped value: ``.data``, or a detached parameter in code that is recomputed.
 
     Args:
-        step: steps some parameters whose gradients are on their way to the CPU, and adds those to a set that it has
-            queued, also if it fails.
+        step: steps some parameters whose gradients are on their way to the CPU. It adds those that it has queued to
+            ``stepped``, also if it fails.
     """
 
-    def __init__(self, step: Callable[[Sequence[HostParameter], set[HostParameter]], None]) -> None:
+    def __init__(self, step: Callable[[Sequence[HostParameter]], None]) -> None:
         self._step = step
         self._arrived: set[HostParameter] = set()
         self._waiting: list[HostParameter] = []
@@ -279,11 +285,6 @@ class BackwardSteps:
         self._settings: dict[int, dict[str, object]] = {}
         # Backward runs in a thread for each device.
         self._lock = threading.Lock()
-
-    @property
-    def begun(self) -> bool:
-        """Whether a parameter was stepped."""
-        return bool(self.stepped)
 
     def check(self, held: HostParameter) -> None:
         """Raise if a parameter's gradient has arrived before."""
@@ -295,7 +296,7 @@ class BackwardSteps:
 
     def check_none(self, what: str) -> None:
         """Raise if a parameter was stepped."""
-        if self.begun:
+        if self.stepped:
             raise UsageError(
                 f"got {what} between a backward and its step(), expected it after step(): step_in_backward=True has "
                 f"stepped some parameters and not the others"
@@ -312,7 +313,7 @@ class BackwardSteps:
             for index in {one.group for one in self._waiting}:
                 self._check_settings(index, groups[index])
             try:
-                self._step(self._waiting, self.stepped)
+                self._step(self._waiting)
             finally:
                 self._waiting = [one for one in self._waiting if one not in self.stepped]
 
@@ -391,8 +392,8 @@ def _same(one: object, other: object) -> bool:
     return one == other
 
 
-class ForwardOverlap:
-    """Hooks with which each block of a model waits for its parameters when it is called.
+def wait_in_forward(model: Module, wait: Wait, blocks: Blocks | None) -> list[RemovableHandle]:
+    """Hook each block of a model, so that it waits for its parameters when it is called.
 
     The model waits for parameters that are in no block, or in a block and elsewhere too. Modules that have parameters
     of their own wait for them as well: for calls that come by neither, and for state dicts.
@@ -400,41 +401,31 @@ class ForwardOverlap:
     Raises:
         UsageError: if the model is no module, or has no blocks.
     """
+    if not isinstance(model, Module):
+        raise UsageError(f"model: got {type(model).__name__}, expected a torch.nn.Module")
+    # Dynamo breaks the graph for it. A block has waited for what is in it.
+    untraced: Wait = torch.compiler.disable(wait)  # type: ignore[no-untyped-call]
+    handles: list[RemovableHandle] = []
 
-    def __init__(self, model: Module, wait: Wait, *, blocks: Blocks | None = None) -> None:
-        if not isinstance(model, Module):
-            raise UsageError(f"model: got {type(model).__name__}, expected a torch.nn.Module")
-        # Dynamo breaks the graph for it. A block has waited for what is in it.
-        untraced: Wait = torch.compiler.disable(wait)  # type: ignore[no-untyped-call]
-        self._handles: list[RemovableHandle] = []
-        found = [named.module for named in find_blocks(model, blocks)]
-        inside = {module for block in found for module in block.modules()}
-        outside = {id(one) for module in model.modules() if module not in inside for one in _own(module)}
-        of_model = _of_several(found) | outside
-        for block in found:
-            self._hook(block, _Before(untraced, [one for one in block.parameters() if id(one) not in of_model]))
-        for module in model.modules():
-            before = _BeforePart(wait, _own(module)) if module in inside else _Before(untraced, _own(module))
-            self._hook(module, before, of_states=True)
-        self._hook(model, _Before(untraced, [one for one in model.parameters() if id(one) in of_model]))
-        self._covered = list(model.parameters())
-        self._ids = {id(one) for one in self._covered}
-
-    def covers(self, parameter: Tensor) -> bool:
-        """Whether some module waits for a parameter."""
-        return id(parameter) in self._ids
-
-    def remove(self) -> None:
-        """Remove the hooks."""
-        for handle in self._handles:
-            handle.remove()
-
-    def _hook(self, module: Module, before: _Before, *, of_states: bool = False) -> None:
+    def hook(module: Module, before: _Before, *, of_states: bool = False) -> None:
         if before.parameters:
-            self._handles.append(module.register_forward_pre_hook(before, prepend=True))
+            handles.append(module.register_forward_pre_hook(before, prepend=True))
             if of_states:
-                self._handles.append(module.register_state_dict_pre_hook(before))  # type: ignore[no-untyped-call]
-                self._handles.append(module.register_load_state_dict_pre_hook(before))  # type: ignore[no-untyped-call]
+                handles.append(module.register_state_dict_pre_hook(before))  # type: ignore[no-untyped-call]
+                handles.append(module.register_load_state_dict_pre_hook(before))  # type: ignore[no-untyped-call]
+
+    found = [named.module for named in find_blocks(model, blocks)]
+    inside = {module for block in found for module in block.modules()}
+    outside = {one for module in model.modules() if module not in inside for one in _own(module)}
+    in_blocks = Counter(parameter for block in found for parameter in block.parameters())
+    of_model = outside.union(one for one, blocks_with_it in in_blocks.items() if blocks_with_it > 1)
+    for block in found:
+        hook(block, _Before(untraced, [one for one in block.parameters() if one not in of_model]))
+    for module in model.modules():
+        before = _BeforePart(wait, _own(module)) if module in inside else _Before(untraced, _own(module))
+        hook(module, before, of_states=True)
+    hook(model, _Before(untraced, [one for one in model.parameters() if one in of_model]))
+    return handles
 
 
 class _Before:
@@ -461,13 +452,3 @@ class _BeforePart(_Before):
 
 def _own(module: Module) -> list[Tensor]:
     return [parameter for parameter in module._parameters.values() if parameter is not None]
-
-
-def _of_several(blocks: list[Module]) -> set[int]:
-    seen: set[int] = set()
-    twice: set[int] = set()
-    for block in blocks:
-        mine = {id(parameter) for parameter in block.parameters()}
-        twice |= seen & mine
-        seen |= mine
-    return twice

@@ -35,11 +35,6 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return local.wait() if hasattr(local, "wait") else local  # type: ignore[no-any-return]
 
 
-def put_local(tensor: torch.Tensor, local: torch.Tensor) -> None:
-    """Replace the local part of a ``DTensor``."""
-    tensor._local_tensor = local  # type: ignore[attr-defined]
-
-
 def distributed_like(local: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """Distribute a local part as a parameter is. The part may be on another device."""
     if not is_distributed(parameter):
@@ -108,9 +103,10 @@ def follow(master: torch.Tensor, parameter: torch.Tensor) -> None:
         >>> master
         tensor([1.0010, 3.0000])
     """
+    parts = [(master, parameter)]
     if master.stride() == parameter.stride() and is_dense(master):
-        master, parameter = flat(master), flat(parameter)
-    for part, new in zip(_parts(master), _parts(parameter), strict=True):
+        parts = list(zip(torch.split(flat(master), CHUNK), torch.split(flat(parameter), CHUNK), strict=True))
+    for part, new in parts:
         if part.device.type == "cpu" and part.ndim == 1 and _rounds_to(part, new):
             continue
         bits = _BITS[new.dtype.itemsize]
@@ -142,15 +138,6 @@ def _rounds_to(master: torch.Tensor, parameter: torch.Tensor) -> bool:
     rounded.copy_(master)
     bits = torch.int64 if numel * size % 8 == 0 and parameter.storage_offset() * size % 8 == 0 else torch.uint8
     return torch.equal(rounded.view(bits), parameter.view(bits))
-
-
-def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """A flat tensor in parts, any other tensor whole."""
-    if tensor.ndim != 1 or tensor.numel() <= CHUNK:
-        yield tensor
-        return
-    for start in range(0, tensor.numel(), CHUNK):
-        yield tensor[start : start + CHUNK]
 
 
 def batches(

@@ -67,7 +67,6 @@ class Pinned:
         self._before.clear()
 
     def range(self, start: int, nbytes: int) -> Bytes:
-        """A part of the bytes."""
         return Bytes(self.block.storage, self.block.start + start, nbytes)
 
     def alias(self) -> torch.Tensor:
@@ -98,8 +97,12 @@ class TransferBatch:
     number: int = 0
     """The order in which batches were sent."""
 
+    @property
+    def source_bytes(self) -> int:
+        """Bytes of the tensors that are alive for the copy."""
+        return sum(source.nbytes for _, source in self.sources)
+
     def add(self, tensor: torch.Tensor) -> SentTensor:
-        """Add a dense tensor."""
         source = memory_of(tensor)
         start = aligned(self.nbytes)
         self.sources.append((start, source))
@@ -119,7 +122,6 @@ class SentTensor(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Its bytes."""
         return self.numel * self.dtype.itemsize
 
     @property
@@ -128,13 +130,6 @@ class SentTensor(NamedTuple):
         block = self.batch.block
         assert block is not None
         return Bytes(block.storage, block.start + self.start, self.nbytes)
-
-
-class _InFlight(NamedTuple):
-    sources: list[Bytes]
-    nbytes: int
-    copied: Event
-    stream: Lane
 
 
 class Upload(NamedTuple):
@@ -160,7 +155,8 @@ class Transfers:
         self._back = self.backend.lane("parameters")
         self._open: TransferBatch | None = None
         """A batch of small tensors that is not full yet."""
-        self._leaving: deque[_InFlight] = deque()
+        self._leaving: deque[TransferBatch] = deque()
+        """Batches whose tensors are kept alive until they are copied."""
         self._leaving_bytes = 0
         self._followed: Event | None = None
         """The last event that the stream back was told to wait for."""
@@ -204,7 +200,6 @@ class Transfers:
             with self._lock:
                 self.backend.wait(self._out, after)
                 self._copy_out(batch)
-                self.sent_bytes += sum(one.nbytes for one in sent)
         return sent
 
     def fetch_into(self, pairs: Sequence[tuple[Bytes, Bytes]], after: Event) -> Event:
@@ -303,19 +298,16 @@ class Transfers:
             self._open = None
 
     def _dispatch(self, batch: TransferBatch) -> None:
-        nbytes = sum(source.nbytes for _, source in batch.sources)
+        nbytes = batch.source_bytes
         while self._leaving and self._leaving_bytes + nbytes > self.window:
             self._free_oldest()
         self.backend.wait(self._out, self.backend.record(batch.stream))
-        copied = self._copy_out(batch)
-        sources = [source for _, source in batch.sources]
-        self._leaving.append(_InFlight(sources, nbytes, copied, batch.stream))
-        batch.sources = []
+        self._copy_out(batch)
+        self._leaving.append(batch)
         self._free_unneeded(batch)
         self._leaving_bytes += nbytes
-        self.sent_bytes += nbytes
 
-    def _copy_out(self, batch: TransferBatch) -> Event:
+    def _copy_out(self, batch: TransferBatch) -> None:
         block = self.arena.allocate(max(batch.nbytes, 1))
         for event in block.after:
             self.backend.wait(self._out, event)
@@ -324,11 +316,13 @@ class Transfers:
                 self.backend.copy(self._out, Bytes(block.storage, block.start + start, source.nbytes), source)
         batch.block, batch.arrived = block, self.backend.record(self._out)
         batch.number = next(_batch_numbers)
-        return batch.arrived
+        self.sent_bytes += batch.source_bytes
 
     def _free_oldest(self) -> None:
         oldest = self._leaving.popleft()
-        self._leaving_bytes -= oldest.nbytes
-        self.backend.timed_wait(oldest.stream, oldest.copied, self.waits)
-        for source in oldest.sources:
+        assert oldest.arrived is not None
+        self._leaving_bytes -= oldest.source_bytes
+        self.backend.timed_wait(oldest.stream, oldest.arrived, self.waits)
+        for _, source in oldest.sources:
             self.backend.hand_back(source, (oldest.stream,))
+        oldest.sources.clear()
