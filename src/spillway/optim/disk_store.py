@@ -10,21 +10,19 @@ import contextlib
 import functools
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
-from spillway.errors import SessionError, TierError
+from spillway.errors import SessionError
 from spillway.optim.gradient import DeviceContext
 from spillway.optim.host_parameter import HostParameter
 from spillway.optim.host_step import ParamStep, StepCost
-from spillway.optim.optimizer_class import State, for_cpu
-from spillway.optim.state_store import SettingsOf
-from spillway.optim.states import MASTER, Layout, Slot, host_copy
+from spillway.optim.optimizer_class import State
+from spillway.optim.states import Layout, Slot, host_copy
 from spillway.optim.streaming import ChunkedStore, ChunkTransfer, StateChunk, TransferPipeline
-from spillway.optim.tensors import follow
+from spillway.optim.tensors import on_error
 from spillway.optim.transfers import Upload, aligned
 from spillway.runtime.arena import Block, pages
 from spillway.runtime.backend import Backend, Event, Several
@@ -32,9 +30,6 @@ from spillway.runtime.bytes import Bytes, Cells
 from spillway.runtime.cpu import anonymous_pages
 from spillway.runtime.disk import PIECE_BYTES
 from spillway.runtime.spill_file import Extent, SpillFile
-
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
 
 
 class DiskPlace:
@@ -61,9 +56,6 @@ def _free(file: SpillFile, extents: Sequence[Extent]) -> None:
 
 class DiskStore(ChunkedStore):
     """Streams chunks from the spill file to CPU memory. See :class:`~spillway.optim.streaming.ChunkedStore`."""
-
-    def __init__(self, optimizer_class: type[Optimizer], given: dict[str, Any], settings: SettingsOf) -> None:
-        super().__init__(optimizer_class, for_cpu(given), settings)
 
     def add(self, held: HostParameter) -> None:
         super().add(held)
@@ -106,8 +98,7 @@ class DiskStore(ChunkedStore):
     def load(self, transfer: ChunkTransfer) -> None:
         chunk, context = transfer.chunk, transfer.chunk.context
         assert transfer.ready is not None
-        with contextlib.ExitStack() as on_error:
-            on_error.callback(self.drop, transfer)
+        with on_error(self.drop, transfer):
             values = [chunk.parts[index].of(chunk.parts[index].held.local()) for index in transfer.steps]
             sent = context.transfers.fetch(values, transfer.ready)
             transfer.values = dict(zip(transfer.steps, sent, strict=True))
@@ -116,9 +107,8 @@ class DiskStore(ChunkedStore):
                 transfer.room = self.memory(context, layout.nbytes)
             if chunk.is_stored:
                 transfer.memory = self.memory(context, chunk.layout.nbytes)
-                transfer.arrived = _read(context.transfers.backend, chunk.place, transfer.memory)
+                transfer.arrived = _move(context.transfers.backend, chunk.place, transfer.memory, read=True)
                 transfer.cost.read_bytes += chunk.layout.nbytes
-            on_error.pop_all()
 
     def wait(self, transfer: ChunkTransfer) -> None:
         if transfer.arrived is not None:
@@ -154,24 +144,21 @@ class DiskStore(ChunkedStore):
     def put_chunk(self, transfer: ChunkTransfer, place: DiskPlace, layout: Layout) -> None:
         if layout.slots:
             assert transfer.memory is not None
-            transfer.left = _write(transfer.chunk.context.transfers.backend, place, transfer.memory)
+            transfer.left = _move(transfer.chunk.context.transfers.backend, place, transfer.memory, read=False)
             transfer.cost.written_bytes += layout.nbytes
 
     def finish(self, transfer: ChunkTransfer) -> None:
         with contextlib.ExitStack() as at_last:
             at_last.callback(self.drop, transfer)
             if transfer.left is not None:
-                try:
+                with on_error(self.keep, transfer):
                     transfer.left.synchronize()
-                except TierError:
-                    self.keep(transfer)
-                    raise
 
     def host_states(self, chunk: StateChunk) -> list[State]:
         if not chunk.is_stored:
             return chunk.opened(None)
         memory = _pages(chunk.layout.nbytes)
-        _read(chunk.context.transfers.backend, chunk.place, memory).synchronize()
+        _move(chunk.context.transfers.backend, chunk.place, memory, read=True).synchronize()
         return chunk.opened(memory)
 
     def set_opened(self, chunk: StateChunk, index: int, state: State) -> None:
@@ -189,7 +176,7 @@ class DiskStore(ChunkedStore):
         for slot in layout.slots:
             slot.view(memory).copy_(states[slot.part][slot.name])
         backend.host_access(memory, write=True)
-        _write(backend, place, memory).synchronize()
+        _move(backend, place, memory, read=False).synchronize()
 
     def converted(self, key: Any, value: Any, held: HostParameter) -> Any:
         return host_copy(key, value, held)
@@ -198,26 +185,27 @@ class DiskStore(ChunkedStore):
 
     def _step_chunk(self, transfer: ChunkTransfer, pipeline: TransferPipeline) -> Event:
         transfers = transfer.chunk.context.transfers
-        with torch.no_grad(), contextlib.ExitStack() as on_error:
+        with torch.no_grad(), contextlib.ExitStack() as undo:
             pipeline.take(transfer)
-            on_error.callback(pipeline.drop, transfer)
+            undo.callback(pipeline.drop, transfer)
             for step in transfer.steps.values():
                 step.gradient.wait(transfers)
             transfer.states = transfer.chunk.opened(transfer.memory)
             began = time.perf_counter()
             parameters = {index: self._parameter(transfer, index) for index in transfer.steps}
-            # Before anything is stepped: there may be no memory.
-            staging = pipeline.with_room(lambda: self._staging(transfer))
-            if staging is not None:
-                on_error.callback(transfers.arena.free, staging)
+            staging = None
+            parts = [transfer.chunk.parts[index] for index in transfer.steps]
+            if parts[0].held.has_master:
+                # Parameters are copied to the device from there. Before anything is stepped: there may be no memory.
+                staging = pipeline.with_room(lambda: transfers.pinned(sum(aligned(part.nbytes) for part in parts)))
+                undo.callback(transfers.arena.free, staging)
             self.step_parts(transfer, parameters)
-            on_error.pop_all()
+            undo.pop_all()
             end = self._upload(transfer, parameters, staging)
             transfer.cost.host_seconds += time.perf_counter() - began
             # If the chunk cannot be stored, compute gets that error, and waits for nothing.
-            on_error.callback(end.synchronize)
-            self.send_back(transfer, pipeline)
-            on_error.pop_all()
+            with on_error(end.synchronize):
+                self.send_back(transfer, pipeline)
         return end
 
     def _parameter(self, transfer: ChunkTransfer, index: int) -> torch.nn.Parameter:
@@ -226,27 +214,14 @@ class DiskStore(ChunkedStore):
         transfers = part.held.context.transfers
         sent = transfer.values[index]
         values = transfers.read(sent).as_strided(*part.form)
+        parameter = self.parameter(transfer, index, values)
         if part.held.has_master:
-            stepped = transfer.states[index].get(MASTER)
-            if stepped is None:
-                stepped = values.to(part.held.work_dtype)
-            else:
-                follow(stepped, values)
             transfers.give_back(transfer.values.pop(index))
         else:
-            stepped = values
             transfers.backend.host_access(sent.memory, write=True)
-        parameter = torch.nn.Parameter(stepped, requires_grad=False)
         gradient = part.held.part(transfer.steps[index].gradient, part.start, part.numel, None)
         parameter.grad = gradient.as_strided(*part.form, int(gradient.storage_offset()))
         return parameter
-
-    def _staging(self, transfer: ChunkTransfer) -> Block | None:
-        """Memory from which parameters are copied to the device, if they have another type than their masters."""
-        parts = [transfer.chunk.parts[index] for index in transfer.steps]
-        if not parts[0].held.has_master:
-            return None
-        return transfer.chunk.context.transfers.pinned(sum(aligned(part.nbytes) for part in parts))
 
     def _upload(
         self, transfer: ChunkTransfer, parameters: Mapping[int, torch.nn.Parameter], staging: Block | None
@@ -277,26 +252,16 @@ class DiskStore(ChunkedStore):
         return end
 
 
-def _read(backend: Backend, place: DiskPlace, memory: Bytes) -> Event:
-    """Have each extent read into memory."""
-    return _each(backend, place, memory, place.file.read, write=True)
-
-
-def _write(backend: Backend, place: DiskPlace, memory: Bytes) -> Event:
-    """Have each extent written from memory."""
-    return _each(backend, place, memory, place.file.write, write=False)
-
-
-def _each(
-    backend: Backend, place: DiskPlace, memory: Bytes, move: Callable[[Extent, Buffer], None], *, write: bool
-) -> Event:
+def _move(backend: Backend, place: DiskPlace, memory: Bytes, *, read: bool) -> Event:
+    """Have each extent read into memory, or written from there."""
+    move = place.file.read if read else place.file.write
     moves = []
     for number, extent in enumerate(place.extents):
         start = number * PIECE_BYTES
         part = Bytes(memory.storage, memory.start + start, min(PIECE_BYTES, memory.nbytes - start))
 
         def task(extent: Extent = extent, part: Bytes = part) -> None:
-            backend.host_access(part, write=write)
+            backend.host_access(part, write=read)
             move(extent, part.buffer())
 
         moves.append(backend.run(task))

@@ -24,12 +24,12 @@ from spillway.optim.host_parameter import HostParameter
 from spillway.optim.host_step import ParamStep, StepCost
 from spillway.optim.optimizer_class import State
 from spillway.optim.state_store import SettingsOf
-from spillway.optim.states import MASTER, STEP, Layout, Slot, host_copy, moves
+from spillway.optim.states import STEP, Layout, Slot, host_copy, moves
 from spillway.optim.streaming import ChunkedStore, ChunkPart, ChunkTransfer, StateChunk, TransferPipeline
-from spillway.optim.tensors import follow
+from spillway.optim.tensors import on_error
 from spillway.optim.transfers import Pinned, aligned
 from spillway.runtime.backend import Event, Lane
-from spillway.runtime.bytes import Bytes, Flat, over
+from spillway.runtime.bytes import Bytes, Cells, Flat, over
 
 _LINE = 512
 """Gradients beside a chunk begin at a multiple of this many bytes."""
@@ -50,17 +50,6 @@ class _Range(NamedTuple):
 
     def bytes(self) -> Bytes:
         return self.pinned.range(self.offset, self.nbytes)
-
-
-class _PinnedGradient(NamedTuple):
-    part: int
-    source: Bytes
-    dtype: torch.dtype
-    after: tuple[Event, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return self.source.nbytes
 
 
 class GpuStore(ChunkedStore):
@@ -90,9 +79,9 @@ class GpuStore(ChunkedStore):
 
     def nbytes(self, transfer: ChunkTransfer) -> int:
         stored = transfer.chunk.layout.nbytes if transfer.chunk.is_stored else 0
+        gradients = sum(aligned(cells.memory.nbytes, _LINE) for _, cells, _ in _pinned_gradients(transfer))
         layout = transfer.next_layout()
-        total = aligned(stored, _LINE) + sum(aligned(one.nbytes, _LINE) for one in _pinned_gradients(transfer))
-        return total + (0 if layout is None else layout.nbytes)
+        return aligned(stored, _LINE) + gradients + (0 if layout is None else layout.nbytes)
 
     def reserve(self, chunk: StateChunk, layout: Layout) -> tuple[_Range, ...]:
         if chunk.is_cut:
@@ -105,10 +94,10 @@ class GpuStore(ChunkedStore):
         backend, incoming = context.transfers.backend, self._streams_of(context).incoming
         stored = chunk.layout.nbytes if chunk.is_stored else 0
         gradients = list(_pinned_gradients(transfer))
-        layout = transfer.next_layout()
+        nbytes, layout = transfer.nbytes, transfer.next_layout()
         if layout is not None:
             transfer.room = self.memory(context, layout.nbytes)
-        nbytes = aligned(stored, _LINE) + sum(aligned(one.nbytes, _LINE) for one in gradients)
+            nbytes -= layout.nbytes
         if not stored and not gradients:
             return
         memory = transfer.memory = self.memory(context, nbytes)
@@ -118,14 +107,12 @@ class GpuStore(ChunkedStore):
         for one in ranges:
             self._copy_in(context, Bytes(memory.storage, memory.start + one.start, one.nbytes), one.bytes())
         start = memory.start + aligned(stored, _LINE)
-        for gradient in gradients:
-            for event in gradient.after:
-                backend.wait(incoming, event)
-            self._copy_in(context, Bytes(memory.storage, start, gradient.nbytes), gradient.source)
-            transfer.gradients[gradient.part] = over(
-                memory.storage, gradient.dtype, start // gradient.dtype.itemsize, *chunk.parts[gradient.part].form
-            )
-            start += aligned(gradient.nbytes, _LINE)
+        for index, (source, dtype), arrived in gradients:
+            if arrived is not None:
+                backend.wait(incoming, arrived)
+            self._copy_in(context, Bytes(memory.storage, start, source.nbytes), source)
+            transfer.gradients[index] = over(memory.storage, dtype, start // dtype.itemsize, *chunk.parts[index].form)
+            start += aligned(source.nbytes, _LINE)
         transfer.arrived = backend.record(incoming)
         for one in ranges:
             one.pinned.after("in", transfer.arrived)
@@ -221,12 +208,10 @@ class GpuStore(ChunkedStore):
 
     def _step_chunk(self, transfer: ChunkTransfer, pipeline: TransferPipeline) -> None:
         pipeline.take(transfer)
-        with contextlib.ExitStack() as on_error:
-            on_error.callback(pipeline.drop, transfer)
+        with on_error(pipeline.drop, transfer):
             transfer.states = transfer.chunk.opened(transfer.memory)
             parameters = {index: self._parameter(transfer, index) for index in transfer.steps}
             self.step_parts(transfer, parameters)
-            on_error.pop_all()
         for index, parameter in parameters.items():
             part = transfer.chunk.parts[index]
             if part.held.has_master:
@@ -237,15 +222,7 @@ class GpuStore(ChunkedStore):
     def _parameter(self, transfer: ChunkTransfer, index: int) -> torch.nn.Parameter:
         """The tensor that is stepped for a part, with its gradient."""
         part = transfer.chunk.parts[index]
-        stepped = values = part.of(part.held.local().detach())
-        if part.held.has_master:
-            master = transfer.states[index].get(MASTER)
-            if master is None:
-                master = values.to(part.held.work_dtype)
-            else:
-                follow(master, values)
-            stepped = master
-        parameter = torch.nn.Parameter(stepped, requires_grad=False)
+        parameter = self.parameter(transfer, index, part.of(part.held.local().detach()))
         snapshot = transfer.steps[index].gradient
         found = transfer.gradients.pop(index) if snapshot.on_device is None else part.of(snapshot.on_device)
         found = found.to(part.held.work_dtype)
@@ -286,23 +263,19 @@ class GpuStore(ChunkedStore):
             context.transfers.received_bytes += source.nbytes
 
 
-def _pinned_gradients(transfer: ChunkTransfer) -> Iterator[_PinnedGradient]:
-    """The gradients that are loaded with a chunk."""
+def _pinned_gradients(transfer: ChunkTransfer) -> Iterator[tuple[int, Cells, Event | None]]:
+    """The gradients that are loaded with a chunk: the part, its elements, and the event after which they are there."""
     for index, step in transfer.steps.items():
         part = transfer.chunk.parts[index]
         raw, total = step.gradient.raw, step.gradient.sum
         if total is not None:
             assert total.pinned is not None
-            itemsize = total.dtype.itemsize
-            source = total.pinned.range(part.start * itemsize, part.numel * itemsize)
-            yield _PinnedGradient(index, source, total.dtype, ())
+            size = total.dtype.itemsize
+            yield index, Cells(total.pinned.range(part.start * size, part.numel * size), total.dtype), None
         elif raw is not None:
-            arrived = raw.batch.arrived
-            assert arrived is not None
-            itemsize = raw.dtype.itemsize
-            memory = raw.memory
-            source = Bytes(memory.storage, memory.start + part.start * itemsize, part.numel * itemsize)
-            yield _PinnedGradient(index, source, raw.dtype, (arrived,))
+            size, memory = raw.dtype.itemsize, raw.memory
+            source = Bytes(memory.storage, memory.start + part.start * size, part.numel * size)
+            yield index, Cells(source, raw.dtype), raw.batch.arrived
 
 
 def _views(layout: Layout, place: tuple[_Range, ...]) -> Iterator[tuple[tuple[int, Hashable], torch.Tensor]]:

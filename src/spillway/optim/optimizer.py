@@ -17,7 +17,7 @@ from spillway.optim.options import Fraction, FractionTuner, MasterDtype, Options
 from spillway.optim.placement import Placement
 from spillway.optim.states import StateViews, check_shapes
 from spillway.optim.stepping import StepQueue
-from spillway.optim.tensors import local_of, many_processes
+from spillway.optim.tensors import local_of, many_processes, on_error
 from spillway.records import OptimizerStats
 from spillway.session import Session
 
@@ -197,10 +197,8 @@ class OffloadedOptimizer(Optimizer):
         super().add_param_group(param_group)
         if self._ready:
             group = self.param_groups[-1]
-            with contextlib.ExitStack() as refused:
-                refused.callback(self.param_groups.pop)
+            with on_error(self.param_groups.pop):
                 self._add([(len(self.param_groups) - 1, parameter) for parameter in group["params"]])
-                refused.pop_all()
 
     def overlap_forward(self, model: torch.nn.Module, *, blocks: Blocks | None = None) -> None:
         """From now on :meth:`step` returns early, and each block waits for its parameters when it is called.

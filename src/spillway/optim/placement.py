@@ -30,7 +30,7 @@ from spillway.optim.optimizer_class import (
 from spillway.optim.options import Options, begin_with, counted, held_beyond, held_of, workers_of
 from spillway.optim.state_store import MemoryStore, StateStore
 from spillway.optim.states import MASTER, device_copy
-from spillway.optim.tensors import follow, local_of
+from spillway.optim.tensors import follow, local_of, on_error
 from spillway.optim.transfers import Transfers
 from spillway.runtime.backend import HostLane
 from spillway.runtime.device import DeviceRuntime
@@ -120,23 +120,19 @@ class Placement:
     def move_to_cpu(self, group: int, parameter: torch.Tensor) -> HostParameter:
         """Let the CPU step a parameter that the device stepped."""
         held = self._made(group, parameter)
-        with contextlib.ExitStack() as undo:
-            undo.callback(self.remove, held)
+        with on_error(self.remove, held):
             self.held[parameter] = held
             self.store.add(held)
             self.store.put([(held, self.device.state_of(parameter))])
-            undo.pop_all()
         self.device.discard(parameter)
         return held
 
     def copy_to_device(self, held: HostParameter) -> None:
         """Let the device step a parameter. :meth:`remove` completes the move."""
         (state,), parameter = self.store.load_all([held]), held.parameter
-        with contextlib.ExitStack() as undo:
-            undo.callback(self.device.discard, parameter)
+        with on_error(self.device.discard, parameter):
             self.device.add(parameter, held.group, held.work_dtype)
             self.device.put_state(parameter, state, self._groups())
-            undo.pop_all()
 
     def remove(self, held: HostParameter) -> None:
         """The CPU no longer steps a parameter. Its state is gone."""
@@ -224,7 +220,7 @@ class Placement:
                 f'leave both at "host"'
             )
         if tier == "disk":
-            return DiskStore(self._class, self._given, self._cpu_settings)
+            return DiskStore(self._class, for_cpu(self._given), self._cpu_settings)
         return GpuStore(self._class, self._given, lambda held: settings_of(self._groups()[held.group]))
 
     def _cpu_settings(self, held: HostParameter) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from spillway.optim.host_parameter import HostParameter
 from spillway.optim.host_step import ParamStep, StepCost
 from spillway.optim.placement import Groups, Placement
 from spillway.optim.states import StateViews, check_shapes
-from spillway.optim.tensors import is_distributed, local_of, many_processes
+from spillway.optim.tensors import is_distributed, local_of, many_processes, on_error
 from spillway.runtime.backend import Event, label
 
 _TOGETHER = 1 << 20
@@ -84,8 +84,7 @@ class StepQueue:
 
     def run(self) -> None:
         """Step all parameters that have a gradient, and let compute wait for those that no block waits for."""
-        with torch.no_grad(), label("optimizer step"), contextlib.ExitStack() as on_error:
-            on_error.callback(self._mark_stale)
+        with torch.no_grad(), label("optimizer step"), on_error(self._mark_stale):
             self._queue()
             self._placement.device.step(self._groups())
             for parameter in self._placement.device:
@@ -95,7 +94,6 @@ class StepQueue:
                 if len(here) == len(self.pending):
                     stack.callback(self._finish)
                 self._arrive(here)
-            on_error.pop_all()
 
     def synchronize(self) -> None:
         """Let compute wait for all parameters, and wait until all state is in its place."""

@@ -19,7 +19,7 @@ from spillway.optim.host_step import ParamStep, Settings, StepCost
 from spillway.optim.optimizer_class import BorrowingOptimizer, State, StatePrediction, for_cpu
 from spillway.optim.state_store import SettingsOf, StateStore
 from spillway.optim.states import MASTER, Layout, Slot, follow_first, moves, without_master
-from spillway.optim.tensors import CHUNK, batches
+from spillway.optim.tensors import CHUNK, batches, follow, on_error
 from spillway.optim.transfers import SentTensor
 from spillway.runtime.backend import Event, raise_again
 from spillway.runtime.bytes import Bytes, over
@@ -188,18 +188,14 @@ class TransferPipeline:
             self._expected.clear()
             raise_again(self._error)
         if not self._arriving:
-            with contextlib.ExitStack() as on_error:
-                on_error.callback(self._expected.popleft)
+            with on_error(self._expected.popleft):
                 self.with_room(self._load)
-                on_error.pop_all()
         self._load_ahead()
         assert self._arriving[0] is transfer
         self._arriving.popleft()
         self._arriving_bytes -= transfer.nbytes
-        with contextlib.ExitStack() as on_error:
-            on_error.callback(self.drop, transfer)
+        with on_error(self.drop, transfer):
             self._store.wait(transfer)
-            on_error.pop_all()
 
     def with_room(self, make: Callable[[], _Made]) -> _Made:
         """Do something that needs memory. If there is none, chunks that leave or arrive ahead make room.
@@ -241,7 +237,8 @@ class TransferPipeline:
         """
         self._expected.clear()
         with contextlib.ExitStack() as stack:
-            stack.callback(self._finish_all)
+            for _ in self._leaving:
+                stack.callback(self._finish_oldest)
             while self._arriving:
                 stack.callback(self._cancel, self._arriving.pop())
         if self._error is not None:
@@ -275,10 +272,6 @@ class TransferPipeline:
             self._store.finish(transfer)
         except TierError as error:
             self._error = self._error or error
-
-    def _finish_all(self) -> None:
-        while self._leaving:
-            self._finish_oldest()
 
     def _cancel(self, transfer: ChunkTransfer) -> None:
         with contextlib.ExitStack() as stack:
@@ -466,6 +459,16 @@ class ChunkedStore(StateStore):
             transfers.setdefault(chunk.context, []).append(ChunkTransfer(chunk, found, settings, cost))
         return transfers
 
+    def parameter(self, transfer: ChunkTransfer, index: int, values: torch.Tensor) -> torch.nn.Parameter:
+        """The tensor that is stepped for a part whose parameter has these values: its master, if it has one."""
+        held, stepped = transfer.chunk.parts[index].held, values
+        if held.has_master:
+            master = transfer.states[index].get(MASTER)
+            if master is not None:
+                follow(master, values)
+            stepped = values.to(held.work_dtype) if master is None else master
+        return torch.nn.Parameter(stepped, requires_grad=False)
+
     def step_parts(self, transfer: ChunkTransfer, parameters: Mapping[int, torch.nn.Parameter]) -> None:
         """Step the parts of a chunk that have a gradient.
 
@@ -498,11 +501,8 @@ class ChunkedStore(StateStore):
         Raises:
             TierFullError: if there is no room for what the class has made of its states. They stay here then.
         """
-        with contextlib.ExitStack() as on_error:
-            on_error.callback(pipeline.drop, transfer)
-            on_error.callback(self.keep, transfer)
+        with on_error(pipeline.drop, transfer), on_error(self.keep, transfer):
             layout, place = self._packed(transfer, pipeline)
-            on_error.pop_all()
         transfer.chunk.set_stored(transfer.states, layout, place)
         pipeline.put(transfer, place, layout)
 

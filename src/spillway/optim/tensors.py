@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator
@@ -17,6 +18,16 @@ CHUNK = 1 << 22
 _Item = TypeVar("_Item")
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@contextlib.contextmanager
+def on_error(undo: Callable[..., object], *args: Any) -> Iterator[None]:
+    """Undo something if the block raises."""
+    try:
+        yield
+    except BaseException:
+        undo(*args)
+        raise
 
 
 def is_distributed(tensor: torch.Tensor) -> bool:
