@@ -18,12 +18,11 @@ memory. Two cheaper designs were rejected:
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from spillway.errors import UnsupportedError, UsageError
 from spillway.optim.gradient import DeviceContext, Gradient, OffloadedGradient, Snapshot
@@ -58,24 +57,13 @@ class Piece:
 
     start: int
     """Its first element, in memory order."""
+    numel: int
     tensor: torch.nn.Parameter
     """Over the master's memory."""
     known: bool = False
     """Whether it was ever written."""
     parts: State = field(default_factory=dict)
     """Values of its state that are parts of the whole parameter's."""
-    numel: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.numel = self.tensor.numel()
-
-    def follow(self, values: torch.Tensor) -> None:
-        """Update it from the parameter."""
-        if self.known:
-            follow(flat(self.tensor.detach()), values)
-        else:
-            flat(self.tensor.detach()).copy_(values)
-        self.known = True
 
 
 class HostParameter:
@@ -118,10 +106,8 @@ class HostParameter:
         self.pieces: list[Piece] = []
         self.state: State = {}
         """As the plain optimizer has it. Its tensors are over those of the pieces."""
-        self.hook: RemovableHandle | None = None
-        """On the accumulation of its gradients."""
-        self.finalizer: weakref.finalize[Any, Any] | None = None
-        """Removes the hook when the optimizer is gone."""
+        self.unhook: Callable[[], object] = lambda: None
+        """Removes the hook on the accumulation of its gradients."""
         self.updated: Event | None = None
         """When the parameter has the last step's values."""
         self._stamp: tuple[tuple[object, ...], weakref.ref[torch.UntypedStorage]] | None = None
@@ -225,13 +211,6 @@ class HostParameter:
         self.pieces = []
         self.state = {}
 
-    def unhook(self) -> None:
-        """Remove the hook on gradients."""
-        if self.hook is not None:
-            self.hook.remove()
-        if self.finalizer is not None:
-            self.finalizer.detach()
-
     # All below is for the CPU worker thread.
 
     def new_host_tensor(self, dtype: torch.dtype) -> torch.Tensor:
@@ -271,7 +250,9 @@ class HostParameter:
             for piece, (_, part) in zip(self.pieces, parts, strict=True):
                 piece.tensor.data = part
         else:
-            self.pieces = [Piece(start, torch.nn.Parameter(part, requires_grad=False)) for start, part in parts]
+            self.pieces = [
+                Piece(start, part.numel(), torch.nn.Parameter(part, requires_grad=False)) for start, part in parts
+            ]
 
     def put_master(self, master: torch.Tensor) -> None:
         """Set the master. The next step keeps it where its rounded value is the parameter's."""
@@ -356,8 +337,10 @@ class ParameterRead:
                     self._arrived.synchronize()
                 if not held.in_place:
                     self._transfers.backend.host_access(held.range_of(piece), write=True)
-                if held.has_master:
-                    piece.follow(values)
+                if held.has_master and piece.known:
+                    follow(flat(piece.tensor.detach()), values)
+                elif held.has_master:
+                    flat(piece.tensor.detach()).copy_(values)
                 piece.known = True
         finally:
             for _, piece in pieces:

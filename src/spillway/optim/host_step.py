@@ -12,7 +12,7 @@ import contextlib
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -113,15 +113,6 @@ class StepCost:
         return StepTimes(self._seconds, stats.stall_seconds, stats.host_seconds)
 
 
-class _Part(NamedTuple):
-    step: ParamStep
-    piece: Piece
-
-    @property
-    def host_piece(self) -> HostPiece:
-        return self.step.held, self.piece
-
-
 class _PerThread(threading.local):
     optimizer: BorrowingOptimizer | None = None
 
@@ -160,17 +151,24 @@ class HostStep:
             gradient.wait(held.context.transfers)
             self.begin_state(held, group.settings)
             follow_first([self._states[piece.tensor] for piece in held.pieces])
-        ends = []
+        gradients = dict(group.steps)
+
+        def size(part: HostPiece) -> int:
+            held, piece = part
+            return piece.numel * (1 if gradients[held].needs_no_scratch(held.work_dtype) else _WITHOUT_SCRATCH)
+
+        pieces = ((held, piece) for held in gradients for piece in held.pieces)
+        # Pieces that share a call: as many as fit the scratch memory, and a few times more that need none.
+        all_calls = batches(pieces, _WITHOUT_SCRATCH * CHUNK, size)
         # Calls whose parameters are read at once: few copies, because this thread waits for Python's lock.
-        reads = batches(
-            _calls(group.steps), _READ_TOGETHER * CHUNK, size=lambda parts: sum(part.piece.numel for part in parts)
-        )
+        reads = batches(all_calls, _READ_TOGETHER * CHUNK, lambda parts: sum(piece.numel for _, piece in parts))
+        ends = []
         for calls in reads:
             if first.cut:
                 self._wait_for_workers()
-            read = ParameterRead([part.host_piece for parts in calls for part in parts], after)
+            read = ParameterRead([part for parts in calls for part in parts], after)
             for parts in calls:
-                step = partial(self._step_parts, parts, group.settings, read, after)
+                step = partial(self._step_parts, parts, gradients, group.settings, read, after)
                 ends.append(self._give_out(first.context.workers, step) if first.cut else step())
         return first.context.transfers.backend.all_of(ends)
 
@@ -264,23 +262,31 @@ class HostStep:
         self._given_out.append(end)
         return end
 
-    def _step_parts(self, parts: Sequence[_Part], settings: Settings, read: ParameterRead, after: Event) -> Event:
+    def _step_parts(
+        self,
+        parts: Sequence[HostPiece],
+        gradients: Mapping[HostParameter, Snapshot],
+        settings: Settings,
+        read: ParameterRead,
+        after: Event,
+    ) -> Event:
         """Step some pieces, and queue their uploads; in any thread."""
-        read.finish([part.host_piece for part in parts])
+        read.finish(parts)
         began = time.perf_counter()
         used = 0
-        for (held, values), piece in parts:
+        for held, piece in parts:
+            values = gradients[held]
             scratch = scratch_of(held.work_dtype)[used:] if used + piece.numel <= CHUNK else None
             gradient = held.part(values, piece.start, piece.numel, scratch)
             if piece.tensor.ndim != 1:
                 gradient = gradient.as_strided(piece.tensor.shape, piece.tensor.stride())
             piece.tensor.grad = gradient
             used += 0 if values.needs_no_scratch(held.work_dtype) else piece.numel
-        self._optimizer_of_thread().step_each([part.piece.tensor for part in parts], settings, self._states)
-        for (held, _), piece in parts:
+        self._optimizer_of_thread().step_each([piece.tensor for _, piece in parts], settings, self._states)
+        for held, piece in parts:
             piece.tensor.grad = None
             self._gather(held, piece)
-        end = upload([part.host_piece for part in parts], after)
+        end = upload(parts, after)
         self._count(time.perf_counter() - began, alone=not held.cut)
         return end
 
@@ -310,16 +316,6 @@ class HostStep:
             else:
                 held.state.setdefault(name, value)
             piece.parts[name] = state[name]
-
-
-def _calls(steps: Sequence[ParamStep]) -> Iterator[list[_Part]]:
-    """Pieces that share a call: as many as fit the scratch memory, and a few times more that need none."""
-
-    def size(part: _Part) -> int:
-        needs_none = part.step.gradient.needs_no_scratch(part.step.held.work_dtype)
-        return part.piece.numel * (1 if needs_none else _WITHOUT_SCRATCH)
-
-    return batches((_Part(step, piece) for step in steps for piece in step.held.pieces), _WITHOUT_SCRATCH * CHUNK, size)
 
 
 def _is_number(value: object) -> bool:

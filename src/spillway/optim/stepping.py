@@ -67,9 +67,10 @@ class StepQueue:
 
         # A frozen parameter may be unfrozen later, and takes a hook only if it is not frozen.
         frozen = not parameter.requires_grad
-        held.hook = parameter.requires_grad_(True).register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
+        hook = parameter.requires_grad_(True).register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
         parameter.requires_grad_(not frozen)
-        held.finalizer = weakref.finalize(self, held.hook.remove)
+        # At the latest when the optimizer is gone.
+        held.unhook = weakref.finalize(self, hook.remove)
 
     def overlap(self, model: Module, blocks: Blocks | None) -> None:
         """Let each block of a model wait for its own parameters, from now on."""
