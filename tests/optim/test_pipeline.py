@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 
 from spillway.errors import CorruptError, TierFullError, TransferError
-from spillway.optim.host_step import StepCost
+from spillway.optim.state_store import StepCost
 from spillway.optim.states import Layout
 from spillway.optim.streaming import ChunkedStore, ChunkTransfer, StateChunk, TransferPipeline
 

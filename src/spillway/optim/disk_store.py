@@ -18,8 +18,8 @@ import torch
 from spillway.errors import SessionError
 from spillway.optim.gradient import DeviceContext
 from spillway.optim.host_parameter import HostParameter
-from spillway.optim.host_step import ParamStep, StepCost
 from spillway.optim.optimizer_class import State
+from spillway.optim.state_store import ParamStep, StepCost
 from spillway.optim.states import Layout, Slot, host_copy
 from spillway.optim.streaming import ChunkedStore, ChunkTransfer, StateChunk, TransferPipeline
 from spillway.optim.tensors import on_error

@@ -21,9 +21,8 @@ from torch.optim import Optimizer
 
 from spillway.optim.gradient import DeviceContext
 from spillway.optim.host_parameter import HostParameter
-from spillway.optim.host_step import ParamStep, StepCost
 from spillway.optim.optimizer_class import State
-from spillway.optim.state_store import SettingsOf
+from spillway.optim.state_store import ParamStep, SettingsOf, StepCost
 from spillway.optim.states import STEP, Layout, Slot, host_copy, moves
 from spillway.optim.streaming import ChunkedStore, ChunkPart, ChunkTransfer, StateChunk, TransferPipeline
 from spillway.optim.tensors import on_error

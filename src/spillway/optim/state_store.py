@@ -2,7 +2,7 @@
 
 NOTE [ State stores ]
 
-* :class:`MemoryStore`: CPU memory, where the CPU steps them as they are.
+* :class:`~spillway.optim.memory_store.MemoryStore`: CPU memory, where the CPU steps them as they are.
 * :class:`~spillway.optim.gpu_store.GpuStore`: pinned memory, from which they are streamed to the GPU to be stepped.
 * :class:`~spillway.optim.disk_store.DiskStore`: the session's spill file, from which they are streamed to CPU memory.
 
@@ -17,22 +17,93 @@ error, and the next step uses the chunk from there.
 
 from __future__ import annotations
 
+import contextlib
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
-from torch.optim import Optimizer
-
-from spillway.optim.gradient import DeviceContext
+from spillway.optim.gradient import DeviceContext, Snapshot
 from spillway.optim.host_parameter import HostParameter
-from spillway.optim.host_step import HostStep, ParamStep, Settings, StepCost, StepGroup
-from spillway.optim.optimizer_class import ClassTraits, State
-from spillway.optim.states import MASTER, host_copy
-from spillway.optim.tensors import CHUNK, batches
-from spillway.runtime.backend import Event
+from spillway.optim.optimizer_class import State
+from spillway.optim.options import StepTimes
+from spillway.records import OptimizerStats
+from spillway.runtime.backend import Event, Stalls
+
+Settings = dict[str, Any]
 
 SettingsOf = Callable[[HostParameter], Settings]
 """Gives the settings of a parameter's group, for where it is stepped."""
+
+
+class ParamStep(NamedTuple):
+    """A parameter that is stepped, and its gradient."""
+
+    held: HostParameter
+    gradient: Snapshot
+
+
+@dataclass(eq=False)
+class StepCost:
+    """What one step costs, counted from the end of the step before."""
+
+    on_host: int = 0
+    """Elements that the CPU steps."""
+    streamed: int = 0
+    """Elements that the GPU steps with streamed state."""
+    host_seconds: float = 0.0
+    """How long the CPU computes."""
+    read_bytes: int = 0
+    """Bytes read from the spill file."""
+    written_bytes: int = 0
+    """Bytes written there."""
+    closing: list[Event] = field(default_factory=list)
+    """When all state is back in its place."""
+    _began: float = field(default_factory=time.perf_counter)
+    _seconds: float = 0.0
+    _waits: list[Stalls] = field(default_factory=list)
+    _sent: int = 0
+    _received: int = 0
+    _reserved: int = 0
+
+    def finish(self) -> None:
+        """Wait until all state is back in its place. Raises what went wrong with that."""
+        closing, self.closing = self.closing, []
+        with contextlib.ExitStack() as stack:
+            for event in closing:
+                stack.callback(event.synchronize)
+
+    def end(self, contexts: Iterable[DeviceContext]) -> None:
+        """The compute streams wait for all that was queued: the step ends."""
+        self._seconds = time.perf_counter() - self._began
+        for context in contexts:
+            context.transfers.settle()
+            context.forget_factor()
+            waits, sent, received = context.transfers.take_counts()
+            self._waits.append(waits)
+            self._sent += sent
+            self._received += received
+            self._reserved += context.transfers.arena.reserved_bytes
+
+    def stats(self) -> OptimizerStats:
+        """Bytes and seconds, as users see them."""
+        return OptimizerStats(
+            stepped_on_host=self.on_host,
+            streamed=self.streamed,
+            host_seconds=self.host_seconds,
+            stall_seconds=sum(waits.seconds() for waits in self._waits),
+            sent_bytes=self._sent,
+            received_bytes=self._received,
+            host_bytes=self._reserved,
+            read_bytes=self.read_bytes,
+            written_bytes=self.written_bytes,
+        )
+
+    def times(self) -> StepTimes:
+        """Seconds, for the choice of a fraction."""
+        stats = self.stats()
+        return StepTimes(self._seconds, stats.stall_seconds, stats.host_seconds)
 
 
 class StateStore(ABC):
@@ -93,107 +164,3 @@ class StateStore(ABC):
     @abstractmethod
     def close(self) -> None:
         """Free everything."""
-
-
-class MemoryStore(StateStore):
-    """Keeps states in CPU memory, where the CPU steps them."""
-
-    def __init__(
-        self, optimizer_class: type[Optimizer], given: dict[str, Any], settings: SettingsOf, *, workers: int
-    ) -> None:
-        self._steps_alone = ClassTraits.of(optimizer_class).steps_alone
-        self._step = HostStep(optimizer_class, given, workers=workers)
-        self._settings = settings
-
-    def add(self, held: HostParameter) -> None:
-        """Add a parameter. Its memory is made at its first step. On the CPU it may be the parameter's own."""
-        held.in_place = held.context.transfers.backend.direct_disk and not held.has_master
-
-    def prepare(self, held: Iterable[HostParameter]) -> None:
-        """Memory is made when a parameter is stepped."""
-
-    def step(self, steps: Sequence[ParamStep], cost: StepCost, *, overlapped: bool) -> None:
-        # Compute may have read and written parameters since the last step.
-        ready = {
-            context: context.transfers.ready(step.held.local() for step in steps if step.held.context is context)
-            for context in {step.held.context for step in steps}
-        }
-        if not self._steps_alone:
-            by_group: dict[int, list[ParamStep]] = {}
-            for step in steps:
-                by_group.setdefault(step.held.group, []).append(step)
-            if steps:
-                groups = [StepGroup(some, self._settings(some[0].held)) for some in by_group.values()]
-                self._queue(groups, ready, cost)
-            return
-        if not overlapped and not any(step.gradient.factors for step in steps):
-            # The first gradients are there first. A factor needs all of them, and the next forward the first.
-            steps = sorted(steps, key=lambda step: step.gradient.number)
-        for some in batches(steps, CHUNK, size=lambda step: step.held.numel, key=lambda step: step.held.kind):
-            self._queue([StepGroup(some, self._settings(some[0].held))], ready, cost)
-
-    def state_of(self, held: HostParameter) -> State:
-        state = dict(held.state)
-        if held.has_master and held.known:
-            state[MASTER] = held.master
-        return state
-
-    def open(self, held: HostParameter) -> State:
-        return self.state_of(held)
-
-    def load_all(self, held: Sequence[HostParameter]) -> list[State]:
-        return [self.state_of(one) for one in held]
-
-    def put(self, states: Sequence[tuple[HostParameter, State]]) -> None:
-        for held, state in states:
-            fresh = {key: host_copy(key, value, held) for key, value in state.items()}
-            master = fresh.pop(MASTER, None)
-            if fresh or master is not None:
-                held.make_master()
-            if held.has_master and master is not None:
-                held.put_master(master)
-            elif held.has_master:
-                held.forget_master()
-            if fresh:
-                self._step.put_state(held, fresh, self._settings(held))
-            else:
-                self._step.drop_state(held)
-
-    def begin(self, held: Sequence[HostParameter]) -> None:
-        for one in held:
-            one.make_master()
-            self._step.begin_state(one, self._settings(one))
-
-    def forget_master(self, held: HostParameter) -> None:
-        held.context.lane.run(held.forget_master)
-
-    def end_step(self, cost: StepCost) -> dict[int, Settings]:
-        cost.host_seconds = self._step.take_seconds()
-        written, self._step.written = self._step.written, {}
-        return written
-
-    def discard(self, held: HostParameter) -> None:
-        self._step.drop_state(held)
-
-    def close(self) -> None:
-        self._step.close()
-
-    def _queue(self, groups: Sequence[StepGroup], ready: dict[DeviceContext, Event], cost: StepCost) -> None:
-        """Queue a step in one call for a class that steps all parameters together, else of a single group."""
-        held = [step.held for group in groups for step in group.steps]
-        for one in held:
-            one.check()
-        context = held[0].context
-
-        def work() -> Event:
-            for one in held:
-                one.begin_step()
-            if self._steps_alone:
-                return self._step.step(groups[0], ready[context])
-            return self._step.step_together(groups, ready)
-
-        end = context.lane.run(work)
-        for one in held:
-            one.mark_written()
-            one.gradient.reader = one.updated = end
-        cost.on_host += sum(one.numel for one in held)

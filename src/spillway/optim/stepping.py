@@ -19,8 +19,8 @@ from spillway.blocks import Blocks, find_blocks
 from spillway.errors import UsageError
 from spillway.optim.gradient import DeviceContext, OffloadedGradient
 from spillway.optim.host_parameter import HostParameter
-from spillway.optim.host_step import ParamStep, StepCost
 from spillway.optim.placement import Groups, Placement
+from spillway.optim.state_store import ParamStep, StepCost
 from spillway.optim.states import StateViews, check_shapes
 from spillway.optim.tensors import is_distributed, local_of, many_processes, on_error
 from spillway.runtime.backend import Event, label

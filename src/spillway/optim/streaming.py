@@ -15,9 +15,8 @@ from torch.optim import Optimizer
 from spillway.errors import TierError, TierFullError
 from spillway.optim.gradient import DeviceContext
 from spillway.optim.host_parameter import HostParameter
-from spillway.optim.host_step import ParamStep, Settings, StepCost
 from spillway.optim.optimizer_class import BorrowingOptimizer, State, StatePrediction, for_cpu
-from spillway.optim.state_store import SettingsOf, StateStore
+from spillway.optim.state_store import ParamStep, Settings, SettingsOf, StateStore, StepCost
 from spillway.optim.states import MASTER, Layout, Slot, follow_first, moves, without_master
 from spillway.optim.tensors import CHUNK, batches, follow, on_error
 from spillway.optim.transfers import SentTensor

@@ -1,4 +1,4 @@
-"""The optimizer's own step on the CPU, piece by piece.
+"""States and masters in CPU memory, and the optimizer's own step there, piece by piece.
 
 The CPU worker thread takes parameters in turn, and waits for the gradient of each. *Workers*, a few threads with one or
 two CPUs each, step their pieces. So a piece's cast, step and upload stay in one core's caches, no team of threads has
@@ -8,12 +8,10 @@ that are not cut (NOTE [ Pieces ]), by all CPUs together.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,26 +20,16 @@ from torch.optim import Optimizer
 
 from spillway.optim.gradient import DeviceContext, Snapshot
 from spillway.optim.host_parameter import HostParameter, HostPiece, ParameterRead, Piece, upload
-from spillway.optim.optimizer_class import BorrowingOptimizer, State, for_cpu, written_by_step
-from spillway.optim.options import StepTimes
-from spillway.optim.states import follow_first
+from spillway.optim.optimizer_class import BorrowingOptimizer, ClassTraits, State, for_cpu, written_by_step
+from spillway.optim.state_store import ParamStep, Settings, SettingsOf, StateStore, StepCost
+from spillway.optim.states import MASTER, follow_first, host_copy
 from spillway.optim.tensors import CHUNK, batches, scratch_of
-from spillway.records import OptimizerStats
-from spillway.runtime.backend import Event, HostLane, Stalls, TaskEnd
-
-Settings = dict[str, Any]
+from spillway.runtime.backend import Event, HostLane, TaskEnd
 
 _WITHOUT_SCRATCH = 4
 """How many times as many elements share a call that reads gradients as they are: calls keep Python busy."""
 _READ_TOGETHER = 8
 """How many times as many elements are read from the device at once."""
-
-
-class ParamStep(NamedTuple):
-    """A parameter that is stepped, and its gradient."""
-
-    held: HostParameter
-    gradient: Snapshot
 
 
 class StepGroup(NamedTuple):
@@ -51,105 +39,158 @@ class StepGroup(NamedTuple):
     settings: Settings
 
 
-@dataclass(eq=False)
-class StepCost:
-    """What one step costs, counted from the end of the step before."""
-
-    on_host: int = 0
-    """Elements that the CPU steps."""
-    streamed: int = 0
-    """Elements that the GPU steps with streamed state."""
-    host_seconds: float = 0.0
-    """How long the CPU computes."""
-    read_bytes: int = 0
-    """Bytes read from the spill file."""
-    written_bytes: int = 0
-    """Bytes written there."""
-    closing: list[Event] = field(default_factory=list)
-    """When all state is back in its place."""
-    _began: float = field(default_factory=time.perf_counter)
-    _seconds: float = 0.0
-    _waits: list[Stalls] = field(default_factory=list)
-    _sent: int = 0
-    _received: int = 0
-    _reserved: int = 0
-
-    def finish(self) -> None:
-        """Wait until all state is back in its place. Raises what went wrong with that."""
-        closing, self.closing = self.closing, []
-        with contextlib.ExitStack() as stack:
-            for event in closing:
-                stack.callback(event.synchronize)
-
-    def end(self, contexts: Iterable[DeviceContext]) -> None:
-        """The compute streams wait for all that was queued: the step ends."""
-        self._seconds = time.perf_counter() - self._began
-        for context in contexts:
-            context.transfers.settle()
-            context.forget_factor()
-            waits, sent, received = context.transfers.take_counts()
-            self._waits.append(waits)
-            self._sent += sent
-            self._received += received
-            self._reserved += context.transfers.arena.reserved_bytes
-
-    def stats(self) -> OptimizerStats:
-        """Bytes and seconds, as users see them."""
-        return OptimizerStats(
-            stepped_on_host=self.on_host,
-            streamed=self.streamed,
-            host_seconds=self.host_seconds,
-            stall_seconds=sum(waits.seconds() for waits in self._waits),
-            sent_bytes=self._sent,
-            received_bytes=self._received,
-            host_bytes=self._reserved,
-            read_bytes=self.read_bytes,
-            written_bytes=self.written_bytes,
-        )
-
-    def times(self) -> StepTimes:
-        """Seconds, for the choice of a fraction."""
-        stats = self.stats()
-        return StepTimes(self._seconds, stats.stall_seconds, stats.host_seconds)
-
-
 class _PerThread(threading.local):
-    optimizer: BorrowingOptimizer | None = None
+    def __init__(self, optimizer_class: type[Optimizer], given: dict[str, Any]) -> None:
+        self.optimizer = BorrowingOptimizer(optimizer_class, given)
 
 
-class HostStep:
-    """Steps masters in CPU memory by an optimizer of the user's class."""
+class MemoryStore(StateStore):
+    """Keeps states in CPU memory, where the CPU steps them."""
 
-    def __init__(self, optimizer_class: type[Optimizer], given: dict[str, Any], *, workers: int) -> None:
-        self._new_optimizer = partial(BorrowingOptimizer, optimizer_class, for_cpu(given))
-        self._optimizer = self._new_optimizer()
-        self._per_thread = _PerThread()
+    def __init__(
+        self, optimizer_class: type[Optimizer], given: dict[str, Any], settings: SettingsOf, *, workers: int
+    ) -> None:
+        self._steps_alone = ClassTraits.of(optimizer_class).steps_alone
+        self._of_thread = _PerThread(optimizer_class, for_cpu(given))
+        self._settings = settings
         self._states: defaultdict[torch.Tensor, State] = defaultdict(dict)
         """Of every piece; lent to the optimizers of all threads."""
         self._known: set[torch.Tensor] = set()
         """Pieces that the class's constructor has seen: some classes make their state there."""
-        self.written: dict[int, Settings] = {}
+        self._written: dict[int, Settings] = {}
         """Group entries that the class changed, by group; complete when the step is done."""
         self._workers = workers
         self._given_out: deque[TaskEnd] = deque()
         self._unfinished = 0
         self._seconds = 0.0
+        """How long the CPU computed since the last step: the mean of the workers."""
         self._lock = threading.Lock()
 
-    def step(self, group: StepGroup, after: Event) -> Event:
-        """Step parameters, and queue their uploads.
+    def add(self, held: HostParameter) -> None:
+        """Add a parameter. Its memory is made at its first step. On the CPU it may be the parameter's own."""
+        held.in_place = held.context.transfers.backend.direct_disk and not held.has_master
 
-        Args:
-            group: parameters of one device whose masters may be written.
-            after: the event after which the device may be read and written.
+    def prepare(self, held: Iterable[HostParameter]) -> None:
+        """Memory is made when a parameter is stepped."""
 
-        Returns:
-            The end of the uploads.
-        """
+    def step(self, steps: Sequence[ParamStep], cost: StepCost, *, overlapped: bool) -> None:
+        # Compute may have read and written parameters since the last step.
+        ready = {
+            context: context.transfers.ready(step.held.local() for step in steps if step.held.context is context)
+            for context in {step.held.context for step in steps}
+        }
+        if not self._steps_alone:
+            by_group: dict[int, list[ParamStep]] = {}
+            for step in steps:
+                by_group.setdefault(step.held.group, []).append(step)
+            if steps:
+                groups = [StepGroup(some, self._settings(some[0].held)) for some in by_group.values()]
+                self._queue(groups, ready, cost)
+            return
+        if not overlapped and not any(step.gradient.factors for step in steps):
+            # The first gradients are there first. A factor needs all of them, and the next forward the first.
+            steps = sorted(steps, key=lambda step: step.gradient.number)
+        for some in batches(steps, CHUNK, size=lambda step: step.held.numel, key=lambda step: step.held.kind):
+            self._queue([StepGroup(some, self._settings(some[0].held))], ready, cost)
+
+    def state_of(self, held: HostParameter) -> State:
+        state = dict(held.state)
+        if held.has_master and held.known:
+            state[MASTER] = held.master
+        return state
+
+    def open(self, held: HostParameter) -> State:
+        return self.state_of(held)
+
+    def load_all(self, held: Sequence[HostParameter]) -> list[State]:
+        return [self.state_of(one) for one in held]
+
+    def put(self, states: Sequence[tuple[HostParameter, State]]) -> None:
+        for held, state in states:
+            fresh = {key: host_copy(key, value, held) for key, value in state.items()}
+            master = fresh.pop(MASTER, None)
+            if fresh or master is not None:
+                held.make_master()
+            if held.has_master and master is not None:
+                held.put_master(master)
+            elif held.has_master:
+                held.forget_master()
+            if fresh:
+                self._put_state(held, fresh)
+            else:
+                self.discard(held)
+
+    def begin(self, held: Sequence[HostParameter]) -> None:
+        for one in held:
+            one.make_master()
+            self._begin_state(one, self._settings(one))
+
+    def forget_master(self, held: HostParameter) -> None:
+        held.context.lane.run(held.forget_master)
+
+    def end_step(self, cost: StepCost) -> dict[int, Settings]:
+        with self._lock:
+            cost.host_seconds, self._seconds = self._seconds, 0.0
+        written, self._written = self._written, {}
+        return written
+
+    def discard(self, held: HostParameter) -> None:
+        for piece in held.pieces:
+            self._states.pop(piece.tensor, None)
+            self._known.discard(piece.tensor)
+            piece.parts = {}
+        held.state = {}
+
+    def close(self) -> None:
+        self._states.clear()
+        self._known.clear()
+
+    def _queue(self, groups: Sequence[StepGroup], ready: dict[DeviceContext, Event], cost: StepCost) -> None:
+        """Queue a step in one call for a class that steps all parameters together, else of a single group."""
+        held = [step.held for group in groups for step in group.steps]
+        for one in held:
+            one.check()
+
+        def work() -> Event:
+            for one in held:
+                one.begin_step()
+            return self._step_each(groups[0], ready) if self._steps_alone else self._step_together(groups, ready)
+
+        end = held[0].context.lane.run(work)
+        for one in held:
+            one.mark_written()
+            one.gradient.reader = one.updated = end
+        cost.on_host += sum(one.numel for one in held)
+
+    def _put_state(self, held: HostParameter, state: State) -> None:
+        """Set a parameter's state. Its tensors are taken over, not copied."""
+        self._begin_state(held, self._settings(held))
+        for piece in held.pieces:
+            parts = {name: _part_of(value, held, piece) for name, value in state.items()}
+            self._states[piece.tensor] = parts
+            piece.parts = dict(parts)
+        first = self._states[held.pieces[0].tensor]
+        held.state = {name: first[name] if _is_number(value) else value for name, value in state.items()}
+
+    def _begin_state(self, held: HostParameter, settings: Settings) -> None:
+        """Let the class's constructor make what it makes for a new parameter."""
+        missing = [piece.tensor for piece in held.pieces if piece.tensor not in self._known]
+        if missing:
+            for tensor, state in self._of_thread.optimizer.begin(missing, settings).items():
+                self._states.setdefault(tensor, state)
+            self._known.update(missing)
+            for piece in held.pieces:
+                self._gather(held, piece)
+
+    # All below is for the CPU worker thread.
+
+    def _step_each(self, group: StepGroup, after: Mapping[DeviceContext, Event]) -> Event:
+        """Step parameters of one device, and queue their uploads; gives the end of those."""
         first = group.steps[0].held
+        ready = after[first.context]
         for held, gradient in group.steps:
             gradient.wait(held.context.transfers)
-            self.begin_state(held, group.settings)
+            self._begin_state(held, group.settings)
             follow_first([self._states[piece.tensor] for piece in held.pieces])
         gradients = dict(group.steps)
 
@@ -166,34 +207,29 @@ class HostStep:
         for calls in reads:
             if first.cut:
                 self._wait_for_workers()
-            read = ParameterRead([part for parts in calls for part in parts], after)
+            read = ParameterRead([part for parts in calls for part in parts], ready)
             for parts in calls:
-                step = partial(self._step_parts, parts, gradients, group.settings, read, after)
+                step = partial(self._step_parts, parts, gradients, group.settings, read, ready)
                 ends.append(self._give_out(first.context.workers, step) if first.cut else step())
         return first.context.transfers.backend.all_of(ends)
 
-    def step_together(self, groups: Sequence[StepGroup], after: Mapping[DeviceContext, Event]) -> Event:
-        """The same in one call, for a class that may not step each parameter by itself.
-
-        Args:
-            groups: parameters of any device.
-            after: for each device, the event after which it may be read and written.
-        """
+    def _step_together(self, groups: Sequence[StepGroup], after: Mapping[DeviceContext, Event]) -> Event:
+        """The same in one call for parameters of any device."""
         lent = []
         for held, _ in (step for group in groups for step in group.steps):
             whole = [(held, held.pieces[0])]
             ParameterRead(whole, after[held.context]).finish(whole)
         for steps, settings in groups:
             for held, gradient in steps:
-                self.begin_state(held, settings)
+                self._begin_state(held, settings)
                 held.pieces[0].tensor.grad = held.whole(gradient)
             lent.append({**settings, "params": [step.held.pieces[0].tensor for step in steps]})
         began = time.perf_counter()
         before = [dict(group) for group in lent]
-        self._optimizer_of_thread().step(lent, self._states)
+        self._of_thread.optimizer.step(lent, self._states)
         self._count(time.perf_counter() - began, alone=True)
         for (steps, _), group, settings in zip(groups, lent, before, strict=True):
-            self.written.setdefault(steps[0].held.group, {}).update(written_by_step(group, settings))
+            self._written.setdefault(steps[0].held.group, {}).update(written_by_step(group, settings))
         stepped: defaultdict[DeviceContext, list[HostPiece]] = defaultdict(list)
         for held, _ in (step for group in groups for step in group.steps):
             held.pieces[0].tensor.grad = None
@@ -201,45 +237,6 @@ class HostStep:
             stepped[held.context].append((held, held.pieces[0]))
         ends = [upload(pieces, after[context]) for context, pieces in stepped.items()]
         return next(iter(stepped)).transfers.backend.all_of(ends)
-
-    def put_state(self, held: HostParameter, state: State, settings: Settings) -> None:
-        """Set a parameter's state. Its tensors are taken over, not copied."""
-        self.begin_state(held, settings)
-        for piece in held.pieces:
-            parts = {name: _part_of(value, held, piece) for name, value in state.items()}
-            self._states[piece.tensor] = parts
-            piece.parts = dict(parts)
-        first = self._states[held.pieces[0].tensor]
-        held.state = {name: first[name] if _is_number(value) else value for name, value in state.items()}
-
-    def begin_state(self, held: HostParameter, settings: Settings) -> None:
-        """Let the class's constructor make what it makes for a new parameter."""
-        missing = [piece.tensor for piece in held.pieces if piece.tensor not in self._known]
-        if missing:
-            for tensor, state in self._optimizer.begin(missing, settings).items():
-                self._states.setdefault(tensor, state)
-            self._known.update(missing)
-            for piece in held.pieces:
-                self._gather(held, piece)
-
-    def drop_state(self, held: HostParameter) -> None:
-        """Drop a parameter's state."""
-        for piece in held.pieces:
-            self._states.pop(piece.tensor, None)
-            self._known.discard(piece.tensor)
-            piece.parts = {}
-        held.state = {}
-
-    def close(self) -> None:
-        """Drop all states."""
-        self._states.clear()
-        self._known.clear()
-
-    def take_seconds(self) -> float:
-        """How long the CPU computed since the last call: the mean of the workers."""
-        with self._lock:
-            seconds, self._seconds = self._seconds, 0.0
-        return seconds
 
     def _wait_for_workers(self) -> None:
         """Wait until few calls are unfinished. This bounds the memory of parameters that were read."""
@@ -282,18 +279,13 @@ class HostStep:
                 gradient = gradient.as_strided(piece.tensor.shape, piece.tensor.stride())
             piece.tensor.grad = gradient
             used += 0 if values.needs_no_scratch(held.work_dtype) else piece.numel
-        self._optimizer_of_thread().step_each([piece.tensor for _, piece in parts], settings, self._states)
+        self._of_thread.optimizer.step_each([piece.tensor for _, piece in parts], settings, self._states)
         for held, piece in parts:
             piece.tensor.grad = None
             self._gather(held, piece)
         end = upload(parts, after)
         self._count(time.perf_counter() - began, alone=not held.cut)
         return end
-
-    def _optimizer_of_thread(self) -> BorrowingOptimizer:
-        if self._per_thread.optimizer is None:
-            self._per_thread.optimizer = self._new_optimizer()
-        return self._per_thread.optimizer
 
     def _count(self, seconds: float, *, alone: bool) -> None:
         with self._lock:
