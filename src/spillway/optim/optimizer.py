@@ -128,7 +128,7 @@ class OffloadedOptimizer(Optimizer):
             hold=hold,
             step_in_backward=step_in_backward,
         )
-        if options.finds_fraction and device_class is not optimizer_class:
+        if fraction == "auto" and device_class is not optimizer_class:
             raise UsageError(
                 "device_class: got another one than optimizer_class with fraction='auto', expected the same: what "
                 "moves to the device takes its state along"
@@ -143,7 +143,7 @@ class OffloadedOptimizer(Optimizer):
         self._ready = False
         self._closed = False
         self._session = session if session is not None else Session.default()
-        self._tuner = FractionTuner(slowdown) if options.finds_fraction else None
+        self._tuner = FractionTuner(slowdown) if fraction == "auto" else None
         groups = lambda: self.param_groups  # noqa: E731
         self._placement = Placement(optimizer_class, device_class, arguments, options, self._session, groups)
         self._views = StateViews(self._placement.state_of, self._open_state)

@@ -64,7 +64,9 @@ class Options:
             if getattr(self, name) not in known:
                 raise UsageError(f"{name}: got {getattr(self, name)!r}, expected {known[0]!r} or {known[1]!r}")
         self._check_fraction()
-        self._check_master_dtype()
+        dtype = self.master_dtype
+        if dtype not in (None, "auto") and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise UsageError(f"master_dtype: got {dtype!r}, expected 'auto', None or a floating point type of torch's")
         # Errors are raised now, and the values stay what they are now.
         _ = self.threads_of_step, self.budget
         if self.step_in_backward and not (self.offload_gradients and self.tier == self.step_on == "host"):
@@ -78,16 +80,6 @@ class Options:
                 "and is stepped there"
             )
 
-    @property
-    def finds_fraction(self) -> bool:
-        """Whether Spillway chooses the fraction."""
-        return self.fraction == "auto"
-
-    @property
-    def first_fraction(self) -> float:
-        """The share of all elements that is on the CPU at first."""
-        return float(self.fraction) if isinstance(self.fraction, (int, float)) else 1.0
-
     @cached_property
     def budget(self) -> int | None:
         """The device's, in bytes."""
@@ -95,8 +87,18 @@ class Options:
 
     @cached_property
     def threads_of_step(self) -> int:
-        """How many threads the CPU's step computes with."""
-        return thread_count(self.threads)
+        """The user's number; else one for each CPU of this process, shared by the ranks of the machine, at most 16.
+
+        If there are more than four, two are left to the threads that queue the device's work.
+        """
+        threads = self.threads
+        if threads is not None:
+            if not isinstance(threads, int) or isinstance(threads, bool) or threads < 1:
+                raise UsageError(f"threads: got {threads!r}, expected a whole number of at least 1, or None")
+            return threads
+        cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        mine = max(1, min(_MOST_THREADS, cpus // local_ranks()))
+        return mine - 2 if mine > _FEW_THREADS else mine
 
     def work_dtype(self, parameter: torch.Tensor) -> torch.dtype:
         """The type that a parameter is stepped in: its master's, if it has one."""
@@ -127,34 +129,11 @@ class Options:
         if isinstance(slowdown, bool) or not isinstance(slowdown, (int, float)) or not 0 <= slowdown < math.inf:
             raise UsageError(f"slowdown: got {slowdown!r}, expected a number of at least 0: 0.05 for 5 %")
 
-    def _check_master_dtype(self) -> None:
-        dtype = self.master_dtype
-        known = dtype is None or dtype == "auto" or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)
-        if not known:
-            raise UsageError(f"master_dtype: got {dtype!r}, expected 'auto', None or a floating point type of torch's")
-
 
 def check_fraction(fraction: object, expected: str = "a number") -> None:
     """Raise a ``UsageError`` if a fraction is no number from 0 to 1."""
     if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 <= fraction <= 1:
         raise UsageError(f"fraction: got {fraction!r}, expected {expected} from 0 (none on the host) to 1 (all)")
-
-
-def thread_count(threads: int | None) -> int:
-    """The user's number; else one for each CPU of this process, shared by the ranks of the machine, at most 16.
-
-    If there are more than four, two are left to the threads that queue the device's work.
-
-    Raises:
-        UsageError: if the user's is no number of threads.
-    """
-    if threads is not None:
-        if not isinstance(threads, int) or isinstance(threads, bool) or threads < 1:
-            raise UsageError(f"threads: got {threads!r}, expected a whole number of at least 1, or None")
-        return threads
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    mine = max(1, min(_MOST_THREADS, cpus // local_ranks()))
-    return mine - 2 if mine > _FEW_THREADS else mine
 
 
 def workers_of(threads: int) -> tuple[int, int]:

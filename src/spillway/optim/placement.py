@@ -61,7 +61,6 @@ class Placement:
         self._given = arguments.cpu
         self._session = session
         self._groups = groups
-        self._budget = options.budget
         self._prediction = StatePrediction(device_class, for_cpu(arguments.device))
         self._threads: tuple[HostLane, HostLane] | None = None
         self.device = DeviceStep(device_class, arguments.device, arguments.device_only)
@@ -94,11 +93,8 @@ class Placement:
         """Place new parameters, given with the indices of their groups. Gives those that the CPU steps."""
         if self.traits.steps_alone:
             check_parameters(self._class, [parameter for _, parameter in parameters], self._given)
-        left = self._budget
-        if left is None:
-            on_cpu = self._on_cpu([parameter for _, parameter in parameters], self.options.first_fraction)
-        else:
-            on_cpu, left = self._beyond_budget(parameters, left)
+        fraction = self.options.fraction
+        on_cpu = self._on_cpu(parameters, fraction if isinstance(fraction, (int, float)) else 1.0)
         # All of them are made before the first is added: one may be refused.
         held = [self._made(group, one) for (group, one), here in zip(parameters, on_cpu, strict=True) if here]
         for one in held:
@@ -107,14 +103,12 @@ class Placement:
         for group, parameter in parameters:
             if parameter not in self.held:
                 self.device.add(parameter, group, self.options.work_dtype(parameter))
-        self._budget = left
         return held
 
     def changes(self, fraction: float) -> Iterator[tuple[int, torch.Tensor]]:
         """The parameters that have to move for another fraction, with the indices of their groups."""
         parameters = list(self.parameters())
-        on_cpu = self._on_cpu([parameter for _, parameter in parameters], fraction)
-        for (group, parameter), here in zip(parameters, on_cpu, strict=True):
+        for (group, parameter), here in zip(parameters, self._on_cpu(parameters, fraction), strict=True):
             if here != (parameter in self.held):
                 yield group, parameter
 
@@ -155,7 +149,6 @@ class Placement:
         return {one: states[one] if one in states else self.device.state_of(one) for _, one in self.parameters()}
 
     def put_states(self, states: Sequence[tuple[torch.Tensor, State]]) -> None:
-        """Set parameters' states."""
         loaded = []
         for parameter, state in states:
             held = self.held.get(parameter)
@@ -174,7 +167,6 @@ class Placement:
                 self.device.begin_state(parameter, self._groups())
 
     def close(self) -> None:
-        """Free all states."""
         with contextlib.ExitStack() as stack:
             stack.callback(self.device.close)
             stack.callback(self.held.clear)
@@ -238,22 +230,19 @@ class Placement:
             cut = self.traits.is_fused(settings, work)
         return HostParameter(parameter, group, self.context_of(device), work, cut=cut)
 
-    def _on_cpu(self, parameters: Sequence[torch.Tensor], fraction: float) -> list[bool]:
-        parts = [local_of(parameter) for parameter in parameters]
-        may_stay = counted([part.device for part in parts])
-        sizes = [part.numel() if counts else 0 for part, counts in zip(parts, may_stay, strict=True)]
-        taken = held_of(sizes, fraction, last_first=self.options.hold == "last")
-        return [is_taken or not counts for is_taken, counts in zip(taken, may_stay, strict=True)]
-
-    def _beyond_budget(self, parameters: Sequence[tuple[int, torch.Tensor]], budget: int) -> tuple[list[bool], int]:
-        """Which parameters the CPU steps, and the rest of the budget."""
+    def _on_cpu(self, parameters: Sequence[tuple[int, torch.Tensor]], fraction: float) -> list[bool]:
+        """Which parameters the CPU steps: by the rest of the device's budget, or by a fraction if there is none."""
         may_stay = counted([local_of(parameter).device for _, parameter in parameters])
-        sizes = [
-            self.state_bytes(group, parameter) if counts else 0
-            for (group, parameter), counts in zip(parameters, may_stay, strict=True)
-        ]
-        held = [beyond or not counts for beyond, counts in zip(held_beyond(sizes, budget), may_stay, strict=True)]
-        return held, budget - sum(size for size, is_held in zip(sizes, held, strict=True) if not is_held)
+        among = list(zip(parameters, may_stay, strict=True))
+        budget = self.options.budget
+        if budget is None:
+            sizes = [local_of(parameter).numel() if counts else 0 for (_, parameter), counts in among]
+            taken = held_of(sizes, fraction, last_first=self.options.hold == "last")
+        else:
+            sizes = [self.state_bytes(group, parameter) if counts else 0 for (group, parameter), counts in among]
+            there = sum(self.state_bytes(group, one) for group, one in self.parameters() if one in self.device)
+            taken = held_beyond(sizes, budget - there)
+        return [is_taken or not counts for is_taken, counts in zip(taken, may_stay, strict=True)]
 
 
 class DeviceStep:
@@ -275,7 +264,6 @@ class DeviceStep:
         return iter(self._work)
 
     def add(self, parameter: torch.Tensor, group: int, work_dtype: torch.dtype) -> None:
-        """Add a parameter."""
         self._work[parameter] = (group, work_dtype)
 
     def discard(self, parameter: torch.Tensor) -> None:
@@ -291,22 +279,22 @@ class DeviceStep:
         by_group = defaultdict(list)
         for parameter, (index, _) in self._work.items():
             if parameter.grad is not None:
-                by_group[index].append(self._with_gradient(parameter))
+                stepped = self._ready(parameter)
+                if stepped is not parameter:
+                    stepped.grad = parameter.grad.detach().to(stepped.dtype)
+                by_group[index].append(stepped)
         if not by_group:
             return
-        taking = {
-            index: {**groups[index], **self._own, "params": by_group[index]}
-            for index in range(len(groups))
-            if index in by_group
-        }
-        inner = self._inner_with(list(taking.values()))
-        taking = {index: {**inner.defaults, **group} for index, group in taking.items()}
-        before = {index: dict(group) for index, group in taking.items()}
-        inner.param_groups = list(taking.values())
+        indices = sorted(by_group)
+        lent = [{**groups[index], **self._own, "params": by_group[index]} for index in indices]
+        inner = self._inner_with(lent)
+        lent = [{**inner.defaults, **group} for group in lent]
+        before = [dict(group) for group in lent]
+        inner.param_groups = lent
         self._step(inner)
         inner.param_groups = []
-        for index, group in taking.items():
-            groups[index].update(written_by_step(group, before[index]))
+        for index, group, old in zip(indices, lent, before, strict=True):
+            groups[index].update(written_by_step(group, old))
         with torch.no_grad():
             for parameter, master in self._masters.items():
                 if master.grad is not None:
@@ -357,7 +345,6 @@ class DeviceStep:
             master.copy_(parameter)
 
     def close(self) -> None:
-        """Free masters and states."""
         self._masters.clear()
         self._inner = None
 
@@ -365,13 +352,6 @@ class DeviceStep:
         if self._work[parameter][1] == local_of(parameter).dtype:
             return parameter
         return self._masters.get(parameter)
-
-    def _with_gradient(self, parameter: torch.Tensor) -> torch.Tensor:
-        stepped = self._ready(parameter)
-        if stepped is not parameter:
-            assert parameter.grad is not None
-            stepped.grad = parameter.grad.detach().to(stepped.dtype)
-        return stepped
 
     @torch.no_grad()
     def _ready(self, parameter: torch.Tensor) -> torch.Tensor:
