@@ -148,7 +148,7 @@ def test_the_state_is_whole_right_after(options: dict[str, Any], dtype: torch.dt
 
 
 @pytest.mark.parametrize(
-    ("first", "then", "place"), [(1.0, 0.0, "placement.device_copy"), (0.0, 1.0, "memory_store.host_copy")]
+    ("first", "then", "place"), [(1.0, 0.0, "placement.device_copy"), (0.0, 1.0, "state_store.host_copy")]
 )
 def test_an_error_in_the_middle_loses_and_doubles_nothing(
     first: float, then: float, place: str, session: spillway.Session, monkeypatch: pytest.MonkeyPatch

@@ -15,7 +15,6 @@ from spillway.optim.disk_store import DiskStore
 from spillway.optim.gpu_store import GpuStore
 from spillway.optim.gradient import DeviceContext
 from spillway.optim.host_parameter import HostParameter
-from spillway.optim.memory_store import MemoryStore
 from spillway.optim.optimizer_class import (
     ClassArguments,
     ClassTraits,
@@ -29,7 +28,7 @@ from spillway.optim.optimizer_class import (
     written_by_step,
 )
 from spillway.optim.options import Options, begin_with, counted, held_beyond, held_of, workers_of
-from spillway.optim.state_store import StateStore
+from spillway.optim.state_store import MemoryStore, StateStore
 from spillway.optim.states import MASTER, device_copy
 from spillway.optim.tensors import follow, local_of, on_error
 from spillway.optim.transfers import Transfers
