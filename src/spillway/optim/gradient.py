@@ -13,6 +13,7 @@ Multiplications are noted (``factors``), and applied when the gradient is read. 
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 import weakref
@@ -53,27 +54,11 @@ class OffloadedGradient(torch.Tensor):
     """A gradient whose bytes are on the CPU. It looks like a tensor on the device."""
 
     _home: weakref.ref[Gradient]
-    kept: Gradient | None
+    kept: Gradient | None = None
     """Its bytes, if the user keeps it past its parameter's next gradient."""
-
-    @staticmethod
-    def __new__(
-        cls: type[OffloadedGradient], home: Gradient, like: torch.Tensor, dtype: torch.dtype
-    ) -> OffloadedGradient:
-        tensor: OffloadedGradient = torch.Tensor._make_wrapper_subclass(
-            cls, like.shape, dtype=dtype, device=like.device, strides=like.stride()
-        )
-        # Weak: the optimizer holds the parameter, which holds this tensor, and the collector does not see that.
-        tensor._home = weakref.ref(home)
-        tensor.kept = None
-        return tensor
-
-    def __init__(self, home: Gradient, like: torch.Tensor, dtype: torch.dtype) -> None:
-        pass
 
     @property
     def home(self) -> Gradient:
-        """The gradient that it stands for."""
         home = self._home()
         if home is None:
             raise UsageError(
@@ -221,7 +206,6 @@ class Factor:
         self._sent = sent
         self._transfers = transfers
         self._value: torch.Tensor | float | None = value if sent is None else None
-        self._is_power: bool | None = None
         # If the gradient is cleared, the number is never read.
         self._release: weakref.finalize[Any, Any] | None = None
         if sent is not None:
@@ -246,14 +230,12 @@ class Factor:
         return product
 
     def apply_on_device(self, tensor: torch.Tensor) -> None:
-        """Multiply a tensor on the device in place."""
         getattr(tensor, self.operation)(self.given)
 
+    @functools.cached_property
     def is_power_of_two(self) -> bool:
         """Whether the product has the same digits. Waits for the number."""
-        if self._is_power is None:
-            self._is_power = math.frexp(abs(float(self.given)))[0] == 0.5
-        return self._is_power
+        return math.frexp(abs(float(self.given)))[0] == 0.5
 
     def of_norm(self, norm: torch.Tensor) -> torch.Tensor:
         """The norm of the product, from the norm of the gradient."""
@@ -360,7 +342,6 @@ class GradientSum:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The sum, flat."""
         if self.pinned is not None:
             self._backend.host_access(self.pinned.block, write=True)
         return self._memory
@@ -447,7 +428,12 @@ class Gradient:
 
     def stand_in(self, tensor: torch.Tensor) -> OffloadedGradient:
         """A tensor in the place of a gradient that was offloaded."""
-        stand_in = OffloadedGradient(self, self.held.local(), tensor.dtype)
+        like = self.held.local()
+        stand_in: OffloadedGradient = torch.Tensor._make_wrapper_subclass(
+            OffloadedGradient, like.shape, dtype=tensor.dtype, device=like.device, strides=like.stride()
+        )
+        # Weak: the optimizer holds the parameter, which holds this tensor, and the collector does not see that.
+        stand_in._home = weakref.ref(self)
         # Weak: a user who keeps it beside the parameter wants its value when the next gradient arrives.
         self._tensor = weakref.ref(stand_in)
         return stand_in
@@ -536,7 +522,8 @@ class Gradient:
                 gradient.measure(order)
         measured = self._cpu_norms[order]
         measured.done.synchronize()
-        return torch.tensor(measured.found[0], dtype=_real(self.held.work_dtype), device=self.held.local().device)
+        dtype = self.held.work_dtype.to_real()
+        return torch.tensor(measured.found[0], dtype=dtype, device=self.held.local().device)
 
     def measure(self, order: float) -> None:
         """Let the CPU take its norm, if there is a gradient and the norm is not known."""
@@ -594,7 +581,7 @@ class Gradient:
 
     def _has_device_norm(self, order: float) -> bool:
         """Whether the norm that was taken on the device gives its own norm, to the last bit."""
-        return order in self.norms and all(order == math.inf or factor.is_power_of_two() for factor in self.factors)
+        return order in self.norms and all(order == math.inf or factor.is_power_of_two for factor in self.factors)
 
     def _has_cpu_norm(self, order: float) -> bool:
         return order in self._cpu_norms and self._cpu_norms[order].factors == tuple(self.factors)
@@ -661,7 +648,3 @@ def _add_to(total: torch.Tensor, gradient: torch.Tensor, *, first: bool) -> None
         else:
             # Through scratch: an addition of two types is far slower than a cast and an addition.
             part.add_(scratch[: new.numel()].copy_(new))
-
-
-def _real(dtype: torch.dtype) -> torch.dtype:
-    return dtype.to_real() if dtype.is_complex else dtype

@@ -110,7 +110,7 @@ class HostParameter:
         """Removes the hook on the accumulation of its gradients."""
         self.updated: Event | None = None
         """When the parameter has the last step's values."""
-        self._stamp: tuple[tuple[object, ...], weakref.ref[torch.UntypedStorage]] | None = None
+        self._stamp: tuple[object, ...] | None = None
 
     @property
     def has_master(self) -> bool:
@@ -188,16 +188,13 @@ class HostParameter:
 
     def is_as_written(self) -> bool:
         """Whether nothing wrote to the parameter since a step was queued for it, as far as versions tell."""
-        if self._stamp is None:
-            return False
-        (values, storage), (now, storage_now) = self._stamp, self._stamp_now()
-        return values == now and storage() is storage_now()
+        return self._stamp == self._stamp_now()
 
-    def _stamp_now(self) -> tuple[tuple[object, ...], weakref.ref[torch.UntypedStorage]]:
+    def _stamp_now(self) -> tuple[object, ...]:
         local = self.local()
         # Not the address: it is reused when the memory is freed.
         storage = weakref.ref(local.untyped_storage())
-        return (self.parameter._version, local._version, local.storage_offset()), storage
+        return self.parameter._version, local._version, local.storage_offset(), storage
 
     def release(self) -> None:
         """Free all memory, and remove the hook."""

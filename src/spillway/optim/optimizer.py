@@ -260,20 +260,15 @@ class OffloadedOptimizer(Optimizer):
 
         self.synchronize()
         steps, counted = self._steps, self._placement.counted()
-        if steps.older is steps.last or self._placement.held.keys() < set(counted) or not steps.older.on_host:
+        on_cpu = self._placement.held.keys()
+        if steps.older is steps.last or on_cpu < {one for _, one in counted} or not steps.older.on_host:
             return None
         stats = steps.last.stats()
-        parts = {parameter: local_of(parameter) for parameter in counted}
-        work = {parameter: self._placement.options.work_dtype(parameter) for parameter in counted}
-        groups = {parameter: index for index, parameter in self._placement.parameters()}
+        parts = [(local_of(parameter), self._placement.options.work_dtype(parameter)) for _, parameter in counted]
         return OptimizerProfile(
-            state_bytes=sum(self._placement.state_bytes(groups[parameter], parameter) for parameter in counted),
-            gradient_bytes=sum(part.nbytes for part in parts.values()),
-            step_bytes=sum(
-                part.numel() * work[parameter].itemsize
-                for parameter, part in parts.items()
-                if work[parameter] != part.dtype
-            ),
+            state_bytes=sum(self._placement.state_bytes(group, parameter) for group, parameter in counted),
+            gradient_bytes=sum(part.nbytes for part, _ in parts),
+            step_bytes=sum(part.numel() * work.itemsize for part, work in parts if work != part.dtype),
             host_seconds=stats.host_seconds,
             stall_seconds=stats.stall_seconds,
         )

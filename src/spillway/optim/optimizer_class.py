@@ -230,15 +230,10 @@ class StatePrediction:
     def state(
         self, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, settings: Mapping[str, Any]
     ) -> State:
-        """A parameter's state after its first step, in meta tensors.
-
-        Args:
-            shape: the parameter's.
-            strides: of the parameter, and of state tensors of its shape.
-            dtype: the type that it is stepped in.
-            settings: of its group.
-        """
+        """A parameter's state after its first step in a type, in meta tensors. Those of its shape have its strides."""
         sizes, seen = self._state_of_tiny(len(shape), dtype, settings)
+        # State tensors may have the parameter's dimensions, or as many elements.
+        actual = {math.prod(sizes): math.prod(shape), 1: 1, **dict(zip(sizes[::-1], shape[::-1], strict=True))}
         state: State = {}
         for name, value in seen.items():
             state[name] = value
@@ -246,8 +241,8 @@ class StatePrediction:
                 if tuple(value.shape) == sizes:
                     state[name] = torch.empty_strided(shape, strides, dtype=value.dtype, device="meta")
                 else:
-                    actual = [_actual_size(size, sizes, shape) for size in value.shape]
-                    state[name] = torch.empty(actual, dtype=value.dtype, device="meta")
+                    found = [actual.get(size, size) for size in value.shape]
+                    state[name] = torch.empty(found, dtype=value.dtype, device="meta")
         return state
 
     def nbytes(self, shape: Sequence[int], dtype: torch.dtype, settings: Mapping[str, Any]) -> int:
@@ -274,10 +269,3 @@ class StatePrediction:
                 self._optimizer.step_each([tiny], plain, states)
             self._seen[key] = (sizes, states[tiny])
         return self._seen[key]
-
-
-def _actual_size(size: int, sizes: Sequence[int], shape: Sequence[int]) -> int:
-    """A dimension of a state, where the tiny parameter's state has ``size``."""
-    if size in sizes:
-        return shape[sizes.index(size)]
-    return math.prod(shape) if size == math.prod(sizes) and size > 1 else size

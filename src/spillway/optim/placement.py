@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -71,11 +72,10 @@ class Placement:
             for parameter in group["params"]:
                 yield index, parameter
 
-    def counted(self) -> list[torch.Tensor]:
-        """The parameters that a fraction counts, in the order of the groups."""
-        parameters = [parameter for _, parameter in self.parameters()]
-        may_stay = counted([local_of(parameter).device for parameter in parameters])
-        return [parameter for parameter, may in zip(parameters, may_stay, strict=True) if may]
+    def counted(self) -> list[tuple[int, torch.Tensor]]:
+        """The parameters that a fraction counts, with the indices of their groups."""
+        may_stay = counted([local_of(parameter).device for _, parameter in self.parameters()])
+        return list(itertools.compress(self.parameters(), may_stay))
 
     def fraction(self) -> float:
         """The share of all elements that the CPU steps."""

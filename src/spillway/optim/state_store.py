@@ -82,9 +82,7 @@ class StepCost:
     """When all state is back in its place."""
     _began: float = field(default_factory=time.perf_counter)
     _seconds: float = 0.0
-    _waits: list[Stalls] = field(default_factory=list)
-    _sent: int = 0
-    _received: int = 0
+    _counts: list[tuple[Stalls, int, int]] = field(default_factory=list)
     _reserved: int = 0
 
     def finish(self) -> None:
@@ -100,28 +98,23 @@ class StepCost:
         for context in contexts:
             context.transfers.settle()
             context.forget_factor()
-            waits, sent, received = context.transfers.take_counts()
-            self._waits.append(waits)
-            self._sent += sent
-            self._received += received
+            self._counts.append(context.transfers.take_counts())
             self._reserved += context.transfers.arena.reserved_bytes
 
     def stats(self) -> OptimizerStats:
-        """Bytes and seconds, as users see them."""
         return OptimizerStats(
             stepped_on_host=self.on_host,
             streamed=self.streamed,
             host_seconds=self.host_seconds,
-            stall_seconds=sum(waits.seconds() for waits in self._waits),
-            sent_bytes=self._sent,
-            received_bytes=self._received,
+            stall_seconds=sum(stalls.seconds() for stalls, _, _ in self._counts),
+            sent_bytes=sum(sent for _, sent, _ in self._counts),
+            received_bytes=sum(received for _, _, received in self._counts),
             host_bytes=self._reserved,
             read_bytes=self.read_bytes,
             written_bytes=self.written_bytes,
         )
 
     def times(self) -> StepTimes:
-        """Seconds, for the choice of a fraction."""
         stats = self.stats()
         return StepTimes(self._seconds, stats.stall_seconds, stats.host_seconds)
 

@@ -41,7 +41,6 @@ class Slot(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Its bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def view(self, memory: Bytes) -> torch.Tensor:
@@ -231,7 +230,6 @@ class StateViews:
         return state
 
     def clear(self) -> None:
-        """Show nothing."""
         self._views.clear()
         self.state.clear()
 
@@ -273,11 +271,6 @@ def follow_first(states: Sequence[State]) -> None:
         if isinstance(value, torch.Tensor) and value.ndim == 0:
             for other in states[1:]:
                 other[name].copy_(value)
-
-
-def without_master(state: State) -> State:
-    """A state as the optimizer class knows it."""
-    return {name: value for name, value in state.items() if name != MASTER}
 
 
 def host_copy(key: Any, value: Any, held: HostParameter) -> Any:

@@ -130,7 +130,6 @@ class StepQueue:
             _put_gradient(held, held.gradient.restore() if held.is_unchanged() else None)
 
     def close(self) -> None:
-        """Remove the hooks from models."""
         for hook in self._forward_hooks:
             hook.remove()
 
@@ -294,7 +293,6 @@ class BackwardSteps:
             )
 
     def check_none(self, what: str) -> None:
-        """Raise if a parameter was stepped."""
         if self.stepped:
             raise UsageError(
                 f"got {what} between a backward and its step(), expected it after step(): step_in_backward=True has "
@@ -421,32 +419,29 @@ def wait_in_forward(model: Module, wait: Wait, blocks: Blocks | None) -> list[Re
     for block in found:
         hook(block, _Before(untraced, [one for one in block.parameters() if one not in of_model]))
     for module in model.modules():
-        before = _BeforePart(wait, _own(module)) if module in inside else _Before(untraced, _own(module))
-        hook(module, before, of_states=True)
+        in_block = module in inside
+        hook(module, _Before(wait if in_block else untraced, _own(module), in_block=in_block), of_states=True)
     hook(model, _Before(untraced, [one for one in model.parameters() if one in of_model]))
     return handles
 
 
 class _Before:
-    """A hook that waits. In a copy of the module, also a pickled one, it is a hook of Python's that does nothing."""
+    """A hook that waits. In a copy of the module, also a pickled one, it is a hook of Python's that does nothing.
 
-    def __init__(self, wait: Wait, parameters: list[Tensor]) -> None:
+    A module in a block is called alone now and then. Compiled code calls the block, which has waited.
+    """
+
+    def __init__(self, wait: Wait, parameters: list[Tensor], *, in_block: bool = False) -> None:
         self.parameters = parameters
         self._wait = wait
+        self._in_block = in_block
 
     def __call__(self, *_: Any) -> None:
-        self._wait(self.parameters)
+        if not (self._in_block and torch.compiler.is_compiling()):
+            self._wait(self.parameters)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (contextlib.nullcontext(), "__exit__")
-
-
-class _BeforePart(_Before):
-    """The hook of a part of a block, which is called alone now and then. Compiled code calls the block."""
-
-    def __call__(self, *_: Any) -> None:
-        if not torch.compiler.is_compiling():
-            self._wait(self.parameters)
 
 
 def _own(module: Module) -> list[Tensor]:

@@ -17,7 +17,7 @@ from spillway.optim.gradient import DeviceContext
 from spillway.optim.host_parameter import HostParameter
 from spillway.optim.optimizer_class import BorrowingOptimizer, State, StatePrediction, for_cpu
 from spillway.optim.state_store import ParamStep, Settings, SettingsOf, StateStore, StepCost
-from spillway.optim.states import MASTER, Layout, Slot, follow_first, moves, without_master
+from spillway.optim.states import MASTER, Layout, Slot, follow_first, moves
 from spillway.optim.tensors import CHUNK, batches, follow, on_error
 from spillway.optim.transfers import SentTensor
 from spillway.runtime.backend import Event, raise_again
@@ -74,7 +74,6 @@ class StateChunk:
 
     @property
     def context(self) -> DeviceContext:
-        """The context of its device."""
         return self.parts[0].held.context
 
     @property
@@ -106,24 +105,6 @@ class StateChunk:
             {name: slots.get((index, name), value) for name, value in state.items()}
             for index, state in enumerate(states)
         ]
-
-
-def chunks_of(held: Iterable[HostParameter], most: int) -> list[StateChunk]:
-    """Cut large parameters that may be cut, and put small neighbours that are alike together.
-
-    Args:
-        held: the parameters, in the order of the model.
-        most: elements of a chunk. A parameter that has more, and may not be cut, is one chunk.
-    """
-    chunks: list[StateChunk] = []
-    for some in batches(held, most, size=lambda one: one.numel, key=lambda one: one.kind):
-        first = some[0]
-        if first.cut and first.numel > most:
-            starts = range(0, first.numel, most)
-            chunks += [StateChunk([ChunkPart(first, start, min(most, first.numel - start))]) for start in starts]
-        else:
-            chunks.append(StateChunk([ChunkPart(one, 0, one.numel) for one in some]))
-    return chunks
 
 
 @dataclass(eq=False, slots=True)
@@ -482,7 +463,7 @@ class ChunkedStore(StateStore):
             lent.update(self._optimizer.begin(new, transfer.settings))
         for index, parameter in parameters.items():
             if chunk.begun[index]:
-                lent[parameter] = without_master(states[index])
+                lent[parameter] = {name: value for name, value in states[index].items() if name != MASTER}
         try:
             self._optimizer.step_each(list(parameters.values()), transfer.settings, lent)
         finally:
@@ -549,7 +530,7 @@ class ChunkedStore(StateStore):
         self.write(chunk, states, layout, place)
         chunk.set_stored(states, layout, place)
         for index in loaded:
-            chunk.begun[index] = bool(without_master(states[index]))
+            chunk.begun[index] = bool(states[index].keys() - {MASTER})
 
     def _parts_of(self, held: HostParameter) -> list[tuple[StateChunk, int]]:
         return [
@@ -560,16 +541,21 @@ class ChunkedStore(StateStore):
         ]
 
     def _form_chunks(self) -> None:
-        """Make chunks for new parameters, so that a few of them fit the in-flight limit."""
-        by_device: dict[DeviceContext, list[HostParameter]] = {}
-        for held in self._new:
-            by_device.setdefault(held.context, []).append(held)
-        self._new.clear()
-        for context, some in by_device.items():
+        """Make chunks for new parameters, so that a few of them fit the in-flight limit.
+
+        Large parameters are cut, if they may be. Small neighbours that are alike share a chunk.
+        """
+        for context in {held.context: None for held in self._new}:
             most = min(CHUNK, max(_LEAST, context.transfers.window // (_IN_FLIGHT * _BYTES_AN_ELEMENT)))
-            for chunk in chunks_of(some, most):
-                for part in chunk.parts:
-                    self._chunks.setdefault(part.held, []).append(chunk)
+            of_device = [held for held in self._new if held.context is context]
+            for alike in batches(of_device, most, size=lambda one: one.numel, key=lambda one: one.kind):
+                first, size = alike[0], alike[0].numel
+                parts = [[ChunkPart(one, 0, one.numel) for one in alike]]
+                if first.cut and size > most:
+                    parts = [[ChunkPart(first, at, min(most, size - at))] for at in range(0, size, most)]
+                chunks = [StateChunk(some) for some in parts]
+                self._chunks.update((one, chunks) for one in alike)
+        self._new.clear()
 
     def _predicted(self, chunk: StateChunk, index: int, settings: Settings) -> State:
         """A part's state after a step, in meta tensors."""
