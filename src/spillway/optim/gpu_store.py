@@ -121,10 +121,8 @@ class GpuStore(ChunkedStore):
             transfer.chunk.context.transfers.wait(transfer.arrived)
 
     def memory(self, context: DeviceContext, nbytes: int) -> Bytes:
+        # It belongs to the compute stream, which has waited for all copies when the memory is dropped.
         return Bytes(context.transfers.backend.empty(Flat((nbytes,))).untyped_storage(), 0, nbytes)
-
-    def release(self, context: DeviceContext, memory: Bytes) -> None:
-        """The memory belongs to the compute stream, which has waited for all copies."""
 
     def keep(self, transfer: ChunkTransfer) -> None:
         # Tensors hold their memory.

@@ -198,24 +198,23 @@ class Factor:
     It is the user's number, or a copy of the user's tensor on the device, which is sent to the CPU.
     """
 
-    def __init__(
-        self, operation: str, value: torch.Tensor | float, sent: SentTensor | None, transfers: Transfers
-    ) -> None:
+    def __init__(self, operation: str, value: torch.Tensor | float, transfers: Transfers) -> None:
         self.operation = operation
         self.given = value
-        self._sent = sent
+        self._value: torch.Tensor | float | None = value
         self._transfers = transfers
-        self._value: torch.Tensor | float | None = value if sent is None else None
-        # If the gradient is cleared, the number is never read.
-        self._release: weakref.finalize[Any, Any] | None = None
-        if sent is not None:
-            self._release = weakref.finalize(self, transfers.give_back, sent)
+        if isinstance(value, torch.Tensor):
+            self.given = value.detach().clone()
+            self._value = None
+            self._sent = transfers.send(self.given)
+            # If the gradient is cleared, the number is never read.
+            self._release = weakref.finalize(self, transfers.give_back, self._sent)
             self._release.atexit = False
+            transfers.flush()
 
     def value(self) -> torch.Tensor | float:
         """The number; for the CPU worker thread."""
         if self._value is None:
-            assert self._sent is not None and self._release is not None
             self._value = self._transfers.read(self._sent).clone().reshape(())
             self._release()
         return self._value
@@ -296,16 +295,13 @@ class DeviceContext:
     def factor(self, operation: str, value: torch.Tensor | float) -> Factor:
         """One factor for all gradients that are multiplied with the same tensor."""
         if not isinstance(value, torch.Tensor):
-            return Factor(operation, value, None, self.transfers)
+            return Factor(operation, value, self.transfers)
         last = self._factor
         # An inference tensor has no version: its value may have changed.
         version = None if value.is_inference() else value._version
         known = last is not None and last[0] is value and version is not None and last[1] == version
         if last is None or not known or last[2].operation != operation:
-            given = value.detach().clone()
-            factor = Factor(operation, given, self.transfers.send(given), self.transfers)
-            self.transfers.flush()
-            last = self._factor = (value, version, factor)
+            last = self._factor = (value, version, Factor(operation, value, self.transfers))
         return last[2]
 
     def forget_factor(self) -> None:

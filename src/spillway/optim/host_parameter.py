@@ -7,11 +7,7 @@ parameter's type has no room for. So every write between two steps counts, also 
 ``.data``, a NumPy view, a library's kernel, a collective.
 
 The read copies as many bytes to the CPU as the parameter has. On the CPU itself the step works on the parameter's own
-memory. Two cheaper designs were rejected:
-
-* A checksum on the device takes two passes over the parameter, and arrives no sooner than the bytes would.
-* Tensor versions miss the writes above.
-
+memory. Tensor versions would miss the writes above, and a checksum on the device would arrive no sooner than the bytes.
 ``step_in_backward=True`` reads each parameter when its gradient has arrived.
 """
 
@@ -70,9 +66,6 @@ class HostParameter:
     """A user's parameter, and what the CPU has of it.
 
     Args:
-        parameter: the user's.
-        group: the index of its group.
-        context: of its device.
         work_dtype: the type of its master, and of the gradient that it is stepped with.
         cut: whether it may be stepped in pieces.
 

@@ -7,7 +7,7 @@ import math
 import os
 import statistics
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -149,23 +149,19 @@ def workers_of(threads: int) -> tuple[int, int]:
     return workers, threads // workers
 
 
-def begin_with(threads: int) -> Callable[[], None]:
-    """What a thread does first: it sets its own number of OpenMP threads."""
-
-    def begin() -> None:
-        # Torch gives a thread its number when it asks for the first time.
-        before = torch.get_num_threads()
-        openmp: Any = ctypes.CDLL(None) if os.name == "posix" else None
-        if hasattr(openmp, "omp_set_num_threads"):
-            openmp.omp_set_num_threads(threads)
-        if torch.get_num_threads() != threads:
-            torch.set_num_threads(threads)
-            # That sets the number of later threads, too, whose sums would have other bits.
-            restore = threading.Thread(target=torch.set_num_threads, args=(before,))
-            restore.start()
-            restore.join()
-
-    return begin
+def compute_with(threads: int) -> None:
+    """Set the calling thread's own number of OpenMP threads."""
+    # Torch gives a thread its number when it asks for the first time.
+    before = torch.get_num_threads()
+    openmp: Any = ctypes.CDLL(None) if os.name == "posix" else None
+    if hasattr(openmp, "omp_set_num_threads"):
+        openmp.omp_set_num_threads(threads)
+    if torch.get_num_threads() != threads:
+        torch.set_num_threads(threads)
+        # That sets the number of later threads, too, whose sums would have other bits.
+        restore = threading.Thread(target=torch.set_num_threads, args=(before,))
+        restore.start()
+        restore.join()
 
 
 def counted(devices: Sequence[torch.device]) -> list[bool]:
@@ -182,11 +178,8 @@ def counted(devices: Sequence[torch.device]) -> list[bool]:
 def held_of(sizes: Sequence[int], fraction: float, *, last_first: bool = True) -> list[bool]:
     """Which parameters the CPU steps, so that they have at least a fraction of all elements.
 
-    Args:
-        sizes: elements of each, in the order of the model.
-        fraction: from 0 to 1.
-        last_first: begin with the last ones. Their gradients come first in backward. The first ones, which the next
-            forward needs first, are then stepped on the device.
+    ``last_first`` begins with the last ones. Their gradients come first in backward. The first ones, which the next
+    forward needs first, are then stepped on the device.
 
     Example:
         >>> held_of([4, 4, 2], 0.5)
@@ -207,21 +200,17 @@ def held_of(sizes: Sequence[int], fraction: float, *, last_first: bool = True) -
 def held_beyond(nbytes: Sequence[int], budget: int) -> list[bool]:
     """Which parameters the CPU steps, so that the state of the others fits a budget.
 
-    Each parameter that the rest of the budget has room for stays on the device, beginning with the first.
-
-    Args:
-        nbytes: bytes of state of each, masters included, in the order of the model.
-        budget: most bytes of those on the device.
+    Each parameter that the rest of the budget has room for stays on the device, beginning with the first. ``nbytes``
+    are bytes of state, masters included.
 
     Example:
         >>> held_beyond([4, 8, 2, 4], 7)
         [False, True, False, True]
     """
     held = []
-    left = budget
     for size in nbytes:
-        held.append(size > left)
-        left -= 0 if size > left else size
+        held.append(size > budget)
+        budget -= 0 if size > budget else size
     return held
 
 

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from spillway.optim.optimizer_class import (
     step_of,
     written_by_step,
 )
-from spillway.optim.options import Options, begin_with, counted, held_beyond, held_of, workers_of
+from spillway.optim.options import Options, compute_with, counted, held_beyond, held_of, workers_of
 from spillway.optim.state_store import MemoryStore, StateStore
 from spillway.optim.states import MASTER, device_copy
 from spillway.optim.tensors import follow, local_of, on_error
@@ -188,15 +189,13 @@ class Placement:
                 raise UnsupportedError("got a step in a CUDA graph's capture, expected it outside: the host computes")
             if self._threads is None:
                 # One worker thread and its workers for all devices, which share the CPUs.
-                workers, each = workers_of(self.options.threads_of_step)
-                lane = runtime.backend.host_lane("optimizer", begin=begin_with(self.options.threads_of_step))
-                some = runtime.backend.host_lane("optimizer-worker", threads=workers, begin=begin_with(each))
+                threads = self.options.threads_of_step
+                workers, each = workers_of(threads)
+                lane = runtime.backend.host_lane("optimizer", begin=partial(compute_with, threads))
+                some = runtime.backend.host_lane("optimizer-worker", threads=workers, begin=partial(compute_with, each))
                 self._threads = lane, some
             context = self.contexts[device] = DeviceContext(
-                Transfers(runtime),
-                *self._threads,
-                self._session.check_open,
-                pins_sums=self.store.steps_on_device,
+                Transfers(runtime), *self._threads, self._session.check_open, pins_sums=self.store.steps_on_device
             )
         return context
 

@@ -43,8 +43,9 @@ class Slot(NamedTuple):
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
-    def view(self, memory: Bytes) -> torch.Tensor:
+    def view(self, memory: Bytes | None) -> torch.Tensor:
         """The tensor, in memory of this layout."""
+        assert memory is not None
         start = (memory.start + self.start) // self.dtype.itemsize
         return over(memory.storage, self.dtype, start, self.shape, self.strides)
 
@@ -248,10 +249,7 @@ def as_distributed(state: State, parameter: torch.Tensor) -> State:
 def check_shapes(state: State, parameter: torch.Tensor, *, fused: bool) -> None:
     """Refuse a state whose tensors would be read and written past their ends.
 
-    Args:
-        state: of a parameter, as it was saved.
-        parameter: which is to have it.
-        fused: whether a fused kernel may step it. It checks no size but the parameter's.
+    A fused kernel checks no size but the parameter's.
 
     Raises:
         UsageError: a tensor of another shape than the parameter's.

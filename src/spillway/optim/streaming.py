@@ -88,14 +88,10 @@ class StateChunk:
 
     def opened(self, memory: Bytes | None) -> list[State]:
         """The states with all their tensors. Those that were stored are in memory now."""
-
-        def opened(value: Any) -> Any:
-            if not isinstance(value, Slot):
-                return value
-            assert memory is not None
-            return value.view(memory)
-
-        return [{name: opened(value) for name, value in state.items()} for state in self.states]
+        return [
+            {name: value.view(memory) if isinstance(value, Slot) else value for name, value in state.items()}
+            for state in self.states
+        ]
 
     def set_stored(self, states: Sequence[State], layout: Layout, place: Any) -> None:
         """These are the states now, and their tensors are stored."""
@@ -298,7 +294,6 @@ class ChunkedStore(StateStore):
     def memory(self, context: DeviceContext, nbytes: int) -> Bytes:
         """Memory that the step may write now."""
 
-    @abstractmethod
     def release(self, context: DeviceContext, memory: Bytes) -> None:
         """Free memory that no copy uses."""
 
@@ -490,10 +485,12 @@ class ChunkedStore(StateStore):
         """Move all tensors of the states into the transfer's memory, in the layout of their place."""
         chunk, states = transfer.chunk, transfer.states
         layout = Layout.of(states)
-        place = chunk.place
-        if layout != chunk.layout:
-            predicted = chunk.target is not None and layout == chunk.target[0]
-            place = chunk.target[1] if chunk.target is not None and predicted else self.reserve(chunk, layout)
+        if layout == chunk.layout:
+            place = chunk.place
+        elif chunk.target is not None and layout == chunk.target[0]:
+            place = chunk.target[1]
+        else:
+            place = self.reserve(chunk, layout)
         memory = transfer.memory
         if layout.nbytes and (layout != chunk.layout or not chunk.is_stored):
             if transfer.room is None or layout != transfer.next_layout():
@@ -503,7 +500,6 @@ class ChunkedStore(StateStore):
                 transfer.room = pipeline.with_room(lambda: self.memory(chunk.context, layout.nbytes))
             memory = transfer.room
         for slot in layout.slots:
-            assert memory is not None
             view, value = slot.view(memory), states[slot.part][slot.name]
             if value.data_ptr() != view.data_ptr():
                 view.copy_(value)
