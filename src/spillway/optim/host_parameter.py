@@ -248,7 +248,7 @@ class HostParameter:
         """Set the master. The next step keeps it where its rounded value is the parameter's."""
         self.begin_step()
         assert self.master is not None
-        flat(self.master).copy_(master.as_strided((self.numel,), (1,)))
+        flat(self.master).copy_(flat(master))
         for piece in self.pieces:
             piece.known = True
 
@@ -289,11 +289,6 @@ class HostParameter:
         size = self.work_dtype.itemsize
         return self.pinned.range(piece.start * size, piece.numel * size)
 
-    def values_of(self, piece: Piece) -> torch.Tensor:
-        """The parameter's own elements of a piece."""
-        local = self.local().detach()
-        return local.as_strided((piece.numel,), (1,), int(local.storage_offset()) + piece.start)
-
 
 HostPiece = tuple[HostParameter, Piece]
 
@@ -307,9 +302,13 @@ class ParameterRead:
         whole = [(held, piece) for held, piece in pieces if not held.in_place and not held.has_master]
         narrow = [(held, piece) for held, piece in pieces if held.has_master]
         # First, since there may be no memory.
-        sent = self._transfers.fetch([held.values_of(piece) for held, piece in narrow], after)
+        values = [flat(held.local().detach(), piece.start, piece.numel) for held, piece in narrow]
+        sent = self._transfers.fetch(values, after)
         self._sent.update({piece: one for (_, piece), one in zip(narrow, sent, strict=True)})
-        pairs = [(held.range_of(piece), memory_of(held.values_of(piece))) for held, piece in whole]
+        pairs = [
+            (held.range_of(piece), memory_of(flat(held.local().detach(), piece.start, piece.numel)))
+            for held, piece in whole
+        ]
         self._arrived = self._transfers.fetch_into(pairs, after) if pairs else None
 
     def __del__(self) -> None:

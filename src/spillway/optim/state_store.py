@@ -41,8 +41,8 @@ from spillway.optim.gradient import DeviceContext, Snapshot
 from spillway.optim.host_parameter import HostParameter, HostPiece, ParameterRead, Piece, upload
 from spillway.optim.optimizer_class import BorrowingOptimizer, ClassTraits, State, for_cpu, written_by_step
 from spillway.optim.options import StepTimes
-from spillway.optim.states import MASTER, follow_first, host_copy
-from spillway.optim.tensors import CHUNK, batches, scratch_of
+from spillway.optim.states import MASTER, follow_first, host_copy, part_of
+from spillway.optim.tensors import CHUNK, batches, flat, scratch_of
 from spillway.records import OptimizerStats
 from spillway.runtime.backend import Event, HostLane, Stalls, TaskEnd
 
@@ -313,11 +313,15 @@ class MemoryStore(StateStore):
         """Set a parameter's state. Its tensors are taken over, not copied."""
         self._begin_state(held, self._settings(held))
         for piece in held.pieces:
-            parts = {name: _part_of(value, held, piece) for name, value in state.items()}
+            parts = {name: part_of(value, held, piece.start, piece.numel) for name, value in state.items()}
             self._states[piece.tensor] = parts
             piece.parts = dict(parts)
         first = self._states[held.pieces[0].tensor]
-        held.state = {name: first[name] if _is_number(value) else value for name, value in state.items()}
+        held.state = {
+            # Every piece has a number of its own, like a count of steps.
+            name: first[name] if isinstance(value, torch.Tensor) and value.ndim == 0 else value
+            for name, value in state.items()
+        }
 
     def _begin_state(self, held: HostParameter, settings: Settings) -> None:
         """Let the class's constructor make what it makes for a new parameter."""
@@ -451,22 +455,7 @@ class MemoryStore(StateStore):
                 with self._lock:
                     if name not in held.state:
                         held.state[name] = held.new_host_tensor(value.dtype)
-                state[name] = _slice(held.state[name], held, piece).copy_(value)
+                state[name] = flat(held.state[name], piece.start, piece.numel).copy_(value)
             else:
                 held.state.setdefault(name, value)
             piece.parts[name] = state[name]
-
-
-def _is_number(value: object) -> bool:
-    """Whether every piece has one of its own, like a count of steps."""
-    return isinstance(value, torch.Tensor) and value.ndim == 0
-
-
-def _part_of(value: Any, held: HostParameter, piece: Piece) -> Any:
-    if not isinstance(value, torch.Tensor) or (len(held.pieces) == 1 and not _is_number(value)):
-        return value
-    return value.clone() if _is_number(value) or value.numel() != held.numel else _slice(value, held, piece)
-
-
-def _slice(whole: torch.Tensor, held: HostParameter, piece: Piece) -> torch.Tensor:
-    return whole.as_strided((held.numel,), (1,))[piece.start : piece.start + piece.numel]

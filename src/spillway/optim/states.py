@@ -15,7 +15,7 @@ import torch
 from spillway.errors import UsageError
 from spillway.optim.host_parameter import HostParameter
 from spillway.optim.optimizer_class import State
-from spillway.optim.tensors import distributed_like, is_dense, local_of
+from spillway.optim.tensors import distributed_like, flat, is_dense, local_of
 from spillway.optim.transfers import aligned
 from spillway.runtime.bytes import Bytes, over
 
@@ -269,6 +269,13 @@ def follow_first(states: Sequence[State]) -> None:
         if isinstance(value, torch.Tensor) and value.ndim == 0:
             for other in states[1:]:
                 other[name].copy_(value)
+
+
+def part_of(value: Any, held: HostParameter, start: int, numel: int) -> Any:
+    """A part of a state's tensor of elements; anything else whole. Each piece has numbers of its own."""
+    if not isinstance(value, torch.Tensor) or numel == held.numel:
+        return value
+    return flat(value, start, numel) if value.numel() == held.numel else value.clone()
 
 
 def host_copy(key: Any, value: Any, held: HostParameter) -> Any:

@@ -210,8 +210,7 @@ class StepQueue:
             self.pending.discard(one)
             if one.updated is not None:
                 waits[one.updated, one.context] = None
-        with contextlib.ExitStack() as stack:
-            stack.push(self._end_failed_step)
+        with on_error(self._end_failed_step), contextlib.ExitStack() as stack:
             # All of them, also those behind one that failed.
             for event, context in reversed(waits):
                 stack.callback(context.transfers.wait, event)
@@ -223,11 +222,10 @@ class StepQueue:
             self.now.end(self._placement.contexts.values())
             self.older, self.last, self.now = self.last, self.now, StepCost()
 
-    def _end_failed_step(self, error: type[BaseException] | None, *_: object) -> None:
+    def _end_failed_step(self) -> None:
         """If one parameter has failed, the others of its step end, too: the error is raised once."""
-        if error is not None:
-            self._mark_stale()
-            self._arrive(self.pending)
+        self._mark_stale()
+        self._arrive(self.pending)
 
     def _mark_stale(self) -> None:
         self._views.is_stale = True

@@ -17,8 +17,8 @@ from spillway.optim.gradient import DeviceContext
 from spillway.optim.host_parameter import HostParameter
 from spillway.optim.optimizer_class import BorrowingOptimizer, State, StatePrediction, for_cpu
 from spillway.optim.state_store import ParamStep, Settings, SettingsOf, StateStore, StepCost
-from spillway.optim.states import MASTER, Layout, Slot, follow_first, moves
-from spillway.optim.tensors import CHUNK, batches, follow, on_error
+from spillway.optim.states import MASTER, Layout, Slot, follow_first, moves, part_of
+from spillway.optim.tensors import CHUNK, batches, flat, follow, on_error
 from spillway.optim.transfers import SentTensor
 from spillway.runtime.backend import Event, raise_again
 from spillway.runtime.bytes import Bytes, over
@@ -517,7 +517,7 @@ class ChunkedStore(StateStore):
         states: list[State] = self.host_states(chunk) if shares else [{} for _ in chunk.parts]
         for index in loaded:
             part = chunk.parts[index]
-            state = {key: _part_of(value, part) for key, value in converted[part.held].items()}
+            state = {key: part_of(value, *part) for key, value in converted[part.held].items()}
             master = state.pop(MASTER, None)
             # Last, as after a step.
             states[index] = {**state, MASTER: master} if part.held.has_master and master is not None else state
@@ -574,13 +574,6 @@ def _on_meta(state: State) -> State:
     return {name: on_meta(value) for name, value in state.items()}
 
 
-def _part_of(value: Any, part: ChunkPart) -> Any:
-    """A part of a tensor of elements; anything else whole. Each piece has numbers of its own."""
-    if not isinstance(value, torch.Tensor) or part.numel == part.held.numel:
-        return value
-    return part.of(value) if value.numel() == part.held.numel else value.clone()
-
-
 def _joined(held: HostParameter, pieces: Sequence[Any]) -> Any:
     """A tensor made of its pieces, without a copy if they are neighbours in the same memory."""
     first = pieces[0]
@@ -595,9 +588,5 @@ def _joined(held: HostParameter, pieces: Sequence[Any]) -> Any:
     if adjacent and end <= storage.data_ptr() + storage.nbytes():
         return over(storage, first.dtype, int(first.storage_offset()), *held.form)
     whole = held.new_host_tensor(first.dtype)
-    flat = whole.as_strided((held.numel,), (1,))
-    start = 0
-    for piece in pieces:
-        flat[start : start + piece.numel()].copy_(piece)
-        start += piece.numel()
+    torch.cat(list(pieces), out=flat(whole))
     return whole

@@ -79,9 +79,10 @@ def memory_of(tensor: torch.Tensor) -> Bytes:
     return Bytes(tensor.untyped_storage(), start, tensor.numel() * tensor.itemsize)
 
 
-def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """A dense tensor's elements in memory order."""
-    return tensor.as_strided((tensor.numel(),), (1,), int(tensor.storage_offset()))
+def flat(tensor: torch.Tensor, start: int = 0, numel: int | None = None) -> torch.Tensor:
+    """A dense tensor's elements in memory order, or some of them."""
+    size = tensor.numel() if numel is None else numel
+    return tensor.as_strided((size,), (1,), int(tensor.storage_offset()) + start)
 
 
 def with_strides_of(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
