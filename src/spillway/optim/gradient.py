@@ -554,7 +554,7 @@ class Gradient:
         if exact:
             dtype = torch.promote_types(dtype, held.work_dtype)
         target = held.empty_on_device(dtype)
-        values, ready = self.snapshot(), transfers.now()
+        values, ready = self.snapshot(), transfers.ready()
 
         def upload() -> Event:
             gradient = held.part(values, 0, held.numel, None)
@@ -635,8 +635,7 @@ def _add_to(total: torch.Tensor, gradient: torch.Tensor, *, first: bool) -> None
     """Add a flat gradient to a flat sum of the same or a wider type. The first one is copied."""
     scratch = scratch_of(total.dtype)
     size = scratch.numel()
-    for start in range(0, total.numel(), size):
-        part, new = total[start : start + size], gradient[start : start + size]
+    for part, new in zip(torch.split(total, size), torch.split(gradient, size), strict=True):
         if first:
             part.copy_(new)
         elif new.dtype == part.dtype:

@@ -280,7 +280,9 @@ class OffloadedOptimizer(Optimizer):
         """
         self._steps.early.check_none("refresh_masters()")
         self.synchronize()
-        self._placement.forget_masters()
+        for held in self._placement.held.values():
+            self._placement.store.forget_master(held)
+        self._placement.device.refresh_masters()
 
     def close(self) -> None:
         """Reload gradients, remove hooks from parameters, and free all memory. The state is gone.

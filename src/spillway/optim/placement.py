@@ -172,12 +172,6 @@ class Placement:
             stack.callback(self.held.clear)
             stack.callback(self.store.close)
 
-    def forget_masters(self) -> None:
-        """The next step takes all masters from their parameters."""
-        for held in self.held.values():
-            self.store.forget_master(held)
-        self.device.refresh_masters()
-
     # Devices.
 
     def context_of(self, device: torch.device) -> DeviceContext:

@@ -356,8 +356,9 @@ class MemoryStore(StateStore):
         reads = batches(all_calls, _READ_TOGETHER * CHUNK, lambda parts: sum(piece.numel for _, piece in parts))
         ends = []
         for calls in reads:
-            if first.cut:
-                self._wait_for_workers()
+            # Calls that are unfinished hold the memory of parameters that were read.
+            while first.cut and self._unfinished >= 2 * self._workers:
+                self._given_out.popleft().finish()
             read = ParameterRead([part for parts in calls for part in parts], ready)
             for parts in calls:
                 step = partial(self._step_parts, parts, gradients, group.settings, read, ready)
@@ -388,11 +389,6 @@ class MemoryStore(StateStore):
             stepped[held.context].append((held, held.pieces[0]))
         ends = [upload(pieces, after[context]) for context, pieces in stepped.items()]
         return next(iter(stepped)).transfers.backend.all_of(ends)
-
-    def _wait_for_workers(self) -> None:
-        """Wait until few calls are unfinished. This bounds the memory of parameters that were read."""
-        while self._unfinished >= 2 * self._workers:
-            self._given_out.popleft().finish()
 
     def _give_out(self, workers: HostLane, step: Callable[[], Event]) -> Event:
         def work() -> Event:

@@ -246,14 +246,10 @@ class Transfers:
             event.synchronize()
         return block
 
-    def ready(self, tensors: Iterable[torch.Tensor]) -> Event:
+    def ready(self, tensors: Iterable[torch.Tensor] = ()) -> Event:
         """The end of all that the caller's compute stream was given by now, which may write these tensors."""
         for tensor in tensors:
             self.backend.compute_access(memory_of(tensor))
-        return self.now()
-
-    def now(self) -> Event:
-        """The end of all that the caller's compute stream was given by now."""
         return self.backend.record(self.backend.compute())
 
     def wait(self, event: Event) -> None:
