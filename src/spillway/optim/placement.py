@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -167,10 +166,9 @@ class Placement:
                 self.device.begin_state(parameter, self._groups())
 
     def close(self) -> None:
-        with contextlib.ExitStack() as stack:
-            stack.callback(self.device.close)
-            stack.callback(self.held.clear)
-            stack.callback(self.store.close)
+        self.store.close()
+        self.held.clear()
+        self.device.close()
 
     # Devices.
 
