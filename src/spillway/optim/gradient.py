@@ -264,7 +264,6 @@ class DeviceContext:
     """How many gradients of a parameter arrived in the last accumulation step."""
     _factor: tuple[torch.Tensor, int | None, Factor] | None = None
     gradients: weakref.WeakSet[Gradient] = field(default_factory=weakref.WeakSet)
-    """All of the device's."""
     _additions: deque[tuple[int, Event]] = field(default_factory=deque)
     _additions_lock: threading.Lock = field(default_factory=threading.Lock)
 

@@ -299,16 +299,13 @@ class ParameterRead:
     def __init__(self, pieces: Sequence[HostPiece], after: Event) -> None:
         self._transfers = pieces[0][0].context.transfers
         self._sent: dict[Piece, SentTensor] = {}
-        whole = [(held, piece) for held, piece in pieces if not held.in_place and not held.has_master]
-        narrow = [(held, piece) for held, piece in pieces if held.has_master]
+        read = [(held, piece) for held, piece in pieces if not held.in_place]
+        values = {piece: flat(held.local().detach(), piece.start, piece.numel) for held, piece in read}
+        narrow = [piece for held, piece in read if held.has_master]
         # First, since there may be no memory.
-        values = [flat(held.local().detach(), piece.start, piece.numel) for held, piece in narrow]
-        sent = self._transfers.fetch(values, after)
-        self._sent.update({piece: one for (_, piece), one in zip(narrow, sent, strict=True)})
-        pairs = [
-            (held.range_of(piece), memory_of(flat(held.local().detach(), piece.start, piece.numel)))
-            for held, piece in whole
-        ]
+        sent = self._transfers.fetch([values[piece] for piece in narrow], after)
+        self._sent.update(zip(narrow, sent, strict=True))
+        pairs = [(held.range_of(piece), memory_of(values[piece])) for held, piece in read if not held.has_master]
         self._arrived = self._transfers.fetch_into(pairs, after) if pairs else None
 
     def __del__(self) -> None:
