@@ -26,7 +26,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from spillway.errors import UnsupportedError, UsageError
-from spillway.optim.tensors import scratch_of, with_strides_of
+from spillway.optim.tensors import local_of, scratch_of, with_strides_of
 from spillway.optim.transfers import Pinned, SentTensor, Transfers, Upload
 from spillway.runtime.backend import Event, HostLane, TaskEnd, finish
 from spillway.runtime.bytes import Cells
@@ -66,10 +66,6 @@ class OffloadedGradient(torch.Tensor):
                 "the OffloadedOptimizer, or close() it first"
             )
         return home
-
-    def stands_for(self, gradient: Gradient) -> bool:
-        """Whether it stands for that gradient, and not for another optimizer's."""
-        return self._home() is gradient
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"OffloadedGradient(size={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}')"
@@ -432,6 +428,12 @@ class Gradient:
         # Weak: a user who keeps it beside the parameter wants its value when the next gradient arrives.
         self._tensor = weakref.ref(stand_in)
         return stand_in
+
+    def is_current(self) -> bool:
+        """Whether the parameter's ``grad`` stands for this gradient, and not for another optimizer's."""
+        found = self.held.parameter.grad
+        local = None if found is None else local_of(found)
+        return isinstance(local, OffloadedGradient) and local._home() is self
 
     def stand_in_if_alive(self) -> OffloadedGradient | None:
         """The tensor in its place, if it is still referenced."""

@@ -122,10 +122,7 @@ class StepQueue:
         if held in self.early.stepped:
             # Another optimizer would step by it again.
             _put_gradient(held, None)
-            return
-        gradient = held.parameter.grad
-        local = None if gradient is None else local_of(gradient)
-        if isinstance(local, OffloadedGradient) and local.stands_for(held.gradient):
+        elif held.gradient.is_current():
             # A parameter that was resized cannot have the gradient.
             _put_gradient(held, held.gradient.restore() if held.is_unchanged() else None)
 
@@ -319,9 +316,7 @@ class BackwardSteps:
             UsageError: if a gradient, a parameter or a setting was changed.
         """
         for held in self.stepped:
-            gradient = held.parameter.grad
-            local = None if gradient is None else local_of(gradient)
-            if not (isinstance(local, OffloadedGradient) and local.stands_for(held.gradient)):
+            if not held.gradient.is_current():
                 raise UsageError(
                     "got a step() for which a gradient was dropped or replaced, expected it as backward left it: "
                     "step_in_backward=True has stepped the parameter; call step() after each backward, and "
