@@ -13,13 +13,6 @@ back. A pipeline has some transfers arrive ahead of the one that is stepped, and
 A state is stored once. While it is stored, its tensors are ``Slot``s. Numbers, like a count of steps, stay where they
 are. A chunk that cannot be written back, for example to a full disk, stays where it was stepped. The user gets the
 error, and the next step uses the chunk from there.
-
-NOTE [ The step on the CPU ]
-
-The CPU worker thread takes parameters in turn, and waits for the gradient of each. *Workers*, a few threads with one or
-two CPUs each, step their pieces. So a piece's cast, step and upload stay in one core's caches, no team of threads has
-to be woken, and a parameter that is waited for keeps no worker from another. The worker thread itself steps parameters
-that are not cut (NOTE [ Pieces ]), by all CPUs together.
 """
 
 from __future__ import annotations
@@ -192,7 +185,12 @@ class _PerThread(threading.local):
 
 
 class MemoryStore(StateStore):
-    """Keeps states in CPU memory, where the CPU steps them."""
+    """Keeps states in CPU memory, where the CPU steps them. See NOTE [ A step ] in ``__init__.py``.
+
+    A worker has one or two CPUs. So a piece's cast, step and upload stay in one core's caches, no team of threads has
+    to be woken, and a parameter that is waited for keeps no worker from another. The worker thread itself steps
+    parameters that are not cut (NOTE [ Pieces ]), by all CPUs together.
+    """
 
     def __init__(
         self, optimizer_class: type[Optimizer], given: dict[str, Any], settings: SettingsOf, *, workers: int
