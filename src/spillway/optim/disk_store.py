@@ -157,7 +157,7 @@ class DiskStore(ChunkedStore):
     def host_states(self, chunk: StateChunk) -> list[State]:
         if not chunk.is_stored:
             return chunk.opened(None)
-        memory = _pages(chunk.layout.nbytes)
+        memory = Bytes.of(anonymous_pages(pages(chunk.layout.nbytes)))
         _move(chunk.context.transfers.backend, chunk.place, memory, read=True).synchronize()
         return chunk.opened(memory)
 
@@ -172,7 +172,7 @@ class DiskStore(ChunkedStore):
     def write(self, chunk: StateChunk, states: list[State], layout: Layout, place: DiskPlace) -> None:
         if not layout.slots:
             return
-        backend, memory = chunk.context.transfers.backend, _pages(layout.nbytes)
+        backend, memory = chunk.context.transfers.backend, Bytes.of(anonymous_pages(pages(layout.nbytes)))
         for slot in layout.slots:
             slot.view(memory).copy_(states[slot.part][slot.name])
         backend.host_access(memory, write=True)
@@ -266,8 +266,3 @@ def _move(backend: Backend, place: DiskPlace, memory: Bytes, *, read: bool) -> E
 
         moves.append(backend.run(task))
     return Several(moves)
-
-
-def _pages(nbytes: int) -> Bytes:
-    memory: torch.Tensor = anonymous_pages(pages(nbytes))
-    return Bytes.of(memory)

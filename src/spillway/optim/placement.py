@@ -143,8 +143,7 @@ class Placement:
 
     def all_states(self) -> dict[torch.Tensor, State]:
         """All states with their masters. Those of the CPU are there."""
-        held = list(self.held.values())
-        states = {one.parameter: state for one, state in zip(held, self.store.load_all(held), strict=True)}
+        states = dict(zip(self.held, self.store.load_all(list(self.held.values())), strict=True))
         return {one: states[one] if one in states else self.device.state_of(one) for _, one in self.parameters()}
 
     def put_states(self, states: Sequence[tuple[torch.Tensor, State]]) -> None:
