@@ -18,16 +18,14 @@ at the end of the step. The shorter one of both steps counts: a CPU that has fil
 from __future__ import annotations
 
 import statistics
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Mapping
+from dataclasses import astuple, replace
 
 import torch
 
 from spillway.errors import UnsupportedError
 from spillway.planning.block_tasks import make_option
-from spillway.planning.plan import Plan, options_of
 from spillway.planning.profile import BackwardPart, BlockCall, BlockProfile, HostTimes, Outside, Profile
-from spillway.planning.tasks import Task
 from spillway.profiling.meter import Known
 from spillway.profiling.probe import Probe
 from spillway.profiling.watch import Place, Watched
@@ -37,8 +35,7 @@ _LEAST_GAP = 1e-3
 """Seconds between two blocks that are no more than a call."""
 _LEAST_LAG = 0.01
 """Seconds. Some devices cannot be made to lag."""
-_SLOW = 1.1
-"""A CPU that is less off than this is not worth another plan."""
+Interval = tuple[Place, Place]
 
 
 def compile_profile(
@@ -67,12 +64,12 @@ def compile_profile(
     Raises:
         UnsupportedError: where no backward came through the blocks one after the other.
     """
+    has_host = queues(device) if has_host is None else has_host
     kinds: dict[Hashable, list[int]] = {}
-    if has_host is None:
-        has_host = queues(device)
     for number, call in enumerate(watched.calls):
         kinds.setdefault(call.kind, []).append(number)
-    missing = [number for number in range(len(watched.calls)) if ("back", number) not in watched.readings]
+    turns = {("back", number) for number in range(len(watched.calls))}
+    missing = turns - watched.readings.keys()
     if not watched.calls or missing:
         raise UnsupportedError(
             f"got a step of {len(watched.calls)} calls of blocks, of which {len(missing)} had no backward, expected "
@@ -80,8 +77,7 @@ def compile_profile(
         )
     last = len(watched.calls) - 1
     end = ("first", 0) if ("first", 0) in watched.readings else ("done", 0)
-    needed = {end, *(("back", number) for number in range(len(watched.calls)))}
-    if not needed <= weighed.readings.keys():
+    if not {end, *turns} <= weighed.readings.keys():
         weighed = watched
     # A process grows a little in its first steps.
     static_bytes = max(weighed.level(("begin", 0)), watched.level(("begin", 0)))
@@ -89,24 +85,34 @@ def compile_profile(
         _kind(watched, weighed, probes[kind], numbers, end, min_bytes=min_bytes, has_host=has_host)
         for kind, numbers in kinds.items()
     )
-    cached_bytes = sum(kind.cached_bytes * len(numbers) for kind, numbers in zip(found, kinds.values(), strict=True))
+    place_of = {kind: place for place, kind in enumerate(kinds)}
+    calls = tuple(BlockCall(call.name, place_of[call.kind]) for call in watched.calls)
+    cached_bytes = sum(found[call.kind].cached_bytes for call in calls)
     lead = host_lead(watched, weighed) if has_host else 0.0
     before = _outside(watched, weighed, ("begin", 0), ("forward", 0), has_host=has_host, stops=("started", 0))
     middle, held_bytes = _middle(watched, weighed, last, has_host=has_host)
     late = None
-    if cached_bytes and _lets_go(weighed, last):
+    between = weighed.order[weighed.order.index(("end", last)) : weighed.order.index(("back", last))]
+    uncast = [place for place in between if place[0] == "uncast"]
+    # The context of a pass that others come between has ended.
+    has_left = ("left", 0) in weighed.readings
+    if cached_bytes and (uncast or has_left):
         # Plans count for the blocks what is let go of in it.
         middle = replace(middle, change_bytes=middle.change_bytes + cached_bytes)
-        middle, late = _parted(weighed, middle, last)
+        if not has_left:
+            middle, late = _parted(weighed, middle, last, uncast)
     elif cached_bytes:
         # They stay whatever is decided, and no re-run casts again.
         before = replace(before, change_bytes=before.change_bytes + cached_bytes)
-        found = tuple(_without_casts(kind) for kind in found)
+        found = tuple(
+            replace(kind, cached_bytes=0, values=tuple(replace(value, is_cast=False) for value in kind.values))
+            for kind in found
+        )
     return Profile(
         model=model,
         device=str(device),
         kinds=found,
-        calls=tuple(BlockCall(call.name, list(kinds).index(call.kind)) for call in watched.calls),
+        calls=calls,
         static_bytes=static_bytes,
         before=before,
         middle=middle,
@@ -148,11 +154,11 @@ def _outside(
 
 
 def _middle(watched: Watched, weighed: Watched, last: int, *, has_host: bool) -> tuple[Outside, int]:
-    """What is between the last block's forward and its backward, and bytes that are held there while others pass."""
-    ends, turns = ("end", last), ("back", last)
-    if ("left", 0) not in weighed.readings or ("left", 0) not in watched.readings:
+    """The task between the last block's forward and its backward, and bytes that are held there while others pass."""
+    ends, turns, left = ("end", last), ("back", last), ("left", 0)
+    if left not in weighed.readings or left not in watched.readings:
         return _outside(watched, weighed, ends, turns, has_host=has_host, stops=("turned", 0)), 0
-    before = _outside(watched, weighed, ends, ("left", 0), has_host=has_host)
+    before = _outside(watched, weighed, ends, left, has_host=has_host)
     after = _outside(watched, weighed, ("back again", 0), turns, has_host=has_host, stops=("turned", 0))
     middle = Outside(
         seconds=before.seconds + after.seconds,
@@ -163,48 +169,17 @@ def _middle(watched: Watched, weighed: Watched, last: int, *, has_host: bool) ->
     return middle, max(before.change_bytes, 0)
 
 
-def _lets_go(weighed: Watched, last: int) -> bool:
-    """Whether casts of blocks are let go of between the last one's forward and its backward.
-
-    Those of a pass that others come between are: their context has ended.
-    """
-    return ("left", 0) in weighed.readings or bool(_uncast(weighed, last))
-
-
-def _uncast(weighed: Watched, last: int) -> list[Place]:
-    """When they are."""
-    between = weighed.order[weighed.order.index(("end", last)) : weighed.order.index(("back", last))]
-    return [place for place in between if place[0] == "uncast"]
-
-
-def _without_casts(kind: BlockProfile) -> BlockProfile:
-    return replace(kind, cached_bytes=0, values=tuple(replace(value, is_cast=False) for value in kind.values))
-
-
-def _parted(weighed: Watched, middle: Outside, last: int) -> tuple[Outside, Outside | None]:
-    """What is between the last block's forward and its backward, to where casts are let go of and from there on.
-
-    Where other chunks come between, all of it is taken to come before that.
-    """
-    ends, turns, gone = ("end", last), ("back", last), _uncast(weighed, last)
-    if not gone or ("left", 0) in weighed.readings:
-        return middle, None
-    level = weighed.level(gone[-1]) - weighed.uncast[gone[-1][1]]
-    late = Outside(0.0, max(weighed.peak(gone[-1], turns) - level, 0), weighed.level(turns) - level)
-    peak = max(weighed.peak(ends, gone[0]) - weighed.level(ends), 0)
+def _parted(weighed: Watched, middle: Outside, last: int, uncast: list[Place]) -> tuple[Outside, Outside]:
+    """The tasks between the last block's forward and its backward: before casts are released, and after."""
+    ends, turns, gone = ("end", last), ("back", last), uncast[-1]
+    level = weighed.level(gone) - weighed.uncast[gone[1]]
+    late = Outside(0.0, max(weighed.peak(gone, turns) - level, 0), weighed.level(turns) - level)
+    peak = max(weighed.peak(ends, uncast[0]) - weighed.level(ends), 0)
     return replace(middle, peak_bytes=peak, change_bytes=middle.change_bytes - late.change_bytes), late
 
 
-def _times(watched: Watched, spans: list[list[tuple[Place, Place]]], *, has_host: bool) -> float:
-    """Of several calls, what one takes the device: the median of those that show it, if any does.
-
-    See NOTE [ The device's clock ] in ``watch.py``.
-
-    Args:
-        watched: the pass.
-        spans: of each call.
-        has_host: whether the CPU's time is another one than the device's.
-    """
+def _times(watched: Watched, spans: list[list[Interval]], *, has_host: bool) -> float:
+    """The median over calls, given their spans. See NOTE [ The device's clock ] in ``watch.py``."""
     shown = [each for each in spans if has_host and watched.is_behind(*(place for span in each for place in span))]
     return max(statistics.median(sum(watched.seconds(*span) for span in each) for each in shown or spans), 0.0)
 
@@ -221,11 +196,10 @@ def _kind(
 ) -> BlockProfile:
     probe.read(frozenset().union(*(watched.calls[number].shared for number in numbers)))
     assert probe.operators is not None
-    forward: list[list[tuple[Place, Place]]] = []
-    backward: list[list[tuple[Place, Place]]] = []
-    again: list[list[tuple[Place, Place]]] = []
-    peaks, changes = [], []
-    parts: list[tuple[BackwardPart, ...]] = []
+    forward: list[list[Interval]] = []
+    backward: list[list[Interval]] = []
+    again: list[list[Interval]] = []
+    peaks, changes, parts = [], [], []
     for number in numbers:
         begin, until = ("back", number), ("back", number - 1) if number else end
         # Of a backward that comes a second time, nothing is told.
@@ -265,12 +239,8 @@ def _kind(
 
 def _gap(watched: Watched, weighed: Watched, numbers: list[int], *, has_host: bool) -> Outside | None:
     """What comes before calls of one kind: a mean, so that its sum is right."""
-    found = [
-        _outside(watched, weighed, ("end", number - 1), ("forward", number), has_host=has_host)
-        for number in numbers
-        if number
-    ]
-    count = len(numbers)
+    pairs = ((("end", number - 1), ("forward", number)) for number in numbers if number)
+    found, count = [_outside(watched, weighed, *pair, has_host=has_host) for pair in pairs], len(numbers)
     gap = Outside(
         seconds=sum(each.seconds for each in found) / count,
         peak_bytes=max((each.peak_bytes for each in found), default=0),
@@ -280,13 +250,13 @@ def _gap(watched: Watched, weighed: Watched, numbers: list[int], *, has_host: bo
     return gap if gap.peak_bytes or gap.change_bytes or gap.seconds > _LEAST_GAP else None
 
 
-def _is_between(watched: Watched, begin: Place, span: tuple[Place, Place], until: Place) -> bool:
+def _is_between(watched: Watched, begin: Place, span: Interval, until: Place) -> bool:
     places = [watched.order.index(place) for place in (begin, *span, until)]
     return places == sorted(places)
 
 
-def _between(begin: Place, until: Place, spans: list[tuple[Place, Place]]) -> list[tuple[Place, Place]]:
-    """What is left of the time between two instants without some spans of it, in order."""
+def _between(begin: Place, until: Place, spans: list[Interval]) -> list[Interval]:
+    """The intervals between two instants without some spans, in order."""
     since, found = begin, []
     for start, end in spans:
         found.append((since, start))
@@ -295,7 +265,6 @@ def _between(begin: Place, until: Place, spans: list[tuple[Place, Place]]) -> li
 
 
 def _parts(weighed: Watched, probe: Probe, number: int, until: Place) -> tuple[BackwardPart, ...]:
-    """The parts of one call's backward: see the note at the top of ``watch.py``."""
     begin = ("back", number)
     asked = [(("asked", n), place) for n, (whose, place) in enumerate(weighed.asked) if whose == number]
     if not asked:
@@ -326,12 +295,7 @@ def _fullest(calls: list[tuple[BackwardPart, ...]]) -> tuple[BackwardPart, ...]:
     if not calls or len({tuple(part.place for part in parts) for parts in calls}) > 1:
         return ()
     return tuple(
-        BackwardPart(
-            alike[0].place,
-            max(part.peak_bytes for part in alike),
-            max(part.begin_bytes for part in alike),
-            max(part.late_bytes for part in alike),
-        )
+        BackwardPart(*(max(fields) for fields in zip(*map(astuple, alike), strict=True)))
         for alike in zip(*calls, strict=True)
     )
 
@@ -393,71 +357,3 @@ def _keeps_lead(watched: Watched, since: Place, until: Place) -> bool:
     first = order.index(since) + 1
     lag = watched.seconds(since, order[first])
     return lag > _LEAST_LAG and all(watched.lead(place) > lag / 2 for place in order[first : order.index(until) + 1])
-
-
-@dataclass(frozen=True, slots=True)
-class HostSlowdown:
-    """CPU seconds of a planned step over those predicted, in blocks that are not plain."""
-
-    forward: float = 1.0
-    backward: float = 1.0
-
-    @classmethod
-    def of(cls, profile: Profile, plan: Plan, watched: Watched) -> HostSlowdown:
-        """That of a traced step.
-
-        Args:
-            profile: of which the plan was made.
-            plan: which the step went by.
-            watched: the step.
-        """
-        if [call.name for call in watched.calls] != [block.name for block in plan.blocks]:
-            return cls()
-        forward, backward = [], []
-        for number, (block, option) in enumerate(zip(plan.blocks, options_of(profile, plan), strict=True)):
-            if block.plain:
-                continue
-            forward.append(_ratio(watched.host_seconds(("forward", number), ("end", number)), option.forward))
-            until = ("back", number - 1) if number else ("first", 0)
-            if until in watched.readings and ("back", number) in watched.readings:
-                backward.append(_ratio(watched.host_seconds(("back", number), until), option.backward))
-        # In forward the queue fills up. In backward it may be full, and the block counts that waited least. See
-        # NOTE [ The CPU's clock ] in ``watch.py``.
-        return cls(statistics.median(forward or [1.0]), min(backward, default=1.0))
-
-    @classmethod
-    def most(cls, ranks: Sequence[HostSlowdown]) -> HostSlowdown:
-        """That of the slowest rank."""
-        return cls(max(each.forward for each in ranks), max(each.backward for each in ranks))
-
-    def least(self, other: HostSlowdown) -> HostSlowdown:
-        """That of the faster one of two steps."""
-        return HostSlowdown(min(self.forward, other.forward), min(self.backward, other.backward))
-
-    def matters_to(self, profile: Profile) -> bool:
-        """Whether it is worth another plan. A faster CPU is where the step is CPU-bound."""
-        if max(self.forward, self.backward) > _SLOW:
-            return True
-        is_bound = any(kind.host is not None and kind.host.region > kind.forward_seconds for kind in profile.kinds)
-        return is_bound and self.forward * _SLOW < 1.0
-
-    def told(self, profile: Profile) -> Profile:
-        """The profile with these CPU times. A block that waits less in backward than predicted need not be fast."""
-        return replace(profile, kinds=tuple(self._block(kind) for kind in profile.kinds))
-
-    def _block(self, kind: BlockProfile) -> BlockProfile:
-        if kind.host is None:
-            return kind
-        forward, backward = self.forward, max(self.backward, 1.0)
-        host = HostTimes(
-            plain=kind.host.plain * forward,
-            region=kind.host.region * forward,
-            rerun=kind.host.rerun * backward,
-            backward=kind.host.backward * backward,
-        )
-        return replace(kind, host=host)
-
-
-def _ratio(seconds: float, tasks: Sequence[Task]) -> float:
-    predicted = sum(task.host_seconds for task in tasks)
-    return seconds / predicted if predicted else 1.0
