@@ -44,8 +44,7 @@ A checkpointed block takes the CPU longer to queue than a plain one, by what was
 multiples of what an operator of a plain block takes: twice as much to keep a tensor, ten times to offload one, 6.4
 times to reload it. On an H100's host that was 17, 103 and 69 us where a plain operator took about 9 (a layer of
 transformers' Llama of width 2048 under its trainer). If the replay is handed something, a dispatch mode sees its
-operators, each of which then takes about twice as long; and what is left out takes as long as what runs. A checked step
-corrects all of it.
+operators, each of which then takes about twice as long; and what is left out takes as long as what runs.
 
 NOTE [ What is free ]
 
@@ -61,7 +60,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from spillway.planning.profile import Again, BackwardPart, BlockProfile, Outside, Value
+from spillway.planning.profile import Again, BackwardPart, BlockProfile, Outside
 from spillway.planning.tasks import Option, Phase, Sent, Task
 from spillway.records import Decision
 
@@ -72,7 +71,7 @@ _KEEP, _SEND, _TAKE, _MODE = 2.0, 10.0, 6.4, 1.0
 
 
 def make_option(block: BlockProfile, decisions: Sequence[Decision], *, min_bytes: int) -> Option:
-    """The tasks of a block that is treated so.
+    """The tasks of a block with these decisions.
 
     Args:
         block: its profile.
@@ -87,28 +86,23 @@ def make_option(block: BlockProfile, decisions: Sequence[Decision], *, min_bytes
         tuple(resolved.told(block, said)),
         _forward(block, resolved),
         _backward(block, resolved),
-        output_bytes=sum(block.values[number].nbytes for number in resolved.kept if _outlives(block, number)),
-        input_bytes=sum(block.values[number].nbytes for number in resolved.kept if block.values[number].is_input),
+        output_bytes=block.nbytes(number for number in resolved.kept if _outlives(block, number)),
+        input_bytes=block.nbytes(number for number in resolved.kept if block.values[number].is_input),
         let_go_bytes=_held_casts(block, resolved) - _kept_casts(block, resolved),
     )
 
 
-def _casts(block: BlockProfile, resolved: ResolvedDecisions) -> int:
-    """Bytes that autograd saves of a block's casts."""
-    return sum(block.values[number].nbytes for number in resolved.casts)
-
-
 def _kept_casts(block: BlockProfile, resolved: ResolvedDecisions) -> int:
-    """Of these, what is there from the block's forward to its backward. See NOTE [ Casts ]."""
+    """Bytes of casts on the device from the block's forward to its backward. See NOTE [ Casts ]."""
     if resolved.recomputed:
         return 0
     # Where a block is called several times, the cache has one cast for all of them.
-    casts = _casts(block, resolved)
+    casts = block.nbytes(resolved.casts)
     return min(casts, block.cached_bytes) if block.cached_bytes else casts
 
 
 def _held_casts(block: BlockProfile, resolved: ResolvedDecisions) -> int:
-    """What there is of casts when the block's forward has ended."""
+    """Bytes of casts at the end of the block's forward."""
     return block.cached_bytes or _kept_casts(block, resolved)
 
 
@@ -133,9 +127,7 @@ def _levels(
         if number not in held and dies_at < len(rise):
             rise[dies_at] -= value.nbytes
     # What dies at a place is gone before the operator there makes anything.
-    made = [
-        sum(block.values[number].nbytes for number in each.makes if number not in given) for each in block.operators
-    ]
+    made = [block.nbytes(number for number in each.makes if number not in given) for each in block.operators]
     level, levels, peaks = 0, [0], []
     for place in range(count):
         level += rise[place]
@@ -158,13 +150,13 @@ def _forward(block: BlockProfile, resolved: ResolvedDecisions) -> tuple[Task, ..
     cuts = sorted({0, count, *(leaves_at(block, number) for number in resolved.offloaded)})
     seconds = _seconds(block)
     host_seconds = _forward_host(block, resolved)
-    tasks = [] if block.gap is None else [_gap(block.gap)]
+    tasks = [] if block.gap is None else [outside_task("before it", block.gap)]
     for start, end in list(pairwise(cuts)) or [(0, 0)]:
         change = levels[end] - levels[start]
         if end == count:
             # Who called the block lets go of its inputs, and of its outputs later on.
             change -= sum(value.nbytes for number, value in enumerate(values) if value.is_input and number not in held)
-            change += sum(values[number].nbytes for number in held if _outlives(block, number))
+            change += block.nbytes(number for number in held if _outlives(block, number))
         sends = tuple(
             Sent(number, values[number].nbytes, on_disk)
             for number, on_disk in resolved.offloaded.items()
@@ -185,20 +177,19 @@ def _forward(block: BlockProfile, resolved: ResolvedDecisions) -> tuple[Task, ..
     return tuple(tasks)
 
 
-def _gap(gap: Outside) -> Task:
-    """What comes before the block."""
+def outside_task(name: str, outside: Outside) -> Task:
+    """The task of a part of a step that is no block's."""
     return Task(
-        "before it",
+        name,
         Phase.OUTSIDE,
-        seconds=gap.seconds,
-        peak_bytes=max(gap.peak_bytes, gap.change_bytes),
-        change_bytes=gap.change_bytes,
-        host_seconds=gap.host_seconds,
+        seconds=outside.seconds,
+        peak_bytes=max(outside.peak_bytes, outside.change_bytes),
+        change_bytes=outside.change_bytes,
+        host_seconds=outside.host_seconds,
     )
 
 
 def _forward_host(block: BlockProfile, resolved: ResolvedDecisions) -> float:
-    """See NOTE [ What the CPU needs ]."""
     if block.host is None:
         return 0.0
     if not (resolved.recomputed or resolved.offloaded):
@@ -208,7 +199,6 @@ def _forward_host(block: BlockProfile, resolved: ResolvedDecisions) -> float:
 
 
 def _rerun_host(block: BlockProfile, resolved: ResolvedDecisions) -> float:
-    """See NOTE [ What the CPU needs ]."""
     if block.host is None:
         return 0.0
     share = resolved.reach / max(len(block.operators), 1)
@@ -217,21 +207,18 @@ def _rerun_host(block: BlockProfile, resolved: ResolvedDecisions) -> float:
 
 
 def _host_by_operator(block: BlockProfile) -> float:
-    if block.host is None:
-        return 0.0
-    return block.host.plain / max(len(block.operators), 1)
+    return 0.0 if block.host is None else block.host.plain / max(len(block.operators), 1)
 
 
 def _outlives(block: BlockProfile, number: int) -> bool:
-    """Whether the block made it, and gave it away. See NOTE [ Outputs that are saved ]."""
+    """Whether a value is an output that the block made. See NOTE [ Outputs that are saved ]."""
     return block.values[number].maker is not None and block.values[number].dies_at > len(block.operators)
 
 
 def _seconds(block: BlockProfile) -> list[float]:
-    """What each operator takes, so that together they take what was measured of the whole."""
+    """Seconds of each operator, which add up to the measured ones of the block."""
     total = sum(each.seconds for each in block.operators)
     if not total:
-        # Nothing is known of any.
         return [block.forward_seconds / len(block.operators) for _ in block.operators]
     return [block.forward_seconds * (each.seconds / total) for each in block.operators]
 
@@ -242,41 +229,36 @@ def _backward(block: BlockProfile, resolved: ResolvedDecisions) -> tuple[Task, .
     if not any(weights):
         weights = [1.0] * count
     done = list(accumulate(weights, initial=0.0))
-    wanted_at = {number: min((value.saved_at or 0) + 1, count) for number, value in enumerate(values)}
-    """To where it is wanted."""
-    asked_at = {number: min((value.asked_at or 0) + 1, count) for number, value in enumerate(values)}
-    """From where on."""
-    over_at = {number: wanted_at[number] if value.saved_at is not None else 0 for number, value in enumerate(values)}
-    """To where it is there."""
+    # Backward asks for a value from one place on, and needs it to another one. An unsaved value is there to the end.
+    asked_at = [min((value.asked_at or 0) + 1, count) for value in values]
+    wanted_at = [min((value.saved_at or 0) + 1, count) for value in values]
+    over_at = [wanted_at[number] if value.saved_at is not None else 0 for number, value in enumerate(values)]
     # The replay comes when the first of what it makes is asked for, a cast among others.
-    rerun_at = (
-        max((asked_at[number] for number in resolved.recomputed | resolved.casts), default=0)
-        if resolved.recomputed
-        else -1
-    )
+    made_again = (asked_at[number] for number in resolved.recomputed | resolved.casts)
+    rerun_at = max(made_again, default=0) if resolved.recomputed else None
     taken = [number for number in resolved.offloaded if values[number].saved_at is not None]
     cuts = {count, 0, *(places[number] for number in taken for places in (wanted_at, asked_at))}
-    cuts.update({rerun_at} - {-1})
-    places = sorted(cuts, reverse=True)
+    if rerun_at is not None:
+        cuts.add(rerun_at)
     host_seconds = 0.0 if block.host is None else block.host.backward
+    there = (*resolved.kept, *resolved.offloaded, *resolved.recomputed)
     tasks: list[Task] = []
     freed: set[int] = set()
     cast_again = 0
-    for start, end in list(pairwise(places)) or [(0, 0)]:
+    for start, end in list(pairwise(sorted(cuts, reverse=True))) or [(0, 0)]:
         if start == rerun_at:
-            cast_again = _casts(block, resolved)
+            cast_again = block.nbytes(resolved.casts)
             tasks.append(_rerun(block, resolved, _part_at(block, start).begin_bytes, cast_again))
         takes = tuple(number for number in taken if asked_at[number] == start)
-        over = {
-            number
-            for number in (*resolved.kept, *resolved.offloaded, *resolved.recomputed)
-            if number not in freed and (end == 0 or over_at[number] > end)
-        }
+        over = {number for number in there if number not in freed and (end == 0 or over_at[number] > end)}
         freed |= over
-        change = -sum(values[number].nbytes for number in over if number not in resolved.offloaded)
+        change = -block.nbytes(over - resolved.offloaded.keys())
+        recomputed = -block.nbytes(over & resolved.recomputed)
+        gradients = 0
         if end == 0:
             change -= _kept_casts(block, resolved) + cast_again
-        gradients = block.backward_change_bytes if end == 0 else 0
+            recomputed -= cast_again
+            gradients = block.backward_change_bytes
         share = (done[start] - done[end]) / done[-1] if count else 1.0
         tasks.append(
             Task(
@@ -288,8 +270,7 @@ def _backward(block: BlockProfile, resolved: ResolvedDecisions) -> tuple[Task, .
                 takes=takes,
                 drops=tuple(number for number in resolved.offloaded if number in over),
                 gradient_bytes=gradients,
-                recomputed_bytes=-sum(values[number].nbytes for number in over & resolved.recomputed)
-                - (cast_again if end == 0 else 0),
+                recomputed_bytes=recomputed,
                 host_seconds=host_seconds * share + _TAKE * _host_by_operator(block) * len(takes),
             )
         )
@@ -303,31 +284,25 @@ def _part_at(block: BlockProfile, place: int) -> BackwardPart:
 
 
 def _backward_peak(
-    block: BlockProfile,
-    resolved: ResolvedDecisions,
-    wanted_at: dict[int, int],
-    over_at: dict[int, int],
-    start: int,
-    end: int,
+    block: BlockProfile, resolved: ResolvedDecisions, wanted_at: list[int], over_at: list[int], start: int, end: int
 ) -> int:
     """The most that backward takes between two places, beyond what there is at the first."""
-    values = block.values
     peaks = [_part_at(block, start).peak_bytes]
+    there = (*resolved.kept, *resolved.offloaded, *resolved.recomputed)
+    saved = [number for number in resolved.kept if block.values[number].saved_at is not None]
     for part in block.backward_parts:
         if end < part.place <= start:
             # What is not needed any more by then was there at the first place.
-            there = (*resolved.kept, *resolved.offloaded, *resolved.recomputed)
-            gone = sum(values[number].nbytes for number in there if part.place < over_at[number] <= start)
-            here = (number for number in resolved.kept if values[number].saved_at is not None)
-            kept = sum(values[number].nbytes for number in here if wanted_at[number] == part.place)
+            gone = block.nbytes(number for number in there if part.place < over_at[number] <= start)
+            kept = block.nbytes(number for number in saved if wanted_at[number] == part.place)
             peaks.append(max(part.peak_bytes, part.late_bytes + kept if part.late_bytes else 0) - gone)
     return max(peaks)
 
 
 def _rerun(block: BlockProfile, resolved: ResolvedDecisions, begin_bytes: int, casts: int) -> Task:
-    values, seconds = block.values, _seconds(block)
+    seconds = _seconds(block)
     _, peaks = _levels(block, resolved.recomputed, resolved.given, resolved.runs, resolved.reach)
-    made = sum(values[number].nbytes for number in resolved.recomputed) + casts
+    made = block.nbytes(resolved.recomputed) + casts
     return Task(
         "again",
         Phase.RERUN,
@@ -366,18 +341,14 @@ class ResolvedDecisions:
     def of(cls, block: BlockProfile, decisions: Sequence[Decision], min_bytes: int) -> ResolvedDecisions:
         """Resolve decisions that :func:`as_planned` gave."""
         values = block.values
-        again = frozenset(
-            number
-            for number, value in enumerate(values)
-            if value.saved_at is not None and value.maker is not None and decisions[number] is Decision.RECOMPUTE
-        )
+        made = frozenset(number for number, value in enumerate(values) if value.is_recomputable)
+        again = frozenset(number for number in made if decisions[number] is Decision.RECOMPUTE)
         casts = frozenset(number for number, value in enumerate(values) if value.is_cast and value.saved_at is not None)
         reach = _reach(block, again | casts)
         runs, given = _reruns(block, decisions, again, reach) if again else (frozenset(), frozenset())
         # A replay goes on until each value that it was handed was saved once.
         reach = max([reach, *(values[number].saved_at or 0 for number in given)])
-        made = (number for number, value in enumerate(values) if value.saved_at is not None and value.maker is not None)
-        if again and again.issuperset(made):
+        if again == made and again:
             # Nothing is preserved, and nothing is left out.
             runs = frozenset(place for place in range(reach) if block.operators[place].again is not Again.VIEW)
         held = {
@@ -399,13 +370,11 @@ class ResolvedDecisions:
     def told(self, block: BlockProfile, decisions: Sequence[Decision]) -> list[Decision]:
         """These decisions, with RECOMPUTE for values that the block does not need. See NOTE [ What a plan can say ]."""
         said = list(decisions)
-        if self.recomputed:
-            for each in block.operators:
-                if each.again is Again.FREE and not any(
-                    made in self.kept or made in self.offloaded for made in each.makes
-                ):
-                    for number in each.makes:
-                        said[number] = Decision.RECOMPUTE
+        for each in block.operators if self.recomputed else ():
+            is_there = any(made in self.kept or made in self.offloaded for made in each.makes)
+            if each.again is Again.FREE and not is_there:
+                for number in each.makes:
+                    said[number] = Decision.RECOMPUTE
         return said
 
 
@@ -437,8 +406,11 @@ def _reruns(
     want = set(at.get(len(block.operators), ()))
     for place in range(len(block.operators) - 1, -1, -1):
         each = block.operators[place]
-        if place < reach and _is_wanted(each.again, want, each.makes, each.writes):
-            if each.again is Again.FREE and want.isdisjoint(each.writes) and _is_preserved(each.makes, decisions):
+        is_free, overwrites = each.again is Again.FREE, not want.isdisjoint(each.writes)
+        is_wanted = overwrites or not want.isdisjoint(each.makes)
+        if place < reach and (each.again is Again.ALWAYS or (is_free and is_wanted)):
+            is_preserved = each.makes and decisions[each.makes[0]] is not Decision.RECOMPUTE
+            if is_free and is_preserved and not overwrites:
                 given.update(each.makes)
             else:
                 runs.add(place)
@@ -449,14 +421,6 @@ def _reruns(
     return frozenset(runs), frozenset(given | inputs)
 
 
-def _is_wanted(again: Again, want: set[int], makes: Sequence[int], writes: Sequence[int]) -> bool:
-    return again is Again.ALWAYS or (again is Again.FREE and not (want.isdisjoint(makes) and want.isdisjoint(writes)))
-
-
-def _is_preserved(makes: Sequence[int], decisions: Sequence[Decision]) -> bool:
-    return bool(makes) and decisions[makes[0]] is not Decision.RECOMPUTE
-
-
 def as_planned(block: BlockProfile, decisions: Sequence[Decision], min_bytes: int) -> list[Decision]:
     """The decisions as a plan says them. See NOTE [ What a plan can say ]."""
     said = list(decisions)
@@ -465,7 +429,7 @@ def as_planned(block: BlockProfile, decisions: Sequence[Decision], min_bytes: in
     leaving = next((said[number] for number in inputs if said[number] in _LEAVES), Decision.KEEP)
     for number in inputs:
         said[number] = leaving
-    # Nobody can keep these in a region.
+    # A checkpointed block cannot keep these.
     again: list[int] = []
     written = {number for each in block.operators for number in each.writes}
     for each in block.operators:
@@ -475,14 +439,10 @@ def as_planned(block: BlockProfile, decisions: Sequence[Decision], min_bytes: in
             decision = Decision.RECOMPUTE if decision is Decision.RECOMPUTE else Decision.KEEP
         for number in each.makes:
             said[number] = decision
-    if any(_needs_a_region(value, decision) for value, decision in zip(values, said, strict=True)):
+    if any(value.is_recomputable and said[number] is Decision.RECOMPUTE for number, value in enumerate(values)):
         for number in again:
             said[number] = Decision.RECOMPUTE
     return said
-
-
-def _needs_a_region(value: Value, decision: Decision) -> bool:
-    return value.saved_at is not None and value.maker is not None and decision is Decision.RECOMPUTE
 
 
 def leaves_at(block: BlockProfile, number: int) -> int:

@@ -88,7 +88,7 @@ def _spread(
         leaving.insert(len(leaving) if by_size else 0, tuple(inputs))
     if keeps or not leaving:
         yield tuple(stays)
-    sizes = np.cumsum([sum(block.values[number].nbytes for number in numbers) for numbers in leaving])
+    sizes = np.cumsum([block.nbytes(numbers) for numbers in leaving])
     for tier in tiers:
         decisions = list(stays)
         told = 0
@@ -158,7 +158,7 @@ class _Cut:
         self._block = block
         operators = block.operators
         count = len(operators)
-        self._bytes = np.array([sum(block.values[number].nbytes for number in each.makes) for each in operators])
+        self._bytes = np.array([block.nbytes(each.makes) for each in operators])
         self._seconds = np.array([each.seconds for each in operators])
         rows: list[tuple[int, int]] = []
         read = {number for each in operators for number in (*each.reads, *each.writes)}

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import Field
 
 from spillway.errors import UsageError, printable
-from spillway.planning.block_tasks import make_option
+from spillway.planning.block_tasks import make_option, outside_task
 from spillway.planning.files import Count, FileRecord, Record, Seconds
-from spillway.planning.profile import Again, BlockProfile, Outside, Profile
-from spillway.planning.tasks import Option, Part, Phase, Problem, Program, Rates, Task
+from spillway.planning.profile import Again, BlockProfile, Profile
+from spillway.planning.tasks import Option, Part, Phase, Problem, Program, Rates
 from spillway.records import Decision
 from spillway.units import format_bytes, format_seconds
 
@@ -141,7 +141,7 @@ def planned_block(name: str, block: BlockProfile, option: Option) -> BlockPlan:
         leaves = not sent.isdisjoint(each.makes)
         if decision is Decision.RECOMPUTE or not (recomputes or leaves):
             continue
-        nbytes = sum(block.values[number].nbytes for number in each.makes)
+        nbytes = block.nbytes(each.makes)
         price = each.seconds / nbytes * 1e12 if nbytes else 0.0
         reason = f"{'leaves' if leaves else 'stays'}: {price:.1f} ps a byte to compute again"
         operators.append(OperatorPlan(place, each.name, decision if leaves else Decision.KEEP, nbytes, reason))
@@ -288,19 +288,8 @@ def part_of(profile: Profile) -> Part:
     """The tasks around its blocks."""
     return Part(
         len(profile.calls),
-        before=(_outside("before the blocks", profile.before),),
-        middle=(_outside("head and loss", profile.middle),),
-        after=(_outside("after the blocks", profile.after),),
-        late=() if profile.late is None else (_outside("head and loss", profile.late),),
-    )
-
-
-def _outside(name: str, outside: Outside) -> Task:
-    return Task(
-        name,
-        Phase.OUTSIDE,
-        outside.seconds,
-        peak_bytes=outside.peak_bytes,
-        change_bytes=outside.change_bytes,
-        host_seconds=outside.host_seconds,
+        before=(outside_task("before the blocks", profile.before),),
+        middle=(outside_task("head and loss", profile.middle),),
+        after=(outside_task("after the blocks", profile.after),),
+        late=() if profile.late is None else (outside_task("head and loss", profile.late),),
     )

@@ -10,6 +10,7 @@ their backward; how that moves is measured while blocks hold nothing but their i
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from spillway.errors import printable
@@ -49,6 +50,11 @@ class Value(Record):
     """
     is_cast: bool = False
     """Whether it is a leaf's cast, made in the call: see NOTE [ Casts ] in ``block_tasks.py``."""
+
+    @property
+    def is_recomputable(self) -> bool:
+        """Whether an operator of the block makes it, and autograd saves it."""
+        return self.saved_at is not None and self.maker is not None
 
     @property
     def asked_at(self) -> int | None:
@@ -133,6 +139,10 @@ class BlockProfile(Record):
     def saved_bytes(self) -> int:
         """What autograd saves of it."""
         return sum(value.nbytes for value in self.values if value.saved_at is not None)
+
+    def nbytes(self, numbers: Iterable[int]) -> int:
+        """Bytes of some of its values, by their numbers."""
+        return sum(self.values[number].nbytes for number in numbers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +265,7 @@ class Profile(FileRecord):
 
     def _check_numbers(self, block: BlockProfile, where: str) -> None:
         """That what numbers stand for is there."""
+        count = len(block.operators)
         for place, each in enumerate(block.operators):
             for name in ("reads", "makes", "writes"):
                 for number in getattr(each, name):
@@ -265,18 +276,15 @@ class Profile(FileRecord):
                         f"{where}.values.{number}.maker", f"not {place}, which makes it by its own word"
                     )
         for number, value in enumerate(block.values):
+            maker, first, last = (f"{where}.values.{number}.{name}" for name in ("maker", "saved_at", "saved_last_at"))
             if value.maker is not None:
-                maker = f"{where}.values.{number}.maker"
-                self._check_below(value.maker, len(block.operators), maker, "operators")
+                self._check_below(value.maker, count, maker, "operators")
                 if number not in block.operators[value.maker].makes:
                     raise self._is_none(maker, f"{value.maker}, which does not make it by its own word")
             if value.saved_at is not None:
-                self._check_below(
-                    value.saved_at, len(block.operators) + 1, f"{where}.values.{number}.saved_at", "operators"
-                )
+                self._check_below(value.saved_at, count + 1, first, "operators")
             if value.saved_last_at is not None:
-                last = f"{where}.values.{number}.saved_last_at"
-                self._check_below(value.saved_last_at, len(block.operators) + 1, last, "operators")
+                self._check_below(value.saved_last_at, count + 1, last, "operators")
                 if value.saved_at is None or value.saved_last_at < value.saved_at:
                     raise self._is_none(last, f"{value.saved_last_at}, before it was saved first")
 

@@ -123,20 +123,11 @@ class Facts:
         """Predicted against measured: name, both, and the relative difference. Empty without a measured step."""
         if self.measured is None:
             return ()
-        predicted = Point(self.timeline.peak_bytes, self.timeline.seconds)
+        peak, seconds = self.timeline.peak_bytes, self.timeline.seconds
+        real_peak, real_seconds = self.measured.peak_bytes, self.measured.seconds
         return (
-            (
-                "peak",
-                format_bytes(predicted.peak_bytes),
-                format_bytes(self.measured.peak_bytes),
-                _difference(self.measured.peak_bytes, predicted.peak_bytes),
-            ),
-            (
-                "step",
-                format_seconds(predicted.seconds),
-                format_seconds(self.measured.seconds),
-                _difference(self.measured.seconds, predicted.seconds),
-            ),
+            ("peak", format_bytes(peak), format_bytes(real_peak), _difference(real_peak, peak)),
+            ("step", format_seconds(seconds), format_seconds(real_seconds), _difference(real_seconds, seconds)),
         )
 
     @property
@@ -229,7 +220,10 @@ def facts_of(
         timeline=timeline,
         hardware=hardware.name,
         phases={task.name: task.phase for task in program.tasks},
-        rows=_rows(profile, plan),
+        rows=tuple(
+            _row(profile.kinds[call.kind], block, option, profile.min_bytes)
+            for call, block, option in zip(profile.calls, plan.blocks, options_of(profile, plan), strict=True)
+        ),
         instants=instants,
         # Layers that are empty in the whole step are not shown.
         layers=tuple(layer for layer in layers if any(layer.nbytes)),
@@ -267,18 +261,17 @@ _MOVING = (
 def _stacked(profile: Profile, timeline: Timeline) -> tuple[list[tuple[str, str, str]], list[list[int]]]:
     """The layers, and the bytes of each at each level."""
     static = profile.static
+    gradients = 0 if static is None else static.gradients
     if static is None:
-        ground, nbytes, gradients = [_STATIC], [], 0
+        ground, nbytes = [_STATIC], [profile.static_bytes]
+    elif static.optimizer:
+        ground, nbytes = [_WEIGHTS, _OPTIMIZER, _OTHER], [static.weights, static.optimizer, static.other]
     else:
-        ground = [_WEIGHTS, *([_OPTIMIZER] if static.optimizer else [])]
-        ground.append(_OTHER if static.optimizer else _OTHER_WITH_STATE)
-        nbytes = [static.weights, *([static.optimizer] if static.optimizer else []), static.other]
-        gradients = static.gradients
+        ground, nbytes = [_WEIGHTS, _OTHER_WITH_STATE], [static.weights, static.other]
     stacks = []
     for held in timeline.holders:
-        below = nbytes or [held.static]
         moving = [getattr(held, key) for key, *_ in _MOVING]
-        stacks.append(settled([*below, moving[0] + gradients, *moving[1:]]))
+        stacks.append(settled([*nbytes, moving[0] + gradients, *moving[1:]]))
     return [*ground, *_MOVING], stacks
 
 
@@ -319,27 +312,16 @@ def _difference(found: float, expected: float) -> str:
     return f"{found / expected - 1:+.1%}" if expected else "-"
 
 
-def _rows(profile: Profile, plan: Plan) -> tuple[Row, ...]:
-    """The calls of blocks, in forward order."""
-    return tuple(
-        _row(profile.kinds[call.kind], block, option, profile.min_bytes)
-        for call, block, option in zip(profile.calls, plan.blocks, options_of(profile, plan), strict=True)
-    )
-
-
 def _row(kind: BlockProfile, block: BlockPlan, option: Option, min_bytes: int) -> Row:
     resolved = ResolvedDecisions.of(kind, option.decisions, min_bytes)
     operators = tuple(_operators(kind, block, option, resolved))
-
-    def total(numbers: Iterable[int]) -> int:
-        return sum(kind.values[number].nbytes for number in numbers)
-
+    words = [*(["offload"] if resolved.offloaded else []), *(["recompute"] if resolved.recomputed else [])]
     return Row(
         name=block.name,
-        decision=_decision(block, resolved),
-        kept_bytes=total(resolved.kept),
-        sent_bytes=total(resolved.offloaded),
-        recomputed_bytes=total(resolved.recomputed),
+        decision="keep" if block.plain else " and ".join(words) or "keep",
+        kept_bytes=kind.nbytes(resolved.kept),
+        sent_bytes=kind.nbytes(resolved.offloaded),
+        recomputed_bytes=kind.nbytes(resolved.recomputed),
         rerun_seconds=block.rerun_seconds,
         reason=_reason(block, operators),
         operators=operators,
@@ -355,11 +337,6 @@ _WORDS = {
 }
 
 
-def _decision(block: BlockPlan, resolved: ResolvedDecisions) -> str:
-    words = [*(["offload"] if resolved.offloaded else []), *(["recompute"] if resolved.recomputed else [])]
-    return " and ".join(words) if words and not block.plain else "keep"
-
-
 def _operators(
     kind: BlockProfile, block: BlockPlan, option: Option, resolved: ResolvedDecisions
 ) -> Iterable[OperatorRow]:
@@ -367,7 +344,7 @@ def _operators(
     for place, each in enumerate(kind.operators):
         if not each.makes:
             continue
-        nbytes = sum(kind.values[number].nbytes for number in each.makes)
+        nbytes = kind.nbytes(each.makes)
         price = f"{each.seconds / nbytes * 1e12:.1f} ps a byte" if nbytes else "no bytes"
         if place in planned:
             decision, reason = _WORDS[planned[place].decision], planned[place].reason

@@ -41,9 +41,8 @@ _PHASES = {
     Phase.OUTSIDE: ("outside of blocks", "#b08d57"),
 }
 _COPIES = {Lane.OUT: ("offloading", "#e08a3c"), Lane.BACK: ("reloading", "#c9a227"), Lane.DISK: ("disk", "#64748b")}
-_STALL = "#d0303a"
-_BUDGET = "#d0303a"
-_ROWS = [Lane.COMPUTE.value, Lane.OUT.value, Lane.BACK.value, Lane.DISK.value]
+_RED = "#d0303a"
+"""Of stalls, the budget, the peak and this plan."""
 _ORDER = [
     *(name for name, _ in _PHASES.values()),
     *(f"stalls for {reason}" for reason in STALLS),
@@ -72,10 +71,10 @@ def graph_objects() -> ModuleType:
 
 def memory_figure(facts: Facts) -> dict[str, Any]:
     """Memory of the device over the step, as stacked layers, with the budget and the peak."""
-    go = graph_objects()
-    scale, unit = _byte_scale(max(facts.timeline.peak_bytes, 1))
-    times, time_unit = _times(facts, facts.instants)
-    figure = go.Figure()
+    scale, unit = _byte_scale(facts.timeline.peak_bytes)
+    faster, time_unit = _time_scale(facts.timeline.seconds)
+    times = [seconds * faster for seconds in facts.instants]
+    figure = graph_objects().Figure()
     for layer in facts.layers:
         figure.add_scatter(
             x=times,
@@ -96,7 +95,7 @@ def memory_figure(facts: Facts) -> dict[str, Any]:
             y=[budget, budget],
             name="budget",
             mode="lines",
-            line={"color": _BUDGET, "width": 2, "dash": "dash"},
+            line={"color": _RED, "width": 2, "dash": "dash"},
             hovertemplate=f"%{{y:.2f}} {unit}",
         )
     figure.add_scatter(
@@ -104,11 +103,11 @@ def memory_figure(facts: Facts) -> dict[str, Any]:
         y=[top],
         name="peak",
         mode="markers",
-        marker={"color": _BUDGET, "size": 10, "symbol": "triangle-down", "line": {"color": "white", "width": 1}},
+        marker={"color": _RED, "size": 10, "symbol": "triangle-down", "line": {"color": "white", "width": 1}},
         hovertemplate=f"%{{y:.2f}} {unit} in {_safe(facts.peak.task)}",
     )
-    figure.update_layout(
-        template="none",
+    return _laid_out(
+        figure,
         hovermode="x unified",
         xaxis={"title": {"text": f"time, {time_unit}"}, "range": [0, times[-1]]},
         yaxis={
@@ -116,17 +115,14 @@ def memory_figure(facts: Facts) -> dict[str, Any]:
             "range": [0, 1.06 * max(top, budget if shown else 0)],
             "tickformat": "~g",
         },
-        legend=_LEGEND,
         # Where the memory that changes begins.
         meta={"ground": facts.profile.static_bytes / scale},
     )
-    return _plain(figure)
 
 
 def streams_figure(facts: Facts) -> dict[str, Any]:
     """The tasks of each stream over time, and why compute stalls."""
-    go = graph_objects()
-    figure = go.Figure()
+    figure = graph_objects().Figure()
     scale, time_unit = _time_scale(facts.timeline.seconds)
     sorts: dict[tuple[str, str, str], list[Span]] = {}
     for span in facts.timeline.spans:
@@ -143,25 +139,27 @@ def streams_figure(facts: Facts) -> dict[str, Any]:
             hoverinfo="text",
             marker={"color": colour, "pattern": {"shape": pattern, "size": 6}, "line": {"width": 0}},
         )
-    figure.update_layout(
-        template="none",
+    return _laid_out(
+        figure,
         barmode="overlay",
         bargap=0.25,
         hovermode="closest",
         xaxis={"title": {"text": f"time, {time_unit}"}, "range": [0, facts.timeline.seconds * scale]},
-        yaxis={"categoryorder": "array", "categoryarray": _ROWS, "autorange": "reversed", "fixedrange": True},
-        legend=_LEGEND,
+        yaxis={
+            "categoryorder": "array",
+            "categoryarray": [lane.value for lane in Lane],
+            "autorange": "reversed",
+            "fixedrange": True,
+        },
     )
-    return _plain(figure)
 
 
 def curve_figure(facts: Facts) -> dict[str, Any] | None:
     """Predicted step time over predicted peak for several budgets, with this plan; ``None`` without a curve."""
     if facts.curve is None:
         return None
-    go = graph_objects()
     curve, plan = facts.curve, Point(facts.timeline.peak_bytes, facts.timeline.seconds)
-    scale, unit = _byte_scale(max(curve.keep.peak_bytes, plan.peak_bytes, 1))
+    scale, unit = _byte_scale(max(curve.keep.peak_bytes, plan.peak_bytes))
     faster, time_unit = _time_scale(max(plan.seconds, *(point.seconds for point in curve.points)))
 
     def add(name: str, points: Sequence[Point], **looks: Any) -> None:
@@ -176,39 +174,28 @@ def curve_figure(facts: Facts) -> dict[str, Any] | None:
             **looks,
         )
 
-    figure = go.Figure()
+    figure = graph_objects().Figure()
     add("plans", curve.points, mode="lines+markers", line={"color": "#3f83c8", "width": 2}, marker={"size": 6})
     for name, point, symbol, colour in (
         ("keep everything", curve.keep, "square", "#64748b"),
         ("full checkpointing", curve.checkpoint, "diamond", "#3fa37c"),
-        ("this plan", plan, "star", "#d0303a"),
+        ("this plan", plan, "star", _RED),
         ("measured", facts.measured, "x", "#e08a3c"),
     ):
         if point is not None:
             marker = {"symbol": symbol, "size": 13, "color": colour, "line": {"color": "white", "width": 1}}
             add(name, [point], mode="markers", marker=marker)
-    figure.update_layout(
-        template="none",
+    return _laid_out(
+        figure,
         hovermode="closest",
         xaxis={"title": {"text": f"peak memory, {unit}"}},
         yaxis={"title": {"text": f"step, {time_unit}"}, "rangemode": "tozero"},
-        legend=_LEGEND,
     )
-    return _plain(figure)
 
 
-_LEGEND = {
-    "orientation": "h",
-    "traceorder": "normal",
-    "yref": "container",
-    "yanchor": "bottom",
-    "y": 0,
-    "xanchor": "left",
-    "x": 0,
-}
-
-
-def _plain(figure: Any) -> dict[str, Any]:
+def _laid_out(figure: Any, **layout: Any) -> dict[str, Any]:
+    legend = {"orientation": "h", "traceorder": "normal", "yref": "container", "yanchor": "bottom", "y": 0}
+    figure.update_layout(template="none", legend={**legend, "xanchor": "left", "x": 0}, **layout)
     found: dict[str, Any] = figure.to_plotly_json()
     return found
 
@@ -216,7 +203,7 @@ def _plain(figure: Any) -> dict[str, Any]:
 def _sort(facts: Facts, span: Span) -> tuple[str, str, str]:
     """Name, colour and pattern of a bar."""
     if span.reason:
-        return f"stalls for {span.reason}", _STALL, "/"
+        return f"stalls for {span.reason}", _RED, "/"
     if span.lane is Lane.COMPUTE:
         return (*_PHASES[facts.phases[span.name]], "")
     return (*_COPIES[span.lane], "")
@@ -227,11 +214,6 @@ def _told(span: Span) -> str:
     if span.reason:
         return f"Before {_safe(span.name)} compute stalls<br>{STALLS[span.reason]}<br>{when}"
     return f"{_safe(span.name)}<br>{when}"
-
-
-def _times(facts: Facts, seconds: Sequence[float]) -> tuple[list[float], str]:
-    scale, unit = _time_scale(facts.timeline.seconds)
-    return [each * scale for each in seconds], unit
 
 
 def _time_scale(seconds: float) -> tuple[float, str]:

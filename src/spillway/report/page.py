@@ -10,8 +10,8 @@ that none can leak data. The template escapes all text from profiles and plans.
 from __future__ import annotations
 
 import base64
-import hashlib
 import json
+from hashlib import sha256
 
 from spillway.errors import printable
 from spillway.report.facts import Facts, OperatorRow
@@ -59,18 +59,10 @@ def to_page(facts: Facts) -> str:
         facts=facts,
         blocks=blocks,
         tables=tables,
-        hashes=[_hash(script) for script in (plotly, asset("page.js"))],
+        hashes=[base64.b64encode(sha256(script.encode()).digest()).decode() for script in (plotly, asset("page.js"))],
         # No parser of HTML takes anything in it for the end of its element.
         data=Markup(data.replace("<", "\\u003c")),
         plotly=plotly,
         script=asset("page.js"),
         style=asset("page.css"),
     )
-
-
-def _hash(script: str) -> str:
-    return f"sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}"
-
-
-def _heading(text: str) -> str:
-    return text[:1].upper() + text[1:]

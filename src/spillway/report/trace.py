@@ -16,8 +16,7 @@ from spillway.report.facts import STALLS, Facts
 
 _PROCESS = 1
 _MICRO = 1e6
-_NAMES = {Lane.COMPUTE: "compute", Lane.OUT: "out", Lane.BACK: "back", Lane.DISK: "disk"}
-_THREADS = {lane: number for number, lane in enumerate(_NAMES, 1)}
+_THREADS = {lane: number for number, lane in enumerate(Lane, 1)}
 
 
 def to_trace(facts: Facts) -> str:
@@ -35,9 +34,9 @@ def to_trace(facts: Facts) -> str:
 
 def _named(facts: Facts) -> Iterator[dict[str, Any]]:
     yield _meta("process_name", None, name=printable(f"{facts.plan.model} on {facts.hardware}, simulated"))
-    for lane, name in _NAMES.items():
-        yield _meta("thread_name", lane, name=name)
-        yield _meta("thread_sort_index", lane, sort_index=_THREADS[lane])
+    for lane, number in _THREADS.items():
+        yield _meta("thread_name", lane, name=lane.value)
+        yield _meta("thread_sort_index", lane, sort_index=number)
 
 
 def _meta(kind: str, lane: Lane | None, **args: object) -> dict[str, Any]:
@@ -47,17 +46,18 @@ def _meta(kind: str, lane: Lane | None, **args: object) -> dict[str, Any]:
 
 def _spans(facts: Facts) -> Iterator[dict[str, Any]]:
     for span in facts.timeline.spans:
+        task = printable(span.name)
+        name, category, args = task, span.lane.value, {}
         if span.reason:
-            category, args = "stall", {"task": printable(span.name), "reason": STALLS[span.reason]}
+            name, category = f"stall: {span.reason}", "stall"
+            args = {"task": task, "reason": STALLS[span.reason]}
         elif span.lane is Lane.COMPUTE:
-            category, args = facts.phases[span.name].value, {}
-        else:
-            category, args = span.lane.value, {}
+            category = facts.phases[span.name].value
         yield {
             "ph": "X",
             "pid": _PROCESS,
             "tid": _THREADS[span.lane],
-            "name": f"stall: {span.reason}" if span.reason else printable(span.name),
+            "name": name,
             "cat": category,
             "ts": span.start * _MICRO,
             "dur": (span.end - span.start) * _MICRO,
