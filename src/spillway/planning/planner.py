@@ -39,9 +39,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import TypeAlias, TypedDict, Unpack
 
 from spillway.errors import BudgetError, UsageError
 from spillway.planning.hardware import Hardware
@@ -81,6 +81,17 @@ _FRACTIONS = (0.0, 0.25, 0.5, 0.75)
 _MOST_SLACK = 64 << 20
 Windows: TypeAlias = tuple[int, int | None]
 """Bytes that may be LEAVING, and bytes that may be prefetched; ``None``: as many."""
+
+
+class Limits(TypedDict, total=False):
+    """The options of :func:`make_plan` that hold for several budgets."""
+
+    window: int | str
+    may_grow: bool
+    host_budget: int | str | None
+    disk_budget: int | str | None
+    allow: Collection[str]
+    active: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,8 +166,8 @@ def make_plan(
         profile,
         lanes.with_window((most, None)),
         budget=parse_budget(budget, profile),
-        host_budget=None if host_budget is None else parse_bytes(host_budget, what="host_budget"),
-        disk_budget=None if disk_budget is None else parse_bytes(disk_budget, what="disk_budget"),
+        host_budget=host_budget,
+        disk_budget=disk_budget,
         allow=allow,
     )
     room = whole.budget - profile.static_bytes
@@ -207,14 +218,8 @@ def fits(
     nbytes = parse_bytes(budget, what="budget")
     room = nbytes - profile.static_bytes
     size = min(windows_of([profile], parse_bytes(window, what="window"), may_grow=False, room=room))
-    problem = problem_of(
-        profile,
-        usable_rates(hardware, size, active=active),
-        budget=nbytes,
-        host_budget=None if host_budget is None else parse_bytes(host_budget, what="host_budget"),
-        disk_budget=None if disk_budget is None else parse_bytes(disk_budget, what="disk_budget"),
-        allow=allow,
-    )
+    rates = usable_rates(hardware, size, active=active)
+    problem = problem_of(profile, rates, budget=nbytes, host_budget=host_budget, disk_budget=disk_budget, allow=allow)
     return within(problem, smallest(problem, seconds=_SECONDS).timeline)
 
 
@@ -223,19 +228,19 @@ def problem_of(
     rates: Rates,
     *,
     budget: int,
-    host_budget: int | None = None,
-    disk_budget: int | None = None,
+    host_budget: int | str | None = None,
+    disk_budget: int | str | None = None,
     allow: Collection[str] = ALL,
 ) -> Problem:
-    """What there is to solve: each block with its options."""
+    """The problem of a step: each block with its options."""
+    host, disk = (
+        None if nbytes is None else parse_bytes(nbytes, what=what)
+        for nbytes, what in ((host_budget, "host_budget"), (disk_budget, "disk_budget"))
+    )
     check_allow(allow)
     kinds = [block_options(kind, min_bytes=profile.min_bytes, allow=allow) for kind in profile.kinds]
-    return replace(
-        problem_with(profile, (kinds[call.kind] for call in profile.calls), rates, budget=budget),
-        host_budget=host_budget,
-        disk_budget=disk_budget,
-        late=late_of([profile]),
-    )
+    problem = problem_with(profile, (kinds[call.kind] for call in profile.calls), rates, budget=budget)
+    return replace(problem, host_budget=host, disk_budget=disk, late=late_of([profile]))
 
 
 def late_of(profiles: Iterable[Profile]) -> float:
@@ -310,8 +315,7 @@ def windows_of(profiles: Iterable[Profile], window: int, *, may_grow: bool, room
     while smaller[-1] > max(room // _SHARE, MIN_WINDOW):
         smaller.append(max(smaller[-1] // 2, MIN_WINDOW))
     values = (value for profile in profiles for kind in profile.kinds for value in kind.values)
-    saved = (value.nbytes for value in values if value.maker is not None and value.saved_at is not None)
-    largest = max(saved, default=0)
+    largest = max((value.nbytes for value in values if value.is_recomputable), default=0)
     larger = (largest * times for times in (1, 2, 3) if may_grow and largest * times > window)
     return list(dict.fromkeys((*smaller, *larger)))
 
@@ -431,49 +435,35 @@ def make_curve(
     profile: Profile,
     hardware: Hardware,
     *,
-    window: int | str,
-    may_grow: bool = False,
-    host_budget: int | str | None = None,
-    disk_budget: int | str | None = None,
-    allow: Collection[str] = ALL,
-    active: int = 1,
     points: int = POINTS,
     on_point: Callable[[int, int], None] | None = None,
+    **limits: Unpack[Limits],
 ) -> Curve:
     """Plan for several budgets. Each takes as long as a plan does. See NOTE [ Which budgets ].
 
     Args:
         profile: of a step.
-        hardware: as for :func:`make_plan`, and so are the next six.
-        window: bytes.
-        may_grow: whether larger windows are tried.
-        host_budget: bytes.
-        disk_budget: bytes.
-        allow: what may be done.
-        active: devices that copy.
+        hardware: what the machine can do.
         points: how many budgets, at least 2.
         on_point: is told how many plans have been made, and of how many, after each.
+        limits: as for :func:`make_plan`, which wants a window.
 
     Raises:
         UsageError: for fewer than 2 points, and for arguments that cannot be meant.
     """
     if type(points) is not int or points < 2:
         raise UsageError(f"points: got {points!r}, expected a whole number of at least 2")
-    planned = functools.partial(
-        make_plan,
-        profile,
-        hardware,
-        window=window,
-        may_grow=may_grow,
-        host_budget=host_budget,
-        disk_budget=disk_budget,
-        allow=allow,
-        active=active,
-    )
+    planned = functools.partial(make_plan, profile, hardware, **limits)
+    try:
+        least = planned(budget=0).predicted_peak
+    except BudgetError as error:
+        least = error.least
     keep, checkpoint = (
-        simulate_program(program, ANY_RATES) for program in (kept_program(profile), checkpointed_program(profile))
+        Point(timeline.peak_bytes, timeline.seconds)
+        for program in (kept_program(profile), checkpointed_program(profile))
+        for timeline in [simulate_program(program, ANY_RATES)]
     )
-    budgets = _budgets(profile.static_bytes, _least(planned), keep.peak_bytes, points)
+    budgets = _budgets(profile.static_bytes, least, keep.peak_bytes, points)
     found = []
     for number, budget in enumerate(budgets, 1):
         # The curve begins later where the budget of CPU memory or of the disk rules out the smallest steps.
@@ -482,11 +472,7 @@ def make_curve(
             found.append(Point(plan.predicted_peak, plan.predicted_seconds))
         if on_point is not None:
             on_point(number, len(budgets))
-    return Curve(
-        points=frontier(found),
-        keep=Point(keep.peak_bytes, keep.seconds),
-        checkpoint=Point(checkpoint.peak_bytes, checkpoint.seconds),
-    )
+    return Curve(frontier(found), keep, checkpoint)
 
 
 def frontier(points: Iterable[Point]) -> tuple[Point, ...]:
@@ -503,19 +489,8 @@ def frontier(points: Iterable[Point]) -> tuple[Point, ...]:
     return tuple(found)
 
 
-def _least(planned: Callable[..., Plan]) -> int:
-    """The smallest peak that any plan was found to have."""
-    try:
-        return planned(budget=0).predicted_peak
-    except BudgetError as error:
-        return error.least
-
-
 def _budgets(static: int, least: int, most: int, count: int) -> list[int]:
-    """See NOTE [ Which budgets ]."""
     low = max(least - static, 1)
     ratio = max(most - static, low) / low
-    between: Sequence[int] = [
-        static + math.ceil(low * ratio ** (number / (count - 1))) for number in range(1, count - 1)
-    ]
+    between = (static + math.ceil(low * ratio ** (number / (count - 1))) for number in range(1, count - 1))
     return sorted({least, *between, max(least, most)})

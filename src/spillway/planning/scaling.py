@@ -38,8 +38,7 @@ def scaled(first: Profile, second: Profile, sizes: tuple[int, int], size: int) -
     Returns:
         ``None``: the two are not of one structure. See NOTE [ Two sizes tell a third ].
     """
-    share = (size - sizes[0]) / (sizes[1] - sizes[0])
-    found = _between(first, second, share)
+    found = _between(first, second, (size - sizes[0]) / (sizes[1] - sizes[0]))
     return found if isinstance(found, Profile) else None
 
 
@@ -111,11 +110,8 @@ def risen(profile: Profile, nbytes: int, *, has_gradients: bool = False) -> Prof
     )
 
 
-class _Other:
-    """There is no such value."""
-
-
-_OTHER = _Other()
+_OTHER = object()
+"""There is no such value."""
 
 
 def _between(first: Any, second: Any, share: float) -> Any:

@@ -77,13 +77,23 @@ def make_stage_plans(
     Raises:
         BudgetError: where no plan is within the budget.
     """
-    few = shortened(turns)
-    problem = _problem(stages, few, lanes, static_bytes, budget, allow)
-    problem = replace(problem, host_budget=host_budget, disk_budget=disk_budget)
-    profiles = [stage.profile for stage in stages]
-    room = budget - static_bytes
-    best = best_of(problem, lanes, windows_of(profiles, window, may_grow=may_grow, room=room))
-    best = refined(best, lanes)
+    few, profiles = shortened(turns), [stage.profile for stage in stages]
+    rates = lanes.with_window((1, None))
+    alone = [problem_of(profile, rates, budget=budget, allow=allow) for profile in profiles]
+    problem = Problem(
+        static_bytes=static_bytes,
+        parts=tuple(map(chunk_of, stages)),
+        names=_names(stages),
+        options=tuple(options for each in alone for options in each.options),
+        rates=rates,
+        budget=budget,
+        host_budget=host_budget,
+        disk_budget=disk_budget,
+        late=late_of(profiles),
+        turns=tuple(few),
+    )
+    sizes = windows_of(profiles, window, may_grow=may_grow, room=budget - static_bytes)
+    best = refined(best_of(problem, lanes, sizes), lanes)
     # The turns that were left out take as long as the others.
     times = len(turns) / len(few)
     plans = [plan_of(profile, best.problem, best.solution, part=part) for part, profile in enumerate(profiles)]
@@ -124,30 +134,7 @@ def simulate_stages(
     return simulate_program(problem.program([0] * len(options)), rates)
 
 
-def _problem(
-    stages: Sequence[StageProfile],
-    turns: Sequence[Turn],
-    lanes: Lanes,
-    static_bytes: int,
-    budget: int,
-    allow: Collection[str],
-) -> Problem:
-    rates = lanes.with_window((1, None))
-    problems = [problem_of(stage.profile, rates, budget=budget, allow=allow) for stage in stages]
-    return Problem(
-        static_bytes=static_bytes,
-        parts=tuple(map(chunk_of, stages)),
-        names=_names(stages),
-        options=tuple(options for problem in problems for options in problem.options),
-        rates=rates,
-        budget=budget,
-        late=late_of(stage.profile for stage in stages),
-        turns=tuple(turns),
-    )
-
-
 def _names(stages: Sequence[StageProfile]) -> tuple[str, ...]:
-    """Of their blocks."""
     return tuple(f"stage {stage.index}, {call.name}" for stage in stages for call in stage.profile.calls)
 
 
