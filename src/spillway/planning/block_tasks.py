@@ -102,7 +102,6 @@ def _kept_casts(block: BlockProfile, resolved: ResolvedDecisions) -> int:
 
 
 def _held_casts(block: BlockProfile, resolved: ResolvedDecisions) -> int:
-    """Bytes of casts at the end of the block's forward."""
     return block.cached_bytes or _kept_casts(block, resolved)
 
 
@@ -278,7 +277,6 @@ def _backward(block: BlockProfile, resolved: ResolvedDecisions) -> tuple[Task, .
 
 
 def _part_at(block: BlockProfile, place: int) -> BackwardPart:
-    """The part of the backward that goes through a place."""
     parts = [part for part in block.backward_parts if part.place >= place]
     return parts[-1] if parts else BackwardPart(place, block.backward_peak_bytes, 0)
 

@@ -450,11 +450,9 @@ class _SideBySide:
         self.most = {tier: numpy.zeros(len(choices)) for tier in ("device", "host", "disk")}
 
     def constant(self, value: float) -> Numbers:
-        """For each choice the same."""
         return numpy.full(len(self._choices), value)
 
     def row(self, row: _Row) -> Callable[[str], Numbers]:
-        """A block's numbers, by their names."""
         numbers = row.numbers if row.block is None else row.numbers[:, self._choices[:, row.block]]
         return lambda name: numbers[_LINES[name]]
 
@@ -464,17 +462,14 @@ class _SideBySide:
         return numpy.where(output == input_, output, 0.0)
 
     def limit(self, tier: str, nbytes: Numbers) -> None:
-        """So many bytes are on a tier."""
         self.most[tier] = numpy.maximum(self.most[tier], nbytes)
 
     @staticmethod
     def hold(number: Numbers) -> Numbers:
-        """That number."""
         return number
 
     @staticmethod
     def latest(*numbers: Numbers) -> Numbers:
-        """The largest."""
         return functools.reduce(numpy.maximum, numbers)
 
 
@@ -523,11 +518,9 @@ class _Programme:
         ]
 
     def constant(self, value: float) -> _Linear:
-        """No column."""
         return _Linear({}, value)
 
     def row(self, row: _Row) -> Callable[[str], _Linear]:
-        """A block's numbers by the shares of its options."""
         if row.block is None:
             return lambda name: _Linear({}, float(row.numbers[_LINES[name], 0]))
         first, last = self.places[row.block]
@@ -543,7 +536,6 @@ class _Programme:
         return shared
 
     def limit(self, tier: str, nbytes: _Linear) -> None:
-        """So many bytes are on a tier."""
         if tier in self._limits:
             self._rows.append(nbytes - self._limits[tier])
 

@@ -21,7 +21,7 @@ import datetime
 import enum
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -35,8 +35,6 @@ _NO_DISK = 1.0
 
 _DATA_SHEET = "data sheet"
 """How the source of a promise begins."""
-_DAY = datetime.date(2026, 11, 22)
-_DISK_WRITE, _DISK_READ = 3.4e9, 3.7e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,20 +244,35 @@ def _told(error: ValidationError) -> str:
     return f"{told!r} and {len(others)} more errors" if others else repr(told)
 
 
-def _from_data_sheet(
-    name: str, *, link: Link, bus: str, flops: float, memory_rate: float, device_bytes: int
-) -> Hardware:
-    return Hardware(
+_H200 = Hardware(
+    name="NVIDIA H200",
+    links=(
+        Link(active=1, out=55.4e9, back=55.5e9, both=101.8e9),
+        Link(active=2, out=44e9, back=44e9, both=60e9),
+        Link(active=4, out=30e9, back=37e9, both=38e9),
+    ),
+    disk_write=3.4e9,
+    disk_read=3.7e9,
+    flops=780e12,
+    memory_rate=4.1e12,  # of 4.8e12 by the data sheet
+    device_bytes=141 * 10**9,
+    host_bytes=None,
+    disk_bytes=None,
+    date=datetime.date(2026, 11, 22),
+    source="measured on H200s with PCIe 5 x16; memory's size: data sheet",
+)
+_PCIE_5, _PCIE_4 = (Link(active=1, out=rate, back=rate, both=both) for rate, both in ((55e9, 100e9), (25e9, 45e9)))
+
+
+def _from_data_sheet(name: str, link: Link, flops: float, memory_rate: float, gigabytes: int) -> Hardware:
+    bus = "PCIe 5 x16" if link is _PCIE_5 else "PCIe 4 x16"
+    return replace(
+        _H200,
         name=name,
         links=(link,),
-        disk_write=_DISK_WRITE,
-        disk_read=_DISK_READ,
         flops=flops,
         memory_rate=memory_rate,
-        device_bytes=device_bytes,
-        host_bytes=None,
-        disk_bytes=None,
-        date=_DAY,
+        device_bytes=gigabytes * 10**9,
         source=(
             f"{_DATA_SHEET}: compute and memory at their peaks; link: an estimate for {bus}; disk: as beside the h200"
         ),
@@ -267,47 +280,10 @@ def _from_data_sheet(
 
 
 PRESETS: dict[str, Hardware] = {
-    "h200": Hardware(
-        name="NVIDIA H200",
-        links=(
-            Link(active=1, out=55.4e9, back=55.5e9, both=101.8e9),
-            Link(active=2, out=44e9, back=44e9, both=60e9),
-            Link(active=4, out=30e9, back=37e9, both=38e9),
-        ),
-        disk_write=_DISK_WRITE,
-        disk_read=_DISK_READ,
-        flops=780e12,
-        memory_rate=4.1e12,  # of 4.8e12 by the data sheet
-        device_bytes=141 * 10**9,
-        host_bytes=None,
-        disk_bytes=None,
-        date=_DAY,
-        source="measured on H200s with PCIe 5 x16; memory's size: data sheet",
-    ),
-    "h100": _from_data_sheet(
-        "NVIDIA H100 SXM",
-        link=Link(active=1, out=55e9, back=55e9, both=100e9),
-        bus="PCIe 5 x16",
-        flops=989e12,
-        memory_rate=3.35e12,
-        device_bytes=80 * 10**9,
-    ),
-    "a100": _from_data_sheet(
-        "NVIDIA A100 80GB SXM",
-        link=Link(active=1, out=25e9, back=25e9, both=45e9),
-        bus="PCIe 4 x16",
-        flops=312e12,
-        memory_rate=2.039e12,
-        device_bytes=80 * 10**9,
-    ),
-    "rtx4090": _from_data_sheet(
-        "NVIDIA GeForce RTX 4090",
-        link=Link(active=1, out=25e9, back=25e9, both=45e9),
-        bus="PCIe 4 x16",
-        flops=165e12,
-        memory_rate=1.008e12,
-        device_bytes=24 * 10**9,
-    ),
+    "h200": _H200,
+    "h100": _from_data_sheet("NVIDIA H100 SXM", _PCIE_5, flops=989e12, memory_rate=3.35e12, gigabytes=80),
+    "a100": _from_data_sheet("NVIDIA A100 80GB SXM", _PCIE_4, flops=312e12, memory_rate=2.039e12, gigabytes=80),
+    "rtx4090": _from_data_sheet("NVIDIA GeForce RTX 4090", _PCIE_4, flops=165e12, memory_rate=1.008e12, gigabytes=24),
 }
 """Machines that need not be asked, by their names in lower case. Data sheets promise more than is reached."""
 

@@ -135,7 +135,6 @@ class _Point:
 
 
 def _between(cut: _Cut, more: _Point, less: _Point, found: dict[frozenset[int], _Point]) -> None:
-    """Add the points of the hull between two that preserve more and less bytes."""
     if more.nbytes <= less.nbytes or less.seconds <= more.seconds:
         return
     price = (less.seconds - more.seconds) / (more.nbytes - less.nbytes)

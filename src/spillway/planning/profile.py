@@ -264,7 +264,6 @@ class Profile(FileRecord):
             self._check_below(call.kind, len(self.kinds), f"calls.{place}.kind", "kinds")
 
     def _check_numbers(self, block: BlockProfile, where: str) -> None:
-        """That what numbers stand for is there."""
         count = len(block.operators)
         for place, each in enumerate(block.operators):
             for name in ("reads", "makes", "writes"):

@@ -19,7 +19,8 @@ NOTE [ A slower CPU ]
 
 The fastest plan for the measured CPU times has no spare CPU time, and stalls as soon as the CPU is a little slower. So
 choices are ranked by the mean of two steps, one of them with a CPU that takes a fifth more. A plan predicts the step
-with the measured CPU times. ``benchmarks/late_hosts.py`` has figures.
+with the measured CPU times. By simulation of profiles of an earlier engine (2026-11-25), the step is 2 % longer on the
+measured CPU, and 5 % shorter on one that takes a tenth more: see ``late-hosts`` in ``benchmarks/results``.
 
 No step takes less than its CPU time where the CPU may run ahead, and many choices may take just that. So the seconds
 without CPU stalls count, too, a little.
@@ -149,7 +150,6 @@ def within(problem: Problem, timeline: Timeline) -> bool:
 
 
 def _excess(problem: Problem, timeline: Timeline) -> int:
-    """Bytes beyond the budgets of CPU memory and the disk."""
     pairs = ((timeline.host_bytes, problem.host_budget), (timeline.disk_bytes, problem.disk_budget))
     return sum(max(0, nbytes - budget) for nbytes, budget in pairs if budget is not None)
 
@@ -182,12 +182,13 @@ class _Search:
         """For each kind of block, the options that a search looks at first."""
 
     def run(self, near: Solution | None) -> Solution:
-        """The best choice that is found."""
         counts = [len(options) for options in self._problem.options]
         if math.prod(counts) <= _COUNTABLE:
             choices = numpy.array(list(itertools.product(*map(range, counts))), dtype=numpy.int64)
             if self._try(choices, most_work=self._most_work):
-                return self._solution("exact", self._least_seconds())
+                # With a slower CPU, another choice may be the fastest.
+                fitting = (each.seconds for each in self._known.values() if within(self._problem, each))
+                return self._solution("exact", min(fitting, default=None))
         bound, shares = None, () if near is None else near.shares
         if not (shares or self._small):
             shares = self._lowered()
@@ -205,11 +206,11 @@ class _Search:
             if self._best() != before:
                 self._polish(self._best(), self._every)
                 in_vain = 0
-        return replace(self._solution("search", bound), shares=shares)
+        return self._solution("search", bound, shares)
 
-    def _solution(self, method: str, bound: float | None) -> Solution:
+    def _solution(self, method: str, bound: float | None, shares: tuple[Shares, ...] = ()) -> Solution:
         best = self._best()
-        return Solution(best, self._known[best], method, self._seconds(best), bound)
+        return Solution(best, self._known[best], method, self._seconds(best), bound, shares)
 
     # Simulations and their ranks.
 
@@ -247,10 +248,6 @@ class _Search:
                 late = self._late[chosen] = self._simulate(program, self._slower).seconds
             seconds = (seconds + late) / 2
         return seconds + (TIE * (timeline.seconds - timeline.host_wait_seconds) if self._problem.lead else 0.0)
-
-    def _least_seconds(self) -> float | None:
-        """Of what was simulated and fits: with a slower CPU, another one may be the best."""
-        return min((each.seconds for each in self._known.values() if within(self._problem, each)), default=None)
 
     def _spent(self) -> bool:
         return self._work > self._most_work
@@ -298,10 +295,10 @@ class _Search:
 
     def _starts(self, shares: Sequence[Shares], near: Solution | None) -> list[Chosen]:
         """The best of these: the one that is known, rounded shares, and the pure ways that seem best."""
-        starts = set() if near is None else {near.chosen}
-        starts |= {chosen for each in shares for chosen in _rounded(each)}
         pure = self._pure_ways()
-        starts |= {_numbers(pure[index]) for index in self._order(pure, (0.0, 0.0))[:2]}
+        starts = set() if near is None else {near.chosen}
+        starts.update(chosen for each in shares for chosen in _rounded(each))
+        starts.update(_numbers(pure[index]) for index in self._order(pure, (0.0, 0.0))[:2])
         return sorted(starts, key=self._rank)[:_STARTS]
 
     def _pure_ways(self) -> Choices:
@@ -317,7 +314,9 @@ class _Search:
         while on_the_way != here and not self._spent():
             on_the_way = here
             rows = self._neighbours(here, options)
-            correction = self._correction(here)
+            found = self._model.estimates(numpy.array([here], dtype=numpy.int64))
+            peak = self._timeline(here).peak_bytes
+            correction = self._seconds(here) - float(found.seconds[0]), peak - float(found.peak_bytes[0])
             order = self._order(rows, correction)
             rows = numpy.concatenate([_together(rows, order, here), rows[order[:_TRIED]]])
             for index in self._order(rows, correction)[:_TRIED]:
@@ -329,15 +328,8 @@ class _Search:
                     return
 
     def _order(self, rows: Choices, correction: Correction) -> NDArray[numpy.intp]:
-        """The best estimate first; of equal ones, that which stands first."""
         self._work += rows.size * max(1, len(self._problem.turns) // 2) / _CELLS_A_TASK
         return numpy.lexsort(self._keys(self._model.estimates(rows), correction)[::-1])
-
-    def _correction(self, chosen: Chosen) -> Correction:
-        """What a simulation says beyond the estimate."""
-        found = self._model.estimates(numpy.array([chosen], dtype=numpy.int64))
-        peak = self._timeline(chosen).peak_bytes
-        return self._seconds(chosen) - float(found.seconds[0]), peak - float(found.peak_bytes[0])
 
     def _neighbours(self, chosen: Chosen, promising: dict[int, list[int]]) -> Choices:
         """One block changed, two blocks of one kind swapped, or a run of equal options changed."""

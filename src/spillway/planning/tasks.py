@@ -253,8 +253,11 @@ class Problem:
             before = let_go = 0
             for block in blocks:
                 option = options[block]
-                key = (first[block] + turn.chunk * first[-1], counted_twice(before, option.input_bytes))
-                placed.append(self._placed(block, chosen[block], *key))
+                by, twice = first[block] + turn.chunk * first[-1], counted_twice(before, option.input_bytes)
+                key = (block, chosen[block], by, twice)
+                if key not in self.placed:
+                    self.placed[key] = option.placed(f"{self.names[block]} ", by, twice)
+                placed.append(self.placed[key])
                 before = option.output_bytes
                 let_go += option.let_go_bytes
             if not turn.is_backward:
@@ -272,12 +275,6 @@ class Problem:
         """Numbers of a part's blocks."""
         first = sum(each.blocks for each in self.parts[:part])
         return range(first, first + self.parts[part].blocks)
-
-    def _placed(self, block: int, number: int, by: int, twice: int) -> tuple[tuple[Task, ...], tuple[Task, ...]]:
-        key = (block, number, by, twice)
-        if key not in self.placed:
-            self.placed[key] = self.options[block][number].placed(f"{self.names[block]} ", by, twice)
-        return self.placed[key]
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,7 @@ import heapq
 import math
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, fields
 from operator import attrgetter
 from typing import Any
 
@@ -117,15 +117,7 @@ class Timeline:
 
     def to_dict(self) -> dict[str, Any]:
         """Its figures, without spans, levels and holders."""
-        names = (
-            "seconds",
-            "stall_seconds",
-            "host_wait_seconds",
-            "peak_bytes",
-            "peak_task",
-            "host_bytes",
-            "disk_bytes",
-        )
+        names = [field.name for field in fields(self) if field.name not in ("spans", "levels", "holders")]
         return {name: getattr(self, name) for name in names}
 
 
@@ -155,8 +147,7 @@ def simulate_program(program: Program, rates: Rates, *, spans: bool = False) -> 
     walk = _Walk(program, rates, spans)
     for task in program.tasks:
         walk.visit(task)
-    walk.end()
-    return walk.timeline()
+    return walk.ended()
 
 
 class _Queue:
@@ -219,7 +210,6 @@ class _Walk:
         self._note_level()
 
     def visit(self, task: Task) -> None:
-        """One task, with all that comes before and after it."""
         for key in task.takes:
             if key in self._numbers:
                 self._take(self._numbers[key], task.name)
@@ -252,16 +242,13 @@ class _Walk:
             if key in self._numbers:
                 self._drop(self._numbers.pop(key))
 
-    def end(self) -> None:
-        """After the last task. See NOTE [ The host ]."""
+    def ended(self) -> Timeline:
+        """The timeline, after the last task. See NOTE [ The host ]."""
         last = self._program.tasks[-1].name if self._program.tasks else ""
         waited = self._wait(self._issued + self._program.lead, "host", last)
         self._host_wait += waited
         if waited:
             self._note_level()
-
-    def timeline(self) -> Timeline:
-        """All that came of it."""
         return Timeline(
             seconds=self._now,
             stall_seconds=self._stall,
@@ -347,7 +334,6 @@ class _Walk:
         self._note_level()
 
     def _count(self, number: int, nbytes: int) -> None:
-        """So many bytes more where the storage goes."""
         if self._storages.sent[number].on_disk:
             self._stored += nbytes
             self._most_stored = max(self._most_stored, self._stored)
@@ -420,7 +406,6 @@ class StorageLifetimes:
             self._visit(task)
 
     def _visit(self, task: Task) -> None:
-        """One task: its takes, sends and drops."""
         if not (0 <= task.seconds < math.inf and 0 <= task.host_seconds < math.inf and task.peak_bytes >= 0):
             raise UsageError(
                 f"task {task.name!r}: got {task.seconds} s, {task.host_seconds} s of the host and a peak of "

@@ -290,7 +290,6 @@ def _parts(weighed: Watched, probe: Probe, number: int, until: Place) -> tuple[B
 
 
 def _fullest(calls: list[tuple[BackwardPart, ...]]) -> tuple[BackwardPart, ...]:
-    """The most of all calls, where they are alike."""
     calls = [parts for parts in calls if parts]
     if not calls or len({tuple(part.place for part in parts) for parts in calls}) > 1:
         return ()

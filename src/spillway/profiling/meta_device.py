@@ -158,7 +158,6 @@ class MetaDevice(OperatorMode):
     def _account(
         self, func: Any, facts: OperatorFacts, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        """Count an operator's bytes and seconds."""
         for tensor in _outputs(output):
             if tensor.device == META:
                 self._find(tensor.untyped_storage(), is_new=True)

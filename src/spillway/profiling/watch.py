@@ -314,7 +314,6 @@ class Watch:
             self._seen.freed.append(nbytes)
 
     def _is_uncast(self, key: int, nbytes: int, _: weakref.ref[torch.UntypedStorage]) -> None:
-        """A cast is about to be taken back."""
         del self._casts[key]
         if not self._closed:
             self._mark("uncast", len(self._seen.uncast))

@@ -201,7 +201,6 @@ def _laid_out(figure: Any, **layout: Any) -> dict[str, Any]:
 
 
 def _sort(facts: Facts, span: Span) -> tuple[str, str, str]:
-    """Name, colour and pattern of a bar."""
     if span.reason:
         return f"stalls for {span.reason}", _RED, "/"
     if span.lane is Lane.COMPUTE:
@@ -228,7 +227,6 @@ def _byte_scale(nbytes: int) -> tuple[int, str]:
 
 
 def _short(value: float) -> float:
-    """With 9 digits, for a smaller page."""
     return float(f"{value:.9g}")
 
 
