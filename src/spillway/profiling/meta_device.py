@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -53,17 +54,15 @@ _VALUE_DEPENDENT = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_sh
 _UNINITIALIZED = ("aten::empty", "aten::new_empty", "aten::resize")
 
 
+@dataclass(slots=True)
 class _Storage:
     """A storage that is alive."""
 
-    __slots__ = ("counted", "number", "reference")
-
-    def __init__(self, number: int, reference: weakref.ref[torch.UntypedStorage]) -> None:
-        self.number = number
-        """Below 0: it was there before the step."""
-        self.reference = reference
-        self.counted = 0
-        """Its bytes in the level."""
+    number: int
+    """Below 0: it was there before the step."""
+    reference: weakref.ref[torch.UntypedStorage]
+    counted: int = 0
+    """Its bytes in the level."""
 
 
 class MetaDevice(OperatorMode):
@@ -125,7 +124,9 @@ class MetaDevice(OperatorMode):
     ) -> Any:
         kwargs = kwargs or {}
         tensors, _ = split(args, kwargs)
-        if not any(tensor.device == META for tensor in tensors) and not _makes_meta(kwargs):
+        target = kwargs.get("device")
+        makes_meta = target is not None and torch.device(target) == META
+        if not makes_meta and not any(tensor.device == META for tensor in tensors):
             # An operator of the CPU's.
             return func(*args, **kwargs)
         if torch.is_autocast_enabled(self.device.type) or torch.is_autocast_enabled("cpu"):
@@ -410,11 +411,6 @@ def state_sizes(parameters: list[torch.Tensor], optimizer: OptimizerOf) -> list[
 
 def _outputs(output: Any) -> list[torch.Tensor]:
     return tensors_in(output if isinstance(output, (list, tuple)) else (output,))
-
-
-def _makes_meta(kwargs: dict[str, Any]) -> bool:
-    device = kwargs.get("device")
-    return device is not None and torch.device(device) == META
 
 
 def _depends_on_values(func: Any, args: tuple[Any, ...]) -> bool:

@@ -25,7 +25,7 @@ from spillway.checkpointing.recorder import Recorder
 from spillway.checkpointing.tensors import OperatorMode, tensors_in
 from spillway.operators import full_name
 from spillway.planning.profile import Again, OperatorProfile, Value
-from spillway.profiling.meter import AcceleratorMeter, ClockMeter, Meter, Reading
+from spillway.profiling.meter import AcceleratorMeter, ClockMeter, Meter
 
 _WIDTH = 4096
 _ODD = 251
@@ -51,7 +51,6 @@ class Probe:
             meter = ClockMeter() if device.type == "cpu" else AcceleratorMeter(device)
         self._meter = meter
         self._marks = 0
-        self._readings: list[Reading] = []
         self._tries: int = 1 if before is None else before._tries + 1
         self._busy: torch.Event | None = None
         """When the device is through with what keeps it busy."""
@@ -101,9 +100,12 @@ class Probe:
             place = recorder.makers.get(number)
             is_input = number in inputs and place is None and self._may_leave(recorder, number)
             is_saved = number in saved_at and (number in made or is_input)
+            nbytes = self._nbytes.get(number, 0)
+            if number not in made:
+                nbytes = recorder.outside[number].nbytes if number in recorder.outside else 0
             values.append(
                 Value(
-                    nbytes=self._nbytes.get(number, 0) if number in made else _outside_bytes(recorder, number),
+                    nbytes=nbytes,
                     maker=place,
                     is_input=is_input,
                     # Inputs may be offloaded at once.
@@ -135,41 +137,36 @@ class Probe:
             replace(value, is_input=False, saved_at=None, saved_last_at=None) if number in others else value
             for number, value in enumerate(values)
         )
-        self._readings = self._meter.finish()
-        self.operators = tuple(
-            OperatorProfile(
-                name=full_name(call.func),
-                seconds=self._seconds(place),
-                reads=call.reads,
-                makes=call.makes,
-                writes=call.writes,
-                again=Again.ALWAYS if self._opaque else _again(call),
-                workspace_bytes=self._workspace(place),
+        readings = self._meter.finish()
+        operators = []
+        for place, call in enumerate(calls):
+            seconds, workspace, mark = 0.0, 0, self._begins.get(place)
+            if mark is not None:
+                begin, end = readings[mark], readings[mark + 1]
+                seconds = end.seconds - begin.seconds
+                workspace = max(end.peak - max(begin.level, end.level), 0)
+            always = self._opaque or (call.always_runs and not call.is_view)
+            operators.append(
+                OperatorProfile(
+                    name=full_name(call.func),
+                    seconds=seconds,
+                    reads=call.reads,
+                    makes=call.makes,
+                    writes=call.writes,
+                    again=Again.ALWAYS if always else Again.VIEW if call.is_view else Again.FREE,
+                    workspace_bytes=workspace,
+                )
             )
-            for place, call in enumerate(calls)
-        )
-
-    def _seconds(self, place: int) -> float:
-        mark = self._begins.get(place)
-        return 0.0 if mark is None else self._readings[mark + 1].seconds - self._readings[mark].seconds
-
-    def _workspace(self, place: int) -> int:
-        mark = self._begins.get(place)
-        if mark is None:
-            return 0
-        begin, end = self._readings[mark], self._readings[mark + 1]
-        return max(end.peak - max(begin.level, end.level), 0)
+        self.operators = tuple(operators)
 
     def _may_leave(self, recorder: Recorder, number: int) -> bool:
         outside = recorder.outside[number]
-        # A leaf is somebody's own, who holds it anyway.
+        # The user holds a leaf anyway.
         is_ours = outside.device == self._device and not (outside.is_leaf and outside.requires_grad)
         return is_ours and outside.storage() is not None and outside.is_floating_point
 
-    # For the watch.
-
     def note_deaths(self, place: int) -> None:
-        """So many operators have run: what is dead by now?"""
+        """Note the values that died before this place."""
         dead = [value for value, storage in self._alive.items() if storage() is None]
         for value in dead:
             del self._alive[value]
@@ -267,14 +264,3 @@ class _Watch(OperatorMode):
         else:
             probe.note_cast(recorder, output)
         return output
-
-
-def _again(operator: Operator) -> Again:
-    if operator.is_view:
-        return Again.VIEW
-    return Again.ALWAYS if operator.always_runs else Again.FREE
-
-
-def _outside_bytes(recorder: Recorder, number: int) -> int:
-    outside = recorder.outside.get(number)
-    return 0 if outside is None else outside.nbytes

@@ -55,7 +55,7 @@ _DISK_LONG_ENOUGH = 0.25
 
 
 def rate_of(
-    queue: Callable[[], None],
+    queue: Callable[[], object],
     wait: Callable[[], None],
     amount: float,
     seconds: float,
@@ -137,11 +137,8 @@ def measure_memory(backend: Backend, nbytes: int, seconds: float) -> float:
         seconds: that this may take.
     """
     source, destination = _device_memory(backend, nbytes), _device_memory(backend, nbytes)
-
-    def queue() -> None:
-        destination.copy_(source)
-
-    return rate_of(queue, partial(_wait_for_compute, backend), 2 * nbytes, seconds)
+    queue, wait = partial(destination.copy_, source), partial(_wait_for_compute, backend)
+    return rate_of(queue, wait, 2 * nbytes, seconds)
 
 
 def measure_products(backend: Backend, seconds: float) -> float:
@@ -164,9 +161,6 @@ def measure_products(backend: Backend, seconds: float) -> float:
         _wait_for_compute(backend)
         return time.perf_counter() - start
 
-    def queue() -> None:
-        torch.matmul(left, right)
-
     while width < _LARGEST_WIDTH:
         # The first one of a shape loads its kernel, and any may have been disturbed.
         took = min(once() for _ in range(_TRIES))
@@ -174,7 +168,8 @@ def measure_products(backend: Backend, seconds: float) -> float:
             break
         width *= 2
         left, right = _matrices(backend, width)
-    return rate_of(queue, partial(_wait_for_compute, backend), 2 * width**3, max(0.0, end - time.perf_counter()))
+    queue, wait = partial(torch.matmul, left, right), partial(_wait_for_compute, backend)
+    return rate_of(queue, wait, 2 * width**3, max(0.0, end - time.perf_counter()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,28 +220,22 @@ def measure_drive(backend: Backend, directory: str | os.PathLike[str] | None, se
         extents: list[Extent] = []
         events: list[Event] = []
 
-        def move(how: Callable[[Extent, Buffer], None], turn: int) -> None:
-            extent, pages = extents[turn], memory[turn % len(memory)]
-            events.append(backend.run(lambda: how(extent, Bytes.of(pages).buffer())))
-
-        def write(turns: itertools.cycle[int]) -> None:
+        def move(how: Callable[[Extent, Buffer], None], turns: itertools.cycle[int]) -> None:
             turn = next(turns)
             if turn == len(extents):
                 extents.append(file.allocate(nbytes))
-            move(file.write, turn)
-
-        def read(turns: itertools.cycle[int]) -> None:
-            move(file.read, next(turns))
+            extent, pages = extents[turn], memory[turn % len(memory)]
+            events.append(backend.run(lambda: how(extent, Bytes.of(pages).buffer())))
 
         def wait() -> None:
             while events:
                 events.pop().synchronize()
 
-        def rate(queue: Callable[[itertools.cycle[int]], None], pieces: int) -> float:
-            queued = partial(queue, itertools.cycle(range(pieces)))
-            return rate_of(queued, wait, nbytes, seconds / 2, enough=_DISK_LONG_ENOUGH, most_repeats=most)
+        def rate(how: Callable[[Extent, Buffer], None], pieces: int) -> float:
+            queue = partial(move, how, itertools.cycle(range(pieces)))
+            return rate_of(queue, wait, nbytes, seconds / 2, enough=_DISK_LONG_ENOUGH, most_repeats=most)
 
-        return Drive(rate(write, most), rate(read, len(extents)), free, file.directory, file.direct)
+        return Drive(rate(file.write, most), rate(file.read, len(extents)), free, file.directory, file.direct)
 
 
 def _device_memory(backend: Backend, nbytes: int) -> torch.Tensor:
@@ -261,7 +250,5 @@ def _wait_for_compute(backend: Backend) -> None:
 def _matrices(backend: Backend, width: int) -> tuple[torch.Tensor, torch.Tensor]:
     # By a generator of its own: the user's random numbers stay what they are.
     generator = torch.Generator(device=backend.device).manual_seed(0)
-    left, right = (
-        torch.randn(width, width, generator=generator, device=backend.device, dtype=torch.bfloat16) for _ in range(2)
-    )
-    return left, right
+    made = partial(torch.randn, width, width, generator=generator, device=backend.device, dtype=torch.bfloat16)
+    return made(), made()
