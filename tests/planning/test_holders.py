@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from planning.programs import SLOW, programs, rates, steps, task
 from spillway.planning.hardware import Hardware
-from spillway.planning.planner import problem_of, usable_rates
+from spillway.planning.planner import Lanes, problem_of
 from spillway.planning.profile import Profile
 from spillway.planning.tasks import Phase, Problem, Program, Rates, Sent, Task
 from spillway.planning.timeline import Holders, Timeline, settled, simulate_program
@@ -77,7 +77,7 @@ def test_holders_add_up_to_what_the_device_has_at_every_level(program: Program, 
 def problem(window: int) -> Problem:
     """Four blocks as they were measured."""
     profile = replace(LLAMA, calls=LLAMA.calls[:4])
-    return problem_of(profile, usable_rates(Hardware.named("h200"), window), budget=1 << 40)
+    return problem_of(profile, Lanes(Hardware.named("h200")).rates(window), budget=1 << 40)
 
 
 @SETTINGS

@@ -54,12 +54,12 @@ def uniform(stages: Sequence[StageProfile], turns: Sequence[Turn], decision: Dec
         options += [(make_option(block, decisions, min_bytes=1 << 20),)] * len(each.profile.calls)
     parts = tuple(map(chunk_of, stages))
     names = tuple(map(str, range(len(options))))
-    rates = LANES.with_window((WINDOW, None))
+    rates = LANES.rates(WINDOW)
     return Problem(STATIC, parts, names, tuple(options), rates, 0, turns=tuple(turns)).program([0] * len(options))
 
 
 def simulated(program: Program) -> Timeline:
-    return simulate_program(program, LANES.with_window((WINDOW, None)))
+    return simulate_program(program, LANES.rates(WINDOW))
 
 
 @cache

@@ -20,9 +20,9 @@ def watched(device: list[float], host: list[float]) -> tuple[Watched, list[list[
 def test_those_count_that_did_not_wait() -> None:
     # The device lags by 5 s and takes 1 s for each, until it has caught up with a host that takes 3 s.
     device, host = [4.5, 5.5, 6.5, 9.0, 12.0, 15.0], [0.0, 3.0, 6.0, 9.0, 12.0, 15.0]
-    assert _times(*watched(device, host), has_host=True) == 1.0
+    assert _times(*watched(device, host)) == 1.0
 
 
 def test_where_all_waited_the_median_counts() -> None:
     times = [0.0, 3.0, 6.0, 10.0]
-    assert _times(*watched(times, times), has_host=True) == 3.0
+    assert _times(*watched(times, times)) == 3.0

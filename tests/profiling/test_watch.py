@@ -235,8 +235,8 @@ def test_frozen_blocks_are_outside_and_the_lag_is_nowhere() -> None:
     watched = passed(watch, [nn.Linear(1, 1).requires_grad_(False), nn.Linear(1, 1)], torch.ones(1, 1))
     names = [what for what, _ in watched.order]
     assert names == ["begin", "started", "frozen", "frozen", "forward", "end", "turned", "back", "done"]
-    before = _outside(watched, watched, ("begin", 0), ("forward", 0), has_host=True, stops=("started", 0))
-    middle = _outside(watched, watched, ("end", 0), ("back", 0), has_host=True, stops=("turned", 0))
+    before = _outside(watched, watched, ("begin", 0), ("forward", 0), stops=("started", 0))
+    middle = _outside(watched, watched, ("end", 0), ("back", 0), stops=("turned", 0))
     # From the first instant to where it lags; and from the frozen block's begin to its end, and on to the next one.
     assert (before.seconds, middle.seconds) == (3.0, 1.0)
     assert 0 <= before.host_seconds < 1

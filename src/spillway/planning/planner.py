@@ -41,7 +41,7 @@ import functools
 import math
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
-from typing import TypeAlias, TypedDict, Unpack
+from typing import TypedDict, Unpack
 
 from spillway.errors import BudgetError, UsageError
 from spillway.planning.hardware import Hardware
@@ -79,8 +79,6 @@ _SHARE = 16
 _FRACTIONS = (0.0, 0.25, 0.5, 0.75)
 """The fractions of an optimizer on the CPU that are tried, beside all of it."""
 _MOST_SLACK = 64 << 20
-Windows: TypeAlias = tuple[int, int | None]
-"""Bytes that may be LEAVING, and bytes that may be prefetched; ``None``: as many."""
 
 
 class Limits(TypedDict, total=False):
@@ -99,12 +97,25 @@ class Lanes:
     """What may be planned with, but for windows."""
 
     hardware: Hardware
-    active: int
+    active: int = 1
     """How many devices of the machine copy at the same time."""
 
-    def with_window(self, window: Windows) -> Rates:
-        """The bandwidths, with one window."""
-        return usable_rates(self.hardware, window[0], ahead=window[1], active=self.active)
+    def rates(self, window: int, ahead: int | None = None) -> Rates:
+        """The bandwidths to plan with. See NOTE [ Bandwidth to plan with ].
+
+        Args:
+            window: bytes that may be LEAVING.
+            ahead: bytes that may be prefetched; ``None``: as many.
+        """
+        rates = self.hardware.rates(window, active=self.active)
+        return replace(
+            rates,
+            ahead=ahead,
+            out=rates.out * USABLE,
+            back=rates.back * USABLE,
+            disk_write=rates.disk_write * USABLE,
+            disk_read=rates.disk_read * USABLE,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +175,7 @@ def make_plan(
     most, lanes = parse_bytes(window, what="window"), Lanes(hardware, active)
     whole = problem_of(
         profile,
-        lanes.with_window((most, None)),
+        lanes.rates(most),
         budget=parse_budget(budget, profile),
         host_budget=host_budget,
         disk_budget=disk_budget,
@@ -199,7 +210,7 @@ def make_checkpointing_plan(profile: Profile, hardware: Hardware, *, budget: int
         BudgetError: where it is not within the budget.
     """
     options = [(option,) for option in uniform_options(profile, Decision.RECOMPUTE)]
-    problem = problem_with(profile, options, usable_rates(hardware, window, active=active), budget=budget)
+    problem = problem_with(profile, options, Lanes(hardware, active).rates(window), budget=budget)
     return plan_of(profile, problem, solve(problem))
 
 
@@ -218,7 +229,7 @@ def fits(
     nbytes = parse_bytes(budget, what="budget")
     room = nbytes - profile.static_bytes
     size = min(windows_of([profile], parse_bytes(window, what="window"), may_grow=False, room=room))
-    rates = usable_rates(hardware, size, active=active)
+    rates = Lanes(hardware, active).rates(size)
     problem = problem_of(profile, rates, budget=nbytes, host_budget=host_budget, disk_budget=disk_budget, allow=allow)
     return within(problem, smallest(problem, seconds=_SECONDS).timeline)
 
@@ -263,7 +274,7 @@ def best_of(problem: Problem, lanes: Lanes, sizes: Iterable[int], *, near: Solut
     best: Found | None = None
     refused: BudgetError | None = None
     for size in sizes:
-        problem = replace(problem, rates=lanes.with_window((size, None)))
+        problem = replace(problem, rates=lanes.rates(size))
         try:
             solution = solve(problem, seconds=_SECONDS if near is None else _NEAR_SECONDS, near=near)
         except BudgetError as error:
@@ -292,7 +303,7 @@ def refined(best: Found, lanes: Lanes) -> Found:
     if any(option.sent_bytes for option in best.options) and (again or best.solution.timeline.stall_seconds):
         window = best.problem.rates.window
         for share in _AHEAD:
-            problem = replace(best.problem, rates=lanes.with_window((window, int(share * window))))
+            problem = replace(best.problem, rates=lanes.rates(window, int(share * window)))
             with contextlib.suppress(BudgetError):
                 found = Found(problem, solve(problem, seconds=_NEAR_SECONDS, near=best.solution))
                 best = min(best, found, key=lambda each: each.seconds)
@@ -322,20 +333,7 @@ def windows_of(profiles: Iterable[Profile], window: int, *, may_grow: bool, room
 
 def rates_of(plan: Plan, hardware: Hardware, *, active: int = 1) -> Rates:
     """What a plan was made with."""
-    return usable_rates(hardware, plan.window, ahead=plan.ahead, active=active)
-
-
-def usable_rates(hardware: Hardware, window: int, *, ahead: int | None = None, active: int = 1) -> Rates:
-    """What may be planned with."""
-    rates = hardware.rates(window, active=active)
-    return replace(
-        rates,
-        ahead=ahead,
-        out=rates.out * USABLE,
-        back=rates.back * USABLE,
-        disk_write=rates.disk_write * USABLE,
-        disk_read=rates.disk_read * USABLE,
-    )
+    return Lanes(hardware, active).rates(plan.window, plan.ahead)
 
 
 def divided(profile: Profile, fraction: float, hardware: Hardware) -> Profile:

@@ -78,7 +78,7 @@ def make_stage_plans(
         BudgetError: where no plan is within the budget.
     """
     few, profiles = shortened(turns), [stage.profile for stage in stages]
-    rates = lanes.with_window((1, None))
+    rates = lanes.rates(1)
     alone = [problem_of(profile, rates, budget=budget, allow=allow) for profile in profiles]
     problem = Problem(
         static_bytes=static_bytes,
@@ -128,7 +128,7 @@ def simulate_stages(
     options = [
         (option,) for stage, plan in zip(stages, plans, strict=True) for option in options_of(stage.profile, plan)
     ]
-    rates = lanes.with_window((plans[0].window, plans[0].ahead))
+    rates = lanes.rates(plans[0].window, plans[0].ahead)
     parts = tuple(map(chunk_of, stages))
     problem = Problem(static_bytes, parts, _names(stages), tuple(options), rates, 0, turns=tuple(turns))
     return simulate_program(problem.program([0] * len(options)), rates)

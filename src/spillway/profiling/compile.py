@@ -64,7 +64,7 @@ def compile_profile(
     Raises:
         UnsupportedError: where no backward came through the blocks one after the other.
     """
-    has_host = queues(device) if has_host is None else has_host
+    watched = replace(watched, has_host=queues(device) if has_host is None else has_host)
     kinds: dict[Hashable, list[int]] = {}
     for number, call in enumerate(watched.calls):
         kinds.setdefault(call.kind, []).append(number)
@@ -82,15 +82,14 @@ def compile_profile(
     # A process grows a little in its first steps.
     static_bytes = max(weighed.level(("begin", 0)), watched.level(("begin", 0)))
     found = tuple(
-        _kind(watched, weighed, probes[kind], numbers, end, min_bytes=min_bytes, has_host=has_host)
-        for kind, numbers in kinds.items()
+        _kind(watched, weighed, probes[kind], numbers, end, min_bytes=min_bytes) for kind, numbers in kinds.items()
     )
     place_of = {kind: place for place, kind in enumerate(kinds)}
     calls = tuple(BlockCall(call.name, place_of[call.kind]) for call in watched.calls)
     cached_bytes = sum(found[call.kind].cached_bytes for call in calls)
-    lead = host_lead(watched, weighed) if has_host else 0.0
-    before = _outside(watched, weighed, ("begin", 0), ("forward", 0), has_host=has_host, stops=("started", 0))
-    middle, held_bytes = _middle(watched, weighed, last, has_host=has_host)
+    lead = host_lead(watched, weighed) if watched.has_host else 0.0
+    before = _outside(watched, weighed, ("begin", 0), ("forward", 0), stops=("started", 0))
+    middle, held_bytes = _middle(watched, weighed, last)
     late = None
     between = weighed.order[weighed.order.index(("end", last)) : weighed.order.index(("back", last))]
     uncast = [place for place in between if place[0] == "uncast"]
@@ -118,7 +117,7 @@ def compile_profile(
         middle=middle,
         late=late,
         after=replace(
-            _outside(watched, weighed, end, ("done", 0), has_host=False),
+            _outside(watched, weighed, end, ("done", 0)),
             # The CPU may wait in it, as for a loss that is printed.
             host_seconds=host_seconds_after(watched, weighed, end, lead),
         ),
@@ -134,9 +133,7 @@ def queues(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def _outside(
-    watched: Watched, weighed: Watched, since: Place, until: Place, *, has_host: bool, stops: Place | None = None
-) -> Outside:
+def _outside(watched: Watched, weighed: Watched, since: Place, until: Place, *, stops: Place | None = None) -> Outside:
     """What is outside of blocks. If the device lagged behind ``stops``, times go on at the instant after it."""
     if since == until:
         return Outside(0.0, 0, 0)
@@ -149,17 +146,17 @@ def _outside(
         seconds=sum(watched.seconds(*span) for span in spans),
         peak_bytes=max(weighed.peak(since, until) - level, 0),
         change_bytes=weighed.level(until) - level,
-        host_seconds=sum(watched.host_seconds(*span) for span in spans) if has_host else 0.0,
+        host_seconds=sum(watched.host_seconds(*span) for span in spans),
     )
 
 
-def _middle(watched: Watched, weighed: Watched, last: int, *, has_host: bool) -> tuple[Outside, int]:
+def _middle(watched: Watched, weighed: Watched, last: int) -> tuple[Outside, int]:
     """The task between the last block's forward and its backward, and bytes that are held there while others pass."""
     ends, turns, left = ("end", last), ("back", last), ("left", 0)
     if left not in weighed.readings or left not in watched.readings:
-        return _outside(watched, weighed, ends, turns, has_host=has_host, stops=("turned", 0)), 0
-    before = _outside(watched, weighed, ends, left, has_host=has_host)
-    after = _outside(watched, weighed, ("back again", 0), turns, has_host=has_host, stops=("turned", 0))
+        return _outside(watched, weighed, ends, turns, stops=("turned", 0)), 0
+    before = _outside(watched, weighed, ends, left)
+    after = _outside(watched, weighed, ("back again", 0), turns, stops=("turned", 0))
     middle = Outside(
         seconds=before.seconds + after.seconds,
         peak_bytes=max(before.peak_bytes, before.change_bytes + after.peak_bytes, 0),
@@ -178,9 +175,9 @@ def _parted(weighed: Watched, middle: Outside, last: int, uncast: list[Place]) -
     return replace(middle, peak_bytes=peak, change_bytes=middle.change_bytes - late.change_bytes), late
 
 
-def _times(watched: Watched, spans: list[list[Interval]], *, has_host: bool) -> float:
+def _times(watched: Watched, spans: list[list[Interval]]) -> float:
     """The median over calls, given their spans. See NOTE [ The device's clock ] in ``watch.py``."""
-    shown = [each for each in spans if has_host and watched.is_behind(*(place for span in each for place in span))]
+    shown = [each for each in spans if watched.is_behind(*(place for span in each for place in span))]
     return max(statistics.median(sum(watched.seconds(*span) for span in each) for each in shown or spans), 0.0)
 
 
@@ -192,7 +189,6 @@ def _kind(
     end: Place,
     *,
     min_bytes: int,
-    has_host: bool,
 ) -> BlockProfile:
     probe.read(frozenset().union(*(watched.calls[number].shared for number in numbers)))
     assert probe.operators is not None
@@ -217,8 +213,8 @@ def _kind(
         operators=probe.operators,
         values=probe.values,
         # Where the host was late because it wrote down a trace, the operators' own times are nearer.
-        forward_seconds=min(_times(watched, forward, has_host=has_host), sum(each.seconds for each in probe.operators)),
-        backward_seconds=_times(watched, backward, has_host=has_host),
+        forward_seconds=min(_times(watched, forward), sum(each.seconds for each in probe.operators)),
+        backward_seconds=_times(watched, backward),
         backward_peak_bytes=int(statistics.median(peaks)),
         # An input that was too small to leave was let go of, as a plan counts of those that it keeps.
         backward_change_bytes=int(statistics.median(changes))
@@ -226,21 +222,21 @@ def _kind(
         rerun_factor=1.0,
         backward_parts=_fullest(parts),
         saves_at=probe.saves_at,
-        host=_host(watched, numbers, end) if has_host and again else None,
-        gap=_gap(watched, weighed, numbers, has_host=has_host),
+        host=_host(watched, numbers, end) if watched.has_host and again else None,
+        gap=_gap(watched, weighed, numbers),
         # Where calls are of one module, the first of them casts.
         cached_bytes=sum(weighed.calls[number].cached_bytes for number in numbers) // len(numbers),
     )
     if not again:
         return block
     all_again = make_option(block, [Decision.RECOMPUTE] * len(block.values), min_bytes=0).rerun_seconds
-    return replace(block, rerun_factor=_times(watched, again, has_host=has_host) / all_again if all_again else 1.0)
+    return replace(block, rerun_factor=_times(watched, again) / all_again if all_again else 1.0)
 
 
-def _gap(watched: Watched, weighed: Watched, numbers: list[int], *, has_host: bool) -> Outside | None:
+def _gap(watched: Watched, weighed: Watched, numbers: list[int]) -> Outside | None:
     """What comes before calls of one kind: a mean, so that its sum is right."""
     pairs = ((("end", number - 1), ("forward", number)) for number in numbers if number)
-    found, count = [_outside(watched, weighed, *pair, has_host=has_host) for pair in pairs], len(numbers)
+    found, count = [_outside(watched, weighed, *pair) for pair in pairs], len(numbers)
     gap = Outside(
         seconds=sum(each.seconds for each in found) / count,
         peak_bytes=max((each.peak_bytes for each in found), default=0),

@@ -87,6 +87,8 @@ class Watched:
     """Bytes of a block's cast that was released at the instant ``("uncast", n)``. They are still counted there."""
     queued: dict[Place, float] = field(default_factory=dict)
     """Seconds since the first instant on the CPU's clock."""
+    has_host: bool = True
+    """Whether the CPU's time is told apart from the device's."""
 
     def reruns_of(self, number: int) -> list[tuple[Place, Place]]:
         """When something of a call began to run again, and when that had ended, in order."""
@@ -144,11 +146,11 @@ class Watched:
 
     def is_behind(self, *places: Place) -> bool:
         """Whether the device was behind the host at these instants. See NOTE [ The device's clock ]."""
-        return all(place in self.queued and self.lead(place) > _BEHIND for place in places)
+        return self.has_host and all(place in self.queued and self.lead(place) > _BEHIND for place in places)
 
     def host_seconds(self, since: Place, until: Place) -> float:
         """What the host needed between two instants. See NOTE [ The CPU's clock ]."""
-        return self.host[until] - self.host[since]
+        return self.host[until] - self.host[since] if self.has_host else 0.0
 
 
 class Watch:
