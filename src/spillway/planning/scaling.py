@@ -38,8 +38,11 @@ def scaled(first: Profile, second: Profile, sizes: tuple[int, int], size: int) -
     Returns:
         ``None``: the two are not of one structure. See NOTE [ Two sizes tell a third ].
     """
-    found = _between(first, second, (size - sizes[0]) / (sizes[1] - sizes[0]))
-    return found if isinstance(found, Profile) else None
+    try:
+        found: Profile = _between(first, second, (size - sizes[0]) / (sizes[1] - sizes[0]))
+    except _UnlikeError:
+        return None
+    return found
 
 
 def enlarged(profile: Profile, factor: float) -> Profile:
@@ -110,23 +113,20 @@ def risen(profile: Profile, nbytes: int, *, has_gradients: bool = False) -> Prof
     )
 
 
-_OTHER = object()
-"""There is no such value."""
+class _UnlikeError(Exception):
+    """Two profiles are not of one structure."""
 
 
 def _between(first: Any, second: Any, share: float) -> Any:
-    if type(first) is not type(second):
-        return _OTHER
-    if is_dataclass(first):
+    if is_dataclass(first) and type(first) is type(second):
         names = [field.name for field in fields(first)]
         values = {name: _of_field(name, getattr(first, name), getattr(second, name), share) for name in names}
-        return _OTHER if _OTHER in values.values() else replace(first, **values)  # type: ignore[type-var]
-    if isinstance(first, tuple):
-        if len(first) != len(second):
-            return _OTHER
-        parts = [_between(one, other, share) for one, other in zip(first, second, strict=True)]
-        return _OTHER if _OTHER in parts else tuple(parts)
-    return first if first == second else _OTHER
+        return replace(first, **values)  # type: ignore[type-var]
+    if isinstance(first, tuple) and isinstance(second, tuple) and len(first) == len(second):
+        return tuple(_between(*pair, share) for pair in zip(first, second, strict=True))
+    if type(first) is not type(second) or first != second:
+        raise _UnlikeError
+    return first
 
 
 def _of_field(name: str, first: Any, second: Any, share: float) -> Any:
@@ -136,11 +136,11 @@ def _of_field(name: str, first: Any, second: Any, share: float) -> Any:
         return nbytes if name.endswith("change_bytes") else max(nbytes, 0)
     if isinstance(first, float) and isinstance(second, float):
         return max(first + share * (second - first), 0.0)
-    found = _between(first, second, share)
-    if name == "gap" and found is _OTHER:
-        return first
-    # Without its parts, a backward is taken to need its most all the time.
-    if name == "backward_parts" and found is _OTHER:
-        return ()
-    # What the host takes says nothing of what fits.
-    return None if name == "host" and found is _OTHER else found
+    try:
+        return _between(first, second, share)
+    except _UnlikeError:
+        # Without its parts, a backward is taken to need its most all the time. CPU times say nothing of what fits.
+        instead = {"gap": first, "backward_parts": (), "host": None}
+        if name not in instead:
+            raise
+        return instead[name]

@@ -15,6 +15,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -168,14 +169,11 @@ class CpuMeter(Meter):
         self._instants.append((time.perf_counter(), self._peak.restart()))
 
     def finish(self) -> list[Reading]:
-        if not self._instants:
-            return []
-        first, (before, _) = self._instants[0]
-        readings: list[Reading] = []
-        for seconds, (level, peak) in self._instants:
-            readings.append(Reading(seconds - first, level, peak, max(level - before, 0)))
-            before = level
-        return readings
+        instants = self._instants
+        return [
+            Reading(seconds - instants[0][0], level, peak, max(level - before, 0))
+            for (_, (before, _)), (seconds, (level, peak)) in pairwise([*instants[:1], *instants])
+        ]
 
 
 @dataclass(frozen=True, slots=True)

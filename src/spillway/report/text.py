@@ -58,20 +58,14 @@ def _wrapped(name: str, value: str, width: int) -> list[str]:
 
 def _blocks(facts: Facts, width: int) -> list[str]:
     """Equal blocks in one line: bytes kept, offloaded and recomputed, and the time of recomputation."""
-    columns: list[list[str]] = [["blocks"], ["kept"], ["offloaded"], ["recomputed"], ["time"]]
+    lines: list[tuple[str, ...]] = [("blocks", "kept", "offloaded", "recomputed", "time")]
     # What four figures of the greatest width leave.
     most = width - 4 * len(" 1023.9 MiB") - len(" (9999)")
     for names, row, count in grouped(facts.rows):
-        cells = (
-            cut(names, most) if count == 1 else f"{cut(names, most)} ({count})",
-            format_bytes(row.kept_bytes),
-            format_bytes(row.sent_bytes),
-            format_bytes(row.recomputed_bytes),
-            format_seconds(row.rerun_seconds),
-        )
-        for column, cell in zip(columns, cells, strict=True):
-            column.append(cell)
-    return aligned(columns, width)
+        name = cut(names, most) if count == 1 else f"{cut(names, most)} ({count})"
+        sizes = map(format_bytes, (row.kept_bytes, row.sent_bytes, row.recomputed_bytes))
+        lines.append((name, *sizes, format_seconds(row.rerun_seconds)))
+    return aligned([list(column) for column in zip(*lines, strict=True)], width)
 
 
 def grouped(rows: Sequence[Row]) -> Iterator[tuple[str, Row, int]]:
