@@ -1,10 +1,9 @@
-"""How long the host takes to queue a layer that is computed again, beside a plain one and torch's own checkpointing.
+"""How long the CPU takes to queue a recomputed layer, beside a plain one and torch's own checkpointing.
 
-The model is sixteen Llama layers of width 32 on eight tokens of the CPU, so small that the host's work is nearly all
-there is. *Compared* is how regions run: calls of torch's functions are compared with an earlier call's. *Unwatched* is
-how planned layers may run where the host is late: nobody looks at their forward. All of a layer is computed again, or
-all but attention, whose output is kept. *Nothing again* is a planned layer of which all that it saves is kept, as what
-leaves is told by the order in which it is saved.
+The model is sixteen Llama layers of width 32 on eight tokens of the CPU, so small that CPU overhead takes nearly all of
+the time. A layer is plain, checkpointed by torch, or checkpointed by Spillway in one of three ways. *all recomputed*
+keeps only its inputs. *attention kept* keeps the output of attention, too. *nothing again, all kept* keeps everything
+that the layer saves, in the order in which it is saved, and recomputes nothing.
 
 Rounds go through all ways in turn, in one thread, and figures are medians over the rounds of the time of a layer; its
 spread is that between the quartiles. What ``x`` says is the ratio to the plain layer of the same round.

@@ -162,8 +162,8 @@ def plan() -> str:
 
     def parts() -> Iterator[str]:
         top = (
-            (10, 165, "profile", "two steps, watched:", "operators, bytes, times"),
-            (205, 165, "menu", "for each kind of block,", "what is worth choosing"),
+            (10, 165, "profile", "two steps, traced:", "operators, bytes, times"),
+            (205, 165, "options", "for each kind of block,", "what is worth choosing"),
             (400, 165, "solver", "one choice a block,", "by simulated steps"),
             (595, 175, "plan", "a decision for each value,", "peak and seconds"),
         )
@@ -184,7 +184,7 @@ def plan() -> str:
         yield from arrow((605, 283), (100, 283), (100, 126), dashed=True)
         yield words(352, 276, "a larger input than ever: begin anew", faint=True)
 
-    return picture(785, 318, "How a plan is found: profile, menu, solver, plan, check, hold", parts())
+    return picture(785, 318, "How a plan is found: profile, options, solver, plan, check, hold", parts())
 
 
 def icon() -> str:

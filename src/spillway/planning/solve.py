@@ -20,7 +20,7 @@ NOTE [ A slower CPU ]
 The fastest plan for the measured CPU times has no spare CPU time, and stalls as soon as the CPU is a little slower. So
 choices are ranked by the mean of two steps, one of them with a CPU that takes a fifth more. A plan predicts the step
 with the measured CPU times. By simulation of profiles of an earlier engine (2026-11-25), the step is 2 % longer on the
-measured CPU, and 5 % shorter on one that takes a tenth more: see ``late-hosts`` in ``benchmarks/results``.
+measured CPU, and 4 to 5 % shorter on one that takes a tenth more: see ``late-hosts`` in ``benchmarks/results``.
 
 No step takes less than its CPU time where the CPU may run ahead, and many choices may take just that. So the seconds
 without CPU stalls count, too, a little.
