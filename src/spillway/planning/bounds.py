@@ -51,124 +51,93 @@ _AT_ONCE = 2048
 """Choices whose numbers stay in the processor's cache."""
 
 
-class OptionBounds(NamedTuple):
-    """What one option comes to: seconds in ticks, bytes in MiB. See NOTE [ Bounds ]."""
+def option_bounds(option: Option, rates: Rates) -> dict[str, float]:
+    """The numbers of one option, seconds in ticks and bytes in MiB. See NOTE [ Bounds ].
 
-    forward_seconds: float
-    forward_host: float
-    """The CPU needs this long to queue its forward."""
-    forward_host_need: float
-    """From when the CPU gets to its forward to the end of the forward, if nothing else stalls."""
-    forward_peak: float
-    """Most bytes in its forward, beyond those when the forward begins."""
-    kept: float
-    """Bytes that its forward leaves behind."""
-    sent: float
-    """Bytes that it offloads, to any tier."""
-    to_disk: float
-    """Those to the disk."""
-    out_end: float
-    """From its begin to the end of its copies out, on a stream that is free."""
-    out_need: float
-    """Its copies out on a busy stream, and what it computes after their sends."""
-    out_free_need: float
-    """The same on a stream that is free when it begins."""
-    disk_need: float
-    """Its writes, and what it computes after their sends."""
-    output: float
-    """Bytes that it keeps of its output, which count once more for the next block."""
-    input: float
-    """Bytes that it keeps of its inputs."""
-    let_go: float
-    """Bytes that it keeps no longer than to the end of all forwards."""
-    largest: float
-    """The largest storage that it offloads."""
-    backward_seconds: float
-    backward_host: float
-    backward_host_need: float
-    backward_peak: float
-    backward_change: float
-    """Bytes that its backward adds, or frees where it is negative."""
-    later_peak: float
-    """Most bytes in its backward where its gradients are there already."""
-    later_change: float
-    """Bytes that such a backward adds, or frees."""
-    taken: float
-    """Bytes that it reloads, from any tier."""
-    from_disk: float
-    back_need: float
-    """Its copies back, and what it computes from their takes on."""
-    read_need: float
-    """Its reads, and what it computes from their takes on."""
+    Args:
+        option: sends in forward, and takes in backward.
+        rates: the bandwidths.
+    """
+    sent = {one.key: one for task in option.forward for one in task.sends}
+    kept, forward_peak = _levels(option.forward, sent)
+    change, peak = _levels(option.backward, sent)
+    later_change, later_peak = _levels([task.later() for task in option.backward], sent)
 
-    @classmethod
-    def of(cls, option: Option, rates: Rates) -> OptionBounds:
-        """Walk through an option that sends in forward and takes in backward."""
-        sent = {one.key: one for task in option.forward for one in task.sends}
-        kept, forward_peak = _levels(option.forward, sent)
-        change, peak = _levels(option.backward, sent)
-        later_change, later_peak = _levels([task.later() for task in option.backward], sent)
+    left = seconds = sum(task.seconds for task in option.forward)
+    nbytes = written = 0
+    stream = 0.0
+    # A block that copies nothing is no earlier than its streams either: its needs are its own seconds.
+    out_need = out_free_need = disk_need = seconds
+    for task in option.forward:
+        left -= task.seconds
+        for one in task.sends:
+            nbytes += one.nbytes
+            stream = max(stream, seconds - left) + one.nbytes / rates.out
+            out_need = max(out_need, nbytes / rates.out + left)
+            out_free_need = max(out_free_need, stream + left)
+            if one.on_disk:
+                written += one.nbytes
+                disk_need = max(disk_need, written / rates.disk_write + left)
 
-        left = seconds = sum(task.seconds for task in option.forward)
-        nbytes = written = 0
-        stream = 0.0
-        # A block that copies nothing is no earlier than its streams either: its needs are its own seconds.
-        out_need = out_free_need = disk_need = seconds
-        for task in option.forward:
-            left -= task.seconds
-            for one in task.sends:
-                nbytes += one.nbytes
-                stream = max(stream, seconds - left) + one.nbytes / rates.out
-                out_need = max(out_need, nbytes / rates.out + left)
-                out_free_need = max(out_free_need, stream + left)
-                if one.on_disk:
-                    written += one.nbytes
-                    disk_need = max(disk_need, written / rates.disk_write + left)
+    left = back_need = read_need = backward_seconds = sum(task.seconds for task in option.backward)
+    taken = read = 0
+    seen: set[int] = set()
+    for task in option.backward:
+        for key in task.takes:
+            if key in sent and key not in seen:
+                seen.add(key)
+                taken += sent[key].nbytes
+                back_need = max(back_need, taken / rates.back + left)
+                if sent[key].on_disk:
+                    read += sent[key].nbytes
+                    read_need = max(read_need, read / rates.disk_read + left)
+        left -= task.seconds
 
-        left = back_need = read_need = backward_seconds = sum(task.seconds for task in option.backward)
-        taken = read = 0
-        seen: set[int] = set()
-        for task in option.backward:
-            for key in task.takes:
-                if key in sent and key not in seen:
-                    seen.add(key)
-                    taken += sent[key].nbytes
-                    back_need = max(back_need, taken / rates.back + left)
-                    if sent[key].on_disk:
-                        read += sent[key].nbytes
-                        read_need = max(read_need, read / rates.disk_read + left)
-            left -= task.seconds
-
-        host, host_need = _queued(option.forward, rates.host)
-        backward_host, backward_host_need = _queued(option.backward, rates.host)
-        return cls(
-            forward_seconds=seconds * TICKS,
-            forward_host=host * TICKS,
-            forward_host_need=host_need * TICKS,
-            forward_peak=forward_peak / MIB,
-            kept=kept / MIB,
-            sent=nbytes / MIB,
-            to_disk=written / MIB,
-            out_end=stream * TICKS,
-            out_need=out_need * TICKS,
-            out_free_need=out_free_need * TICKS,
-            disk_need=disk_need * TICKS,
-            output=option.output_bytes / MIB,
-            input=option.input_bytes / MIB,
-            let_go=option.let_go_bytes / MIB,
-            largest=max((one.nbytes for one in sent.values()), default=0) / MIB,
-            backward_seconds=backward_seconds * TICKS,
-            backward_host=backward_host * TICKS,
-            backward_host_need=backward_host_need * TICKS,
-            backward_peak=peak / MIB,
-            backward_change=change / MIB,
-            later_peak=later_peak / MIB,
-            later_change=later_change / MIB,
-            taken=taken / MIB,
-            from_disk=read / MIB,
-            back_need=back_need * TICKS,
-            read_need=read_need * TICKS,
-        )
+    host, host_need = _queued(option.forward, rates.host)
+    backward_host, backward_host_need = _queued(option.backward, rates.host)
+    in_seconds = {
+        "forward_seconds": seconds,
+        # The CPU needs this long to queue its forward, and this long until that has ended if nothing else stalls.
+        "forward_host": host,
+        "forward_host_need": host_need,
+        # From its begin to the end of its copies out, on a stream that is free.
+        "out_end": stream,
+        # Its copies out and what it computes after their sends, on a busy stream, and on one that is free.
+        "out_need": out_need,
+        "out_free_need": out_free_need,
+        # The same for its writes.
+        "disk_need": disk_need,
+        "backward_seconds": backward_seconds,
+        "backward_host": backward_host,
+        "backward_host_need": backward_host_need,
+        # Its copies back, or its reads, and what it computes from their takes on.
+        "back_need": back_need,
+        "read_need": read_need,
+    }
+    in_bytes = {
+        # The most in its forward, beyond the bytes at its begin, and the bytes that it leaves behind.
+        "forward_peak": forward_peak,
+        "kept": kept,
+        # Offloaded to any tier, to the disk, and the largest storage.
+        "sent": nbytes,
+        "to_disk": written,
+        "largest": max((one.nbytes for one in sent.values()), default=0),
+        # Kept bytes of its output, which count once more for the next block, and of its inputs.
+        "output": option.output_bytes,
+        "input": option.input_bytes,
+        # Kept no longer than to the end of all forwards.
+        "let_go": option.let_go_bytes,
+        "backward_peak": peak,
+        "backward_change": change,
+        # Of a backward whose gradients are there already.
+        "later_peak": later_peak,
+        "later_change": later_change,
+        # Reloaded from any tier, and from the disk.
+        "taken": taken,
+        "from_disk": read,
+    }
+    ticks = {name: number * TICKS for name, number in in_seconds.items()}
+    return ticks | {name: number / MIB for name, number in in_bytes.items()}
 
 
 def _levels(tasks: Sequence[Task], sent: dict[int, Sent]) -> tuple[int, int]:
@@ -230,7 +199,7 @@ class _Row(NamedTuple):
     """A block of the recurrence, or what comes around the blocks, as a block with one option."""
 
     numbers: Numbers
-    """Of each field of :class:`OptionBounds`, each option's."""
+    """For each of ``_LINES``, each option's number."""
     block: int | None
 
 
@@ -243,7 +212,8 @@ class _Part(NamedTuple):
     """What comes between the forwards and the backwards of the blocks."""
 
 
-_LINES = {name: line for line, name in enumerate(OptionBounds._fields)}
+_LINES = {name: line for line, name in enumerate(option_bounds(Option((), (), ()), Rates(1.0, 1.0, 1.0, 1.0, 1)))}
+"""Places of an option's numbers."""
 
 
 class CostModel:
@@ -257,7 +227,7 @@ class CostModel:
         self.problem = problem
 
         def numbers(options: Collection[Option]) -> Numbers:
-            return numpy.array([OptionBounds.of(option, problem.rates) for option in options]).T
+            return numpy.array([list(option_bounds(option, problem.rates).values()) for option in options]).T
 
         known = {id(each): each for each in problem.options}
         tables = {key: numbers(each) for key, each in known.items()}
