@@ -65,13 +65,12 @@ def test_state_of_an_unknown_optimizer_is_said_to_be_among_the_rest(facts: Made)
 
 def test_the_peak_is_told_in_words_that_add_up(facts: Made) -> None:
     found = facts()
-    assert sum(nbytes for _, nbytes in found.peak.shares) == found.timeline.peak_bytes
-    assert found.peak.task == found.timeline.peak_task
+    assert sum(nbytes for _, nbytes in found.peak_shares) == found.timeline.peak_bytes
     first, second, third = found.peak_sentences
     room = format_bytes(found.plan.budget - found.timeline.peak_bytes)
     assert first == f"The peak is {format_bytes(found.timeline.peak_bytes)}, {room} below the budget."
-    assert repr(found.peak.task) in second
-    assert all(name in third and format_bytes(nbytes) in third for name, nbytes in found.peak.shares)
+    assert repr(found.timeline.peak_task) in second
+    assert all(name in third and format_bytes(nbytes) in third for name, nbytes in found.peak_shares)
     over = replace(found, plan=replace(found.plan, budget=0))
     assert "above the budget" in over.peak_sentences[0]
 

@@ -108,14 +108,9 @@ def _held_casts(block: BlockProfile, resolved: ResolvedDecisions) -> int:
 def _levels(
     block: BlockProfile, held: Collection[int], given: Collection[int], runs: Collection[int], count: int
 ) -> tuple[list[int], list[int]]:
-    """Bytes that are allocated after each number of operators, and the most within each operator.
+    """Bytes that are allocated after each of the first operators, and the most within each.
 
-    Args:
-        block: whose operators are gone through.
-        held: values that live on.
-        given: values that are there already, and are not counted.
-        runs: operators that compute, and so need their workspace.
-        count: how many operators.
+    Held values live on, and given ones do not count. Operators that do not run need no workspace.
     """
     rise = [0] * (len(block.operators) + 2)
     for number, value in enumerate(block.values):

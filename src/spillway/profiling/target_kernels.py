@@ -40,6 +40,7 @@ of its own, and its output is a copy.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -407,10 +408,8 @@ def _touched(tensors: Sequence[torch.Tensor]) -> int:
     """Bytes of tensors; of an expanded one, those that there are."""
     total = 0
     for tensor in tensors:
-        elements = 1
-        for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-            elements *= size if stride else min(size, 1)
-        total += elements * tensor.itemsize
+        sizes = zip(tensor.shape, tensor.stride(), strict=True)
+        total += tensor.itemsize * math.prod(size if stride else min(size, 1) for size, stride in sizes)
     return total
 
 
@@ -421,8 +420,6 @@ def _precision(name: str, inputs: Sequence[torch.Tensor]) -> Precision:
         return Precision.HALF
     if dtype is torch.float64:
         return Precision.DOUBLE
-    if name in _CONVOLUTIONS:
-        rounds = torch.backends.cudnn.allow_tf32
-    else:
-        rounds = torch.get_float32_matmul_precision() != "highest"
+    products_round = torch.get_float32_matmul_precision() != "highest"
+    rounds = torch.backends.cudnn.allow_tf32 if name in _CONVOLUTIONS else products_round
     return Precision.TENSOR_FLOAT if rounds else Precision.SINGLE

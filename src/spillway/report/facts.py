@@ -68,19 +68,6 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True)
-class Peak:
-    """The highest memory use of the device."""
-
-    place: int
-    """Index into :attr:`Facts.instants`."""
-    seconds: float
-    task: str
-    """The task that runs then."""
-    shares: tuple[tuple[str, int], ...]
-    """Names and sizes of the layers, the largest first. They add up to the peak."""
-
-
-@dataclass(frozen=True, slots=True)
 class Facts:
     """All numbers of a plan. Made by :func:`facts_of`."""
 
@@ -101,13 +88,24 @@ class Facts:
     host_bytes: tuple[int, ...]
     """In CPU memory, at each instant."""
     disk_bytes: tuple[int, ...]
-    peak: Peak
     measured: Point | None
     """Of a real step; ``None``: none was measured."""
     notes: tuple[str, ...]
     """Of the search for the plan."""
     curve: Curve | None
     """Plans for other budgets, if there are any."""
+
+    @property
+    def peak_place(self) -> int:
+        """Index into :attr:`instants` of the highest memory use of the device."""
+        return max(range(len(self.instants)), key=lambda place: sum(layer.nbytes[place] for layer in self.layers))
+
+    @property
+    def peak_shares(self) -> tuple[tuple[str, int], ...]:
+        """Names and sizes of the layers at the peak, the largest first. They add up to the peak."""
+        place = self.peak_place
+        shares = ((layer.name, layer.nbytes[place]) for layer in self.layers if layer.nbytes[place])
+        return tuple(sorted(shares, key=lambda share: -share[1]))
 
     @property
     def stalls(self) -> tuple[tuple[str, float], ...]:
@@ -160,12 +158,12 @@ class Facts:
         """The peak in words: its distance from the budget, its task, and what it consists of."""
         most, budget = self.timeline.peak_bytes, self.plan.budget
         distance = f"{format_bytes(abs(budget - most))} {'below' if most <= budget else 'above'} the budget"
-        parts = [f"{format_bytes(nbytes)} {name} ({_share(nbytes, most)})" for name, nbytes in self.peak.shares]
+        parts = [f"{format_bytes(nbytes)} {name} ({_share(nbytes, most)})" for name, nbytes in self.peak_shares]
         made_of = f"{', '.join(parts[:-1])} and {parts[-1]}" if len(parts) > 1 else "".join(parts)
         return (
             f"The peak is {format_bytes(most)}, {distance}.",
-            f"It is in the task {self.peak.task or 'before all others'!r}, {format_seconds(self.peak.seconds)} after "
-            f"the step began.",
+            f"It is in the task {self.timeline.peak_task or 'before all others'!r}, "
+            f"{format_seconds(self.instants[self.peak_place])} after the step began.",
             f"It consists of {made_of or 'nothing'}.",
         )
 
@@ -229,7 +227,6 @@ def facts_of(
         layers=tuple(layer for layer in layers if any(layer.nbytes)),
         host_bytes=tuple(timeline.levels[place].host for place in places),
         disk_bytes=tuple(timeline.levels[place].disk for place in places),
-        peak=_peak(timeline, layers, instants),
         measured=measured,
         notes=tuple(notes),
         curve=curve,
@@ -295,13 +292,6 @@ def _instants(timeline: Timeline) -> tuple[list[int], tuple[float, ...]]:
         seconds = levels[place].seconds
         instants.append(max(seconds, instants[-1] + step) if instants else seconds)
     return places, tuple(instants)
-
-
-def _peak(timeline: Timeline, layers: Sequence[Layer], instants: Sequence[float]) -> Peak:
-    totals = [sum(each) for each in zip(*(layer.nbytes for layer in layers), strict=True)]
-    place = totals.index(max(totals))
-    shares = sorted(((layer.name, layer.nbytes[place]) for layer in layers), key=lambda share: -share[1])
-    return Peak(place, instants[place], timeline.peak_task, tuple(share for share in shares if share[1]))
 
 
 def _share(part: float, whole: float) -> str:

@@ -99,12 +99,12 @@ def memory_figure(facts: Facts) -> dict[str, Any]:
             hovertemplate=f"%{{y:.2f}} {unit}",
         )
     figure.add_scatter(
-        x=[times[facts.peak.place]],
+        x=[times[facts.peak_place]],
         y=[top],
         name="peak",
         mode="markers",
         marker={"color": _RED, "size": 10, "symbol": "triangle-down", "line": {"color": "white", "width": 1}},
-        hovertemplate=f"%{{y:.2f}} {unit} in {_safe(facts.peak.task)}",
+        hovertemplate=f"%{{y:.2f}} {unit} in {_safe(facts.timeline.peak_task)}",
     )
     return _laid_out(
         figure,
