@@ -160,12 +160,13 @@ class _Cut:
         self._bytes = np.array([block.nbytes(each.makes) for each in operators])
         self._seconds = np.array([each.seconds for each in operators])
         rows: list[tuple[int, int]] = []
-        read = {number for each in operators for number in (*each.reads, *each.writes)}
         writers: dict[int, list[int]] = {}
         for place, each in enumerate(operators):
             for number in each.writes:
                 writers.setdefault(number, []).append(place)
-
+        # A value that is written later, or that autograd does not save though an operator reads it, is not preserved.
+        read = {number for each in operators for number in each.reads}
+        lost = {*writers, *(number for number in read if block.values[number].saved_at is None)}
         for place, each in enumerate(operators):
             # It runs only if it is needed, and then what it reads is needed.
             rows.append((count + place, place))
@@ -174,10 +175,7 @@ class _Cut:
                 for number in (*each.reads, *each.writes)
                 for source in _sources(block, writers, number, place)
             ]
-            if each.again is Again.FREE and (
-                each.writes or not writers.keys().isdisjoint(each.makes) or not _are_saved(block, each.makes, read)
-            ):
-                # What was written later on is not what it gave, and what autograd does not save cannot be preserved.
+            if each.again is Again.FREE and (each.writes or not lost.isdisjoint(each.makes)):
                 rows.append((place, count + place))
         saved = {
             source
@@ -185,20 +183,14 @@ class _Cut:
             if value.saved_at is not None and value.maker is not None
             for source in _sources(block, writers, number, value.saved_at)
         }
-        self._rows = coo_array(
-            (
-                [sign for _ in rows for sign in (1.0, -1.0)],
-                ([row for row in range(len(rows)) for _ in range(2)], [column for pair in rows for column in pair]),
-            ),
-            shape=(len(rows), 2 * count),
-        ).tocsr()
-        free = [each.again is Again.FREE for each in operators]
+        places = np.repeat(np.arange(len(rows)), 2), np.array(rows).ravel()
+        self._rows = coo_array((np.tile([1.0, -1.0], len(rows)), places), shape=(len(rows), 2 * count)).tocsr()
+        self._free = [each.again is Again.FREE for each in operators]
         always = [each.again is Again.ALWAYS for each in operators]
         self._bounds = [
-            *((1.0 if place in saved or always[place] else 0.0, 1.0) for place in range(count)),
-            *((1.0 if always[place] else 0.0, 1.0) for place in range(count)),
+            *((float(place in saved or always[place]), 1.0) for place in range(count)),
+            *((float(always[place]), 1.0) for place in range(count)),
         ]
-        self._free = free
         self.dear = float(self._seconds.sum()) / _SMALL
         """A price at which all that can be is computed again, but for what is small."""
         self.cheap = float(self._seconds.sum()) / (_LARGE * (float(self._bytes.sum()) or 1.0))
@@ -220,11 +212,6 @@ class _Cut:
             int(sum(self._bytes[place] for place in kept)),
             frozenset(number for place in kept for number in self._block.operators[place].makes),
         )
-
-
-def _are_saved(block: BlockProfile, makes: Collection[int], read: Collection[int]) -> bool:
-    """Whether autograd saves all that an operator makes and anything is computed from."""
-    return all(block.values[number].saved_at is not None or number not in read for number in makes)
 
 
 def _sources(block: BlockProfile, writers: Mapping[int, Sequence[int]], number: int, before: int) -> list[int]:

@@ -1,12 +1,7 @@
-"""What this machine can do: measured, and kept in the user's cache.
+"""What this machine can do: measured (``rates.py``), and kept in the user's cache.
 
-NOTE [ What is measured ]
-
-Copies and the disk are measured with what offloading uses (``rates.py``). So a rate is what a step can have, and not
-what a data sheet promises. Each part repeats its work until its share of the time is over, or the median is known well
-enough. On a quick machine all of it takes a second or two.
-
-Nothing else should run meanwhile: what others copy is missing from the rates.
+On a fast machine, measuring takes a second or two. Nothing else should run meanwhile: the bandwidth that others use is
+missing from the rates.
 """
 
 from __future__ import annotations
@@ -52,7 +47,7 @@ def measure_hardware(
     seconds: float = 20,
     on_part: Callable[[str], None] | None = None,
 ) -> Hardware:
-    """Measure what the machine can do. See NOTE [ What is measured ].
+    """Measure what the machine can do.
 
     It writes to the disk for a third of the time at most, and no more than a twentieth of what is free at once. The
     links of several devices at a time are not measured: :attr:`Hardware.links` has one device.
@@ -79,7 +74,7 @@ def measure_hardware(
     device = which_device(device)
     if not 0 < seconds < float("inf"):
         raise UsageError(f"seconds: got {seconds}, expected a time above 0")
-    tell = on_part if on_part is not None else lambda part: None
+    tell = on_part or (lambda part: None)
     with closing(backend_for(device)) as backend:
         try:
             tell("copies")
@@ -94,6 +89,9 @@ def measure_hardware(
             ) from error
         tell("disk")
         drive = _drive(backend, spill_directory, seconds * _DISK_SHARE)
+        disk = "there is no disk to spill to"
+        if drive is not None:
+            disk = f"disk at {drive.directory}, {'direct' if drive.direct else 'through the page cache'}"
         return Hardware(
             name=device_name(device),
             links=(link,),
@@ -105,7 +103,7 @@ def measure_hardware(
             host_bytes=memory_limit(),
             disk_bytes=None if drive is None else drive.free_bytes,
             date=datetime.datetime.now(datetime.UTC).date(),
-            source=_source(device, drive),
+            source=f"measured on {device} with torch {torch.__version__}; {disk}",
         )
 
 
@@ -169,18 +167,17 @@ def _at_present(kept: Hardware, device: torch.device, directory: str | os.PathLi
 
 def _memory(backend: Backend) -> tuple[int, int]:
     """Bytes of the device that are free, and all of them."""
-    return backend.memory_info() or _host_memory()
+    return backend.memory_info() or (_free_host_memory(), memory_limit())
 
 
-def _host_memory() -> tuple[int, int]:
-    limit = memory_limit()
-    return min(limit, psutil.virtual_memory().available), limit
+def _free_host_memory() -> int:
+    return min(memory_limit(), psutil.virtual_memory().available)
 
 
 def _copy_bytes(backend: Backend) -> int:
     """Bytes of one copy: many for the link, and few beside the memory that is free."""
     wanted = _CPU_COPY if backend.device.type == "cpu" else _ACCELERATOR_COPY
-    free = min(_memory(backend)[0], _host_memory()[0]) // _FREE_SHARE
+    free = min(_memory(backend)[0], _free_host_memory()) // _FREE_SHARE
     return max(ALIGNMENT, min(wanted, free // ALIGNMENT * ALIGNMENT))
 
 
@@ -192,14 +189,6 @@ def _drive(backend: Backend, directory: str | os.PathLike[str] | None, seconds: 
             raise
         # Who named no directory may never spill to disk: a session would only fail when it does.
         return None
-
-
-def _source(device: torch.device, drive: Drive | None) -> str:
-    if drive is None:
-        disk = "there is no disk to spill to"
-    else:
-        disk = f"disk at {drive.directory}, {'direct' if drive.direct else 'through the page cache'}"
-    return f"measured on {device} with torch {torch.__version__}; {disk}"
 
 
 # The cache
