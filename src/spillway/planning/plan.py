@@ -200,19 +200,11 @@ def options_of(profile: Profile, plan: Plan) -> tuple[Option, ...]:
             f"plan: got one for {plan.model} with {len(plan.blocks)} blocks, expected the {len(profile.calls)} of the "
             f"profile of {profile.model}; make a plan of this profile"
         )
-    kinds = [profile.kinds[call.kind] for call in profile.calls]
-    return tuple(
-        make_option(kind, _decisions(kind, block), min_bytes=profile.min_bytes)
-        for kind, block in zip(kinds, plan.blocks, strict=True)
-    )
+    pairs = [(profile.kinds[call.kind], block) for call, block in zip(profile.calls, plan.blocks, strict=True)]
+    return tuple(make_option(kind, _decisions(kind, block), min_bytes=profile.min_bytes) for kind, block in pairs)
 
 
 def _decisions(block: BlockProfile, planned: BlockPlan) -> list[Decision]:
-    """For each value of the block.
-
-    Raises:
-        UsageError: if the plan is for another block.
-    """
     rest = Decision.KEEP if planned.plain or not planned.recomputes else Decision.RECOMPUTE
     decisions = [planned.inputs if value.is_input else rest for value in block.values]
     for each in planned.operators:
@@ -237,14 +229,9 @@ def program_of(profile: Profile, plan: Plan) -> Program:
 
 def uniform_options(profile: Profile, decision: Decision) -> list[Option]:
     """For each call of a block: keep its inputs, with one decision for the rest."""
-    kinds = [
-        make_option(
-            kind,
-            [Decision.KEEP if value.is_input else decision for value in kind.values],
-            min_bytes=profile.min_bytes,
-        )
-        for kind in profile.kinds
-    ]
+    said = [[Decision.KEEP if value.is_input else decision for value in kind.values] for kind in profile.kinds]
+    pairs = zip(profile.kinds, said, strict=True)
+    kinds = [make_option(kind, decisions, min_bytes=profile.min_bytes) for kind, decisions in pairs]
     return [kinds[call.kind] for call in profile.calls]
 
 
