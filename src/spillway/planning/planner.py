@@ -259,14 +259,13 @@ def late_of(profiles: Iterable[Profile]) -> float:
     return LATE if any(kind.host is not None for profile in profiles for kind in profile.kinds) else 1.0
 
 
-def best_of(problem: Problem, lanes: Lanes, sizes: Iterable[int], *, near: Solution | None = None) -> Found:
+def best_of(problem: Problem, lanes: Lanes, sizes: Iterable[int]) -> Found:
     """The fastest step of several windows.
 
     Args:
         problem: its own window does not count.
         lanes: the bandwidths.
         sizes: windows, tried in this order.
-        near: where the search begins.
 
     Raises:
         BudgetError: where no choice fits with any window: it names the least budget that was found.
@@ -275,6 +274,7 @@ def best_of(problem: Problem, lanes: Lanes, sizes: Iterable[int], *, near: Solut
     refused: BudgetError | None = None
     for size in sizes:
         problem = replace(problem, rates=lanes.rates(size))
+        near = None if best is None else best.solution
         try:
             solution = solve(problem, seconds=_SECONDS if near is None else _NEAR_SECONDS, near=near)
         except BudgetError as error:
@@ -282,7 +282,6 @@ def best_of(problem: Problem, lanes: Lanes, sizes: Iterable[int], *, near: Solut
             continue
         found = Found(problem, solution)
         best = found if best is None else min(best, found, key=lambda each: each.seconds)
-        near = best.solution
         if not any(option.sent_bytes or option.rerun_seconds for option in best.options):
             # Everything is kept, and no window is needed.
             break

@@ -324,11 +324,10 @@ class _Walk:
     def _drop(self, number: int) -> None:
         nbytes = self._storages.sent[number].nbytes
         reused = self._storages.reused[number]
-        if not self._away[number]:
-            self._device -= nbytes
         if not reused:
             self._count(number, -nbytes)
         if not self._away[number]:
+            self._device -= nbytes
             returned = "leaving" if self._back_at[number] is None else "returned"
             self._hold("kept" if reused else returned, -nbytes)
         self._note_level()
