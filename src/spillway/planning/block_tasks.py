@@ -322,11 +322,9 @@ class ResolvedDecisions:
     offloaded: dict[int, bool]
     """Offloaded values, and whether to the disk."""
     recomputed: frozenset[int]
-    """Saved values that are recomputed."""
     given: frozenset[int]
     """Values that the replay is handed."""
     casts: frozenset[int]
-    """Casts that autograd saved."""
     reach: int
     """How many operators the replay goes through: it ends with the last value that is wanted."""
 

@@ -51,7 +51,6 @@ class BlockPlan(Record):
     plain: bool
     """Whether it is left alone, and keeps everything."""
     inputs: Decision
-    """For its inputs."""
     operators: tuple[OperatorPlan, ...]
     kept_bytes: int
     """On the device between its forward and its backward."""
@@ -91,13 +90,12 @@ class Plan(FileRecord):
     stall_seconds: Seconds
     """Seconds of the step in which compute waits for copies."""
     peak_task: str
-    """The task in which the peak is."""
     host_bytes: Count
     disk_bytes: Count
     blocks: tuple[BlockPlan, ...]
     """In the order of the forward."""
     method: str
-    """How it was found."""
+    """``"exact"``: there is no better one. ``"search"``: no better one was found."""
     bound_seconds: Seconds | None = None
     """No plan can be faster. ``None``: that is not known."""
     ahead: Annotated[int, Field(ge=1)] | None = None

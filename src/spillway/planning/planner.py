@@ -123,7 +123,6 @@ class Found:
     """The best solution that was found."""
 
     problem: Problem
-    """With its window."""
     solution: Solution
 
     @property

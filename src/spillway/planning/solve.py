@@ -84,7 +84,6 @@ class Solution:
 
     chosen: Chosen
     timeline: Timeline
-    """What the simulation says."""
     method: str
     """``"exact"``: there is no better choice. ``"search"``: no better one was found."""
     seconds: float
@@ -174,10 +173,8 @@ class _Search:
         self._late: dict[Chosen, float] = {}
         """Seconds of steps with a slower CPU."""
         self._leader: tuple[Rank, Chosen] | None = None
-        """The best choice that was simulated."""
         self._kinds = [id(options) for options in problem.options]
         self._every = {id(options): list(range(len(options))) for options in problem.options}
-        """For each kind of block, all options."""
         self._promising: dict[int, list[int]] = {}
         """For each kind of block, the options that a search looks at first."""
 

@@ -160,16 +160,12 @@ def counted_twice(output_bytes: int, input_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What the lanes carry in a second, and how much may be on its way."""
+    """Bandwidths in bytes a second, ``out`` to CPU memory and ``back`` from it, and how much may be in flight."""
 
     out: float
-    """Bytes from the device to host memory in a second."""
     back: float
-    """Bytes from host memory to the device in a second."""
     disk_write: float
-    """Bytes to the disk in a second."""
     disk_read: float
-    """Bytes from the disk in a second."""
     window: int
     """Bytes that may be LEAVING at once."""
     ahead: int | None = None
@@ -187,7 +183,6 @@ class Turn(NamedTuple):
 
 
 ONE_PASS = (Turn(), Turn(is_backward=True))
-"""A forward, and its backward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +190,6 @@ class Part:
     """Blocks that are called one after the other, those of a model or of a stage, and what is around them."""
 
     blocks: int
-    """How many."""
     before: tuple[Task, ...] = ()
     """At the begin of a forward."""
     middle: tuple[Task, ...] = ()
@@ -232,7 +226,6 @@ class Problem:
     lead: float = 0.0
     """Seconds by which the host may be ahead of the device when the step begins."""
     turns: tuple[Turn, ...] = ONE_PASS
-    """What happens, in order."""
     placed: dict[tuple[int, int, int, int], tuple[tuple[Task, ...], tuple[Task, ...]]] = field(
         default_factory=dict, repr=False, compare=False
     )

@@ -204,7 +204,6 @@ class _Walk:
         """A heap: turns of what is AWAY with no copy back queued, and will be taken."""
         self._returning_bytes = 0
         self._held: dict[str, int] | None = {"static": static_bytes} if spans else None
-        """Bytes of each holder."""
         self._levels: list[Level] = []
         self._holders: list[Holders] = []
         self._note_level()

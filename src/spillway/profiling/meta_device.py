@@ -38,7 +38,7 @@ from spillway.checkpointing.schema import OperatorFacts, argument, facts_of, fac
 from spillway.checkpointing.tensors import PLAIN, OperatorMode, is_strided, split, tensors_in
 from spillway.errors import UnsupportedError
 from spillway.planning.hardware import Hardware, seconds_of
-from spillway.profiling.meter import Meter, Reading
+from spillway.profiling.meter import GRAIN, Meter, Reading
 from spillway.profiling.target_kernels import effort_of, workspace_of
 from spillway.runtime.bytes import over
 
@@ -47,8 +47,6 @@ META, _CPU = torch.device("meta"), torch.device("cpu")
 OptimizerOf = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 """Makes an optimizer of parameters: a class, or a ``functools.partial`` of one."""
 
-_GRAIN = 512
-"""Bytes to which torch's allocator for accelerators rounds up."""
 _MOST_KNOWN_BYTES = 64 << 20
 _VALUE_DEPENDENT = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 _UNINITIALIZED = ("aten::empty", "aten::new_empty", "aten::resize")
@@ -88,7 +86,7 @@ class MetaDevice(OperatorMode):
         """How many storages there have been: the number of the last one."""
         self.values = KnownValues()
         self._hardware = hardware
-        self._grain = 1 if device.type == "cpu" else _GRAIN
+        self._grain = 1 if device.type == "cpu" else GRAIN
         self._known: dict[int, _Storage] = {}
         self._on_device: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 

@@ -25,6 +25,8 @@ from spillway.capture.identity import storage_parts
 from spillway.planning.profile import Static
 from spillway.runtime.process_memory import Resident, ResidentPeak, resident_bytes
 
+GRAIN = 512
+"""Bytes to which torch's allocator for accelerators rounds up."""
 _CYCLES = 1.5e9
 """Of an accelerator, in a second, about."""
 

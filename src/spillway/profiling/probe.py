@@ -25,15 +25,13 @@ from spillway.checkpointing.recorder import Recorder
 from spillway.checkpointing.tensors import OperatorMode, tensors_in
 from spillway.operators import full_name
 from spillway.planning.profile import Again, OperatorProfile, Value
-from spillway.profiling.meter import AcceleratorMeter, ClockMeter, Meter
+from spillway.profiling.meter import GRAIN, AcceleratorMeter, ClockMeter, Meter
 
 _WIDTH = 4096
 _ODD = 251
 _PRODUCTS = 500
 """Some 100 ms on a fast device, and fewer launches than may be queued."""
 _MOST_TRIES = 3
-_GRAIN = 512
-"""What an accelerator's allocator rounds up to."""
 
 
 class Probe:
@@ -196,7 +194,7 @@ class Probe:
                 self._note_bytes(value, part)
 
     def _note_bytes(self, value: int, tensor: torch.Tensor) -> None:
-        self._nbytes[value] = -(-tensor.untyped_storage().nbytes() // _GRAIN) * _GRAIN
+        self._nbytes[value] = -(-tensor.untyped_storage().nbytes() // GRAIN) * GRAIN
 
 
 class WatchedCall:

@@ -174,16 +174,13 @@ def measure_products(backend: Backend, seconds: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Drive:
-    """What the disk under a spill file does."""
+    """The disk under a spill file, with its bandwidths in bytes a second."""
 
     write: float
-    """Bytes in a second."""
     read: float
-    """Bytes in a second."""
     free_bytes: int
     """Of the file system, before anything was written."""
     directory: Path
-    """Where it was written to."""
     direct: bool
     """Whether the page cache was bypassed. Through it, rates may be those of memory."""
 

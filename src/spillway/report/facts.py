@@ -41,7 +41,6 @@ class Row:
     kept_bytes: int
     """On the device from its forward to its backward, with its inputs."""
     sent_bytes: int
-    """Offloaded."""
     recomputed_bytes: int
     """Recomputed, of the tensors that autograd saves."""
     rerun_seconds: float
@@ -60,7 +59,6 @@ class Layer:
 
     key: str
     name: str
-    """For people."""
     meaning: str
     """What is counted, in a sentence."""
     nbytes: tuple[int, ...]
@@ -74,13 +72,11 @@ class Facts:
     profile: Profile
     plan: Plan
     timeline: Timeline
-    """The simulated step."""
     hardware: str
     """Name of the machine whose bandwidths are used."""
     phases: dict[str, Phase]
     """Of each task, by its name."""
     rows: tuple[Row, ...]
-    """The calls of blocks, in forward order."""
     instants: tuple[float, ...]
     """Seconds from the begin of the step at which memory changes, strictly increasing."""
     layers: tuple[Layer, ...]
